@@ -1,0 +1,56 @@
+# The same commands by hand and in continuous integration. `make help` lists them.
+#
+# A fresh machine needs Python >= 3.11 only; .venv is made on first use and again when pyproject.toml or constraints.txt change.
+# `make test PY=/path/to/python` uses an environment that you keep yourself.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+ifeq ($(origin PY),undefined)
+PY := $(abspath $(VENV))/bin/python
+ENVIRONMENT := $(STAMP)
+endif
+
+# Ranks on one machine share its cores; a thread pool per rank would only make them wait for each other.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test quick lint types wheel venv clean
+.DEFAULT_GOAL := help
+
+help:  ## what can be made
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+
+demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy on this machine's processes, check it
+	$(PY) -m benchmarks.demo
+
+test: lint types  ## everything: lint, types, all tests (with a wheel built and imported)
+	$(PY) -m pytest
+
+quick: lint types  ## the same without the slow tests: under three minutes
+	$(PY) -m pytest -m "not slow"
+
+lint: $(ENVIRONMENT)  ## style
+	$(PY) -m ruff check .
+
+types: $(ENVIRONMENT)  ## types of the package, strictly
+	$(PY) -m mypy
+
+wheel: $(ENVIRONMENT)  ## dist/*.whl
+	$(PY) -m build --wheel --no-isolation
+
+venv: $(ENVIRONMENT)  ## the environment in .venv
+
+$(STAMP): pyproject.toml constraints.txt
+	@python=; for candidate in python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; done; \
+	if [ -z "$$python" ]; then echo "make: no Python >= 3.11 found on PATH; install one, or name it: make venv PY=..." >&2; exit 1; fi; \
+	[ -x $(VENV)/bin/python ] || $$python -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,plots]'
+	@touch $@
+
+clean:  ## remove what was built, not the environment
+	rm -rf build dist *.egg-info demo-output

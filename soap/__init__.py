@@ -1,0 +1,104 @@
+"""SOAP finds by simulation how to spread the training of a PyTorch model over devices, and runs it.
+
+The public names below are loaded on first use, so that ``import soap`` costs nothing and planning tools start without torch.
+What they do is said in ``soap.api``.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from soap.api import SearchOutcome, export, load, load_cluster, load_strategy, save_strategy, simulate
+    from soap.errors import InfeasibleError, ModelError, ProfileError, RuntimeFailure, SoapError, StrategyError, TopologyError
+    from soap.graph import OperatorGraph
+    from soap.runtime.trainer import Trainer
+    from soap.strategy import OpConfig, Strategy, SyncConfig
+    from soap.topology import Topology
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "SearchOutcome": "soap.api",
+    "export": "soap.api",
+    "load": "soap.api",
+    "load_cluster": "soap.api",
+    "load_strategy": "soap.api",
+    "save_strategy": "soap.api",
+    "simulate": "soap.api",
+    "Trainer": "soap.runtime.trainer",
+    "OperatorGraph": "soap.graph",
+    "OpConfig": "soap.strategy",
+    "Strategy": "soap.strategy",
+    "SyncConfig": "soap.strategy",
+    "Topology": "soap.topology",
+    "InfeasibleError": "soap.errors",
+    "ModelError": "soap.errors",
+    "ProfileError": "soap.errors",
+    "RuntimeFailure": "soap.errors",
+    "SoapError": "soap.errors",
+    "StrategyError": "soap.errors",
+    "TopologyError": "soap.errors",
+}
+"""Public name -> module that defines it."""
+
+__all__ = [  # noqa: RUF022 - verbs, then values, then errors
+    "export",
+    "load",
+    "load_cluster",
+    "load_strategy",
+    "save_strategy",
+    "search",
+    "simulate",
+    "SearchOutcome",
+    "Trainer",
+    "OperatorGraph",
+    "OpConfig",
+    "Strategy",
+    "SyncConfig",
+    "Topology",
+    "SoapError",
+    "InfeasibleError",
+    "ModelError",
+    "ProfileError",
+    "RuntimeFailure",
+    "StrategyError",
+    "TopologyError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "search":
+        return import_module("soap.search")
+    if name not in _HOME:
+        raise AttributeError(f"module 'soap' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _SearchPackage(ModuleType):
+    """The package ``soap.search``, which is at once the verb: ``soap.search(model, cluster)`` calls ``soap.api.search``."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return import_module("soap.api").search(*args, **kwargs)
+
+
+class _Root(ModuleType):
+    """This package. Importing ``soap.search`` anywhere binds it here, and that is the moment to make it callable."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "search" and isinstance(value, ModuleType):
+            value.__class__ = _SearchPackage
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Root

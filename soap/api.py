@@ -1,0 +1,213 @@
+"""The composition root: the public verbs, and the one module that knows all the parts.
+
+A model may be given as what ``load`` returns, as an ``OperatorGraph``, or as text for ``load``; a cluster as a ``Topology`` or as text for
+``load_cluster``. Torch is imported by the verbs that need it, when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from soap import cluster_yaml, strategy_json
+from soap.errors import StrategyError
+from soap.files import read_text, write_text_atomically
+from soap.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.search.chains import search as search_graph
+from soap.search.metropolis import DEFAULT_BETA
+from soap.search.record import SearchResult
+from soap.simulator.simulate import Simulation, Simulator
+from soap.strategies import CLASSICAL
+from soap.strategy import Strategy
+from soap.topology import Topology
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from soap.tracing.model import TracedModel
+
+Model: TypeAlias = "TracedModel | OperatorGraph | str | Path"
+Cluster: TypeAlias = "Topology | str | Path"
+
+DEFAULT_BUDGET = 500
+"""Proposals: seconds to a few minutes for the models of the zoo."""
+OPTIMIZER_STATES = 2
+"""Tensors of a parameter's size that the optimizer keeps for it; Adam's two, so that memory is not underestimated."""
+
+
+def export(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, path: str | Path, loss: Callable[..., Any] | None = None
+) -> None:
+    """Write a module in training mode, called with these arguments, to a ``.pt2`` whose only output is the scalar loss.
+
+    ``loss`` makes the scalar from the module's output where that is something else, e.g. ``lambda output: output.loss``.
+    """
+    from soap.tracing.export import export_model
+
+    export_model(model, tuple(args), dict(kwargs or {}), path=path, loss=loss)
+
+
+def load(
+    spec: str | Path, *, plan_only: bool = False, batch_dims: Mapping[str, int] | None = None, dtype: str | None = None
+) -> TracedModel:
+    """The model of a ``.pt2`` file or of the zoo (``zoo:NAME[:tiny][@BATCH]``), as a graph of operators that can be computed tile by tile.
+
+    ``plan_only``: without memory for its weights. ``batch_dims``: input name -> dimension of the samples, where it is not 0. ``dtype``:
+    replaces the floating-point type, for example ``float64`` for checks.
+    """
+    from soap.tracing.load import load_model
+
+    return load_model(str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype)
+
+
+def load_cluster(spec: str | Path) -> Topology:
+    """The cluster of a YAML file or a preset; ``local:N`` is this machine, measured once and then remembered."""
+    topology = cluster_yaml.load_cluster(spec)
+    if isinstance(spec, str) and topology.name == spec and spec.partition(":")[0] == "local":
+        from soap.profiles.measure_machine import measured_local_topology
+
+        return measured_local_topology(topology.device_count)
+    return topology
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """What a search found, with what it was found for, so that it can be saved and looked at."""
+
+    simulator: Simulator
+    result: SearchResult
+
+    @property
+    def strategy(self) -> Strategy:
+        """The best strategy."""
+        return self.result.strategy
+
+    @property
+    def time_ns(self) -> int:
+        """Its predicted time per training iteration."""
+        return self.result.cost_ns
+
+    @property
+    def speedup(self) -> float:
+        """Data parallelism's predicted time over it."""
+        return self.result.speedup
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """One row per proposal."""
+        return self.result.history
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The best strategy's iteration, task by task."""
+        return self.simulator.run(self.strategy)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a strategy file remembers of the search. Nothing of when or where it ran: equal searches write equal files."""
+        result, costs = self.result, self.simulator.costs
+        return {
+            "predicted_ns": result.cost_ns,
+            "data_parallel_ns": result.data_parallel_ns,
+            "starts": {start.name: {"predicted_ns": start.cost_ns, "fits": start.fits} for start in result.starts},
+            "memory_bytes": [use.total for use in self.simulation.memory],
+            "bytes_moved": self.simulation.bytes_moved,
+            "costs": {"description": costs.description, "hash": costs.hash},
+            "search": {
+                "seed": result.seed,
+                "budget": result.budget,
+                "beta": result.beta,
+                "evaluations": result.evaluations,
+                "interrupted": result.interrupted,
+            },
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the strategy with its record to ``path``."""
+        save_strategy(path, self.strategy, self.simulator.graph, self.simulator.topology, self.record)
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    *,
+    budget: int = DEFAULT_BUDGET,
+    seed: int = 0,
+    beta: float = DEFAULT_BETA,
+    starts: Sequence[str] | None = None,
+    initial: Strategy | None = None,
+    patience: float | None = None,
+    optimizer_states: int = OPTIMIZER_STATES,
+    progress: bool = False,
+) -> SearchOutcome:
+    """Search for the strategy with the shortest predicted iteration; see ``soap.search.chains.search`` for the options.
+
+    Equal arguments give equal results. Ctrl-C ends it with the best so far (``result.interrupted``).
+    """
+    simulator = simulator_for(model, cluster, optimizer_states=optimizer_states)
+    result = search_graph(
+        simulator.graph,
+        simulator.topology,
+        simulator,
+        budget=budget,
+        seed=seed,
+        beta=beta,
+        starts=starts,
+        initial=initial,
+        patience=patience,
+        progress=progress,
+    )
+    return SearchOutcome(simulator, result)
+
+
+def simulate(model: Model, cluster: Cluster, strategy: Strategy | str, *, optimizer_states: int = OPTIMIZER_STATES) -> Simulation:
+    """Predict one training iteration. ``strategy`` may be the name of a classical one, such as ``data_parallel``."""
+    simulator = simulator_for(model, cluster, optimizer_states=optimizer_states)
+    if isinstance(strategy, str):
+        strategy = classical(strategy, simulator.graph, simulator.topology)
+    return simulator.run(strategy)
+
+
+def simulator_for(model: Model, cluster: Cluster, *, optimizer_states: int = OPTIMIZER_STATES) -> Simulator:
+    """A simulator of this model on this cluster, with the costs that are known for it."""
+    topology = _topology(cluster)
+    return Simulator(_graph(model), topology, RooflineCosts(topology, optimizer_states), optimizer_states)
+
+
+def classical(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
+    """The classical strategy of this name."""
+    if name not in CLASSICAL:
+        raise StrategyError(f"no strategy is named {name!r}; expected one of {', '.join(CLASSICAL)}")
+    return CLASSICAL[name](graph, topology)
+
+
+def load_strategy(path: str | Path, model: Model, cluster: Cluster) -> Strategy:
+    """The strategy of a file; StrategyError in one line, with the differences, if it was made for another model or cluster."""
+    text = read_text(path, what="strategy file", error=StrategyError)
+    try:
+        return strategy_json.loads(text, _graph(model), _topology(cluster))[0]
+    except StrategyError as error:
+        raise StrategyError(f"{path}: {error}") from None
+
+
+def save_strategy(
+    path: str | Path, strategy: Strategy, model: Model, cluster: Cluster, record: Mapping[str, Any] | None = None
+) -> None:
+    """Write a strategy for ``load_strategy``; ``record``: plain values to remember with it."""
+    write_text_atomically(path, strategy_json.dumps(strategy, _graph(model), _topology(cluster), record))
+
+
+def _graph(model: Model) -> OperatorGraph:
+    if isinstance(model, OperatorGraph):
+        return model
+    if isinstance(model, (str, Path)):
+        return load(model, plan_only=True).graph
+    return model.graph
+
+
+def _topology(cluster: Cluster) -> Topology:
+    return cluster if isinstance(cluster, Topology) else load_cluster(cluster)

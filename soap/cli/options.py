@@ -1,0 +1,88 @@
+"""Options that several commands share, and the checks of their values."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from math import isfinite
+
+from soap.cli.command import Parser
+
+MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:tiny][@BATCH]"
+CLUSTER_HELP = "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8"
+LARGEST_COUNT = 10**9
+
+
+def add_model(parser: Parser, *, positional: bool) -> None:
+    """MODEL, or ``--model MODEL``, and what belongs to reading it."""
+    if positional:
+        parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    else:
+        parser.add_argument("--model", metavar="MODEL", required=True, help=MODEL_HELP)
+    parser.add_argument(
+        "--batch-dim",
+        metavar="INPUT=DIM",
+        type=batch_dim,
+        action="append",
+        default=[],
+        help="dimension of an input that counts samples, where it is not 0; -1 for none (repeatable)",
+    )
+
+
+def add_cluster(parser: Parser, *, required: bool, note: str = "") -> None:
+    """``--cluster SPEC``."""
+    parser.add_argument("--cluster", metavar="SPEC", required=required, help=CLUSTER_HELP + note)
+
+
+def add_outputs(parser: Parser, *, timeline: str) -> None:
+    """``--timeline FILE`` and ``--json``."""
+    parser.add_argument("--timeline", metavar="FILE", help=timeline)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def batch_dims(pairs: Sequence[tuple[str, int]]) -> Mapping[str, int] | None:
+    """The repeated ``--batch-dim`` options as one mapping; None if there are none."""
+    return dict(pairs) or None
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    return _whole(text, 1)
+
+
+def not_negative(text: str) -> int:
+    """A whole number of at least 0."""
+    return _whole(text, 0)
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number above 0")
+    return value
+
+
+def batch_dim(text: str) -> tuple[str, int]:
+    """``input=1`` as its two parts."""
+    name, found, number = text.partition("=")
+    try:
+        dim = int(number)
+    except ValueError:
+        dim = -2
+    if not found or not name or dim < -1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected INPUT=DIM, such as tokens=1, or tokens=-1 for no batch")
+    return name, dim
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number of at least {least}")
+    return value

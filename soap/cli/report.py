@@ -1,0 +1,119 @@
+"""What the commands say about a simulated strategy: one document for programs, and the same as text for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split
+from soap.graph import OperatorGraph
+from soap.simulator.simulate import Simulation, Simulator
+from soap.simulator.timeline import busy_time_ns
+from soap.strategies import CLASSICAL
+from soap.strategy import Strategy
+from soap.units import format_bytes
+
+BASELINE = "data_parallel"
+MOST_OPERATORS = 16
+"""Rows of the list of operators; the strategy file has all."""
+
+
+def document(simulator: Simulator, strategy: Strategy, simulation: Simulation) -> dict[str, Any]:
+    """All that is known about a strategy, as plain JSON values. The keys are part of the commands' interface."""
+    graph, topology = simulator.graph, simulator.topology
+    baseline = CLASSICAL[BASELINE](graph, topology)
+    baselines = _baselines(simulator)
+    return {
+        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
+        "cluster": {"name": topology.name, "hash": topology.hash, "devices": [device.name for device in topology.devices]},
+        "costs": {"description": simulator.costs.description, "hash": simulator.costs.hash},
+        "predicted_ns": simulation.makespan_ns,
+        "fits": simulation.fits,
+        "speedup": baselines[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
+        "baselines": baselines,
+        "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
+        "available_memory_bytes": [device.type.memory_bytes for device in topology.devices],
+        "bytes_moved": simulation.bytes_moved,
+        "data_parallel_bytes_moved": simulator.run(baseline).bytes_moved,
+        "busy_ns": busy_time_ns(simulation.tasks),
+        "unlike_data_parallel": _differences(graph, strategy, baseline),
+    }
+
+
+def text(report: Mapping[str, Any], name: str) -> str:
+    """The document as a short table; ``name`` is what the strategy is called in it."""
+    model, cluster = report["model"], report["cluster"]
+    sections = [
+        f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
+        f"costs: {report['costs']['description']}",
+        _times(report, name),
+        _resources(report),
+        _unlike(report["unlike_data_parallel"], model["operators"]),
+    ]
+    return "\n\n".join(sections)
+
+
+def dump(report: Mapping[str, Any]) -> str:
+    """One JSON document."""
+    return json.dumps(report, indent=2, allow_nan=False)
+
+
+def _baselines(simulator: Simulator) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, make in CLASSICAL.items():
+        cost_ns, overflow_bytes = simulator.cost(make(simulator.graph, simulator.topology))
+        found[name] = {"predicted_ns": cost_ns, "overflow_bytes": overflow_bytes}
+    return found
+
+
+def _differences(graph: OperatorGraph, strategy: Strategy, baseline: Strategy) -> list[dict[str, Any]]:
+    found = []
+    for op in graph.operators:
+        config, usual = strategy.operators[op.name], baseline.operators[op.name]
+        if config != usual:
+            entry = {"operator": op.name, "kind": op.kind, "split": split(op, config), "devices": list(config.devices)}
+            found.append({**entry, "data_parallel_split": split(op, usual), "data_parallel_devices": list(usual.devices)})
+    return found
+
+
+def _times(report: Mapping[str, Any], name: str) -> str:
+    predicted_ns = report["predicted_ns"]
+    rows = [("", "predicted", "speed-up over it"), (name, milliseconds(predicted_ns), "" if report["fits"] else "does not fit into memory")]
+    for baseline, cost in report["baselines"].items():
+        lacking = cost["overflow_bytes"]
+        lacks = f" (does not fit: {format_bytes(lacking)} missing)" if lacking else ""
+        rows.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
+    numbers = aligned(row[:2] for row in rows).splitlines()
+    return "\n".join(f"{line}  {row[2]}".rstrip() for line, row in zip(numbers, rows, strict=True))
+
+
+def _resources(report: Mapping[str, Any]) -> str:
+    names, totals = report["cluster"]["devices"], [use["total"] for use in report["memory_bytes"]]
+    fullest = max(range(len(totals)), key=lambda d: totals[d] / report["available_memory_bytes"][d])
+    available = format_bytes(report["available_memory_bytes"][fullest])
+    busy = [report["busy_ns"][name] for name in names]
+    mean = sum(busy) / len(busy) / max(1, report["predicted_ns"])
+    rows = [
+        ("memory per device", f"up to {format_bytes(totals[fullest])} of {available} ({names[fullest]})"),
+        ("moved per iteration", f"{format_bytes(report['bytes_moved'])} ({BASELINE}: {format_bytes(report['data_parallel_bytes_moved'])})"),
+        ("devices busy", f"{mean:.0%} of the time on average"),
+    ]
+    return listed(rows)
+
+
+def _unlike(differences: Sequence[Mapping[str, Any]], operators: int) -> str:
+    if not differences:
+        return f"all {operators} operators are configured as in data parallelism"
+    rows = [
+        (
+            entry["operator"],
+            f"{entry['split']} on {devices(entry['devices'])}",
+            f"instead of {entry['data_parallel_split']} on {devices(entry['data_parallel_devices'])}",
+        )
+        for entry in differences[:MOST_OPERATORS]
+    ]
+    more = len(differences) - len(rows)
+    head = f"{len(differences)} of {operators} operators are configured unlike data parallelism:"
+    return "\n".join([head, listed(rows), *([f"  and {more} more; the strategy file has all"] if more else [])])

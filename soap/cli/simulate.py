@@ -1,0 +1,60 @@
+"""``soap-simulate``: predict what one training iteration of a given strategy costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from soap import api
+from soap.cli import report
+from soap.cli.command import Parser, run_command
+from soap.cli.options import add_cluster, add_model, add_outputs, batch_dims
+from soap.files import check_writable, write_text_atomically
+from soap.simulator.timeline import chrome_trace
+from soap.strategies import CLASSICAL
+
+PROG = "soap-simulate"
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        PROG,
+        "Predict time, memory and traffic of one training iteration.",
+        f"{PROG} zoo:gpt:tiny --cluster p100-4x4 --builtin megatron --timeline trace.json",
+    )
+    add_model(parser, positional=True)
+    add_cluster(parser, required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
+    which.add_argument("--builtin", metavar="NAME", choices=list(CLASSICAL), help=f"a classical strategy: {', '.join(CLASSICAL)}")
+    add_outputs(parser, timeline="write the iteration as a trace for Perfetto")
+    return parser
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Simulate and report."""
+    if args.timeline:
+        check_writable(args.timeline)
+    topology = api.load_cluster(args.cluster)
+    graph = api.load(args.model, plan_only=True, batch_dims=batch_dims(args.batch_dim)).graph
+    strategy = api.classical(args.builtin, graph, topology) if args.builtin else api.load_strategy(args.strategy, graph, topology)
+    simulator = api.simulator_for(graph, topology)
+    simulation = simulator.run(strategy)
+    if args.timeline:
+        write_text_atomically(args.timeline, json.dumps(chrome_trace(simulation.tasks, simulation.schedule)) + "\n")
+    summary = report.document(simulator, strategy, simulation)
+    print(report.dump(summary) if args.json else report.text(summary, args.builtin or Path(args.strategy).name))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    return run_command(make_parser(), execute, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Text for people: aligned columns, and the few things that the commands say about a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from soap.graph import Operator
+from soap.strategy import OpConfig
+from soap.strategy_json import compact_devices
+
+
+def aligned(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
+    """Rows as lines with columns of equal width, the first to the left and the others (numbers) to the right."""
+    return _columns([list(row) for row in rows], indent, right=True)
+
+
+def listed(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
+    """Rows as lines with columns of equal width, all to the left."""
+    return _columns([list(row) for row in rows], indent, right=False)
+
+
+def _columns(rows: list[list[str]], indent: str, *, right: bool) -> str:
+    count = max(map(len, rows), default=0)
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(count)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(widths[i]) if right and i else cell.ljust(widths[i]) for i, cell in enumerate(row)]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def milliseconds(time_ns: int) -> str:
+    """A time per iteration; one unit for all, so that a column can be compared at a glance."""
+    value = time_ns / 1e6
+    return f"{value:.3f} ms" if value < 100 else f"{value:.1f} ms"
+
+
+def speed_up(baseline_ns: int, time_ns: int) -> str:
+    """How often the time goes into the baseline's."""
+    return f"{baseline_ns / max(1, time_ns):.2f}x"
+
+
+def split(op: Operator, config: OpConfig) -> str:
+    """A configuration's degrees by factor name, such as ``sample b:4, parameter n:2``; ``whole`` if nothing is split."""
+    parts = [f"{f.kind.value} {f.name}:{degree}" for f, degree in zip(op.factors, config.degrees, strict=True) if degree > 1]
+    if config.replicas > 1:
+        parts.append(f"replicas:{config.replicas}")
+    return ", ".join(parts) or "whole"
+
+
+def devices(numbers: Sequence[int]) -> str:
+    """Device numbers in the order of tiles, as strategy files write them: ``0-3,8``, ``0-12:4``, ``2*4``."""
+    return ",".join(map(str, compact_devices(numbers)))

@@ -1,0 +1,53 @@
+"""The error tree: every failure that a user can cause or meet is a ``SoapError``.
+
+A message is one line that names the value, what was expected and what to do next. Commands print that line and exit with
+the class's ``exit_code``; a traceback shown to a user is a bug. Usage errors of the command line exit with 2.
+"""
+
+from __future__ import annotations
+
+
+class SoapError(Exception):
+    """Base of all errors raised on purpose by this project."""
+
+    exit_code = 1
+
+
+class ModelError(SoapError):
+    """The exported model cannot be read, or is outside what can be planned."""
+
+    exit_code = 3
+
+
+class TopologyError(SoapError):
+    """The cluster description is malformed, inconsistent, or names an unknown device."""
+
+    exit_code = 4
+
+
+class StrategyError(SoapError):
+    """A strategy is malformed, illegal for its graph, or made for another model or cluster."""
+
+    exit_code = 5
+
+
+class ProfileError(SoapError):
+    """A measurement failed, or a table of costs is malformed."""
+
+    exit_code = 6
+
+
+class InfeasibleError(SoapError):
+    """No strategy fits into the memory of the devices."""
+
+    exit_code = 7
+
+
+class RuntimeFailure(SoapError):
+    """A distributed run failed: too few processes, a rank that died, a check that did not hold."""
+
+    exit_code = 8
+
+
+INTERRUPTED_EXIT_CODE = 130
+"""Exit code after Ctrl-C (128 + SIGINT)."""

@@ -1,0 +1,102 @@
+"""Files as people meet them: read with a one-line error, written whole or not at all.
+
+A file is written beside its target under a temporary name and then renamed, so that a reader never sees half of it and an interrupted
+command leaves the old file.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from soap.errors import SoapError
+
+
+def read_text(path: str | Path, *, what: str = "file", error: type[SoapError] = SoapError, limit_bytes: int = 2**30) -> str:
+    """The UTF-8 text of a file; ``error`` in one line if it is missing, unreadable, no text or longer than ``limit_bytes``."""
+    path = Path(path)
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(limit_bytes + 1)
+    except OSError as cause:
+        raise error(f"{what} {str(path)!r} cannot be read: {_reason(cause)}; check the path") from None
+    except ValueError as cause:  # a NUL byte in the path
+        raise error(f"{what} {str(path)!r} cannot be read: {cause}; check the path") from None
+    if len(data) > limit_bytes:
+        raise error(f"{what} {str(path)!r} is longer than {limit_bytes} bytes; expected a smaller file: check the path")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as cause:
+        raise error(f"{what} {str(path)!r} is no UTF-8 text (byte {cause.start}); expected a text file: check the path") from None
+
+
+def check_writable(path: str | Path, *, error: type[SoapError] = SoapError) -> None:
+    """Raise ``error`` now if a file could not be written there later: worth asking before long work. Leaves nothing behind."""
+    path = Path(path)
+    try:
+        _refuse_non_files(path)
+        temporary = _open_beside(path)
+    except (OSError, ValueError) as cause:
+        raise _unwritable(path, cause, error) from None
+    os.close(temporary[0])
+    os.unlink(temporary[1])
+
+
+def write_text_atomically(path: str | Path, text: str, *, error: type[SoapError] = SoapError) -> None:
+    """Write UTF-8 text (line ends as given) to ``path``, or raise ``error`` in one line and leave what was there."""
+    write_bytes_atomically(path, text.encode("utf-8"), error=error)
+
+
+def write_bytes_atomically(path: str | Path, data: bytes, *, error: type[SoapError] = SoapError) -> None:
+    """Write bytes to ``path``, or raise ``error`` in one line and leave what was there. The folder must exist."""
+    path = Path(path)
+    temporary = None
+    try:
+        _refuse_non_files(path)
+        target = Path(os.path.realpath(path))  # through a link to its target, as an ordinary write would go
+        descriptor, temporary = _open_beside(target)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if target.exists():
+            os.chmod(temporary, target.stat().st_mode & 0o7777)
+        os.replace(temporary, target)
+        temporary = None
+    except (OSError, ValueError) as cause:
+        raise _unwritable(path, cause, error) from None
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
+
+
+def _open_beside(path: Path) -> tuple[int, str]:
+    """A new file in the folder of ``path``; unlike tempfile's, with the permissions that any new file of this user gets."""
+    target = Path(os.path.realpath(path))
+    temporary = str(target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}.tmp"))
+    return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), temporary
+
+
+def _refuse_non_files(path: Path) -> None:
+    if path.is_dir() or not path.name:
+        raise IsADirectoryError(None, "it is a folder")
+    if path.exists():
+        if not path.is_file():
+            raise OSError(None, "it is no ordinary file")
+        if not os.access(path, os.W_OK):  # renaming would replace a file that its owner protected
+            raise PermissionError(None, "it is read-only")
+
+
+def _unwritable(path: Path, cause: Exception, error: type[SoapError]) -> SoapError:
+    missing = isinstance(cause, FileNotFoundError)
+    reason = f"folder {str(path.parent)!r} does not exist" if missing else _reason(cause)
+    remedy = "create the folder or choose another path" if missing else "choose another path"
+    return error(f"cannot write {str(path)!r}: {reason}; {remedy}")
+
+
+def _reason(cause: Exception) -> str:
+    text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,85 @@
+"""What hangs together in a plan, and where gradients flow in it. Pure data, no torch.
+
+A tile is *active* if it has a backward pass: a gradient reaches one of its outputs. Everything follows from the plan alone, so that all
+ranks agree on who sends which gradient to whom without asking each other. The simulator's lowering follows the same rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from soap.simulator.plan import Plan
+
+
+class PlanIndex:
+    """Look-up tables of a plan.
+
+    ``fetch_of``: (tile, input) -> fetch. ``direct``: tile -> [(output, holding)] of what it leaves on its device without a reduction.
+    ``partial``: (tile, output) -> the reduction that it contributes to. ``reduced``: (reduction, device) -> holding.
+    ``fetches_from``: holding -> the fetches that take a piece of it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.fetch_of = {consumer: i for i, fetch in enumerate(plan.fetches) for consumer in fetch.consumers}
+        self.partial = {(tile, r.output): i for i, r in enumerate(plan.reductions) for tile in r.tiles}
+        self.direct: dict[int, list[tuple[int, int]]] = {}
+        self.reduced: dict[tuple[int, int], int] = {}
+        self.fetches_from: list[list[int]] = [[] for _ in plan.holdings]
+        for place, holding in enumerate(plan.holdings):
+            if holding.reduction is not None:
+                self.reduced[holding.reduction, holding.device] = place
+            else:
+                outputs = plan.operator(plan.tiles[holding.tile]).outputs
+                output = next(k for k, operand in enumerate(outputs) if operand.tensor == holding.tensor)
+                self.direct.setdefault(holding.tile, []).append((output, place))
+        for number, fetch in enumerate(plan.fetches):
+            for piece in fetch.pieces:
+                if number not in self.fetches_from[piece.holding][-1:]:
+                    self.fetches_from[piece.holding].append(number)
+
+
+@dataclass
+class Activity:
+    """Which parts of a plan carry gradients. ``seeds``: tiles whose loss output (or partial loss) starts with gradient 1."""
+
+    tiles: set[int] = field(default_factory=set)
+    fetches: set[int] = field(default_factory=set)
+    holdings: set[int] = field(default_factory=set)
+    reductions: set[int] = field(default_factory=set)
+    seeds: set[int] = field(default_factory=set)
+
+
+def find_activity(plan: Plan, index: PlanIndex) -> Activity:
+    """Follow the gradients from the loss of replica 0 back to the inputs."""
+    graph, found = plan.graph, Activity()
+    loss_operator, _ = graph.producers.get(graph.loss, (-1, 0))
+    if graph.tensors[graph.loss].requires_grad:
+        found.seeds = {i for i, tile in enumerate(plan.tiles) if tile.operator == loss_operator and tile.replica == 0}
+    consumed: list[set[int]] = [set() for _ in plan.tiles]
+    for number, fetch in enumerate(plan.fetches):
+        for tile, _ in fetch.consumers:
+            consumed[tile].add(number)
+    for tile in range(len(plan.tiles) - 1, -1, -1):  # operators are in topological order, and so are their tiles
+        if not _reached(tile, plan, index, found):
+            continue
+        found.tiles.add(tile)
+        for number in consumed[tile]:
+            if graph.tensors[plan.fetches[number].tensor].requires_grad:
+                found.fetches.add(number)
+                found.holdings.update(piece.holding for piece in plan.fetches[number].pieces)
+    for (reduction, _), holding in index.reduced.items():
+        if holding in found.holdings:
+            found.reductions.add(reduction)
+    return found
+
+
+def _reached(tile: int, plan: Plan, index: PlanIndex, found: Activity) -> bool:
+    if tile in found.seeds or any(holding in found.holdings for _, holding in index.direct.get(tile, ())):
+        return True
+    for output in range(len(plan.operator(plan.tiles[tile]).outputs)):
+        reduction = index.partial.get((tile, output))
+        if reduction is not None and any(
+            index.reduced[reduction, device] in found.holdings for device in plan.reductions[reduction].devices
+        ):
+            return True
+    return False

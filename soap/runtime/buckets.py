@@ -1,0 +1,57 @@
+"""Buckets: which parameter shards have their gradients summed together, and when. Pure data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from soap.regions import volume
+from soap.simulator.plan import Plan, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Shards with one owner set and dtype whose gradients lie in one buffer, in this order.
+
+    ``start``: place in the global order of the segment with whose backward pass the last of these gradients is complete.
+    """
+
+    shards: tuple[int, ...]
+    devices: tuple[int, ...]
+    start: int
+
+
+def make_buckets(plan: Plan, active: Set[int], start_of: Mapping[int, int], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Group the shards that get a gradient, in the order in which their gradients become complete.
+
+    ``active``: tiles that have a backward pass. ``start_of``: tile -> start of its segment. Shards on a single device
+    stay alone: there is nothing to send. ``bucket_bytes`` 0 gives every shard its own bucket.
+    """
+    complete = {i: start for i, shard in enumerate(plan.shards) if (start := _last_backward(shard, active, start_of)) is not None}
+    open_buckets: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    finished: list[Bucket] = []
+
+    def close(shards: list[int]) -> None:
+        finished.append(Bucket(tuple(shards), plan.shards[shards[0]].devices, min(complete[i] for i in shards)))
+
+    for i in sorted(complete, key=lambda i: (-complete[i], i)):
+        key = (plan.shards[i].devices, plan.graph.tensors[plan.shards[i].parameter].dtype)
+        shards = open_buckets.setdefault(key, [])
+        shards.append(i)
+        if len(key[0]) == 1 or sum(shard_bytes(plan, j) for j in shards) >= bucket_bytes:
+            close(open_buckets.pop(key))
+    for shards in open_buckets.values():
+        close(shards)
+    return tuple(sorted(finished, key=lambda bucket: (-bucket.start, bucket.shards)))
+
+
+def shard_bytes(plan: Plan, shard: int) -> int:
+    """Size of one copy of a shard in bytes, in the model's own dtype."""
+    return volume(plan.shards[shard].box) * plan.graph.tensors[plan.shards[shard].parameter].itemsize
+
+
+def _last_backward(shard: Shard, active: Set[int], start_of: Mapping[int, int]) -> int | None:
+    """Start of the segment that runs backward last among the shard's uses; None if the shard gets no gradient."""
+    if not shard.trainable:
+        return None
+    return min((start_of[tile] for tile, _ in shard.uses if tile in active), default=None)

@@ -1,0 +1,251 @@
+"""The program: what every rank does, in one global order that is the same everywhere. Pure data, no torch.
+
+``compile_program`` turns a plan and an order of its tiles into two lists of actions, forward and backward. Each rank executes its own
+part of both lists; an action waits only for actions before it in the list, so that no two ranks can wait for each other in a
+cycle, whatever the backend.
+
+*Segments.* Consecutive tiles of a rank form one autograd graph as long as nothing has to be received or summed for them. A segment
+begins at the first consumer of what arrives. Whatever it depends on was therefore computed by segments that start earlier, and
+segments can run backward by decreasing start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from soap.errors import RuntimeFailure
+from soap.regions import Box
+from soap.runtime.activity import Activity, PlanIndex, find_activity
+from soap.runtime.buckets import Bucket, make_buckets, shard_bytes
+from soap.simulator.plan import Plan
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients are summed in buffers of about this size, and a segment ends after as many bytes of parameters, so that summing overlaps
+with the rest of the backward pass. The figure is DistributedDataParallel's default."""
+
+
+class ActionKind(Enum):
+    """What a rank does; the subject of an action is a position in the tuple named here."""
+
+    TILE = auto()
+    """Run the forward pass of ``plan.tiles[subject]``."""
+    TRANSFER = auto()
+    """Send or receive ``transfers[subject]``."""
+    REDUCE = auto()
+    """Sum the partial results of ``plan.reductions[subject]``."""
+    LOSS = auto()
+    """Tell the loss to every rank; it is in ``plan.holdings[subject]``."""
+    SEGMENT = auto()
+    """Run the backward pass of ``segments[subject]``."""
+    RETURN = auto()
+    """Send or receive the gradient of ``transfers[subject]``."""
+    REDUCE_GRADIENT = auto()
+    """Sum the gradients of ``plan.reductions[subject]``."""
+    SYNC = auto()
+    """Sum the gradients of ``buckets[subject]`` over its devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of the global order. ``devices`` take part; None means all ranks."""
+
+    kind: ActionKind
+    subject: int
+    devices: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A piece of a fetch whose holding lies on another device."""
+
+    fetch: int
+    piece: int
+    box: Box
+    holding: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tiles of one device that form one autograd graph; ``start`` is the place of the first one in the global order."""
+
+    device: int
+    start: int
+    tiles: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A plan together with the order of everything. Positions in the tuples are the subjects of actions."""
+
+    plan: Plan
+    index: PlanIndex
+    activity: Activity
+    order: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    segment_of: dict[int, int]
+    """Tile -> its segment."""
+    transfers: tuple[Transfer, ...]
+    transfer_of: dict[tuple[int, int], int]
+    """(fetch, position of the piece) -> transfer."""
+    buckets: tuple[Bucket, ...]
+    forward: tuple[Action, ...]
+    backward: tuple[Action, ...]
+
+    def device_groups(self) -> list[tuple[int, ...]]:
+        """Distinct sets of devices that sum something together, in one order for all ranks."""
+        sets = {r.devices for r in self.plan.reductions} | {shard.devices for shard in self.plan.shards}
+        return sorted(devices for devices in sets if len(devices) > 1)
+
+
+def part_of(actions: Iterable[Action], rank: int) -> list[Action]:
+    """The actions in which a rank takes part, in order."""
+    return [action for action in actions if action.devices is None or rank in action.devices]
+
+
+def compile_program(
+    plan: Plan, order: Sequence[int] | None = None, *, single_tiles: bool = False, bucket_bytes: int = BUCKET_BYTES
+) -> Program:
+    """The program of a plan. ``order``: all tiles, topologically; the plan's own order if None.
+
+    ``single_tiles`` makes every tile a segment of its own and every shard a bucket of its own, so that each task can be timed.
+    """
+    order = tuple(range(len(plan.tiles))) if order is None else tuple(order)
+    index = PlanIndex(plan)
+    places = _check_order(plan, index, order)
+    activity = find_activity(plan, index)
+    segments = _cut(plan, index, order, bucket_bytes, single_tiles)
+    segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
+    start_of = {tile: segments[i].start for tile, i in segment_of.items()}
+    transfers = tuple(_transfers(plan))
+    buckets = make_buckets(plan, activity.tiles, start_of, 0 if single_tiles else bucket_bytes)
+    return Program(
+        plan,
+        index,
+        activity,
+        order,
+        segments,
+        segment_of,
+        transfers,
+        {(transfer.fetch, transfer.piece): i for i, transfer in enumerate(transfers)},
+        buckets,
+        tuple(_forward(plan, index, places, transfers)),
+        tuple(_backward(plan, index, activity, segments, start_of, transfers, buckets)),
+    )
+
+
+def _check_order(plan: Plan, index: PlanIndex, order: Sequence[int]) -> list[int]:
+    """Tile -> place in the order. Raises RuntimeFailure if it is no topological order of all tiles."""
+    if sorted(order) != list(range(len(plan.tiles))):
+        raise RuntimeFailure(f"order of {len(order)} tiles: expected each of the plan's {len(plan.tiles)} tiles once; compute it anew")
+    places = [0] * len(order)
+    for place, tile in enumerate(order):
+        places[tile] = place
+    for (tile, _), fetch in index.fetch_of.items():
+        for piece in plan.fetches[fetch].pieces:
+            if _ready(plan, piece.holding, places) >= places[tile]:
+                name = plan.operator(plan.tiles[tile]).name
+                raise RuntimeFailure(f"order runs tile {plan.tiles[tile].index} of {name!r} before its input; expected a topological order")
+    return places
+
+
+def _ready(plan: Plan, holding: int, places: Sequence[int]) -> int:
+    """Place of the tile after which a holding can exist."""
+    held = plan.holdings[holding]
+    tiles = (held.tile,) if held.reduction is None else plan.reductions[held.reduction].tiles
+    return max(places[tile] for tile in tiles)
+
+
+def _transfers(plan: Plan) -> Iterator[Transfer]:
+    for number, fetch in enumerate(plan.fetches):
+        for k, piece in enumerate(fetch.pieces):
+            source = plan.holdings[piece.holding].device
+            if source != fetch.device:
+                yield Transfer(number, k, piece.box, piece.holding, source, fetch.device)
+
+
+def _cut(plan: Plan, index: PlanIndex, order: Sequence[int], segment_bytes: int, single_tiles: bool) -> tuple[Segment, ...]:
+    """Cut each device's tiles into segments."""
+    uses: dict[int, list[int]] = {}
+    for number, shard in enumerate(plan.shards):
+        for tile, _ in shard.uses if shard.trainable else ():
+            uses.setdefault(tile, []).append(number)
+    started: set[int] = set()
+    segments: list[tuple[int, int, list[int]]] = []
+    current: dict[int, list[int]] = {}
+    held: dict[int, set[int]] = {}
+    for place, tile in enumerate(order):
+        device = plan.tiles[tile].device
+        full = sum(shard_bytes(plan, shard) for shard in held.get(device, ())) >= segment_bytes
+        if _begins(plan, index, tile, started) or single_tiles or full or device not in current:
+            current[device], held[device] = [], set()
+            segments.append((device, place, current[device]))
+        current[device].append(tile)
+        held[device].update(uses.get(tile, ()))
+    return tuple(Segment(device, place, tuple(tiles)) for device, place, tiles in segments)
+
+
+def _begins(plan: Plan, index: PlanIndex, tile: int, started: set[int]) -> bool:
+    """Whether the tile is the first to need something that is received or summed; notes all its fetches as started."""
+    begins = False
+    for k in range(len(plan.tiles[tile].inputs)):
+        number = index.fetch_of.get((tile, k))
+        if number is None or number in started:
+            continue
+        started.add(number)
+        holdings = [plan.holdings[piece.holding] for piece in plan.fetches[number].pieces]
+        begins |= any(h.device != plan.tiles[tile].device or h.reduction is not None for h in holdings)
+    return begins
+
+
+def _forward(plan: Plan, index: PlanIndex, places: Sequence[int], transfers: Sequence[Transfer]) -> Iterator[Action]:
+    """Each tile, then what it sends, then the sums that it completes and what is sent of them, then the loss if it is there."""
+    entries: list[tuple[tuple[int, int, int], Action]] = []
+    for tile, place in enumerate(places):
+        entries.append(((place, 0, 0), Action(ActionKind.TILE, tile, (plan.tiles[tile].device,))))
+    for number, transfer in enumerate(transfers):
+        stage = 1 if plan.holdings[transfer.holding].reduction is None else 3
+        action = Action(ActionKind.TRANSFER, number, (transfer.source, transfer.target))
+        entries.append(((_ready(plan, transfer.holding, places), stage, number), action))
+    for number, reduction in enumerate(plan.reductions):
+        place = max(places[tile] for tile in reduction.tiles)
+        entries.append(((place, 2, number), Action(ActionKind.REDUCE, number, reduction.devices)))
+    losses = [i for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]
+    entries.append(((_ready(plan, losses[0], places), 4, 0), Action(ActionKind.LOSS, losses[0], None)))
+    yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
+
+
+def _backward(
+    plan: Plan,
+    index: PlanIndex,
+    activity: Activity,
+    segments: Sequence[Segment],
+    start_of: dict[int, int],
+    transfers: Sequence[Transfer],
+    buckets: Sequence[Bucket],
+) -> Iterator[Action]:
+    """Segments by decreasing start; behind each the gradients that it completes: sent back, summed over a group, synchronized."""
+    entries: list[tuple[tuple[int, int, int], Action]] = []
+    complete = {
+        number: min(start_of[tile] for tile, _ in plan.fetches[number].consumers if tile in activity.tiles)
+        for number in activity.fetches
+    }
+    for number, segment in enumerate(segments):
+        if any(tile in activity.tiles for tile in segment.tiles):
+            entries.append(((-segment.start, 0, 0), Action(ActionKind.SEGMENT, number, (segment.device,))))
+    for number, transfer in enumerate(transfers):
+        if transfer.fetch in activity.fetches:
+            action = Action(ActionKind.RETURN, number, (transfer.source, transfer.target))
+            entries.append(((-complete[transfer.fetch], 1, number), action))
+    for number in activity.reductions:
+        devices = plan.reductions[number].devices
+        fetches = [f for device in devices for f in index.fetches_from[index.reduced[number, device]] if f in complete]
+        action = Action(ActionKind.REDUCE_GRADIENT, number, devices)
+        entries.append(((-min(complete[f] for f in fetches), 2, number), action))
+    for number, bucket in enumerate(buckets):
+        if len(bucket.devices) > 1:
+            entries.append(((-bucket.start, 3, number), Action(ActionKind.SYNC, number, bucket.devices)))
+    yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))

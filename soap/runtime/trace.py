@@ -1,0 +1,101 @@
+"""Recording when each task really ran, under the names that the simulator uses.
+
+Times are nanoseconds since a barrier of all ranks, so that the ranks' clocks share an origin to within the barrier's skew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter_ns
+
+import torch
+
+from soap.runtime.redistribute import Communicator, Pending
+from soap.simulator.tasks import TaskKind
+
+WAITING_THREADS = 256
+"""Upper bound of communications watched at the same time; threads are started as needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One task as a rank saw it. For a communication: from when the rank joined it to when it had the result."""
+
+    rank: int
+    name: str
+    kind: TaskKind
+    start_ns: int
+    end_ns: int
+
+
+class Recorder:
+    """Collects this rank's events. ``origin`` is set by ``align``."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.events: list[Event] = []
+        self._origin = 0
+        self._threads = ThreadPoolExecutor(WAITING_THREADS)
+        self._watching: list[Future[None]] = []
+
+    def align(self) -> None:
+        """Set time zero, at a barrier of all ranks."""
+        self.comm.barrier()
+        self._origin = perf_counter_ns()
+
+    @contextmanager
+    def task(self, name: str, kind: TaskKind) -> Iterator[None]:
+        """Time what this rank computes itself."""
+        start = self._now()
+        yield
+        self._synchronize()
+        self.events.append(Event(self.comm.rank, name, kind, start, self._now()))
+
+    def watch(self, names: Sequence[str], kind: TaskKind, pending: Pending) -> None:
+        """Time a communication without waiting for it here."""
+        start = self._now()
+
+        def submit(wait: Callable[[], None]) -> Future[None]:
+            def watched() -> None:
+                wait()
+                self._synchronize()
+                end = self._now()
+                self.events.extend(Event(self.comm.rank, name, kind, start, end) for name in names)
+
+            self._watching.append(self._threads.submit(watched))
+            return self._watching[-1]
+
+        pending.watch(submit)
+
+    def close(self) -> list[Event]:
+        """All events of this rank, by start."""
+        for future in self._watching:
+            future.result()
+        self._threads.shutdown()
+        return sorted(self.events, key=lambda event: (event.start_ns, event.end_ns, event.name))
+
+    def _now(self) -> int:
+        return perf_counter_ns() - self._origin
+
+    def _synchronize(self) -> None:
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)
+
+
+def join_events(per_rank: Sequence[Sequence[Event]]) -> list[Event]:
+    """One event per task of what all ranks saw; updates and tiles stay as they are.
+
+    A communication starts when the last of its ranks has joined and ends when the last one has the result; it is listed under the
+    highest rank that took part.
+    """
+    joined: dict[tuple[str, TaskKind], Event] = {}
+    for event in (event for events in per_rank for event in events):
+        key = (event.name, event.kind)
+        other = joined.get(key)
+        if other is not None:
+            event = replace(event, start_ns=max(event.start_ns, other.start_ns), end_ns=max(event.end_ns, other.end_ns))
+        joined[key] = event
+    return sorted(joined.values(), key=lambda event: (event.start_ns, event.end_ns, event.name))

@@ -1,0 +1,116 @@
+"""Aligning an operator with a neighbour: configurations under which its tiles find their data where the neighbour left them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from soap.graph import Operand, OperatorGraph
+from soap.strategy import OpConfig, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """An activation between an operator and a neighbour (its producer or one of its consumers).
+
+    ``factors``: (factor of the neighbour, factor of the operator) for each dimension that both split.
+    """
+
+    neighbour: int
+    factors: tuple[tuple[int, int], ...]
+
+
+def edges_of(graph: OperatorGraph) -> tuple[tuple[Edge, ...], ...]:
+    """Per operator, the edges to its producers and consumers, without repetitions."""
+    found: list[dict[Edge, None]] = [{} for _ in graph.operators]
+    for i, op in enumerate(graph.operators):
+        for operand in op.inputs:
+            if operand.tensor not in graph.producers:
+                continue
+            j, k = graph.producers[operand.tensor]
+            produced = graph.operators[j].outputs[k]
+            found[i][Edge(j, _matched(produced, operand))] = None
+            found[j][Edge(i, _matched(operand, produced))] = None
+    return tuple(tuple(edges) for edges in found)
+
+
+def _matched(theirs: Operand, mine: Operand) -> tuple[tuple[int, int], ...]:
+    """Pairs of factors that follow the same dimension; each factor at most once."""
+    pairs: dict[int, int] = {}
+    for a, b in zip(theirs.dims, mine.dims, strict=True):
+        if a.factor is not None and b.factor is not None and a.factor not in pairs and b.factor not in pairs.values():
+            pairs[a.factor] = b.factor
+    return tuple(pairs.items())
+
+
+def aligned_configs(graph: OperatorGraph, strategy: Strategy, position: int, edges: tuple[Edge, ...]) -> list[OpConfig]:
+    """Configurations of the operator that follow from its neighbours' ones; equal ones may repeat.
+
+    They depend on the neighbours' configurations only, never on the operator's own: the proposals rely on it.
+    """
+    configs: list[OpConfig] = []
+    for edge in edges:
+        configs.extend(aligned_with(graph, strategy.operators[graph.operators[edge.neighbour].name], position, edge))
+    return configs
+
+
+def aligned_with(graph: OperatorGraph, source: OpConfig, position: int, edge: Edge) -> list[OpConfig]:
+    """The configurations that follow one neighbour, in a fixed order.
+
+    First the shared dimensions are split alike, and the neighbour's other axes (replicas, factors the operator does not
+    share) become replicas, are left out, or split one more factor. Then the neighbour's devices are all given to a single axis
+    (what a column-parallel layer behind a data-parallel one needs).
+    """
+    op = graph.operators[position]
+    sizes = [f.size for f in op.factors] if op.partitionable else [1] * len(op.factors)
+    shared = {theirs: mine for theirs, mine in edge.factors if source.degrees[theirs] > 1}
+    rest = source.replicas * prod(d for f, d in enumerate(source.degrees) if f not in shared)
+    configs: list[OpConfig] = []
+    if all(source.degrees[theirs] <= sizes[mine] for theirs, mine in shared.items()):
+        configs.append(_follow(source, len(sizes), shared, None, drop=False))
+        if rest > 1:
+            configs.append(_follow(source, len(sizes), shared, None, drop=True))
+            free = [f for f, size in enumerate(sizes) if f not in shared.values() and size >= rest]
+            configs.extend(_follow(source, len(sizes), shared, f, drop=False) for f in free)
+    if shared and len(source.devices) > 1:
+        configs.extend(_single_axis(source.devices, sizes))
+    return configs
+
+
+def _follow(source: OpConfig, factor_count: int, shared: Mapping[int, int], extra: int | None, *, drop: bool) -> OpConfig:
+    """Split the shared factors like the source; its other axes go to factor ``extra``, to replicas (None), or are dropped."""
+    axes = (source.replicas, *source.degrees)
+    devices_at = dict(zip(product(*(range(n) for n in axes)), source.devices, strict=True))
+    rest = [a for a in range(len(axes)) if a - 1 not in shared]
+    rest_cells = list(product(*(range(1 if drop else axes[a]) for a in rest)))
+    degrees = [1] * factor_count
+    for theirs, mine in shared.items():
+        degrees[mine] = source.degrees[theirs]
+    replicas = 1
+    if extra is None:
+        replicas = len(rest_cells)
+    else:
+        degrees[extra] = len(rest_cells)
+    theirs_of = {mine: theirs for theirs, mine in shared.items()}
+    devices = []
+    for replica, *cell in product(range(replicas), *(range(d) for d in degrees)):
+        where = [0] * len(axes)
+        for mine, theirs in theirs_of.items():
+            where[theirs + 1] = cell[mine]
+        other = replica if extra is None else cell[extra]
+        for axis, coordinate in zip(rest, rest_cells[other], strict=True):
+            where[axis] = coordinate
+        devices.append(devices_at[tuple(where)])
+    return OpConfig(tuple(degrees), tuple(devices), replicas)
+
+
+def _single_axis(devices: tuple[int, ...], sizes: list[int]) -> list[OpConfig]:
+    """All of the devices given to the replicas, or to one factor that is large enough."""
+    ones = [1] * len(sizes)
+    configs = [OpConfig(tuple(ones), devices, len(devices))]
+    for f, size in enumerate(sizes):
+        if size >= len(devices):
+            configs.append(OpConfig((*ones[:f], len(devices), *ones[f + 1 :]), devices))
+    return configs

@@ -1,0 +1,113 @@
+"""Descent: a greedy phase of informed, larger changes. It is not part of the Metropolis-Hastings chain.
+
+A chain that moves one operator at a time needs many proposals to cross the ridge between two good strategies, as an operator
+that is split unlike its neighbours pays for the redistribution on both sides. Descent proposes changes of several operators at once and
+takes one exactly if it is better: fewer bytes beyond the memory first, then less time. No detailed balance is claimed; the
+record keeps its proposals apart from the chain's (column ``phase``).
+
+- ``borrow``: a stretch of operators (in topological order, of random length) takes the configurations of a reference strategy.
+- ``borrow-kind``: the same for all operators of one kind, or for one repeated-layer group.
+- ``align``: an operator, with all its repeated layers, follows a neighbour.
+- ``spread``: an operator, with its repeated layers, gets a new configuration, and the operators around it follow outwards for some steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+
+from soap.search.alignment import aligned_with
+from soap.search.proposals import Proposal
+from soap.search.space import Space
+from soap.strategy import OpConfig, Strategy
+
+MAX_SPREAD = 6
+"""Largest distance, in operators, to which a new configuration spreads."""
+
+Change = Mapping[int, OpConfig]
+"""Operator position -> new configuration."""
+
+
+def borrow(rng: random.Random, space: Space, strategy: Strategy) -> Change:
+    """A stretch of operators as a reference strategy has them."""
+    reference = rng.choice(space.references)
+    count = len(space.graph.operators)
+    length = min(count, 1 << rng.randrange(count.bit_length()))
+    first = rng.randrange(count - length + 1)
+    return _taken(space, reference, range(first, first + length))
+
+
+def borrow_kind(rng: random.Random, space: Space, strategy: Strategy) -> Change:
+    """All operators of a kind, or a repeated-layer group, as a reference strategy has them."""
+    reference = rng.choice(space.references)
+    i = rng.choice(space.movable)
+    if rng.random() < 0.5:
+        return _taken(space, reference, space.group_of[i])
+    kind = space.graph.operators[i].kind
+    return _taken(space, reference, (j for j, op in enumerate(space.graph.operators) if op.kind == kind))
+
+
+def align(rng: random.Random, space: Space, strategy: Strategy) -> Change:
+    """An operator and its repeated layers follow the corresponding neighbour."""
+    i = rng.choice(space.movable)
+    if not space.edges[i]:
+        return {}
+    edge_number = rng.randrange(len(space.edges[i]))
+    u = rng.random()
+    change = {}
+    for j in space.group_of[i]:
+        if edge_number < len(space.edges[j]):
+            edge = space.edges[j][edge_number]
+            source = strategy.operators[space.graph.operators[edge.neighbour].name]
+            options = aligned_with(space.graph, source, j, edge)
+            if options:
+                change[j] = options[int(u * len(options))]
+    return change
+
+
+def spread(rng: random.Random, space: Space, strategy: Strategy) -> Change:
+    """A new configuration for an operator and its repeated layers; what is around follows."""
+    i = rng.choice(space.movable)
+    new = space.operators[i].draw_structured(rng)
+    change = dict.fromkeys(space.group_of[i], new)
+    frontier = list(change)
+    for _ in range(rng.randrange(MAX_SPREAD + 1)):
+        reached: list[int] = []
+        for j in frontier:
+            for edge in space.edges[j]:
+                if edge.neighbour in change:
+                    continue
+                back = next((e for e in space.edges[edge.neighbour] if e.neighbour == j), None)
+                options = aligned_with(space.graph, change[j], edge.neighbour, back) if back else []
+                if options:
+                    change[edge.neighbour] = options[0]
+                    reached.append(edge.neighbour)
+        frontier = reached
+    return change
+
+
+def _taken(space: Space, reference: Strategy, positions: Iterable[int]) -> Change:
+    return {i: reference.operators[space.graph.operators[i].name] for i in positions}
+
+
+CHANGES: Mapping[str, tuple[float, Callable[[random.Random, Space, Strategy], Change]]] = {
+    "borrow": (3.0, borrow),
+    "borrow-kind": (2.0, borrow_kind),
+    "align": (2.0, align),
+    "spread": (3.0, spread),
+}
+"""Name -> (weight, function)."""
+
+
+def propose_descent(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
+    """A larger change of ``strategy``; None if the one drawn changes nothing."""
+    if not space.movable:
+        return None
+    names = [name for name in CHANGES if space.references or not name.startswith("borrow")]
+    name = rng.choices(names, weights=[CHANGES[n][0] for n in names])[0]
+    change = CHANGES[name][1](rng, space, strategy)
+    new = {space.graph.operators[i].name: config for i, config in sorted(change.items())}
+    changed = {op: config for op, config in new.items() if strategy.operators[op] != config}
+    if not changed:
+        return None
+    return Proposal(Strategy({**strategy.operators, **changed}, strategy.parameters), name, tuple(changed))

@@ -1,0 +1,79 @@
+"""One step of the Metropolis-Hastings chain over strategies: pure, with explicit randomness.
+
+The chain's stationary distribution over the strategies that fit into memory is
+
+    pi(S)  proportional to  weight(S) * exp(-beta * cost(S) / cost_start)
+
+where ``weight`` is the space's reference measure (1 for every strategy that is built of structured configurations, so among those the
+distribution is the plain Boltzmann one). A proposed strategy S* is compared with the current one S and accepted with probability
+min(1, exp(log_ratio + beta * (cost(S) - cost(S*)) / cost_start)); ``log_ratio`` is the proposal's Hastings correction. Since
+beta is relative to the cost at the chain's start, it has no unit: at beta = 500 a proposal that makes the start's cost 0.2% longer
+is accepted with probability 1/e.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, log
+from typing import Protocol
+
+from soap.search.proposals import Proposal
+from soap.strategy import Strategy
+
+DEFAULT_BETA = 500.0
+"""FlexFlow's published simulator uses 5 per millisecond, which is this for an iteration of 100 ms."""
+
+
+class Evaluator(Protocol):
+    """What the search asks of a simulator. Must be deterministic."""
+
+    def cost(self, strategy: Strategy) -> tuple[int, int]:
+        """(time of one iteration in ns, bytes by which the fullest device's memory is exceeded; 0 if the strategy fits)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainState:
+    """What the chain needs: the current strategy, its cost, and the cost that beta is relative to."""
+
+    strategy: Strategy
+    cost_ns: int
+    start_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What people want to see of a step. ``proposal`` is None if the move had no effect; then nothing was evaluated."""
+
+    proposal: Proposal | None
+    cost_ns: int = 0
+    overflow_bytes: int = 0
+    log_acceptance: float = -inf
+    accepted: bool = False
+
+
+def step(
+    rng: random.Random,
+    state: ChainState,
+    propose: Callable[[random.Random, Strategy], Proposal | None],
+    evaluator: Evaluator,
+    beta: float,
+) -> tuple[ChainState, StepInfo]:
+    """One step from ``state``. A strategy that does not fit into memory has probability zero, so it is rejected.
+
+    A move without effect (proposal None) leaves the chain where it is, which is a step like any other.
+    """
+    proposal = propose(rng, state.strategy)
+    if proposal is None:
+        return state, StepInfo(None)
+    cost_ns, overflow_bytes = evaluator.cost(proposal.strategy)
+    log_acceptance = -inf
+    if overflow_bytes == 0:
+        log_acceptance = proposal.log_ratio + beta * (state.cost_ns - cost_ns) / state.start_ns
+    # 1 - random() lies in (0, 1], so that the logarithm exists.
+    accepted = log(1.0 - rng.random()) < log_acceptance or log_acceptance >= 0.0
+    info = StepInfo(proposal, cost_ns, overflow_bytes, log_acceptance, accepted)
+    if not accepted:
+        return state, info
+    return ChainState(proposal.strategy, cost_ns, state.start_ns), info

@@ -1,0 +1,140 @@
+"""What a search leaves behind: the result, its history, and the recorder that keeps both while the search runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from soap.search.proposals import Proposal
+from soap.search.starts import BASELINE, Start
+from soap.strategy import Strategy
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class Row(NamedTuple):
+    """One evaluated proposal.
+
+    ``phase``: descent or chain. ``chain``: name of the start. ``operator``: the first operator that was changed, ``operators`` how
+    many were. ``best_ns``: best cost that fits so far, None if nothing has fitted yet.
+    """
+
+    proposal: int
+    phase: str
+    chain: str
+    move: str
+    operator: str
+    operators: int
+    cost_ns: int
+    fits: bool
+    accepted: bool
+    best_ns: int | None
+
+
+class MoveCount(NamedTuple):
+    """How often a move was evaluated and accepted."""
+
+    proposed: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The outcome of a search; ``strategy`` is the best one seen, and fits into memory.
+
+    ``evaluations``: simulations asked for, starts included. ``interrupted``: whether the user stopped it before the budget was spent.
+    """
+
+    strategy: Strategy
+    cost_ns: int
+    data_parallel_ns: int
+    starts: tuple[Start, ...]
+    rows: Sequence[Row]
+    evaluations: int
+    seed: int
+    budget: int
+    beta: float
+    interrupted: bool
+
+    @property
+    def speedup(self) -> float:
+        """Data parallelism's time over the best strategy's; counted even if data parallelism does not fit into memory."""
+        return self.data_parallel_ns / self.cost_ns
+
+    @property
+    def start_costs(self) -> Mapping[str, tuple[int, bool]]:
+        """Name of each start -> (time in ns, whether it fits)."""
+        return {start.name: (start.cost_ns, start.fits) for start in self.starts}
+
+    @cached_property
+    def history(self) -> pd.DataFrame:
+        """One line per evaluated proposal, with the columns of ``Row``; ``best_ns`` is a nullable integer."""
+        import pandas as pd
+
+        frame = pd.DataFrame(list(self.rows), columns=list(Row._fields))
+        whole = dict.fromkeys(("proposal", "operators", "cost_ns"), "int64")
+        return frame.astype({**whole, "best_ns": "Int64", "fits": "bool", "accepted": "bool"})
+
+    @cached_property
+    def acceptance(self) -> Mapping[str, MoveCount]:
+        """Move -> how often it was evaluated and accepted; descent's moves have names of their own."""
+        counts: dict[str, MoveCount] = {}
+        for row in self.rows:
+            proposed, accepted = counts.get(row.move, MoveCount(0, 0))
+            counts[row.move] = MoveCount(proposed + 1, accepted + row.accepted)
+        return dict(sorted(counts.items()))
+
+
+@dataclass
+class Recorder:
+    """Keeps the best strategy and the history while a search runs."""
+
+    starts: list[Start] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    best: Start | None = None
+
+    def start(self, start: Start) -> None:
+        """A start was evaluated."""
+        self.starts.append(start)
+        self._compare(start)
+
+    def proposal(self, phase: str, chain: str, proposal: Proposal, cost_ns: int, overflow_bytes: int, accepted: bool) -> bool:
+        """A proposal was evaluated. Returns whether it is the best so far."""
+        better = self._compare(Start(chain, proposal.strategy, cost_ns, overflow_bytes))
+        assert self.best is not None
+        best_ns = self.best.cost_ns if self.best.fits else None
+        names, number = proposal.operators, len(self.rows) + 1
+        row = Row(number, phase, chain, proposal.move, names[0], len(names), cost_ns, overflow_bytes == 0, accepted, best_ns)
+        self.rows.append(row)
+        return better
+
+    def _compare(self, candidate: Start) -> bool:
+        better = self.best is None or candidate.score < self.best.score
+        if better:
+            self.best = candidate
+        return better
+
+    @property
+    def data_parallel_ns(self) -> int:
+        """Data parallelism's time."""
+        return next(start.cost_ns for start in self.starts if start.name == BASELINE)
+
+    def result(self, *, seed: int, budget: int, beta: float, interrupted: bool) -> SearchResult:
+        """The result as of now."""
+        assert self.best is not None
+        evaluations = len(self.starts) + len(self.rows)
+        return SearchResult(
+            strategy=self.best.strategy,
+            cost_ns=self.best.cost_ns,
+            data_parallel_ns=self.data_parallel_ns,
+            starts=tuple(self.starts),
+            rows=tuple(self.rows),
+            evaluations=evaluations,
+            seed=seed,
+            budget=budget,
+            beta=beta,
+            interrupted=interrupted,
+        )

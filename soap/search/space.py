@@ -1,0 +1,236 @@
+"""The space that is searched: which configurations each operator may take, and with what weight they are drawn.
+
+A configuration is a *grid* (degrees and replicas) and a *placement* (devices). Per operator the space holds
+
+- the structured configurations: every grid with every structured placement (``placements``), each of weight 1, and
+- the shuffled ones: the same grids on any other distinct devices in any order. All shuffled placements of a grid share
+  the weight ``SHUFFLED`` x (its number of structured ones), so that the factorially many of them do not drown the rest.
+
+This weight is the reference measure of the Metropolis-Hastings chain (see ``soap.search.metropolis``); among structured
+configurations it is uniform. What lies outside (a device used twice, more tiles than devices) may be a start, and is
+left for good by the first accepted move.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, permutations, product
+from math import inf, log, perm, prod
+
+from soap.graph import Operator, OperatorGraph
+from soap.search.alignment import Edge, edges_of
+from soap.search.groups import repeated_groups
+from soap.strategy import OpConfig, Strategy
+
+SHUFFLED = 0.05
+"""Weight of all shuffled placements of a grid relative to its structured ones."""
+MAX_GRIDS = 2048
+"""Grids kept per operator; the order of preference is ``_preference``."""
+MAX_SPLIT_AXES = 4
+"""Axes (factors and replicas) split at the same time in one grid."""
+
+Grid = tuple[int, ...]
+"""(replicas, degree of factor 0, degree of factor 1, …): the shape of ``OpConfig.devices``."""
+Devices = tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _placements(lengths: tuple[int, ...], device_count: int) -> tuple[Devices, ...]:
+    """Structured placements of a grid whose axes longer than 1 have these lengths."""
+    tiles = prod(lengths)
+    stride = device_count // tiles
+    orders = list(permutations(range(len(lengths))))
+    if len(lengths) > 3:
+        orders = [orders[0], orders[-1]]
+    found: dict[Devices, None] = {}
+    for order in orders:
+        ranks = _ranks(lengths, order)
+        for first in range(0, stride * tiles, tiles):
+            found[tuple(first + rank for rank in ranks)] = None
+        for first in range(stride):
+            found[tuple(first + stride * rank for rank in ranks)] = None
+    return tuple(found)
+
+
+def _ranks(lengths: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
+    """For each tile, row-major, its number when the axes are counted in ``order`` (slowest first)."""
+    weights = [0] * len(lengths)
+    step = 1
+    for axis in reversed(order):
+        weights[axis] = step
+        step *= lengths[axis]
+    return [sum(w * c for w, c in zip(weights, cell, strict=True)) for cell in product(*(range(n) for n in lengths))]
+
+
+def placements(grid: Grid, device_count: int) -> tuple[Devices, ...]:
+    """Structured placements of a grid: aligned blocks and even strides of devices, with the split axes in every order.
+
+    A single tile may be on any device. With more than three split axes only the first and the last order are taken.
+    """
+    return _placements(tuple(n for n in grid if n > 1), device_count)
+
+
+@lru_cache(maxsize=4096)
+def _placement_set(lengths: tuple[int, ...], device_count: int) -> frozenset[Devices]:
+    return frozenset(_placements(lengths, device_count))
+
+
+def is_structured(grid: Grid, devices: Devices, device_count: int) -> bool:
+    """Whether the devices are one of the grid's structured placements."""
+    return devices in _placement_set(tuple(n for n in grid if n > 1), device_count)
+
+
+def degree_choices(size: int, device_count: int, *, every: bool = False) -> list[int]:
+    """Degrees worth trying for a factor: divisors of the device count, powers of two, the factor's size; or every one."""
+    limit = min(size, device_count)
+    if every:
+        return list(range(1, limit + 1))
+    return [d for d in range(1, limit + 1) if device_count % d == 0 or d & (d - 1) == 0 or d == size]
+
+
+def grids_of(op: Operator, device_count: int, *, every: bool = False) -> tuple[Grid, ...]:
+    """Grids of an operator with at most ``device_count`` tiles, best guesses first, at most ``MAX_GRIDS``."""
+    choices = [degree_choices(device_count, device_count, every=every)]
+    choices += [degree_choices(f.size, device_count, every=every) if op.partitionable else [1] for f in op.factors]
+    partial: list[tuple[Grid, int, int]] = [((), 1, 0)]
+    for options in choices:
+        partial = [
+            ((*grid, d), tiles * d, axes + (d > 1))
+            for grid, tiles, axes in partial
+            for d in options
+            if tiles * d <= device_count and axes + (d > 1) <= MAX_SPLIT_AXES
+        ]
+    return tuple(sorted((grid for grid, _, _ in partial), key=lambda g: _preference(g, device_count)))[:MAX_GRIDS]
+
+
+def _preference(grid: Grid, device_count: int) -> tuple[bool, int, int, Grid]:
+    """Sort key: grids that use devices evenly first, then those with few split axes and many tiles."""
+    tiles = prod(grid)
+    return (device_count % tiles != 0, sum(n > 1 for n in grid), -tiles, grid)
+
+
+def grid_of(config: OpConfig) -> Grid:
+    """The grid of a configuration."""
+    return (config.replicas, *config.degrees)
+
+
+def make_config(grid: Grid, devices: Devices) -> OpConfig:
+    """The configuration of a grid on these devices."""
+    return OpConfig(grid[1:], devices, grid[0])
+
+
+class OperatorSpace:
+    """The configurations of one operator, with their weights. Immutable; shared by operators with equal factors."""
+
+    def __init__(self, grids: Sequence[Grid], device_count: int, *, shuffled: float = SHUFFLED) -> None:
+        self.grids = tuple(grids)
+        self.device_count = device_count
+        counts = {grid: len(placements(grid, device_count)) for grid in self.grids}
+        self._mass = {g: shuffled * n for g, n in counts.items() if shuffled > 0 and perm(device_count, prod(g)) > n}
+        self._shufflable = tuple(self._mass)
+        self._cumulative = list(accumulate(counts.values()))
+        self._shuffle_cumulative = list(accumulate(self._mass.values()))
+        self.structured_count: int = self._cumulative[-1]
+        self._total = self.structured_count + (self._shuffle_cumulative[-1] if self._mass else 0.0)
+        self._known = frozenset(self.grids)
+
+    def structured(self) -> Iterator[OpConfig]:
+        """All structured configurations, in a fixed order."""
+        for grid in self.grids:
+            for devices in placements(grid, self.device_count):
+                yield make_config(grid, devices)
+
+    @cached_property
+    def grids_by_tiles(self) -> Mapping[int, tuple[Grid, ...]]:
+        """Number of tiles -> grids with so many tiles."""
+        found: dict[int, list[Grid]] = {}
+        for grid in self.grids:
+            found.setdefault(prod(grid), []).append(grid)
+        return {tiles: tuple(grids) for tiles, grids in found.items()}
+
+    def log_weight(self, config: OpConfig) -> float:
+        """Logarithm of the reference measure: 0 if structured, -inf outside of the space."""
+        grid, devices = grid_of(config), config.devices
+        if grid not in self._known:
+            return -inf
+        if is_structured(grid, devices, self.device_count):
+            return 0.0
+        distinct = len(set(devices)) == len(devices) and max(devices) < self.device_count
+        if not distinct or grid not in self._mass:
+            return -inf
+        others = perm(self.device_count, len(devices)) - len(placements(grid, self.device_count))
+        return log(self._mass[grid]) - log(others)
+
+    def log_probability(self, config: OpConfig) -> float:
+        """Logarithm of the probability with which ``draw`` returns this configuration."""
+        return self.log_weight(config) - log(self._total)
+
+    def draw(self, rng: random.Random) -> OpConfig:
+        """A configuration drawn in proportion to the reference measure."""
+        if rng.random() * self._total < self.structured_count:
+            return self.draw_structured(rng)
+        grid = rng.choices(self._shufflable, cum_weights=self._shuffle_cumulative)[0]
+        while True:
+            devices = tuple(rng.sample(range(self.device_count), prod(grid)))
+            if not is_structured(grid, devices, self.device_count):
+                return make_config(grid, devices)
+
+    def draw_structured(self, rng: random.Random) -> OpConfig:
+        """One of ``structured()``, uniformly."""
+        x = rng.randrange(self.structured_count)
+        position = bisect_right(self._cumulative, x)
+        grid = self.grids[position]
+        return make_config(grid, placements(grid, self.device_count)[x - self._cumulative[position]])
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The space of a graph on so many devices, with what the proposals need to know of the graph.
+
+    ``references``: strategies known beforehand (the starts); informed proposals borrow from them.
+    """
+
+    graph: OperatorGraph
+    device_count: int
+    operators: tuple[OperatorSpace, ...]
+    edges: tuple[tuple[Edge, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+    references: tuple[Strategy, ...] = ()
+
+    @cached_property
+    def movable(self) -> tuple[int, ...]:
+        """Positions of the operators that have a choice."""
+        return tuple(i for i, space in enumerate(self.operators) if space.structured_count > 1)
+
+    @cached_property
+    def group_of(self) -> tuple[tuple[int, ...], ...]:
+        """Per operator, the positions of its repeated-layer group (itself alone if it is not repeated)."""
+        found = [(i,) for i in range(len(self.operators))]
+        members: list[tuple[int, ...]] = list(found)
+        for group in self.groups:
+            for i in group:
+                members[i] = group
+        return tuple(members)
+
+
+def build_space(
+    graph: OperatorGraph,
+    device_count: int,
+    *,
+    references: Sequence[Strategy] = (),
+    every_degree: bool = False,
+    shuffled: float = SHUFFLED,
+) -> Space:
+    """The space of a graph on ``device_count`` devices; ``every_degree`` also takes degrees that divide nothing."""
+    cache: dict[tuple[tuple[int, ...], bool], OperatorSpace] = {}
+    spaces = []
+    for op in graph.operators:
+        key = (tuple(f.size for f in op.factors), op.partitionable)
+        if key not in cache:
+            cache[key] = OperatorSpace(grids_of(op, device_count, every=every_degree), device_count, shuffled=shuffled)
+        spaces.append(cache[key])
+    return Space(graph, device_count, tuple(spaces), edges_of(graph), repeated_groups(graph), tuple(references))

@@ -1,0 +1,99 @@
+"""Where searches begin: the classical strategies, a random one, or a strategy of the user's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from soap.errors import StrategyError
+from soap.graph import OperatorGraph
+from soap.strategies import CLASSICAL, random_strategy, sample_factor, uniform_config
+from soap.strategy import Strategy
+from soap.topology import Topology
+
+BASELINE = "data_parallel"
+"""The start that is always evaluated, since every result is compared with it."""
+INITIAL = "initial"
+"""Name of the user's own start."""
+RANDOM = "random"
+"""Name of a start drawn at random."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start with its cost. ``overflow_bytes`` is what the devices lack to hold it, 0 if it fits."""
+
+    name: str
+    strategy: Strategy
+    cost_ns: int
+    overflow_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has enough memory."""
+        return self.overflow_bytes == 0
+
+    @property
+    def score(self) -> tuple[int, int]:
+        """What is minimised: first the bytes that are lacking, then the time."""
+        return (self.overflow_bytes, self.cost_ns)
+
+
+def starting_strategies(
+    graph: OperatorGraph, topology: Topology, names: Sequence[str] | None, initial: Strategy | None, seed: int
+) -> dict[str, Strategy]:
+    """Name -> strategy in the order of evaluation: data parallelism, then ``names`` (None: all classical ones), then ``initial``."""
+    wanted = list(CLASSICAL) if names is None else list(names)
+    for name in wanted:
+        if name not in CLASSICAL and name != RANDOM:
+            raise StrategyError(f"start {name!r}: expected one of {', '.join((*CLASSICAL, RANDOM))}")
+    found: dict[str, Strategy] = {}
+    for name in dict.fromkeys((BASELINE, *wanted)):
+        if name == RANDOM:
+            found[name] = random_strategy(graph, topology, random.Random(f"{seed} {RANDOM}"))
+        else:
+            found[name] = CLASSICAL[name](graph, topology)
+    if initial is not None:
+        initial.validate(graph, topology.device_count)
+        found[INITIAL] = initial
+    return found
+
+
+def reference_strategies(graph: OperatorGraph, topology: Topology, starts: Iterable[Strategy]) -> tuple[Strategy, ...]:
+    """What informed proposals borrow from: the different starts, and data parallelism on fewer of the devices.
+
+    The latter is not evaluated as a whole beforehand, but a small model (or a small part of one) often runs best on a few devices.
+    """
+    found: list[Strategy] = []
+    baseline = CLASSICAL[BASELINE](graph, topology)
+    narrower = [narrowed(graph, topology, baseline, n) for n in range(1, topology.device_count) if topology.device_count % n == 0]
+    for strategy in (*starts, *narrower):
+        if strategy not in found:
+            found.append(strategy)
+    return tuple(found)
+
+
+def narrowed(graph: OperatorGraph, topology: Topology, baseline: Strategy, device_count: int) -> Strategy:
+    """Data parallelism on the first ``device_count`` devices, host by host; what ``baseline`` computes everywhere is computed on all of these."""
+    devices = sorted(range(topology.device_count), key=lambda i: (topology.devices[i].host, i))[:device_count]
+    configs = {}
+    for op in graph.operators:
+        factor = sample_factor(op)
+        if factor is not None:
+            degree = min(device_count, op.factors[factor].size)
+            configs[op.name] = uniform_config(op, {op.factors[factor].name: degree}, devices)
+        else:
+            replicas = device_count if baseline.operators[op.name].replicas > 1 else 1
+            configs[op.name] = uniform_config(op, {}, devices, replicas)
+    return Strategy(configs)
+
+
+def best_starts(starts: Sequence[Start], count: int) -> list[Start]:
+    """The ``count`` best different strategies; what does not fit is skipped as long as anything fits."""
+    pool = [s for s in starts if s.fits] or list(starts)
+    chosen: list[Start] = []
+    for start in sorted(pool, key=lambda s: s.score):
+        if all(start.strategy != other.strategy for other in chosen):
+            chosen.append(start)
+    return chosen[:count]

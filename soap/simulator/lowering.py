@@ -1,0 +1,283 @@
+"""From a plan to timed tasks: what each tile, transfer, reduction and shard costs, on which devices and links, after what.
+
+``lower`` walks the operators forward, then backward, then the shards. Task ids are (phase, position, stage, a, b, c), made only
+of places in the operator or parameter that a task belongs to, so that editing another operator leaves them alone; they
+order tasks of equal ready time as the iteration does: forward operators first to last, backward last to first, synchronization, update.
+
+Order in the runtime. ``reference.execution_order`` gives one total order of all tiles, which every rank follows for its own part of it.
+Forward: before a tile its fetches that are not there yet, and after the last tile of a group its reduction. Backward: the tiles in
+reverse; before the first tile of a group (in that reverse order) the reduction of its gradient; after the last of a fetch's
+consumers (in that reverse order) the fetch's gradient travels back; after the last of a shard's uses it is synchronized.
+The simulator, where a device takes what is ready first, may swap backward tiles that do not depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from soap.regions import Box, volume
+from soap.simulator.collectives import ring_links
+from soap.simulator.costs import CostModel
+from soap.simulator.plan import (
+    Fetch,
+    Piece,
+    Plan,
+    Reduction,
+    Shard,
+    backward_name,
+    forward_name,
+    reduce_name,
+    sync_name,
+    transfer_name,
+    update_name,
+)
+from soap.simulator.planning import PlanBuilder, build_plan
+from soap.simulator.tasks import Task, TaskGraph, TaskKind
+from soap.simulator.tiling import Tile
+from soap.topology import Link, Topology
+
+__all__ = ["PlanBuilder", "build_plan", "lower", "ring_bytes"]
+
+FORWARD, BACKWARD, SYNC, UPDATE = range(4)
+"""Phases, the first part of a task's id."""
+
+
+def lower(plan: Plan, topology: Topology, costs: CostModel) -> TaskGraph:
+    """The timed tasks of one training iteration, predecessors first."""
+    lowering = _Lowering(plan, topology, costs)
+    lowering.forward()
+    lowering.backward()
+    lowering.synchronize()
+    return TaskGraph(plan, topology, tuple(lowering.tasks))
+
+
+def ring_bytes(reduced_bytes: int, device_count: int) -> int:
+    """Bytes that a ring all-reduce of a buffer puts on all its hops together: each of 2(n-1) steps moves the buffer once."""
+    return 2 * (device_count - 1) * reduced_bytes
+
+
+class _Index:
+    """What belongs to what in a plan.
+
+    ``fetches``: operator -> the fetches that it is the first to need. ``reductions``: operator -> its reductions. ``of_tile``,
+    ``of_reduction``: tile or reduction -> what it leaves on devices; a tile that only contributes to sums leaves nothing itself.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.fetches: list[list[Fetch]] = [[] for _ in plan.graph.operators]
+        self.reductions: list[list[int]] = [[] for _ in plan.graph.operators]
+        self.of_tile: list[list[int]] = [[] for _ in plan.tiles]
+        self.of_reduction: list[list[int]] = [[] for _ in plan.reductions]
+        for fetch in plan.fetches:
+            self.fetches[plan.tiles[fetch.consumers[0][0]].operator].append(fetch)
+        for place, reduction in enumerate(plan.reductions):
+            self.reductions[reduction.operator].append(place)
+        for place, holding in enumerate(plan.holdings):
+            if holding.reduction is None:
+                self.of_tile[holding.tile].append(place)
+            else:
+                self.of_reduction[holding.reduction].append(place)
+
+
+class _Lowering:
+    """The state of one lowering. Tasks are named by their positions in ``tasks``.
+
+    ``_forward``, ``_backward``: tile -> its task. ``_reduced``: reduction -> the tasks after which its sum is there. ``_arrivals``: tile ->
+    the tasks that bring its inputs. ``_gradients``: holding -> the tasks that bring a part of its gradient; empty if nobody sends one.
+    """
+
+    def __init__(self, plan: Plan, topology: Topology, costs: CostModel) -> None:
+        self.plan = plan
+        self.topology = topology
+        self.costs = costs
+        self.tasks: list[Task] = []
+        self._forward: list[int] = []
+        self._backward: dict[int, int] = {}
+        self._reduced: dict[int, tuple[int, ...]] = {}
+        self._gradients: list[list[int]] = [[] for _ in plan.holdings]
+        self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
+        self._routes: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Link, ...]]] = {}
+        self._rings: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._index = _Index(plan)
+
+    def forward(self) -> None:
+        """Transfers, tiles and reductions, operator by operator."""
+        for position in range(len(self.plan.graph.operators)):
+            for fetch in self._index.fetches[position]:
+                self._fetch(fetch)
+            for tile in self._tiles(position):
+                task = self._compute(tile, TaskKind.FORWARD, self._arrivals[self._place(tile)])
+                self._forward.append(task)
+            for place in self._index.reductions[position]:
+                self._reduce(place)
+
+    def backward(self) -> None:
+        """Gradient reductions, tiles and gradient transfers, last operator first."""
+        graph = self.plan.graph
+        for position in range(len(graph.operators) - 1, -1, -1):
+            if graph.needs_backward(graph.operators[position]):
+                self._backward_tiles(position)
+            for fetch in self._index.fetches[position]:  # the first reader's place, which may itself be without backward
+                self._return_gradient(fetch)
+
+    def _backward_tiles(self, position: int) -> None:
+        arrivals: dict[int, list[int]] = {}
+        for place in self._index.reductions[position]:
+            reduced = self._reduced_gradient(place)
+            for index in self.plan.reductions[place].tiles:
+                arrivals.setdefault(index, []).extend(reduced)
+        for tile in self._tiles(position):
+            index = self._place(tile)
+            own = [task for held in self._index.of_tile[index] for task in self._gradients[held]]
+            gradient = [*own, *arrivals.get(index, ()), *self._loss_start(tile)]
+            if gradient:
+                self._backward[index] = self._compute(tile, TaskKind.BACKWARD, [self._forward[index], *gradient])
+
+    def synchronize(self) -> None:
+        """All-reduce and update of every trainable shard that gets a gradient."""
+        order = {tensor.name: position for position, tensor in enumerate(self.plan.graph.parameters)}
+        for shard in self.plan.shards:
+            after = [self._backward[tile] for tile, _ in shard.uses if tile in self._backward]
+            if shard.trainable and after:
+                self._synchronize(shard, order[shard.parameter], after)
+
+    def _synchronize(self, shard: Shard, position: int, after: list[int]) -> None:
+        size = self._bytes(shard.parameter, shard.box)
+        if len(shard.devices) > 1:
+            place = (SYNC, position, 0, shard.index, 0, 0)
+            after = [self._all_reduce(place, sync_name(shard), TaskKind.SYNC, size, shard.devices, after)]
+        for device in shard.devices:
+            duration = self.costs.update_ns(size, self.topology.devices[device].type)
+            place = (UPDATE, position, 0, shard.index, device, 0)
+            self._add(place, update_name(shard, device), TaskKind.UPDATE, (device,), duration, after)
+
+    def _tiles(self, position: int) -> tuple[Tile, ...]:
+        first = self.plan.first_tile
+        stop = first[position + 1] if position + 1 < len(first) else len(self.plan.tiles)
+        return self.plan.tiles[first[position] : stop]
+
+    def _place(self, tile: Tile) -> int:
+        return self.plan.first_tile[tile.operator] + tile.index
+
+    def _bytes(self, tensor: str, box: Box) -> int:
+        return volume(box) * self.plan.graph.tensors[tensor].itemsize
+
+    def _ready(self, held: int) -> tuple[int, ...]:
+        holding = self.plan.holdings[held]
+        return (self._forward[holding.tile],) if holding.reduction is None else self._reduced[holding.reduction]
+
+    def _fetch(self, fetch: Fetch) -> None:
+        """What a fetch's consumers wait for: the transfers of what is elsewhere, the tasks that make what is here."""
+        after: list[int] = []
+        for number, piece in enumerate(fetch.pieces):
+            ready = self._ready(piece.holding)
+            if self.plan.holdings[piece.holding].device != fetch.device:
+                ready = (self._transfer(fetch, number, piece, ready, gradient=False),)
+            after.extend(ready)
+        for tile, _ in fetch.consumers:
+            self._arrivals[tile].extend(after)
+
+    def _return_gradient(self, fetch: Fetch) -> None:
+        """Hand a fetched region's gradient back to where its pieces came from, once all its consumers have computed theirs."""
+        after = [self._backward[tile] for tile, _ in fetch.consumers if tile in self._backward]
+        if not after or not self.plan.graph.tensors[fetch.tensor].requires_grad:
+            return
+        for number, piece in enumerate(fetch.pieces):
+            if self.plan.holdings[piece.holding].device == fetch.device:
+                self._gradients[piece.holding].extend(after)
+            else:
+                self._gradients[piece.holding].append(self._transfer(fetch, number, piece, after, gradient=True))
+
+    def _transfer(self, fetch: Fetch, number: int, piece: Piece, after: Iterable[int], *, gradient: bool) -> int:
+        first, operand = fetch.consumers[0]
+        tile = self.plan.tiles[first]
+        source, target = self.plan.holdings[piece.holding].device, fetch.device
+        if gradient:
+            source, target = target, source
+        size = self._bytes(fetch.tensor, piece.box)
+        resources, links = self._route(source, target)
+        place = self._id(tile.operator, 2 if gradient else 0, tile.index, operand, number, gradient=gradient)
+        name = transfer_name(fetch.tensor, piece.box, source, target, gradient=gradient)
+        return self._add(place, name, TaskKind.TRANSFER, resources, self.costs.transfer_ns(size, links), after, size)
+
+    def _compute(self, tile: Tile, kind: TaskKind, after: Iterable[int]) -> int:
+        graph, device = self.plan.graph, self.topology.devices[tile.device].type
+        if kind is TaskKind.FORWARD:
+            name, duration = forward_name(self.plan.operator(tile), tile), self.costs.forward_ns(graph, tile, device)
+        else:
+            name, duration = backward_name(self.plan.operator(tile), tile), self.costs.backward_ns(graph, tile, device)
+        place = self._id(tile.operator, 1, tile.index, gradient=kind is TaskKind.BACKWARD)
+        return self._add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile))
+
+    def _reduce(self, place: int) -> None:
+        """Sum partial results; on a single device that is part of running its tiles."""
+        reduction = self.plan.reductions[place]
+        after = tuple(self._forward[tile] for tile in reduction.tiles)
+        self._reduced[place] = after
+        if len(reduction.devices) > 1:
+            self._reduced[place] = (self._reduce_task(reduction, after, gradient=False),)
+
+    def _reduced_gradient(self, place: int) -> tuple[int, ...]:
+        """The tasks after which every tile of the group has the gradient of the sum; empty if there is none."""
+        reduction = self.plan.reductions[place]
+        after = tuple(task for held in self._index.of_reduction[place] for task in self._gradients[held])
+        if len(reduction.devices) > 1 and after:
+            return (self._reduce_task(reduction, after, gradient=True),)
+        return after
+
+    def _reduce_task(self, reduction: Reduction, after: Iterable[int], *, gradient: bool) -> int:
+        op = self.plan.graph.operators[reduction.operator]
+        first = self.plan.tiles[reduction.tiles[0]].index
+        size = self._bytes(op.outputs[reduction.output].tensor, reduction.box)
+        place = self._id(reduction.operator, 0 if gradient else 2, first, reduction.output, gradient=gradient)
+        name = reduce_name(op, reduction, gradient=gradient)
+        return self._all_reduce(place, name, TaskKind.REDUCE, size, reduction.devices, after)
+
+    def _loss_start(self, tile: Tile) -> tuple[int, ...]:
+        """The task after which a tile of the loss starts the backward pass with gradient 1: the loss itself. Replica 0 only."""
+        graph = self.plan.graph
+        producer, output = graph.producers.get(graph.loss, (-1, 0))
+        if tile.operator != producer or tile.replica != 0:
+            return ()
+        for place in self._index.reductions[producer]:
+            reduction = self.plan.reductions[place]
+            if reduction.output == output and self._place(tile) in reduction.tiles:
+                return self._reduced[place]
+        return (self._forward[self._place(tile)],)
+
+    def _all_reduce(
+        self, place: tuple[int, ...], name: str, kind: TaskKind, size: int, devices: tuple[int, ...], after: Iterable[int]
+    ) -> int:
+        if devices not in self._rings:
+            self._rings[devices] = self._link_resources(ring_links(self.topology, devices))
+        duration = self.costs.allreduce_ns(size, self.topology, devices)
+        return self._add(place, name, kind, self._rings[devices], duration, after, ring_bytes(size, len(devices)))
+
+    def _route(self, source: int, target: int) -> tuple[tuple[int, ...], tuple[Link, ...]]:
+        """The links from one device to another, as resources and as they are."""
+        if (source, target) not in self._routes:
+            route = self.topology.route(source, target)
+            self._routes[source, target] = (self._link_resources(route), tuple(self.topology.links[link] for link in route))
+        return self._routes[source, target]
+
+    def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self.plan.device_count + link for link in links)
+
+    def _id(self, position: int, stage: int, a: int, b: int = 0, c: int = 0, *, gradient: bool) -> tuple[int, ...]:
+        if gradient:
+            return (BACKWARD, len(self.plan.graph.operators) - 1 - position, stage, a, b, c)
+        return (FORWARD, position, stage, a, b, c)
+
+    def _add(
+        self,
+        place: tuple[int, ...],
+        name: str,
+        kind: TaskKind,
+        resources: tuple[int, ...],
+        duration_ns: int,
+        after: Iterable[int],
+        size: int = 0,
+        tile: int | None = None,
+    ) -> int:
+        self.tasks.append(Task(place, name, kind, resources, duration_ns, tuple(sorted(set(after))), size, tile))
+        return len(self.tasks) - 1

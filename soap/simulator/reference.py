@@ -1,0 +1,54 @@
+"""The reference simulation: event-driven, in plain Python, obviously right. The oracle for faster engines; nobody optimizes it.
+
+A task is ready when its last predecessor ends. Tasks are taken in the order of (ready time, id); a taken task starts when all its
+resources are free and holds them to its end. So every device and every link serves in the order of readiness, and ties are
+decided by the stable id.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+
+
+def simulate(tasks: TaskGraph) -> Schedule:
+    """Start and end of every task."""
+    todo = tasks.tasks
+    successors: list[list[int]] = [[] for _ in todo]
+    for position, task in enumerate(todo):
+        for predecessor in task.predecessors:
+            successors[predecessor].append(position)
+    waiting = [len(task.predecessors) for task in todo]
+    ready, start, end = [0] * len(todo), [0] * len(todo), [0] * len(todo)
+    free: dict[int, int] = {}
+    queue = [(0, task.id, position) for position, task in enumerate(todo) if not task.predecessors]
+    heapq.heapify(queue)
+    while queue:
+        _, _, position = heapq.heappop(queue)
+        task = todo[position]
+        start[position] = max([ready[position], *(free.get(resource, 0) for resource in task.resources)])
+        end[position] = start[position] + task.duration_ns
+        for resource in task.resources:
+            free[resource] = end[position]
+        for successor in successors[position]:
+            ready[successor] = max(ready[successor], end[position])
+            waiting[successor] -= 1
+            if waiting[successor] == 0:
+                heapq.heappush(queue, (ready[successor], todo[successor].id, successor))
+    return Schedule(np.array(start, np.int64), np.array(end, np.int64))
+
+
+def execution_order(tasks: TaskGraph, schedule: Schedule) -> list[int]:
+    """All tiles (positions in ``Plan.tiles``) by simulated start of their forward pass: the one order that the runtime follows.
+
+    It is a topological order: a task starts no earlier than its predecessors, and where starts are equal the ids agree with the graph.
+    """
+    forward = [
+        (int(schedule.start_ns[position]), task.id, task.tile)
+        for position, task in enumerate(tasks.tasks)
+        if task.kind is TaskKind.FORWARD and task.tile is not None
+    ]
+    return [tile for _, _, tile in sorted(forward)]

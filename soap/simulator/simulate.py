@@ -1,0 +1,110 @@
+"""One simulation from start to end: strategy → plan → timed tasks → schedule, with memory. What the search and the commands call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from soap.graph import OperatorGraph
+from soap.simulator.costs import CostModel
+from soap.simulator.lowering import PlanBuilder, lower
+from soap.simulator.memory import MemoryUse, memory_use, peak_bytes
+from soap.simulator.plan import Plan
+from soap.simulator.reference import simulate
+from soap.simulator.tasks import Schedule, TaskGraph
+from soap.simulator.timeline import bytes_moved
+from soap.strategy import Strategy
+from soap.topology import Topology
+
+CACHED_STRATEGIES = 4096
+"""Answers of ``Simulator.cost`` that are kept; each is two numbers and a key."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The outcome of one training iteration. What is not always wanted is computed when it is first asked for."""
+
+    plan: Plan
+    tasks: TaskGraph
+    schedule: Schedule
+    optimizer_states: int
+
+    @property
+    def makespan_ns(self) -> int:
+        """Time of one iteration."""
+        return self.schedule.makespan_ns
+
+    @cached_property
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Peak use of each device."""
+        return memory_use(self.plan, self.optimizer_states)
+
+    @cached_property
+    def overflow_bytes(self) -> int:
+        """What the devices lack, added up; 0 if everything fits."""
+        return _overflow([use.total for use in self.memory], self.tasks.topology)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has enough memory."""
+        return self.overflow_bytes == 0
+
+    @cached_property
+    def bytes_moved(self) -> int:
+        """Bytes that leave a device for another."""
+        return bytes_moved(self.tasks)
+
+
+class Simulator:
+    """Simulates strategies of one graph on one cluster, keeping what consecutive strategies have in common.
+
+    ``costs``: durations. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2).
+    """
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, optimizer_states: int = 2) -> None:
+        self.graph = graph
+        self.topology = topology
+        self.costs = costs
+        self.optimizer_states = optimizer_states
+        self._parameters = {parameter.name: None for parameter in graph.parameters}
+        self._builder = PlanBuilder(graph, topology)
+        self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
+
+    def run(self, strategy: Strategy) -> Simulation:
+        """The full outcome. StrategyError if the strategy does not fit the graph or the cluster."""
+        plan = self._builder.build(strategy)
+        tasks = lower(plan, self.topology, self.costs)
+        return Simulation(plan, tasks, simulate(tasks), self.optimizer_states)
+
+    def cost(self, strategy: Strategy) -> tuple[int, int]:
+        """(makespan in ns, bytes of memory that are lacking): what a search compares. Strategies seen lately are not simulated again."""
+        key = self._key(strategy)
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._answers[key] = self._simulate(strategy)
+            if len(self._answers) > CACHED_STRATEGIES:
+                self._answers.popitem(last=False)
+        else:
+            self._answers.move_to_end(key)
+        return answer
+
+    def _simulate(self, strategy: Strategy) -> tuple[int, int]:
+        plan = self._builder.build(strategy)
+        makespan_ns = simulate(lower(plan, self.topology, self.costs)).makespan_ns
+        return makespan_ns, _overflow(peak_bytes(plan, self.optimizer_states), self.topology)
+
+    def _key(self, strategy: Strategy) -> Hashable:
+        """Equal for strategies that say the same in other words (order of mappings, defaults left out).
+
+        An illegal strategy never has the key of a legal one, so that it is always built, and refused.
+        """
+        configs = tuple(strategy.operators.get(op.name) for op in self.graph.operators)
+        syncs = tuple(strategy.sync(name) for name in self._parameters)
+        unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
+        return configs, len(strategy.operators), syncs, unknown
+
+
+def _overflow(totals: Sequence[int], topology: Topology) -> int:
+    return sum(max(0, total - device.type.memory_bytes) for total, device in zip(totals, topology.devices, strict=True))

@@ -1,0 +1,63 @@
+"""Timed tasks: what the simulator plays. Made by ``lowering.lower`` from a plan and a cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.simulator.plan import Plan
+from soap.topology import Topology
+
+
+class TaskKind(StrEnum):
+    """What a task does."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    TRANSFER = "transfer"
+    REDUCE = "reduce"
+    SYNC = "sync"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task. ``id`` is stable across edits of the strategy (phase, operator, tile, …), never an insertion counter; it breaks ties.
+
+    ``resources``: what it holds while it runs; device d is resource d, link l is resource ``device_count + l``. ``predecessors``: positions in
+    ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for computation). ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None.
+    """
+
+    id: tuple[int, ...]
+    name: str
+    kind: TaskKind
+    resources: tuple[int, ...]
+    duration_ns: int
+    predecessors: tuple[int, ...]
+    bytes: int = 0
+    tile: int | None = None
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """Tasks in an order in which predecessors come first."""
+
+    plan: Plan
+    topology: Topology
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Start and end of every task in nanoseconds (int64 arrays parallel to ``TaskGraph.tasks``)."""
+
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+
+    @property
+    def makespan_ns(self) -> int:
+        """The time of one training iteration."""
+        return int(self.end_ns.max(initial=0))

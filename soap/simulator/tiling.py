@@ -1,0 +1,58 @@
+"""Tiles: an operator under a configuration, cut into the pieces that devices execute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from soap.graph import Operator, OperatorGraph
+from soap.regions import Box, Interval, balanced, volume
+from soap.strategy import OpConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One piece of one operator on one device.
+
+    ``index`` is its position in ``OpConfig.devices`` (row-major over replica and factors). ``intervals``: one per factor. ``inputs``,
+    ``parameters``, ``outputs``: the region of each operand that it reads or writes, in the operator's operand order (may be empty).
+    """
+
+    operator: int
+    index: int
+    replica: int
+    device: int
+    intervals: tuple[Interval, ...]
+    inputs: tuple[Box, ...]
+    parameters: tuple[Box, ...]
+    outputs: tuple[Box, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of points of the operator's iteration space in this tile (1 if it has no factors)."""
+        return volume(self.intervals)
+
+
+def tiles_of(graph: OperatorGraph, position: int, config: OpConfig) -> list[Tile]:
+    """All tiles of the operator at ``position`` under ``config``, in index order."""
+    op = graph.operators[position]
+    shapes = {o.tensor: graph.tensors[o.tensor].shape for o in (*op.inputs, *op.parameters, *op.outputs)}
+    pieces = [balanced(factor.size, degree) for factor, degree in zip(op.factors, config.degrees, strict=True)]
+    grid = list(product(*pieces))
+    boxes = [
+        tuple(tuple(o.box(cell, shapes[o.tensor]) for o in group) for group in (op.inputs, op.parameters, op.outputs))
+        for cell in grid
+    ]
+    return [
+        Tile(position, replica * len(grid) + i, replica, config.devices[replica * len(grid) + i], cell, *boxes[i])
+        for replica in range(config.replicas)
+        for i, cell in enumerate(grid)
+    ]
+
+
+def iteration_points(op: Operator) -> int:
+    """Number of points of the operator's whole iteration space."""
+    points = 1
+    for factor in op.factors:
+        points *= factor.size
+    return points

@@ -1,0 +1,193 @@
+"""Pictures and sums of a schedule: a table, a Chrome trace, the critical path, how busy each device and link is, what crosses the links.
+
+Traces are JSON objects in Chrome's Trace Event Format, which Perfetto opens. A predicted and a measured trace have the same task names
+and the same thread per device, so that ``merge_traces`` shows them side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from soap.simulator.collectives import ring
+from soap.simulator.plan import Plan, reduce_name, sync_name
+from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Trace = dict[str, Any]
+"""A Chrome trace as plain JSON values: ``traceEvents`` and ``displayTimeUnit``."""
+MeasuredEvent = tuple[int, str, str, int, int]
+"""(rank, task name, kind, start, end), in nanoseconds on one clock."""
+
+COMPUTE_KINDS = frozenset({TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.UPDATE})
+NS_PER_US = 1000
+
+
+def resource_names(tasks: TaskGraph) -> list[str]:
+    """Names of all resources in the order of their numbers: devices, then links."""
+    return [device.name for device in tasks.topology.devices] + [link.name for link in tasks.topology.links]
+
+
+def to_frame(tasks: TaskGraph, schedule: Schedule) -> pd.DataFrame:
+    """One row per task, in the order of ``tasks.tasks``: name, kind, on (device or link names), start_ns, end_ns, bytes."""
+    import pandas as pd  # slow to import, and a search does without it
+
+    names = resource_names(tasks)
+    return pd.DataFrame(
+        {
+            "name": [task.name for task in tasks.tasks],
+            "kind": [task.kind.value for task in tasks.tasks],
+            "on": [", ".join(names[r] for r in task.resources) for task in tasks.tasks],
+            "start_ns": schedule.start_ns,
+            "end_ns": schedule.end_ns,
+            "bytes": pd.Series([task.bytes for task in tasks.tasks], dtype="int64"),
+        }
+    )
+
+
+def chrome_trace(tasks: TaskGraph, schedule: Schedule, process_name: str = "simulated") -> Trace:
+    """The schedule as one process with a thread per device and per link; a task that holds several links shows on each."""
+    events = _process_events(process_name, resource_names(tasks))
+    for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
+        for resource in task.resources:
+            events.append(_complete_event(task.name, task.kind.value, resource, start, end, task.bytes))
+    return _trace(events)
+
+
+def measured_trace(events: Iterable[MeasuredEvent], process_name: str = "measured", device_names: Sequence[str] | None = None) -> Trace:
+    """What ranks measured, in the shape of ``chrome_trace``: times count from the first event.
+
+    Every rank has a thread for computation, named as its device, and one for communication, which runs beside it.
+    ``device_names``: by rank; "rank 0", "rank 1", … if not given.
+    """
+    ordered = sorted(events, key=lambda event: (event[3], event[0], event[4], event[1]))
+    count = max((rank for rank, *_ in ordered), default=-1) + 1
+    names = list(device_names or ()) + [f"rank {rank}" for rank in range(len(device_names or ()), count)]
+    origin_ns = ordered[0][3] if ordered else 0
+    result = _process_events(process_name, [*names, *(f"{name} communication" for name in names)])
+    for rank, name, kind, start, end in ordered:
+        thread = rank if kind in COMPUTE_KINDS else len(names) + rank
+        result.append(_complete_event(name, kind, thread, start - origin_ns, end - origin_ns))
+    return _trace(result)
+
+
+def merge_traces(*traces: Trace) -> Trace:
+    """All processes of all traces in one, in order, renumbered so that none are mixed up. The traces themselves stay as they are."""
+    merged: list[dict[str, Any]] = []
+    count = 0
+    for trace in traces:
+        numbers = {pid: count + i for i, pid in enumerate(sorted({event["pid"] for event in trace["traceEvents"]}))}
+        for event in trace["traceEvents"]:
+            copy = {**event, "pid": numbers[event["pid"]]}
+            if event["name"] == "process_sort_index":
+                copy["args"] = {"sort_index": copy["pid"]}
+            merged.append(copy)
+        count += len(numbers)
+    return _trace(merged)
+
+
+def critical_path(tasks: TaskGraph, schedule: Schedule) -> list[int]:
+    """Positions of the tasks that decide the makespan, first to last: each starts when the one before it ends.
+
+    A task waits for its predecessors or for a device or link that another task holds. Among several reasons that end at the same
+    time, a predecessor is taken before a resource, then the lowest position.
+    """
+    if not tasks.tasks:
+        return []
+    ends, starts = schedule.end_ns.tolist(), schedule.start_ns.tolist()
+    holders = _holders_by_end(tasks, ends)
+    position: int | None = ends.index(max(ends))
+    path: list[int] = []
+    while position is not None:
+        path.append(position)
+        position = _reason(tasks.tasks[position], starts[position], ends, holders)
+    return path[::-1]
+
+
+def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:
+    """How long each device and each link is held during the iteration, by name."""
+    busy = [0] * (tasks.topology.device_count + len(tasks.topology.links))
+    for task in tasks.tasks:
+        for resource in task.resources:
+            busy[resource] += task.duration_ns
+    return dict(zip(resource_names(tasks), busy, strict=True))
+
+
+def link_bytes(tasks: TaskGraph) -> dict[str, int]:
+    """Bytes that cross each link during the iteration, by name. What travels over several links counts on each."""
+    carried = [0] * len(tasks.topology.links)
+    groups = _groups(tasks.plan)
+    for task in tasks.tasks:
+        if task.bytes:
+            for link, size in _task_links(tasks, task, groups):
+                carried[link] += size
+    return {link.name: size for link, size in zip(tasks.topology.links, carried, strict=True)}
+
+
+def bytes_moved(tasks: TaskGraph) -> int:
+    """Bytes that leave a device for another during the iteration, whatever the number of links between them."""
+    return sum(task.bytes for task in tasks.tasks)
+
+
+def _groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
+    """Name of each all-reduce -> its devices."""
+    groups = {sync_name(shard): shard.devices for shard in plan.shards}
+    for reduction in plan.reductions:
+        for gradient in (False, True):
+            groups[reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=gradient)] = reduction.devices
+    return groups
+
+
+def _task_links(tasks: TaskGraph, task: Task, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+    """(link number, bytes). Each hop of a ring carries the same part of the whole, rounded up."""
+    if task.name not in groups:
+        yield from ((resource - tasks.topology.device_count, task.bytes) for resource in task.resources)
+        return
+    devices = groups[task.name]
+    for link, uses in ring(tasks.topology, devices).uses:
+        yield link, -(-task.bytes * uses // len(devices))
+
+
+def _holders_by_end(tasks: TaskGraph, ends: Sequence[int]) -> dict[tuple[int, int], int]:
+    """(resource, end) -> the lowest task that then sets the resource free."""
+    holders: dict[tuple[int, int], int] = {}
+    for position, task in enumerate(tasks.tasks):
+        for resource in task.resources:
+            holders.setdefault((resource, ends[position]), position)
+    return holders
+
+
+def _reason(task: Task, start_ns: int, ends: Sequence[int], holders: Mapping[tuple[int, int], int]) -> int | None:
+    """The task whose end let this one start; None at the beginning."""
+    if start_ns == 0:
+        return None
+    for predecessor in task.predecessors:
+        if ends[predecessor] == start_ns:
+            return predecessor
+    found = [holders[resource, start_ns] for resource in task.resources if (resource, start_ns) in holders]
+    return min(found, default=None)
+
+
+def _process_events(process_name: str, threads: Sequence[str]) -> list[dict[str, Any]]:
+    """Metadata of process 0: its name and its threads', in the order given."""
+    events = [_metadata("process_name", 0, {"name": process_name}), _metadata("process_sort_index", 0, {"sort_index": 0})]
+    for thread, name in enumerate(threads):
+        events.append(_metadata("thread_name", thread, {"name": name}))
+        events.append(_metadata("thread_sort_index", thread, {"sort_index": thread}))
+    return events
+
+
+def _metadata(name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": 0, "tid": thread, "args": args}
+
+
+def _complete_event(name: str, kind: str, thread: int, start_ns: int, end_ns: int, size: int = 0) -> dict[str, Any]:
+    event = {"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread}
+    event |= {"ts": start_ns / NS_PER_US, "dur": (end_ns - start_ns) / NS_PER_US}
+    return {**event, "args": {"bytes": size}} if size else event
+
+
+def _trace(events: list[dict[str, Any]]) -> Trace:
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

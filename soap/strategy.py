@@ -1,0 +1,116 @@
+"""A parallelization strategy: one ``OpConfig`` per operator, one ``SyncConfig`` per parameter. Immutable; edits return a new one.
+
+Construction checks what a value can know of itself; ``Strategy.validate`` checks it against a graph and a number of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+from typing import Literal
+
+from soap.errors import StrategyError
+from soap.graph import Operator, OperatorGraph
+
+SyncMethod = Literal["allreduce"]
+SYNC_METHODS: tuple[SyncMethod, ...] = ("allreduce",)
+
+
+@dataclass(frozen=True, slots=True)
+class OpConfig:
+    """How one operator is split and placed.
+
+    ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how often the whole grid of tiles is computed.
+    ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once.
+    """
+
+    degrees: tuple[int, ...]
+    devices: tuple[int, ...]
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if any(d < 1 for d in self.degrees) or self.replicas < 1:
+            raise StrategyError(f"degrees {self.degrees} and replicas {self.replicas}: expected whole numbers of at least 1")
+        if len(self.devices) != prod(self.degrees) * self.replicas:
+            raise StrategyError(
+                f"{len(self.devices)} devices for degrees {self.degrees} and {self.replicas} replicas: "
+                f"expected {prod(self.degrees) * self.replicas}, one per tile"
+            )
+        if any(d < 0 for d in self.devices):
+            raise StrategyError(f"devices {self.devices}: expected non-negative device numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncConfig:
+    """How the copies of a parameter's shards agree after the backward pass."""
+
+    method: SyncMethod = "allreduce"
+
+    def __post_init__(self) -> None:
+        if self.method not in SYNC_METHODS:
+            raise StrategyError(f"synchronization method {self.method!r}: expected one of {', '.join(SYNC_METHODS)}")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters that are not named use the default SyncConfig."""
+
+    operators: Mapping[str, OpConfig]
+    parameters: Mapping[str, SyncConfig] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operators", MappingProxyType(dict(self.operators)))
+        object.__setattr__(self, "parameters", MappingProxyType(dict(self.parameters)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Strategy, (dict(self.operators), dict(self.parameters)))
+
+    def with_operator(self, name: str, config: OpConfig) -> Strategy:
+        """A copy with one operator's configuration replaced."""
+        return Strategy({**self.operators, name: config}, self.parameters)
+
+    def with_parameter(self, name: str, sync: SyncConfig) -> Strategy:
+        """A copy with one parameter's synchronization replaced."""
+        return Strategy(self.operators, {**self.parameters, name: sync})
+
+    def sync(self, parameter: str) -> SyncConfig:
+        """The parameter's synchronization."""
+        return self.parameters.get(parameter, SyncConfig())
+
+    def validate(self, graph: OperatorGraph, device_count: int) -> None:
+        """Raise StrategyError naming the first thing that is illegal for this graph and number of devices."""
+        missing = [op.name for op in graph.operators if op.name not in self.operators]
+        unknown = [name for name in self.operators if name not in graph.index]
+        if missing or unknown:
+            raise StrategyError(
+                f"strategy does not fit model {graph.name!r}: "
+                f"{len(missing)} operators without configuration {missing[:3]}, {len(unknown)} unknown operators {unknown[:3]}; "
+                "search again for this model"
+            )
+        for op in graph.operators:
+            check_config(op, self.operators[op.name], device_count)
+        known = {t.name for t in graph.parameters}
+        for name in self.parameters:
+            if name not in known:
+                raise StrategyError(f"strategy names parameter {name!r}, which model {graph.name!r} does not have")
+
+
+def check_config(op: Operator, config: OpConfig, device_count: int) -> None:
+    """Raise StrategyError if the configuration is illegal for the operator."""
+    if len(config.degrees) != len(op.factors):
+        raise StrategyError(
+            f"operator {op.name!r}: {len(config.degrees)} degrees given, expected {len(op.factors)} "
+            f"({', '.join(f.name for f in op.factors)})"
+        )
+    for factor, degree in zip(op.factors, config.degrees, strict=True):
+        if degree > factor.size:
+            raise StrategyError(
+                f"operator {op.name!r}: degree {degree} of factor {factor.name!r} exceeds its size {factor.size}; lower the degree"
+            )
+    for device in config.devices:
+        if device >= device_count:
+            raise StrategyError(
+                f"operator {op.name!r}: device {device} does not exist; expected 0 to {device_count - 1} on this cluster"
+            )

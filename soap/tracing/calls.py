@@ -1,0 +1,126 @@
+"""Traced calls: an exported program as a flat list of ATen calls in plain, functional form.
+
+The list is what the rules look at and what tiles execute. ``read_calls`` brings an ``ExportedProgram`` into this form: in-place calls become
+functional ones, several outputs of one call get names of their own, splits become slices, training batch norm becomes statistics
+and application, asserts and no-op casts disappear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+Target = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor value by name, where a call's arguments hold one."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRef:
+    """A buffer that the call may update, by state-dict name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Shape and dtype of a tensor value. ``origin`` tells what it is before any call: see ``Program``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call: ``target(*args, **kwargs)`` with ``Ref`` in place of tensors. ``path``: the module it belongs to."""
+
+    name: str
+    target: Target
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[str, ...]
+    path: str = ""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the tensor operands in order of appearance, repeated if repeated."""
+        return tuple(ref.name for ref in walk((self.args, dict(self.kwargs))) if isinstance(ref, Ref))
+
+    @property
+    def kind(self) -> str:
+        """Short name of what is called, for people: ``linear``, ``batch_norm``."""
+        schema = getattr(self.target, "_schema", None)
+        name = schema.name.split("::")[-1] if schema is not None else getattr(self.target, "__name__", str(self.target))
+        return str(name)
+
+
+@dataclass
+class Program:
+    """A traced program: values by name, the calls that make them, and where the other values come from."""
+
+    calls: list[Call]
+    values: dict[str, Value]
+    inputs: list[str]
+    parameters: dict[str, str]
+    """Value name -> canonical state-dict name. Several values may name one (tied) parameter."""
+    constants: dict[str, torch.Tensor]
+    """Value name -> tensor known at import (lifted constants, buffers that nothing changes)."""
+    buffers: dict[str, torch.Tensor]
+    """State-dict name -> initial value of the buffers that calls update."""
+    loss: str
+    end_step: list[Call] = field(default_factory=list)
+    """Calls that update buffers independently of any tensor (step counters)."""
+
+
+def walk(argument: Any) -> Iterator[Any]:
+    """Leaves of nested lists, tuples and dicts, in order."""
+    if isinstance(argument, (list, tuple)):
+        for item in argument:
+            yield from walk(item)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            yield from walk(item)
+    else:
+        yield argument
+
+
+def substitute(argument: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nest with every leaf passed through ``change``."""
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(substitute(item, change) for item in argument)
+    if isinstance(argument, dict):
+        return {key: substitute(item, change) for key, item in argument.items()}
+    return change(argument)
+
+
+def renamed(call: Call, names: Mapping[str, str]) -> Call:
+    """The call with operands renamed."""
+
+    def change(leaf: Any) -> Any:
+        return Ref(names.get(leaf.name, leaf.name)) if isinstance(leaf, Ref) else leaf
+
+    return replace(call, args=substitute(call.args, change), kwargs=substitute(dict(call.kwargs), change))
+
+
+def argument(call: Call, name: str, default: Any = None) -> Any:
+    """A call's argument by its schema name, wherever it was passed; the schema's default if it was not."""
+    if name in call.kwargs:
+        return call.kwargs[name]
+    schema = getattr(call.target, "_schema", None)
+    if schema is None:
+        return default
+    for position, parameter in enumerate(schema.arguments):
+        if parameter.name == name:
+            if position < len(call.args):
+                return call.args[position]
+            return parameter.default_value if parameter.has_default_value() else default
+    return default

@@ -1,0 +1,60 @@
+"""Writing a training model to a ``.pt2`` file."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from soap.errors import ModelError
+from soap.files import check_writable, write_bytes_atomically
+
+
+class _WithLoss(nn.Module):
+    """A model followed by a loss; parameter names stay the model's own."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = self.model(*args, **kwargs)
+        return out if self.loss is None else self.loss(out)
+
+
+def export_model(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    path: str | Path,
+    loss: Callable[..., torch.Tensor] | None = None,
+) -> None:
+    """Export a training model with example inputs to ``path``, atomically.
+
+    The model returns the scalar loss, or ``loss(output)`` does. Batch sizes and all other shapes of the example inputs become fixed. The
+    model's mode (training or not) is exported as it is. Raises ModelError if torch.export cannot trace the model or the output is no scalar.
+    """
+    from soap.tracing.importer import import_program
+
+    check_writable(path)
+    module = model if loss is None else _WithLoss(model, loss)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign
+            exported = torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"torch.export cannot trace {type(model).__name__}: {first}; see torch.export's documentation") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
+        import_program(exported, name=type(model).__name__, plan_only=True)
+    buffer = io.BytesIO()
+    torch.export.save(exported, buffer)
+    write_bytes_atomically(path, buffer.getvalue())

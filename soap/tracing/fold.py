@@ -1,0 +1,55 @@
+"""Constant folding and dead-call removal on a ``Program``."""
+
+from __future__ import annotations
+
+import torch
+
+from soap.tracing.calls import Call, Program, Ref, substitute
+
+_RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "dropout", "normal"}
+
+
+def fold(program: Program, *, plan_only: bool) -> None:
+    """Evaluate calls that depend on nothing but constants (masks, position ids); drop calls that the loss does not need.
+
+    With ``plan_only`` the values are not computed: a plan needs their shapes only.
+    """
+    known = set(program.constants)
+    kept: list[Call] = []
+    for call in program.calls:
+        if call.kind in _RANDOM or not all(name in known for name in call.operands):
+            kept.append(call)
+            continue
+        known.update(call.outputs)
+        if not plan_only:
+            results = evaluate(call, program)
+            program.constants.update(zip(call.outputs, results, strict=True))
+        else:
+            for name in call.outputs:
+                value = program.values[name]
+                program.constants[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    program.calls = _needed(kept, program.loss)
+    used = {name for call in program.calls for name in call.operands} | {program.loss}
+    program.constants = {name: tensor for name, tensor in program.constants.items() if name in used}
+
+
+def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
+    """The outputs of a call whose operands are constants."""
+
+    def change(leaf: object) -> object:
+        return program.constants[leaf.name] if isinstance(leaf, Ref) else leaf
+
+    with torch.no_grad():
+        result = call.target(*substitute(call.args, change), **substitute(dict(call.kwargs), change))
+    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+    return [t.clone() for t in outputs if isinstance(t, torch.Tensor)]
+
+
+def _needed(calls: list[Call], loss: str) -> list[Call]:
+    wanted = {loss}
+    kept: list[Call] = []
+    for call in reversed(calls):
+        if wanted & set(call.outputs):
+            kept.append(call)
+            wanted.update(call.operands)
+    return kept[::-1]

@@ -1,0 +1,65 @@
+"""Scaled dot-product attention."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+from soap.graph import WHOLE, DimMap
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast
+from soap.tracing.rules.random import keep_mask
+from soap.tracing.rules.registry import rule
+
+
+def _run_attention(local: Local) -> torch.Tensor:
+    q, k, v = local.tensors[:3]
+    mask = local.get("attn_mask")
+    dropout, scale, grouped = local.get("dropout_p", 0.0), local.get("scale"), bool(local.get("enable_gqa", False))
+    causal = bool(local.get("is_causal", False))
+    rows = local.boxes[0][-2]
+    if causal and rows[0] > 0:  # the triangle begins at this tile's first query
+        mask = torch.arange(*rows, device=q.device).unsqueeze(1) >= torch.arange(k.shape[-2], device=q.device)
+        causal = False
+    if dropout == 0.0:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
+    if grouped:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    weights = q @ k.transpose(-2, -1) * (scale if scale is not None else q.shape[-1] ** -0.5)
+    if causal:
+        mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        weights = weights.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else weights + mask
+    shape = (*local.output_shapes[0][:-1], local.shapes[1][-2])
+    box = (*local.output_boxes[0][:-1], (0, shape[-1]))
+    return (weights.softmax(-1) * keep_mask(local, shape, box, dropout, weights)) @ v
+
+
+@rule("aten.scaled_dot_product_attention")
+def attention(view: View) -> Tiled:
+    """``softmax(q kᵀ) v``: leading dimensions (sample, heads) and queries are free; keys are needed whole. Grouped queries split by key head."""
+    q, k, v = view.shapes[:3]
+    out = view.output_shapes[0]
+    scope = Scope()
+    names = ["b", "h"][-(len(q) - 2) :] if len(q) <= 4 else [f"b{i}" for i in range(len(q) - 2)]
+    lead: list[DimMap] = []
+    key_lead: list[DimMap] = []
+    for name, q_size, k_size in zip(names, q[:-2], k[:-2], strict=True):
+        if q_size == k_size:
+            lead.append(scope.factor(name, q_size))
+            key_lead.append(lead[-1])
+        else:  # several query heads share one key head
+            shared = scope.factor(name, k_size)
+            share = q_size // k_size
+            lead.append(DimMap(shared.factor, share, 0, share) if shared.factor is not None else WHOLE)
+            key_lead.append(shared)
+    rows = scope.factor("q", q[-2])
+    maps: Maps = (*lead, rows, WHOLE)
+    operands = [maps, (*key_lead, WHOLE, WHOLE), (*key_lead, WHOLE, WHOLE)]
+    if len(view.shapes) > 3:
+        scores = (*q[:-1], k[-2])
+        operands.append(broadcast((*lead, rows, WHOLE), scores, view.shapes[3]))
+    flops = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+    saved = 3 * view.itemsize * prod(q[:-1]) * k[-2]  # scores, weights and mask of the unfused form: an upper bound
+    return Tiled(tuple(scope.factors), tuple(operands), ((*lead, rows, *(WHOLE,) * (len(out) - len(q) + 1)),), run=_run_attention, flops=flops, saved_bytes=saved)

@@ -1,0 +1,98 @@
+"""Losses: each tile gives its part of the global batch's loss, so that the parts add up to what one process computes."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+from soap.graph import WHOLE
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast
+from soap.tracing.rules.registry import rule
+
+MEAN, SUM = 1, 2
+"""ATen's numbers for the reductions (0: none)."""
+
+
+def _class_dim(shape: tuple[int, ...]) -> int:
+    return 1 if len(shape) > 1 else 0
+
+
+def _local_targets(local: Local) -> tuple[torch.Tensor, torch.Tensor]:
+    """(this tile's targets, all targets). Targets are given whole because the mean divides by what the whole batch holds."""
+    target = local.tensors[1]
+    class_dim = _class_dim(local.shapes[0])
+    region = tuple(slice(a, b) for i, (a, b) in enumerate(local.boxes[0]) if i != class_dim)
+    return target[region], target
+
+
+def _denominator(local: Local, targets: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+    kept = targets != ignore_index
+    if weight is None:
+        return kept.sum()
+    return weight[targets.where(kept, torch.zeros_like(targets))].where(kept, torch.zeros((), dtype=weight.dtype, device=weight.device)).sum()
+
+
+def _run_cross_entropy(local: Local) -> torch.Tensor:
+    x, reduction = local.tensors[0], local.get("reduction", MEAN)
+    weight, ignore = local.get("weight"), local.get("ignore_index", -100)
+    logits = local.call.kind == "cross_entropy_loss"
+    smoothing = float(local.get("label_smoothing", 0.0) or 0.0) if logits else 0.0
+    if local.shapes[0] == local.shapes[1]:  # targets are probabilities: their region comes along with x's
+        summed = F.cross_entropy(x, local.tensors[1], weight, reduction="none" if reduction == 0 else "sum", label_smoothing=smoothing)
+        return summed / (prod(local.shapes[0]) // local.shapes[0][_class_dim(local.shapes[0])]) if reduction == MEAN else summed
+    targets, everyone = _local_targets(local)
+    how = "none" if reduction == 0 else "sum"
+    if logits:
+        loss = F.cross_entropy(x, targets, weight, ignore_index=ignore, reduction=how, label_smoothing=smoothing)
+    else:
+        loss = F.nll_loss(x, targets, weight, ignore_index=ignore, reduction=how)
+    if reduction != MEAN:
+        return loss
+    return loss / _denominator(local, everyone, weight, ignore).to(loss.dtype)
+
+
+@rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
+def cross_entropy(view: View) -> Tiled:
+    """Classes are needed whole; samples and positions are free and summed."""
+    shape = view.shapes[0]
+    class_dim = _class_dim(shape)
+    scope = Scope()
+    maps = tuple(WHOLE if i == class_dim else scope.factor("b" if i == 0 else f"d{i}", size) for i, size in enumerate(shape))
+    target = maps if view.shapes[1] == shape else (WHOLE,) * len(view.shapes[1])
+    weight = [(WHOLE,)] * (len(view.shapes) - 2)
+    none = view.get("reduction", MEAN) == 0
+    out = tuple(dim for i, dim in enumerate(maps) if i != class_dim) if none else ()
+    return Tiled(
+        tuple(scope.factors),
+        (maps, target, *weight),
+        (out,),
+        summed=() if none else tuple(range(len(scope.factors))),
+        run=_run_cross_entropy,
+        flops=6 * prod(shape),
+        saved_bytes=view.itemsize * prod(shape),
+    )
+
+
+def _run_pointwise_loss(local: Local) -> torch.Tensor:
+    reduction = local.get("reduction", MEAN)
+    if reduction == 0:
+        out: torch.Tensor = local.plain()
+        return out
+    loss: torch.Tensor = local.plain(reduction=SUM)
+    count = prod(torch.broadcast_shapes(*local.shapes[:2]))
+    return loss / count if reduction == MEAN else loss
+
+
+@rule("aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.binary_cross_entropy",
+      "aten.binary_cross_entropy_with_logits", "aten.soft_margin_loss")
+def pointwise_loss(view: View) -> Tiled:
+    """A pointwise function of two tensors (and weights), then a sum or a mean over all elements."""
+    shape = tuple(torch.broadcast_shapes(*view.shapes[:2]))
+    scope = Scope()
+    maps = scope.like(shape)
+    none = view.get("reduction", MEAN) == 0
+    operands = tuple(broadcast(maps, shape, s) for s in view.shapes)
+    summed = () if none else tuple(range(len(scope.factors)))
+    return Tiled(tuple(scope.factors), operands, (maps if none else (),), summed=summed, run=_run_pointwise_loss, flops=4 * prod(shape))

@@ -1,0 +1,208 @@
+"""The language of operator rules.
+
+A rule says how the dimensions of a call's operands follow its factors, and, where plain execution on local regions would be wrong, how to
+run a tile of it. ``einsum`` notation covers most rules in one line::
+
+    "*b k, n k, n -> *b n"        linear: k is summed (not in the output)
+    "*b [h], [h], [h] -> *b [h]"  layer norm: h must be whole
+
+Tokens: a letter or word is a factor; ``*b`` is any number of leading factors; ``[x]`` is a dimension that is needed whole; ``^x`` is a factor of which
+the size in this operand may be 1 (broadcast). Dimensions of size 1 never become factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from soap.graph import WHOLE, DimMap
+from soap.regions import Box, Interval, lengths
+from soap.tracing.calls import BufferRef, Call, Ref, Value, argument, substitute
+
+Maps = tuple[DimMap, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """What a rule says of one call.
+
+    ``factors``: (name, size). ``operands``: one map per tensor operand, in ``Call.operands`` order. ``outputs``: one per output; must be exact or
+    whole in every dimension, or, for calls that select (slices), clipped. ``summed``: indices of factors that no output follows and whose split gives partial sums.
+    ``light``: may be fused into neighbours (views and pointwise calls). ``linear``: commutes with summing partial results (views). ``run``: computes the local
+    outputs from a ``Local``; None runs the call's target on the local operands. ``flops``: of the whole call. ``saved_bytes``: kept for backward beside operands and outputs.
+    """
+
+    factors: tuple[tuple[str, int], ...]
+    operands: tuple[Maps, ...]
+    outputs: tuple[Maps, ...]
+    summed: tuple[int, ...] = ()
+    light: bool = False
+    linear: bool = False
+    run: Callable[[Local], Any] | None = None
+    flops: int = 0
+    saved_bytes: int = 0
+    known: bool = True
+
+
+@dataclass(slots=True)
+class View:
+    """What a rule sees: the call and the shapes of its values."""
+
+    call: Call
+    values: Mapping[str, Value]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Operand shapes, in ``Call.operands`` order."""
+        return [self.values[name].shape for name in self.call.operands]
+
+    @property
+    def output_shapes(self) -> list[tuple[int, ...]]:
+        """Output shapes."""
+        return [self.values[name].shape for name in self.call.outputs]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of the first output."""
+        return int(self.values[self.call.outputs[0]].dtype.itemsize)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument by schema name."""
+        return argument(self.call, name, default)
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is passed for the argument."""
+        return isinstance(self.get(name), Ref)
+
+
+@dataclass(slots=True)
+class Local:
+    """One tile of one call at run time: local operands, where they lie, and what is wanted.
+
+    ``boxes`` and ``output_boxes`` are global coordinates; ``shapes`` and ``output_shapes`` the whole tensors'. ``random_seed`` is a function
+    of (seed, step, call), the same on every tile.
+    """
+
+    call: Call
+    tensors: Sequence[torch.Tensor]
+    boxes: Sequence[Box]
+    output_boxes: Sequence[Box]
+    shapes: Sequence[tuple[int, ...]]
+    output_shapes: Sequence[tuple[int, ...]]
+    random_seed: int = 0
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    update_buffers: bool = True
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument by schema name, with tensors replaced by local ones and buffers by this rank's copies."""
+        return self._fill(argument(self.call, name, default), iter(()), by_name=True)
+
+    def _fill(self, nest: Any, tensors: Any, *, by_name: bool) -> Any:
+        position = {name: i for i, name in reversed(list(enumerate(self.call.operands)))} if by_name else {}
+
+        def change(leaf: Any) -> Any:
+            if isinstance(leaf, Ref):
+                return self.tensors[position[leaf.name]] if by_name else next(tensors)
+            return self.buffers[leaf.name] if isinstance(leaf, BufferRef) else leaf
+
+        return substitute(nest, change)
+
+    def plain(self, tensors: Sequence[torch.Tensor] | None = None, **changes: Any) -> Any:
+        """Call the target with local operands; ``changes`` replace arguments by schema name."""
+        args, kwargs = self._fill(
+            (list(self.call.args), dict(self.call.kwargs)), iter(self.tensors if tensors is None else tensors), by_name=False
+        )
+        args = list(args)
+        schema = getattr(self.call.target, "_schema", None)
+        names = [p.name for p in schema.arguments] if schema is not None else []
+        for name, value in changes.items():
+            if name in names and names.index(name) < len(args):
+                args[names.index(name)] = value
+            else:
+                kwargs[name] = value
+        return self.call.target(*args, **kwargs)
+
+    @property
+    def output_lengths(self) -> tuple[int, ...]:
+        """Shape of the first local output."""
+        return lengths(self.output_boxes[0])
+
+
+class Scope:
+    """Collects factors while a rule is written down by hand."""
+
+    def __init__(self) -> None:
+        self.factors: list[tuple[str, int]] = []
+
+    def factor(self, name: str, size: int) -> DimMap:
+        """A new factor of this size as an identity map; dimensions of size 1 get none."""
+        if size <= 1:
+            return WHOLE
+        self.factors.append((name, size))
+        return DimMap(len(self.factors) - 1)
+
+    def like(self, shape: Sequence[int], prefix: str = "d") -> Maps:
+        """One new factor per dimension."""
+        return tuple(self.factor(f"{prefix}{i}", size) for i, size in enumerate(shape))
+
+
+def broadcast(maps: Maps, target_shape: Sequence[int], shape: Sequence[int]) -> Maps:
+    """Maps of an operand that is broadcast (aligned at the right) to a tensor with ``maps``."""
+    offset = len(target_shape) - len(shape)
+    return tuple(WHOLE if size == 1 else maps[offset + i] for i, size in enumerate(shape))
+
+
+def einsum(view: View, notation: str, **options: Any) -> Tiled:
+    """A rule from its notation (see the module's docstring); sizes come from the call's operands and outputs.
+
+    Operands that the call does not have (an absent bias) must be left out of the notation. Raises ValueError if it does not fit the shapes.
+    """
+    left, right = (side.strip() for side in notation.split("->"))
+    texts = [text.split() for text in (*left.split(","), *right.split(","))]
+    shapes = [*view.shapes, *view.output_shapes]
+    if len(texts) != len(shapes):
+        raise ValueError(f"rule {notation!r} has {len(texts)} tensors, the call {len(shapes)}")
+    scope, maps, known = Scope(), [], dict[str, DimMap]()
+    for tokens, shape in zip(texts, shapes, strict=True):
+        maps.append(tuple(_dimension(token, size, scope, known) for token, size in zip(_expand(tokens, len(shape)), shape, strict=True)))
+    outputs = maps[len(texts) - len(right.split(",")) :]
+    followed = {dim.factor for out in outputs for dim in out}
+    summed = tuple(i for i in range(len(scope.factors)) if i not in followed)
+    operands = tuple(maps[: len(maps) - len(outputs)])
+    return Tiled(tuple(scope.factors), operands, tuple(outputs), summed=summed, **options)
+
+
+def _expand(tokens: list[str], rank: int) -> list[str]:
+    result: list[str] = []
+    for token in tokens:
+        if token.startswith("*"):
+            result += [f"{token[1:]}{i}" if i else token[1:] for i in range(rank - len(tokens) + 1)]
+        else:
+            result.append(token)
+    return result
+
+
+def _dimension(token: str, size: int, scope: Scope, known: dict[str, DimMap]) -> DimMap:
+    if token.startswith("[") or size == 1:
+        return WHOLE
+    name = token.removeprefix("^")
+    if name not in known:
+        known[name] = scope.factor(name, size)
+    elif (factor := known[name].factor) is not None and scope.factors[factor][1] != size:
+        raise ValueError(f"factor {name} has sizes {scope.factors[factor][1]} and {size}")
+    return known[name]
+
+
+def clipped_padding(out: Interval, window: DimMap, inside: Interval) -> tuple[int, int]:
+    """How many elements of the window of outputs ``out`` were clipped off before and after ``inside`` (what the local region has)."""
+    start = out[0] * window.scale + window.lo
+    stop = (out[1] - 1) * window.scale + window.hi
+    if inside[0] >= inside[1]:
+        return stop - start, 0
+    return max(0, inside[0] - start), max(0, stop - inside[1])
+
+
+Rule = Callable[[View], Tiled]

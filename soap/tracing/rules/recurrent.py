@@ -1,0 +1,30 @@
+"""Recurrent layers that ATen runs as one call."""
+
+from __future__ import annotations
+
+from math import prod
+
+from soap.graph import WHOLE
+from soap.tracing.rules.notation import Scope, Tiled, View
+from soap.tracing.rules.registry import rule
+
+
+@rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+def recurrent(view: View) -> Tiled:
+    """A whole stack over a whole sequence: samples are independent, everything else is tied together by the recurrence."""
+    if view.get("train") and float(view.get("dropout") or 0.0) > 0.0:
+        raise NotImplementedError("dropout between recurrent layers draws random numbers inside the call")
+    x = view.shapes[0]
+    batch_dim = 0 if view.get("batch_first") else 1
+    scope = Scope()
+    b = scope.factor("b", x[batch_dim])
+    states = 2 if view.call.kind == "lstm" else 1
+    sequence = (b, WHOLE, WHOLE) if batch_dim == 0 else (WHOLE, b, WHOLE)
+    state = (WHOLE, b, WHOLE)
+    parameters = view.shapes[1 + states :]
+    operands = (sequence, *(state,) * states, *((WHOLE,) * len(p) for p in parameters))
+    steps = x[1 - batch_dim] * x[batch_dim]
+    flops = 2 * steps * sum(prod(p) for p in parameters if len(p) == 2)
+    # Gates, cell states and layer outputs of every step stay for the backward pass: about twice the gates' size.
+    saved = 2 * view.itemsize * steps * sum(p[0] for p in parameters if len(p) == 2)
+    return Tiled(tuple(scope.factors), operands, (sequence, *(state,) * states), flops=flops, saved_bytes=saved)

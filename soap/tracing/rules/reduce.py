@@ -1,0 +1,60 @@
+"""Sums, means and other reductions over dimensions."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from soap.graph import WHOLE, DimMap
+from soap.tracing.rules.notation import Local, Scope, Tiled, View
+from soap.tracing.rules.registry import rule
+
+
+def _reduced(view: View) -> set[int]:
+    rank = len(view.shapes[0])
+    dims = view.get("dim")
+    if dims is None or dims == []:
+        return set(range(rank))
+    return {int(d) % rank for d in ([dims] if isinstance(dims, int) else dims)} if rank else set()
+
+
+def _output(maps: list[DimMap], reduced: set[int], keepdim: bool) -> tuple[DimMap, ...]:
+    return tuple(WHOLE if i in reduced else dim for i, dim in enumerate(maps) if keepdim or i not in reduced)
+
+
+def _run_mean(local: Local) -> torch.Tensor:
+    dims = local.get("dim")
+    x = local.tensors[0]
+    dtype = local.get("dtype")
+    rank = len(local.shapes[0])
+    axes = list(range(rank)) if dims is None or dims == [] else [dims] if isinstance(dims, int) else list(dims)
+    count = prod(local.shapes[0][d] for d in axes)
+    if not axes:
+        return x
+    return x.sum(axes, bool(local.get("keepdim", False)), dtype=dtype) / count
+
+
+@rule("aten.sum", "aten.mean")
+def total(view: View) -> Tiled:
+    """Sum or mean: the reduced dimensions may be split, which gives partial sums (a mean divides by the whole count)."""
+    shape = view.shapes[0]
+    reduced = _reduced(view)
+    scope = Scope()
+    maps = list(scope.like(shape))
+    out = _output(maps, reduced, bool(view.get("keepdim", False)))
+    summed = tuple(f for i in sorted(reduced) if (f := maps[i].factor) is not None)
+    run = _run_mean if view.call.kind == "mean" else None
+    return Tiled(tuple(scope.factors), (tuple(maps),), (out,), summed=summed, run=run, flops=prod(shape))
+
+
+@rule("aten.amax", "aten.amin", "aten.argmax", "aten.argmin", "aten.logsumexp", "aten.max.dim", "aten.min.dim", "aten.prod.dim_int",
+      "aten.any.dim", "aten.all.dim", "aten.linalg_vector_norm", "aten.var.correction", "aten.var.dim", "aten.std.correction", "aten.std.dim")
+def reduce_whole(view: View) -> Tiled:
+    """Reductions whose partial results do not simply add up: the reduced dimensions are needed whole."""
+    shape = view.shapes[0]
+    reduced = _reduced(view)
+    scope = Scope()
+    maps = [WHOLE if i in reduced else scope.factor(f"d{i}", size) for i, size in enumerate(shape)]
+    out = _output(maps, reduced, bool(view.get("keepdim", False)))
+    return Tiled(tuple(scope.factors), (tuple(maps),), (out,) * len(view.output_shapes), flops=prod(shape))

@@ -1,0 +1,79 @@
+"""The registry of operator rules: from an ATen call to what may be split in it.
+
+Adding an operator is one line (``register("aten.linear", einsum…)``) or one small function decorated with ``@rule("aten.name", …)``. A name
+covers all overloads; ``aten.name.overload`` covers one and wins. Calls without a rule but with ATen's ``pointwise`` tag follow
+broadcasting; any other call is kept whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from soap.graph import WHOLE, DimMap
+from soap.tracing.calls import Call, Value
+from soap.tracing.rules.notation import Rule, Scope, Tiled, View, broadcast, einsum
+
+_RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register the decorated function for these ATen names."""
+
+    def decorate(function: Rule) -> Rule:
+        for name in names:
+            _RULES[name] = function
+        return function
+
+    return decorate
+
+
+def register(name: str, notation: str, **options: object) -> None:
+    """Register a rule that is one line of notation."""
+    _RULES[name] = lambda view: einsum(view, notation, **options)
+
+
+def registered() -> tuple[str, ...]:
+    """Names that have a rule, sorted."""
+    return tuple(sorted(_RULES))
+
+
+def target_name(target: object) -> str:
+    """``aten.linear.default`` for an ATen overload, ``soap.name`` for calls of our own."""
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._schema.name.split('::')[-1]}.{target._overloadname}"
+    return f"soap.{getattr(target, '__name__', target)}"
+
+
+def tiled(call: Call, values: dict[str, Value]) -> Tiled:
+    """What may be split in a call. ``known`` is False in the result if no rule covers it."""
+    view = View(call, values)
+    name = target_name(call.target)
+    found = _RULES.get(name) or _RULES.get(name.rsplit(".", 1)[0])
+    if found is not None:
+        try:
+            return found(view)
+        except (ValueError, IndexError, NotImplementedError):
+            return unsplit(view)  # a form of the operator that its rule does not describe
+    if torch.Tag.pointwise in getattr(call.target, "tags", ()):
+        return pointwise(view)
+    return unsplit(view)
+
+
+def pointwise(view: View, **options: object) -> Tiled:
+    """Every output dimension is a factor; operands follow by broadcasting."""
+    shape = view.output_shapes[0]
+    scope = Scope()
+    out = scope.like(shape)
+    elements = 1
+    for size in shape:
+        elements *= size
+    operands = tuple(broadcast(out, shape, operand) for operand in view.shapes)
+    return Tiled(tuple(scope.factors), operands, (out,) * len(view.output_shapes), light=True, flops=elements, **options)  # type: ignore[arg-type]
+
+
+def unsplit(view: View) -> Tiled:
+    """The call as one piece."""
+    whole: Callable[[tuple[int, ...]], tuple[DimMap, ...]] = lambda shape: (WHOLE,) * len(shape)  # noqa: E731
+    return Tiled((), tuple(map(whole, view.shapes)), tuple(map(whole, view.output_shapes)), known=False)

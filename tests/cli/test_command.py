@@ -1,0 +1,116 @@
+"""The one place where failures become a line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from soap.cli.command import Parser, one_line, run_command
+from soap.errors import (
+    InfeasibleError,
+    ModelError,
+    ProfileError,
+    RuntimeFailure,
+    SoapError,
+    StrategyError,
+    TopologyError,
+)
+
+
+def _parser() -> Parser:
+    parser = Parser("soap-test", "Tests.", "soap-test --count 3")
+    parser.add_argument("--count", type=int, default=1)
+    return parser
+
+
+def _raise(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def execute(args: argparse.Namespace) -> int:
+        raise error
+
+    return execute
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SoapError, 1),
+        (ModelError, 3),
+        (TopologyError, 4),
+        (StrategyError, 5),
+        (ProfileError, 6),
+        (InfeasibleError, 7),
+        (RuntimeFailure, 8),
+    ],
+)
+def test_each_error_has_its_exit_code(error: type[SoapError], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(_parser(), _raise(error("7 is wrong; expected 8:\n  add 1")), []) == code
+    captured = capsys.readouterr()
+    assert captured.err == "soap-test: error: 7 is wrong; expected 8: add 1\n"
+    assert captured.out == ""
+
+
+def test_success_is_what_the_command_answers() -> None:
+    assert run_command(_parser(), lambda args: args.count - 3, ["--count", "3"]) == 0
+
+
+def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(_parser(), _raise(KeyboardInterrupt()), []) == 130
+    assert capsys.readouterr().err == "soap-test: interrupted\n"
+
+
+def test_a_bug_is_one_line_with_a_hint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOAP_DEBUG", raising=False)
+    assert run_command(_parser(), _raise(ValueError("odd\nthing")), []) == 1
+    assert capsys.readouterr().err == "soap-test: error: ValueError: odd thing (SOAP_DEBUG=1 shows the traceback)\n"
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOAP_DEBUG", "1")
+    assert run_command(_parser(), _raise(ModelError("no")), []) == 3
+    assert capsys.readouterr().err.startswith("Traceback (most recent call last):")
+
+
+@pytest.mark.parametrize("arguments", [["--count", "x"], ["--cuont", "1"], ["--coun", "1"], ["extra"]])
+def test_usage_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_command(_parser(), lambda args: 0, arguments)
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("soap-test: error: ")
+    assert err.endswith("(soap-test --help shows the options)\n")
+    assert err.count("\n") == 1
+
+
+def test_help_has_example_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_command(_parser(), lambda args: 0, ["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert "example:\n  soap-test --count 3\n" in out
+    assert "130 interrupted" in out
+
+
+def test_reader_that_left_is_met_in_silence() -> None:
+    program = """
+import sys
+from soap.cli.command import Parser, run_command
+def execute(args):
+    for _ in range(100000):
+        print("a line of output")
+    return 0
+sys.exit(run_command(Parser("soap-test", "", ""), execute, []))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_one_line() -> None:
+    assert one_line(" a\n  b\tc ") == "a b c"

@@ -1,0 +1,186 @@
+"""``soap-search`` as people call it: what it prints and writes, and what it says about bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import soap
+from soap.cli.search import main
+
+MODEL = "zoo:gpt:tiny"
+CLUSTER = "p100-4x4"
+
+
+def search(*arguments: str) -> int:
+    return main([MODEL, "--cluster", CLUSTER, "--budget", "20", *arguments])
+
+
+def test_finds_saves_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, trace = tmp_path / "s.json", tmp_path / "trace.json"
+    assert search("-o", str(path), "--timeline", str(trace)) == 0
+    out = capsys.readouterr().out
+    for word in ("found", "data_parallel", "megatron", "speed-up", "memory per device", "moved per iteration", "unlike data parallelism"):
+        assert word in out
+    assert out.endswith(f"wrote {path} and {trace}\n")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any(event["name"].startswith("forward ") for event in events)
+    model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(CLUSTER)
+    strategy = soap.load_strategy(path, model, cluster)
+    predicted_ns = soap.simulate(model, cluster, strategy).makespan_ns
+    record = json.loads(path.read_text())["record"]
+    assert record["predicted_ns"] == predicted_ns <= record["data_parallel_ns"]
+    assert record["data_parallel_ns"] == soap.simulate(model, cluster, "data_parallel").makespan_ns
+
+
+def test_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in paths:
+        assert search("-o", str(path), "--seed", "3") == 0
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("-o", str(tmp_path / "s.json"), "--json", "--start", "megatron") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["predicted_ns"] <= min(report["baselines"][name]["predicted_ns"] for name in ("data_parallel", "megatron"))
+    assert report["speedup"] == report["baselines"]["data_parallel"]["predicted_ns"] / report["predicted_ns"]
+    assert report["search"] == {"seed": 0, "budget": 20, "beta": report["search"]["beta"], "evaluations": 22, "interrupted": False}
+    assert len(report["memory_bytes"]) == len(report["cluster"]["devices"]) == 16
+    assert report["strategy"] == str(tmp_path / "s.json")
+
+
+def expect(capsys: pytest.CaptureFixture[str], command: list[str], code: int, *words: str) -> None:
+    """The command ends with this code and one line that has these words, and prints nothing else."""
+    try:
+        ended = main(command)
+    except SystemExit as ending:  # argparse
+        assert isinstance(ending.code, int)
+        ended = ending.code
+    captured = capsys.readouterr()
+    assert ended == code, captured.err
+    assert captured.out == ""
+    assert captured.err.startswith("soap-search: error: ")
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
+    for word in words:
+        assert word in captured.err
+
+
+def test_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    command = [str(tmp_path / "no.pt2"), "--cluster", CLUSTER, "-o", str(out)]
+    expect(capsys, command, 3, "no.pt2", "does not exist")
+    assert not out.exists()
+
+
+def test_corrupt_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = tmp_path / "model.pt2"
+    model.write_bytes(b"PK\x03\x04 not really an archive")
+    expect(capsys, [str(model), "--cluster", CLUSTER, "-o", str(tmp_path / "s.json")], 3, str(model), "torch.export.save")
+
+
+def test_unknown_zoo_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    expect(capsys, ["zoo:gtp", "--cluster", CLUSTER, "-o", str(tmp_path / "s.json")], 3, "gtp", "gpt")
+
+
+@pytest.mark.parametrize("cluster", ["p100-4x5", "local:0", "local:four"])
+def test_unknown_cluster(cluster: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    expect(capsys, [MODEL, "--cluster", cluster, "-o", str(tmp_path / "s.json")], 4, cluster, "expected")
+
+
+YAML = """
+name: pair
+hosts:
+  - {name: box, devices: {type: TYPE, count: 2}, cpu_cores: 8, memory: 64 GiB, links: {intra: {bandwidth: BANDWIDTH, latency: 5 us}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "bandwidth", "words"),
+    [
+        ("p100", "20 Gb/s", ["'20 Gb/s'", "GB/s"]),
+        ("p100", "20", ["20 has no unit", "add the unit"]),
+        ("p1000", "20 GB/s", ["p1000", "expected one of"]),
+    ],
+)
+def test_bad_cluster_file(device: str, bandwidth: str, words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(YAML.replace("TYPE", device).replace("BANDWIDTH", bandwidth))
+    expect(capsys, [MODEL, "--cluster", str(cluster), "-o", str(tmp_path / "s.json")], 4, "cluster.yaml", *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--budget", "0"], ["--budget", "'0'", "at least 1"]),
+        (["--budget", "many"], ["--budget", "'many'"]),
+        (["--seed", "-1"], ["--seed", "'-1'"]),
+        (["--beta", "nan"], ["--beta", "'nan'", "above 0"]),
+        (["--start", "clever"], ["--start", "clever", "megatron"]),
+        (["--batch-dim", "tokens"], ["--batch-dim", "tokens=1"]),
+    ],
+)
+def test_usage_errors(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    expect(capsys, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), *arguments], 2, *words)
+
+
+def test_missing_output_option(capsys: pytest.CaptureFixture[str]) -> None:
+    expect(capsys, [MODEL, "--cluster", CLUSTER], 2, "-o/--output")
+
+
+@pytest.mark.parametrize("option", ["-o", "--timeline"])
+def test_unwritable_output_is_found_before_the_work(option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    other = [] if option == "-o" else ["-o", str(tmp_path / "s.json")]
+    # The model does not exist either: that this is not what is said shows that outputs are looked at first.
+    command = [str(tmp_path / "no.pt2"), "--cluster", CLUSTER, *other, option, str(tmp_path / "no" / "s.json")]
+    expect(capsys, command, 1, "cannot write", "create the folder")
+
+
+def test_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cluster, out = tmp_path / "cluster.yaml", tmp_path / "s.json"
+    types = (
+        "device_types: {chip: {kind: cuda, flops: {float32: 1 TFLOP/s}, memory_bandwidth: 1 GB/s, memory: 16 KiB, kernel_overhead: 1 us}}"
+    )
+    cluster.write_text(types + YAML.replace("TYPE", "chip").replace("BANDWIDTH", "1 GB/s"))
+    expect(capsys, [MODEL, "--cluster", str(cluster), "-o", str(out), "--budget", "5"], 7, "does not fit", "16.0 KiB", "smaller batch")
+    assert not out.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_interrupt_saves_the_best_so_far(tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    # A line on standard error as soon as the search itself begins, so that the signal comes neither too early nor after a guessed time.
+    program = """
+import sys
+from soap import api
+from soap.cli import search
+real = api.search
+def begin(*args, **kwargs):
+    print("searching", file=sys.stderr, flush=True)
+    return real(*args, **kwargs)
+api.search = begin
+sys.exit(search.main(sys.argv[1:]))
+"""
+    arguments = [MODEL, "--cluster", CLUSTER, "--budget", "1000000", "-o", str(out), "--json"]
+    command = [sys.executable, "-c", program, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "searching\n"
+        time.sleep(1.0)  # a few proposals, so that there is something to save
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert stderr.splitlines()[-1].startswith("soap-search: interrupted after ")
+    assert stderr.endswith(f"the best strategy so far is in {out}\n")
+    assert json.loads(stdout)["search"]["interrupted"] is True
+    strategy = soap.load_strategy(out, soap.load(MODEL, plan_only=True), CLUSTER)
+    assert strategy.operators
+    assert list(tmp_path.iterdir()) == [out]

@@ -1,0 +1,150 @@
+"""Measuring this machine: how rates are shared among processes, and when a measurement is repeated. Never how fast it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from soap.errors import ProfileError, TopologyError
+from soap.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND
+from soap.profiles import measure_machine
+from soap.profiles.link_probe import LinkRates
+from soap.profiles.measure_machine import measure_device, measured_local_topology, threads_per_process
+from soap.profiles.roofline import RooflineCosts, is_measured
+
+
+class Machine:
+    """Four cores; a thread reaches 1e9 FLOP/s, four together 3e9; memory gives a thread 2e9 bytes/s, all together 3e9."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.probed = 0
+        self.link_fails = False
+
+    def rates(self, kind: str, threads: int) -> dict[str, float]:
+        self.asked.append(threads)
+        flops = 3e9 if threads == 4 else threads * 1e9
+        return {"float32": flops, "float64": flops / 2, "memory": min(3e9, threads * 2e9), "kernel_seconds": 1e-6}
+
+    def link(self) -> LinkRates:
+        self.probed += 1
+        if self.link_fails:
+            raise ProfileError("no gloo here")
+        return LinkRates(1e9 + self.probed, 1e-5)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure_machine, "cpu_cores", lambda: 4)
+    monkeypatch.setattr(measure_machine, "memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(measure_machine, "_gpu_count", lambda: 0)
+    monkeypatch.setattr(measure_machine, "_rates", made.rates)
+    monkeypatch.setattr(measure_machine, "measure_link", made.link)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("count", "threads", "flops", "memory", "kernel_seconds"),
+    [
+        (1, 4, 3e9, 3e9, 1e-6),
+        (2, 2, 1.5e9, 1.5e9, 1e-6),
+        (3, 1, 1e9, 1e9, 1e-6),
+        (4, 1, 0.75e9, 0.75e9, 1e-6),
+        (8, 1, 0.375e9, 0.375e9, 2e-6),
+    ],
+)
+def test_processes_share_cores_and_memory(
+    machine: Machine, count: int, threads: int, flops: float, memory: float, kernel_seconds: float
+) -> None:
+    device = measure_device("cpu", count)
+    assert threads_per_process(count) == threads
+    assert machine.asked[0] == threads
+    assert device.flops("float32") == pytest.approx(flops)
+    assert device.memory_bandwidth_bytes_per_second == pytest.approx(memory)
+    assert device.kernel_seconds == pytest.approx(kernel_seconds)
+    assert device.memory_bytes == 2**30 // count
+
+
+def test_links_are_shared_by_more_processes_than_cores(machine: Machine) -> None:
+    four, eight = (measured_local_topology(n, cache=False).links[0] for n in (4, 8))
+    assert four.bandwidth_bytes_per_second == pytest.approx(1e9)
+    assert eight.bandwidth_bytes_per_second == pytest.approx(5e8)
+    assert eight.latency_seconds == pytest.approx(2 * four.latency_seconds)
+
+
+def test_second_time_comes_from_the_cache(machine: Machine) -> None:
+    first, second = measured_local_topology(2), measured_local_topology(2)
+    assert first == second
+    assert first.hash == second.hash
+    assert machine.probed == 1
+    assert measured_local_topology(3).device_count == 3
+    assert machine.probed == 2
+
+
+def test_without_cache_nothing_is_kept(machine: Machine, tmp_path: Path) -> None:
+    measured_local_topology(2, cache=False)
+    measured_local_topology(2, cache=False)
+    assert machine.probed == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_corrupt_cache_is_rewritten(machine: Machine, tmp_path: Path) -> None:
+    first = measured_local_topology(2)
+    (path,) = (tmp_path / "soap").iterdir()
+    path.write_text("not JSON")
+    again = measured_local_topology(2)
+    assert machine.probed == 2
+    assert again.device_count == first.device_count
+    assert json.loads(path.read_text())["key"]["devices"] == 2
+
+
+def test_failing_links_are_a_warning_and_tried_again(machine: Machine) -> None:
+    machine.link_fails = True
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="no gloo here; going on with the usual figures"):
+            topology = measured_local_topology(2)
+        assert topology.links[0].bandwidth_bytes_per_second == LOCAL_BANDWIDTH_BYTES_PER_SECOND
+    assert machine.probed == 2
+
+
+def test_one_device_has_no_links_to_measure(machine: Machine) -> None:
+    assert measured_local_topology(1).links == ()
+    assert machine.probed == 0
+
+
+@pytest.mark.parametrize("count", [0, -1, 10**6])
+def test_impossible_numbers_are_refused_before_measuring(machine: Machine, count: int) -> None:
+    with pytest.raises(TopologyError, match="expected a number of devices"):
+        measured_local_topology(count)
+    assert machine.asked == []
+
+
+def test_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(measure_machine, "SECONDS_PER_RATE", 0.0)
+    before = torch.get_num_threads()
+    device = measure_device("cpu", 2)
+    assert torch.get_num_threads() == before
+    assert is_measured(device)
+    assert device.flops("float32") > 1e6
+    assert device.flops("float64") > 1e6
+    assert 1e6 < device.memory_bandwidth_bytes_per_second < 1e13
+    assert 0 < device.kernel_seconds < 1
+    assert 2**20 < device.memory_bytes <= measure_machine.memory_bytes() // 2
+
+
+def test_measured_topologies_say_so(machine: Machine) -> None:
+    assert RooflineCosts(measured_local_topology(2)).description == "measured rates of this machine"
+
+
+def test_this_machine_has_cores_memory_and_a_name() -> None:
+    assert measure_machine.cpu_cores() >= 1
+    assert measure_machine.cpu_model()
+    size = measure_machine.memory_bytes()
+    assert size > 2**20
+    assert size < 2**30 or size % 2**30 == 0

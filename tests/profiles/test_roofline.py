@@ -1,0 +1,200 @@
+"""The roofline: prices worked out by hand, and what every cost model must keep."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+
+from soap.graph import OperatorGraph
+from soap.presets import device_types, preset
+from soap.profiles.roofline import PEAK_SHARE, RooflineCosts
+from soap.simulator.collectives import ring_allreduce_seconds
+from soap.simulator.simulate import Simulator
+from soap.simulator.tiling import Tile, tiles_of
+from soap.strategy import OpConfig, Strategy
+from soap.topology import DeviceType, Topology
+from tests.graph_builder import GraphBuilder, mlp, transformer
+from tests.simulator.examples import batch_split
+from tests.strategies import cases, cluster
+
+# A floating-point operation takes 1 ns, as does a byte; a call 100 ns.
+SLOW_COMPUTE = DeviceType("slow-compute", "cpu", {"float32": 1e9}, 1e15, 2**30, 0.0, "measured in a thought experiment")
+SLOW_MEMORY = DeviceType("slow-memory", "cpu", {"float32": 1e18}, 1e9, 2**30, 0.0, "measured in a thought experiment")
+SLOW_CALLS = DeviceType("slow-calls", "cpu", {"float32": 1e18}, 1e18, 2**30, 1e-7, "measured in a thought experiment")
+
+COSTS = RooflineCosts(cluster([2], SLOW_COMPUTE))
+
+
+def whole(graph: OperatorGraph, name: str) -> Tile:
+    position = graph.index[name]
+    return tiles_of(graph, position, OpConfig((1,) * len(graph.operators[position].factors), (0,)))[0]
+
+
+def two_layers(saved_bytes: int = 0) -> OperatorGraph:
+    """[4, 8] -> first [4, 16] -> second [4, 2] -> mean; nothing saved besides operands unless said."""
+    g = GraphBuilder()
+    x = g.linear(g.input("x", 4, 8), 16, bias=False, name="first")
+    graph = g.build(g.mean(g.linear(x, 2, bias=False, name="second"), name="loss"))
+    return replace(graph, operators=tuple(replace(op, saved_bytes=saved_bytes) for op in graph.operators))
+
+
+def test_operations_decide_where_compute_is_slow() -> None:
+    graph = two_layers()
+    first, second = whole(graph, "first"), whole(graph, "second")
+    assert COSTS.forward_ns(graph, first, SLOW_COMPUTE) == 2 * 4 * 8 * 16
+    assert COSTS.backward_ns(graph, first, SLOW_COMPUTE) == 2 * 4 * 8 * 16  # the model's input needs no gradient
+    assert COSTS.backward_ns(graph, second, SLOW_COMPUTE) == 2 * COSTS.forward_ns(graph, second, SLOW_COMPUTE)
+
+
+def test_bytes_decide_where_memory_is_slow() -> None:
+    graph = two_layers()
+    x, w, y = 4 * (4 * 16), 4 * (2 * 16), 4 * (4 * 2)
+    second = whole(graph, "second")
+    assert COSTS.forward_ns(graph, second, SLOW_MEMORY) == x + w + y
+    assert COSTS.backward_ns(graph, second, SLOW_MEMORY) == (y + x + w + x) + (y + x + w)
+
+
+def test_what_lies_between_fused_calls_is_written_and_read() -> None:
+    plain, fused = two_layers(), two_layers(saved_bytes=100)
+    for ask in (COSTS.forward_ns, COSTS.backward_ns):
+        more = ask(fused, whole(fused, "second"), SLOW_MEMORY) - ask(plain, whole(plain, "second"), SLOW_MEMORY)
+        assert more == 200
+
+
+def test_every_call_costs() -> None:
+    graph = two_layers()
+    called = replace(graph, operators=tuple(replace(op, calls=("a", "b", "c")) for op in graph.operators))
+    assert COSTS.forward_ns(graph, whole(graph, "second"), SLOW_CALLS) == pytest.approx(100, abs=1)
+    assert COSTS.forward_ns(called, whole(called, "second"), SLOW_CALLS) == pytest.approx(300, abs=1)
+    assert COSTS.backward_ns(called, whole(called, "second"), SLOW_CALLS) == pytest.approx(600, abs=1)
+
+
+def test_frozen_weights_need_no_gradient() -> None:
+    g = GraphBuilder()
+    x = g.linear(g.input("x", 4, 8), 16, bias=False, name="first")
+    frozen = g.parameter("frozen", 2, 16, frozen=True)
+    graph = g.build(g.mean(g.linear(x, 2, weight=frozen, bias=False, name="second")))
+    second = whole(graph, "second")
+    assert COSTS.backward_ns(graph, second, SLOW_COMPUTE) == COSTS.forward_ns(graph, second, SLOW_COMPUTE)
+
+
+def test_attention_goes_backward_to_both_sides() -> None:
+    graph = transformer()
+    name = next(op.name for op in graph.operators if op.kind == "attention")
+    forward, backward = (ask(graph, whole(graph, name), SLOW_COMPUTE) for ask in (COSTS.forward_ns, COSTS.backward_ns))
+    assert backward == 2 * forward
+
+
+def test_a_lookup_reads_rows_and_fills_a_dense_gradient() -> None:
+    g = GraphBuilder()
+    rows = g.embedding(g.input("ids", 4, dtype="int64"), 1000, 8, name="table")
+    graph = g.build(g.mean(rows))
+    graph = replace(graph, operators=tuple(replace(op, saved_bytes=0) for op in graph.operators))
+    ids, out, weight = 4 * 8, 4 * 8 * 4, 1000 * 8 * 4
+    table = whole(graph, "table")
+    assert COSTS.forward_ns(graph, table, SLOW_MEMORY) == ids + out + out
+    assert COSTS.backward_ns(graph, table, SLOW_MEMORY) == out + ids + weight
+
+
+def test_a_split_divides_the_operations() -> None:
+    graph = two_layers()
+    position = graph.index["first"]
+    tiles = tiles_of(graph, position, OpConfig((3, 1, 2), (0,) * 6))
+    assert sum(COSTS.forward_ns(graph, tile, SLOW_COMPUTE) for tile in tiles) == 2 * 4 * 8 * 16
+
+
+def test_data_sheets_are_not_taken_at_their_word() -> None:
+    graph = two_layers()
+    sheet = replace(SLOW_COMPUTE, source="a data sheet")
+    first = whole(graph, "first")
+    assert COSTS.forward_ns(graph, first, sheet) == ceil(COSTS.forward_ns(graph, first, SLOW_COMPUTE) / PEAK_SHARE)
+
+
+def test_computation_type_sets_the_rate() -> None:
+    graph = two_layers()
+    double = replace(graph, tensors={n: replace(t, dtype="float64", itemsize=8) for n, t in graph.tensors.items()})
+    first = whole(graph, "first")
+    assert COSTS.forward_ns(double, first, SLOW_COMPUTE) == 2 * COSTS.forward_ns(graph, first, SLOW_COMPUTE)
+
+
+def test_update_reads_and_writes_states() -> None:
+    topology = cluster([1], SLOW_MEMORY)
+    assert RooflineCosts(topology, 0).update_ns(1000, SLOW_MEMORY) == 3000
+    assert RooflineCosts(topology, 2).update_ns(1000, SLOW_MEMORY) == 7000
+    assert RooflineCosts(topology, 2).update_ns(1000, SLOW_CALLS) == pytest.approx(300, abs=1)
+
+
+def test_transfers_wait_for_every_latency_and_the_narrowest_link() -> None:
+    topology = cluster([1, 1])
+    links = [topology.links[link] for link in topology.route(0, 1)]
+    assert RooflineCosts(topology).transfer_ns(1_000_000, links) == pytest.approx(4 * 10_000 + 1_000_000 / 1e8 * 1e9, abs=1)
+    assert RooflineCosts(topology).transfer_ns(0, []) == 1
+
+
+def test_all_reduce_is_the_closed_form_of_its_topology() -> None:
+    costs = RooflineCosts(cluster([4]))
+    for topology in (cluster([4]), cluster([2, 2]), cluster([4])):
+        expected = ring_allreduce_seconds(topology, [0, 1, 2, 3], 10_000) * 1e9
+        assert costs.allreduce_ns(10_000, topology, (0, 1, 2, 3)) == pytest.approx(expected, abs=1)
+
+
+def test_description_says_where_the_numbers_come_from() -> None:
+    assert RooflineCosts(preset("p100-4x4")).description == "estimate (roofline of data sheet)"
+    assert COSTS.description == "measured rates of this machine"
+    mixed = cluster([2])
+    measured = replace(mixed.devices[1], type=SLOW_COMPUTE)
+    assert "some rates measured" in RooflineCosts(replace(mixed, devices=(mixed.devices[0], measured))).description
+
+
+def test_hash_follows_the_figures() -> None:
+    base = RooflineCosts(cluster([2], SLOW_COMPUTE))
+    assert base.hash == RooflineCosts(cluster([1, 1], SLOW_COMPUTE)).hash
+    others = [
+        RooflineCosts(cluster([2], SLOW_MEMORY)),
+        RooflineCosts(cluster([2], SLOW_COMPUTE), 1),
+        RooflineCosts(cluster([2], replace(SLOW_COMPUTE, kernel_seconds=1e-6))),
+        RooflineCosts(cluster([2], replace(SLOW_COMPUTE, source="a data sheet"))),
+    ]
+    assert len({base.hash, *(costs.hash for costs in others)}) == 5
+    assert len(base.hash) == 16
+
+
+def test_survives_pickling() -> None:
+    graph = two_layers()
+    COSTS.forward_ns(graph, whole(graph, "first"), SLOW_COMPUTE)
+    copy = pickle.loads(pickle.dumps(COSTS))
+    assert copy.hash == COSTS.hash
+    assert copy.forward_ns(graph, whole(graph, "first"), SLOW_COMPUTE) == 1024
+
+
+def test_splitting_a_large_model_pays_on_a_cluster() -> None:
+    graph, topology = mlp(4096, (4096, 4096), 1000), preset("h200-8")
+    made = Simulator(graph, topology, RooflineCosts(topology))
+    one, eight = (made.cost(batch_split(graph, range(n)))[0] for n in (1, 8))
+    assert one / 8 < eight < one
+
+
+@pytest.mark.parametrize("name", sorted(device_types()))
+def test_every_device_has_prices(name: str) -> None:
+    device, graph = device_types()[name], transformer()
+    costs = RooflineCosts(cluster([1], device))
+    for op in graph.operators:
+        assert 1 <= costs.forward_ns(graph, whole(graph, op.name), device) < 10**9
+
+
+@given(cases(max_moves=4))
+@settings(max_examples=25, deadline=None)
+def test_answers_are_positive_whole_and_repeatable(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    graph, topology, chosen = case
+    costs, again = RooflineCosts(topology), RooflineCosts(topology)
+    device = topology.devices[0].type
+    for position, op in enumerate(graph.operators):
+        for tile in tiles_of(graph, position, chosen.operators[op.name]):
+            answers = [ask(graph, tile, device) for ask in (costs.forward_ns, costs.backward_ns)]
+            assert all(type(answer) is int and answer >= 1 for answer in answers)
+            assert answers == [ask(graph, tile, device) for ask in (costs.forward_ns, costs.backward_ns)]
+            assert answers == [ask(graph, tile, device) for ask in (again.forward_ns, again.backward_ns)]

@@ -1,0 +1,100 @@
+"""Small graphs, clusters and costs whose plans and schedules can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from soap.graph import WHOLE, DimMap, Factor, OperatorGraph
+from soap.simulator.tasks import Task, TaskGraph, TaskKind
+from soap.simulator.tiling import Tile
+from soap.strategy import OpConfig, Strategy
+from soap.topology import Device, DeviceType, Host, Link, Topology
+from tests.graph_builder import ATTRIBUTE, SAMPLE, GraphBuilder
+from tests.strategies import CPU
+
+
+class PointCosts:
+    """A nanosecond per point of a tile (two backward), per byte of a transfer, per byte and device of an all-reduce; updates 1."""
+
+    description = "made up for tests"
+    hash = "0" * 16
+
+    def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        return max(1, tile.size)
+
+    def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        return 2 * max(1, tile.size)
+
+    def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
+        return 1
+
+    def transfer_ns(self, transfer_bytes: int, links: Sequence[Link]) -> int:
+        return transfer_bytes
+
+    def allreduce_ns(self, reduced_bytes: int, topology: Topology, devices: Sequence[int]) -> int:
+        return reduced_bytes * len(devices)
+
+
+def pairwise_cluster(*counts: int) -> Topology:
+    """``counts[h]`` devices on host h; every ordered pair of devices has a link of its own, numbered by source, then target."""
+    places = [host for host, count in enumerate(counts) for _ in range(count)]
+    devices = tuple(Device(i, f"d{i}", host, CPU) for i, host in enumerate(places))
+    ends = [(a.name, b.name) for a in devices for b in devices if a is not b]
+    links = tuple(Link(i, f"{a}->{b}", a, b, 1e9, 0.0) for i, (a, b) in enumerate(ends))
+    return Topology("test", devices, tuple(Host(f"h{i}", 1, 2**30) for i in range(len(counts))), links)
+
+
+def stencil(g: GraphBuilder, x: str, lo: int, hi: int, name: str) -> str:
+    """Factors b, h: position h of the output reads positions h + lo to h + hi - 1 (clipped) of ``x``."""
+    b, h = g.shape(x)
+    factors = [Factor("b", b, SAMPLE), Factor("h", h, ATTRIBUTE)]
+    window, point = DimMap(1, 1, lo, hi), DimMap(1)
+    return g.operator("stencil", factors, [(x, [DimMap(0), window])], [], [((b, h), [DimMap(0), point])], name=name)[0]
+
+
+def finish(g: GraphBuilder, *values: str) -> OperatorGraph:
+    """Close the graph with the operator ``loss``: one factor, the summed batch; every tile reads its rows whole."""
+    rows = g.shape(values[0])[0]
+    reads = [(value, [DimMap(0), *[WHOLE] * (len(g.shape(value)) - 1)]) for value in values]
+    return g.build(g.operator("loss", [Factor("b", rows, SAMPLE, summed=True)], reads, [], [((), ())], name="loss")[0])
+
+
+def chain(rows: int, *widths: int) -> OperatorGraph:
+    """Input ``x`` of widths[0] columns through linear operators ``l1``, ``l2``, … (factors b, k, n) of the other widths to the loss."""
+    g = GraphBuilder()
+    last = g.input("x", rows, widths[0])
+    for i, width in enumerate(widths[1:], 1):
+        last = g.linear(last, width, bias=False, name=f"l{i}")
+    return finish(g, last)
+
+
+def on(*devices: int, degrees: tuple[int, ...], replicas: int = 1) -> OpConfig:
+    """A configuration, read as "on these devices by these degrees"."""
+    return OpConfig(degrees, devices, replicas)
+
+
+def strategy(**configs: OpConfig) -> Strategy:
+    """A strategy by operator name."""
+    return Strategy(configs)
+
+
+def batch_split(graph: OperatorGraph, devices: Sequence[int]) -> Strategy:
+    """Every operator split along its first factor over the devices."""
+    rest = {op.name: (1,) * (len(op.factors) - 1) for op in graph.operators}
+    return Strategy({name: OpConfig((len(devices), *ones), tuple(devices)) for name, ones in rest.items()})
+
+
+def by_name(tasks: TaskGraph) -> dict[str, Task]:
+    """Tasks by name."""
+    return {task.name: task for task in tasks.tasks}
+
+
+def predecessors(tasks: TaskGraph, name: str) -> set[str]:
+    """Names of the tasks that a task waits for."""
+    return {tasks.tasks[p].name for p in by_name(tasks)[name].predecessors}
+
+
+def counts(tasks: TaskGraph) -> dict[TaskKind, int]:
+    """Number of tasks of each kind that occurs."""
+    kinds = [task.kind for task in tasks.tasks]
+    return {kind: kinds.count(kind) for kind in TaskKind if kind in kinds}

@@ -1,0 +1,290 @@
+"""Timed tasks: which there are, what they wait for, what they put on links, and what holds for every strategy's schedule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from soap.graph import OperatorGraph, TensorKind
+from soap.regions import volume
+from soap.simulator.lowering import PlanBuilder, build_plan, lower, ring_bytes
+from soap.simulator.plan import update_name
+from soap.simulator.reference import execution_order, simulate
+from soap.simulator.tasks import TaskGraph, TaskKind
+from soap.strategy import Strategy
+from soap.topology import Topology
+from tests.graph_builder import GraphBuilder
+from tests.simulator.examples import (
+    PointCosts,
+    batch_split,
+    by_name,
+    chain,
+    counts,
+    finish,
+    on,
+    pairwise_cluster,
+    predecessors,
+    strategy,
+)
+from tests.strategies import cases, cluster
+
+FOUR = pairwise_cluster(2, 2)
+Case = tuple[OperatorGraph, Topology, Strategy]
+
+
+def lowered(graph: OperatorGraph, chosen: Strategy, topology: Topology = FOUR) -> TaskGraph:
+    return lower(build_plan(graph, chosen, topology), topology, PointCosts())
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_data_parallelism_only_reduces_the_loss_and_synchronizes(devices: int) -> None:
+    graph = chain(8, 2, 6, 3)
+    tasks = lowered(graph, batch_split(graph, range(devices)))
+    assert counts(tasks) == {
+        TaskKind.FORWARD: 3 * devices,
+        TaskKind.BACKWARD: 3 * devices,
+        TaskKind.REDUCE: 1,
+        TaskKind.SYNC: 2,
+        TaskKind.UPDATE: 2 * devices,
+    }
+    synced = {task.name: task.bytes for task in tasks.tasks if task.kind is TaskKind.SYNC}
+    expected = {"sync l1.weight[0]": 2 * (devices - 1) * 6 * 2 * 4, "sync l2.weight[0]": 2 * (devices - 1) * 3 * 6 * 4}
+    assert synced == expected
+    assert by_name(tasks)["reduce loss[]#0"].bytes == 2 * (devices - 1) * 4
+
+
+def test_one_device_has_nothing_to_send() -> None:
+    graph = chain(8, 2, 6, 3)
+    tasks = lowered(graph, batch_split(graph, [2]))
+    assert counts(tasks) == {TaskKind.FORWARD: 3, TaskKind.BACKWARD: 3, TaskKind.UPDATE: 2}
+    assert sum(task.bytes for task in tasks.tasks) == 0
+    assert {task.resources for task in tasks.tasks} == {(2,)}
+
+
+def test_resources_of_transfers_and_rings_are_links_behind_the_devices() -> None:
+    split = strategy(l1=on(0, 3, degrees=(2, 1, 1)), loss=on(3, degrees=(1,)))
+    named = by_name(lowered(chain(4, 2, 6), split))
+    transfer = named["transfer l1[0:2,0:6] 0->3"]
+    assert (transfer.resources, transfer.bytes, transfer.duration_ns) == ((4 + 2,), 2 * 6 * 4, 48)
+    back = named["transfer gradient of l1[0:2,0:6] 3->0"]
+    assert (back.resources, back.bytes) == ((4 + 9,), 48)
+    sync = named["sync l1.weight[0]"]
+    assert (sync.resources, sync.bytes, sync.duration_ns) == ((4 + 2, 4 + 9), 2 * 48, 48 * 2)
+
+
+def test_a_route_over_switches_holds_every_link_on_it() -> None:
+    topology = cluster([1, 1])
+    split = strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(1, degrees=(1,)))
+    transfer = by_name(lowered(chain(4, 2, 6), split, topology))["transfer l1[0:4,0:6] 0->1"]
+    names = [topology.links[resource - 2].name for resource in transfer.resources]
+    assert names == ["host0/device0>host0/switch", "host0/switch>network", "network>host1/switch", "host1/switch>host1/device0"]
+
+
+def test_an_uneven_split_fetches_what_lies_elsewhere() -> None:
+    split = strategy(l1=on(0, 1, degrees=(2, 1, 1)), loss=on(0, 1, 1, degrees=(3,)))
+    tasks = lowered(chain(8, 2, 6), split)
+    assert predecessors(tasks, "forward loss[1]") == {"forward l1[1]", "transfer l1[3:4,0:6] 0->1"}
+    assert predecessors(tasks, "forward loss[2]") == {"forward l1[1]"}
+    assert predecessors(tasks, "transfer gradient of l1[3:4,0:6] 1->0") == {"backward loss[1]"}
+    assert predecessors(tasks, "backward l1[0]") == {
+        "forward l1[0]",
+        "backward loss[0]",
+        "transfer gradient of l1[3:4,0:6] 1->0",
+    }
+
+
+def test_partial_results_are_summed_there_and_back() -> None:
+    split = strategy(l1=on(0, 1, degrees=(1, 2, 1)), loss=on(0, 1, degrees=(2,)))
+    tasks = lowered(chain(4, 2, 6), split)
+    assert predecessors(tasks, "reduce l1[0:4,0:6]#0") == {"forward l1[0]", "forward l1[1]"}
+    assert predecessors(tasks, "forward loss[1]") == {"reduce l1[0:4,0:6]#0"}
+    assert predecessors(tasks, "reduce gradient of l1[0:4,0:6]#0") == {"backward loss[0]", "backward loss[1]"}
+    for tile in (0, 1):
+        assert predecessors(tasks, f"backward l1[{tile}]") == {f"forward l1[{tile}]", "reduce gradient of l1[0:4,0:6]#0"}
+    named = by_name(tasks)
+    assert named["reduce gradient of l1[0:4,0:6]#0"].bytes == named["reduce l1[0:4,0:6]#0"].bytes == 2 * 4 * 6 * 4
+    assert counts(tasks)[TaskKind.REDUCE] == 3  # l1, its gradient, the loss
+
+
+def test_partial_results_of_one_device_only_wait_for_each_other() -> None:
+    split = strategy(l1=on(1, 1, degrees=(1, 2, 1)), loss=on(1, degrees=(1,)))
+    tasks = lowered(chain(4, 2, 6), split)
+    assert TaskKind.REDUCE not in counts(tasks)
+    assert predecessors(tasks, "forward loss[0]") == {"forward l1[0]", "forward l1[1]"}
+    assert predecessors(tasks, "backward l1[1]") == {"forward l1[1]", "backward loss[0]"}
+
+
+def test_the_loss_starts_the_backward_pass_after_its_sum_and_gets_no_gradient() -> None:
+    graph = chain(4, 2, 6)
+    tasks = lowered(graph, batch_split(graph, [0, 1]))
+    assert predecessors(tasks, "backward loss[1]") == {"forward loss[1]", "reduce loss[]#0"}
+    assert "reduce gradient of loss[]#0" not in by_name(tasks)
+
+
+def test_replicas_that_nobody_reads_have_no_backward() -> None:
+    split = strategy(l1=on(0, 1, degrees=(1, 1, 1), replicas=2), loss=on(1, 0, degrees=(1,), replicas=2))
+    tasks = lowered(chain(4, 2, 6), split)
+    backward = [task.name for task in tasks.tasks if task.kind is TaskKind.BACKWARD]
+    assert backward == ["backward loss[0]", "backward l1[1]"]
+    assert predecessors(tasks, "sync l1.weight[0]") == {"backward l1[1]"}
+    assert {task.name for task in tasks.tasks if task.kind is TaskKind.UPDATE} == {"update l1.weight[0]@0", "update l1.weight[0]@1"}
+
+
+def test_each_replica_takes_the_gradient_of_its_own_readers() -> None:
+    split = strategy(l1=on(0, 2, degrees=(1, 1, 1), replicas=2), loss=on(1, 2, degrees=(2,)))
+    tasks = lowered(chain(4, 2, 6), split)
+    assert predecessors(tasks, "backward l1[0]") == {"forward l1[0]", "transfer gradient of l1[0:2,0:6] 1->0"}
+    assert predecessors(tasks, "backward l1[1]") == {"forward l1[1]", "backward loss[1]"}
+
+
+def test_a_shared_fetch_returns_one_gradient_when_its_last_reader_is_done() -> None:
+    g = GraphBuilder()
+    x = g.linear(g.input("x", 4, 2), 6, bias=False, name="l1")
+    graph = finish(g, g.elementwise(x, name="a"), g.elementwise(x, name="b"))
+    single, other = on(0, degrees=(1, 1)), on(1, degrees=(1, 1))
+    split = strategy(l1=on(0, degrees=(1, 1, 1)), a=other, b=other, loss=on(1, degrees=(1,)))
+    tasks = lowered(graph, split)
+    assert counts(tasks)[TaskKind.TRANSFER] == 2
+    assert predecessors(tasks, "transfer gradient of l1[0:4,0:6] 1->0") == {"backward a[0]", "backward b[0]"}
+    tasks = lowered(graph, split.with_operator("a", single))
+    assert predecessors(tasks, "backward l1[0]") == {"forward l1[0]", "backward a[0]", "transfer gradient of l1[0:4,0:6] 1->0"}
+
+
+def test_a_first_reader_without_gradient_does_not_hold_back_the_others() -> None:
+    g = GraphBuilder()
+    x = g.linear(g.input("x", 4, 2), 6, bias=False, name="l1")
+    g.elementwise(x, name="watch")
+    g.tensors["watch"] = g.tensors["watch"].__class__("watch", (4, 6), "float32", 4, TensorKind.ACTIVATION, False)
+    graph = finish(g, x)
+    tasks = lowered(graph, strategy(l1=on(0, degrees=(1, 1, 1)), watch=on(1, degrees=(1, 1)), loss=on(1, degrees=(1,))))
+    assert counts(tasks)[TaskKind.TRANSFER] == 2
+    assert predecessors(tasks, "transfer gradient of l1[0:4,0:6] 1->0") == {"backward loss[0]"}
+    assert "backward watch[0]" not in by_name(tasks)
+
+
+def test_frozen_parameters_and_what_comes_before_them_have_no_backward() -> None:
+    g = GraphBuilder()
+    frozen = g.linear(g.input("x", 4, 2), 6, weight=g.parameter("w", 6, 2, frozen=True), bias=False, name="l1")
+    graph = finish(g, g.linear(frozen, 3, bias=False, name="l2"))
+    split = strategy(l1=on(0, degrees=(1, 1, 1)), l2=on(1, degrees=(1, 1, 1)), loss=on(1, degrees=(1,)))
+    assert counts(lowered(graph, split)) == {
+        TaskKind.FORWARD: 3,
+        TaskKind.BACKWARD: 2,
+        TaskKind.TRANSFER: 1,
+        TaskKind.UPDATE: 1,
+    }
+
+
+def test_a_shared_parameter_is_synchronized_shard_by_shard() -> None:
+    g = GraphBuilder()
+    x = g.linear(g.input("x", 4, 6), 6, bias=False, name="a")
+    graph = finish(g, g.linear(x, 6, weight="a.weight", bias=False, name="b"))
+    split = strategy(a=on(0, 1, degrees=(1, 1, 2)), b=on(0, 2, 0, degrees=(1, 1, 3)), loss=on(0, degrees=(1,)))
+    tasks = lowered(graph, split)
+    assert predecessors(tasks, "update a.weight[0]@0") == {"backward a[0]", "backward b[0]"}
+    assert predecessors(tasks, "sync a.weight[1]") == {"backward a[0]", "backward b[1]"}
+    assert predecessors(tasks, "update a.weight[1]@2") == {"sync a.weight[1]"}
+    assert by_name(tasks)["sync a.weight[3]"].bytes == 2 * 2 * 6 * 4
+
+
+def test_ids_stay_when_another_operator_changes() -> None:
+    graph = chain(8, 4, 4, 4, 4, 4)
+    before = batch_split(graph, [0, 1])
+    after = before.with_operator("l1", on(3, 2, 1, 0, degrees=(2, 1, 2)))
+    old, new = by_name(lowered(graph, before)), by_name(lowered(graph, after))
+    untouched = [name for name in old if "l1" not in name and name in new]
+    assert {"forward l2[0]", "backward l4[1]", "sync l3.weight[0]", "update l4.weight[0]@1", "reduce loss[]#0"} <= set(untouched)
+    assert [old[name].id for name in untouched] == [new[name].id for name in untouched]
+
+
+def test_ring_bytes() -> None:
+    assert [ring_bytes(100, n) for n in (2, 3, 4)] == [200, 400, 600]
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_task_graphs_are_in_order_with_unique_ids(case: Case) -> None:
+    graph, topology, chosen = case
+    tasks = lowered(graph, chosen, topology)
+    assert len({task.id for task in tasks.tasks}) == len(tasks.tasks)
+    resources = range(topology.device_count + len(topology.links))
+    for position, task in enumerate(tasks.tasks):
+        assert len(task.id) == 6 and task.duration_ns >= 1
+        assert all(p < position for p in task.predecessors)
+        assert set(task.resources) <= set(resources) and list(task.predecessors) == sorted(set(task.predecessors))
+        assert (task.tile is not None) == (task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD))
+        assert (task.bytes > 0) == (task.kind in (TaskKind.TRANSFER, TaskKind.REDUCE, TaskKind.SYNC))
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_bytes_on_links_are_those_of_the_plan(case: Case) -> None:
+    graph, topology, chosen = case
+    plan = PlanBuilder(graph, topology).build(chosen)
+    tasks = lower(plan, topology, PointCosts()).tasks
+    moved = {kind: sum(task.bytes for task in tasks if task.kind is kind) for kind in TaskKind}
+    forward = sum(
+        volume(piece.box) * graph.tensors[fetch.tensor].itemsize
+        for fetch in plan.fetches
+        for piece in fetch.pieces
+        if plan.holdings[piece.holding].device != fetch.device
+    )
+    gradients = sum(task.bytes for task in tasks if task.kind is TaskKind.TRANSFER and "gradient of" in task.name)
+    assert moved[TaskKind.TRANSFER] == forward + gradients and gradients <= forward
+    assert moved[TaskKind.SYNC] <= sum(ring_bytes(volume(s.box) * graph.tensors[s.parameter].itemsize, len(s.devices)) for s in plan.shards)
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_shards_with_a_gradient_are_updated_on_all_their_devices(case: Case) -> None:
+    graph, topology, chosen = case
+    tasks = lowered(graph, chosen, topology)
+    updates = {task.name for task in tasks.tasks if task.kind is TaskKind.UPDATE}
+    backward = {task.tile for task in tasks.tasks if task.kind is TaskKind.BACKWARD}
+    for shard in tasks.plan.shards:  # tiles that write nothing, and replicas that nobody reads, give no gradient
+        given_one = shard.trainable and any(place in backward for place, _ in shard.uses)
+        assert {update_name(shard, device) in updates for device in shard.devices} == {given_one}
+    for parameter in graph.parameters:  # but every element has one from somewhere
+        shards = [shard for shard in tasks.plan.shards if shard.parameter == parameter.name]
+        reached = {shard.index for shard in shards if update_name(shard, shard.devices[0]) in updates}
+        assert reached or not shards
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_schedules_are_legal(case: Case) -> None:
+    graph, topology, chosen = case
+    tasks = lowered(graph, chosen, topology)
+    schedule = simulate(tasks)
+    start, end = schedule.start_ns.tolist(), schedule.end_ns.tolist()
+    busy: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    longest = [0] * len(start)
+    for position, task in enumerate(tasks.tasks):
+        assert end[position] - start[position] == task.duration_ns
+        assert all(start[position] >= end[p] for p in task.predecessors)
+        longest[position] = task.duration_ns + max((longest[p] for p in task.predecessors), default=0)
+        for resource in task.resources:
+            busy[resource].append((start[position], end[position]))
+    for spans in busy.values():
+        spans.sort()
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    work = max(sum(b - a for a, b in spans) for spans in busy.values())
+    assert max(work, *longest, 0) <= schedule.makespan_ns <= sum(task.duration_ns for task in tasks.tasks)
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_the_execution_order_is_topological(case: Case) -> None:
+    graph, topology, chosen = case
+    tasks = lowered(graph, chosen, topology)
+    order = execution_order(tasks, simulate(tasks))
+    assert sorted(order) == list(range(len(tasks.plan.tiles)))
+    place = {tile: i for i, tile in enumerate(order)}
+    for fetch in tasks.plan.fetches:
+        for piece in fetch.pieces:
+            holding = tasks.plan.holdings[piece.holding]
+            makers = (holding.tile,) if holding.reduction is None else tasks.plan.reductions[holding.reduction].tiles
+            assert max(place[maker] for maker in makers) < min(place[tile] for tile, _ in fetch.consumers)

@@ -1,0 +1,180 @@
+"""Memory: numbers worked out by hand, and an allocator that plays a training step and must stay below the bound."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from math import ceil
+
+from hypothesis import given, settings
+
+from soap.graph import OperatorGraph, TensorKind
+from soap.regions import Box, volume
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.memory import MemoryUse, memory_use, peak_bytes
+from soap.simulator.plan import Plan
+from soap.simulator.reference import execution_order, simulate
+from soap.simulator.tiling import iteration_points
+from soap.strategy import Strategy
+from soap.topology import Topology
+from tests.graph_builder import GraphBuilder
+from tests.simulator.examples import PointCosts, batch_split, chain, finish, on, pairwise_cluster, strategy
+from tests.strategies import cases
+
+TWO = pairwise_cluster(1, 1)
+
+
+def test_data_parallel_by_hand() -> None:
+    graph = chain(8, 2, 3)
+    use = MemoryUse(
+        parameters=24,
+        gradients=24,
+        optimizer=48,
+        # half of l1 with as much saved, the loss with its half of the saved bytes and its sum; all of x and a copy of half of it
+        activations=(48 + 48) + (4 + 2 + 4) + (64 + 32),
+        # l1's gradient at the producer and at the consumer; l1's tile (outputs, saved, weights); the weights' message twice
+        buffers=(48 + 48) + (48 + 48 + 24) + 2 * 24,
+    )
+    assert memory_use(build_plan(graph, batch_split(graph, [0, 1]), TWO)) == (use, use)
+
+
+def test_optimizer_states_count_per_trainable_parameter() -> None:
+    plan = build_plan(chain(8, 2, 3), batch_split(chain(8, 2, 3), [0, 1]), TWO)
+    assert [use.optimizer for use in memory_use(plan, 0)] == [0, 0]
+    assert [b - a for a, b in zip(peak_bytes(plan, 0), peak_bytes(plan, 3), strict=True)] == [72, 72]
+
+
+def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
+    g = GraphBuilder()
+    frozen = g.parameter("w", 3, 2, frozen=True)
+    x = g.linear(g.input("x", 4, 2), 3, weight=frozen, bias=False, name="l1")
+    graph = finish(g, g.linear(x, 5, bias=False, name="l2"))
+    use = memory_use(build_plan(graph, batch_split(graph, [0]), TWO))[0]
+    assert (use.parameters, use.gradients, use.optimizer) == (24 + 60, 60, 120)
+
+
+def test_an_idle_device_needs_nothing() -> None:
+    graph = chain(8, 2, 3)
+    assert peak_bytes(build_plan(graph, batch_split(graph, [1]), TWO))[0] == 0
+
+
+def test_splitting_a_weight_splits_its_memory() -> None:
+    chosen = strategy(l1=on(0, 1, degrees=(1, 1, 2)), loss=on(0, degrees=(1,)))
+    first, second = memory_use(build_plan(chain(4, 2, 6), chosen, TWO))
+    assert (first.parameters, second.parameters) == (24, 24)
+    assert first.activations - second.activations == 4 + 4 + 4 * 6 * 4  # the loss and what it saves, and l1 put together
+
+
+def test_replicas_are_paid_for_on_their_devices() -> None:
+    chosen = strategy(l1=on(0, 1, degrees=(1, 1, 1), replicas=2), loss=on(0, degrees=(1,)))
+    first, second = memory_use(build_plan(chain(4, 2, 6), chosen, TWO))
+    assert first.parameters == second.parameters == 48
+    assert first.activations - second.activations == 8
+
+
+def test_a_parameter_put_together_from_shards_is_a_copy() -> None:
+    g = GraphBuilder()
+    x = g.linear(g.input("x", 4, 6), 6, bias=False, name="l1")
+    graph = finish(g, g.linear(x, 6, weight="l1.weight", bias=False, name="l2"))
+    whole = strategy(l1=on(0, degrees=(1, 1, 1)), l2=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,)))
+    cut = whole.with_operator("l2", on(0, 0, degrees=(1, 1, 2)))
+    plain, assembled = (memory_use(build_plan(graph, chosen, TWO))[0] for chosen in (whole, cut))
+    assert plain.parameters == assembled.parameters == 144
+    assert assembled.activations - plain.activations == 144 + 4 * 6 * 4  # l1's copy of the weight; l2's parts joined for the loss
+
+
+@given(cases(max_moves=5))
+@settings(max_examples=60, deadline=None)
+def test_a_training_step_stays_below_the_bound(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    graph, topology, chosen = case
+    plan = build_plan(graph, chosen, topology)
+    tasks = lower(plan, topology, PointCosts())
+    played = Step(plan)
+    played.run(execution_order(tasks, simulate(tasks)))
+    for most, bound in zip(played.most, peak_bytes(plan, 2), strict=True):
+        assert most <= bound
+
+
+class Step:
+    """Allocates and frees what a training step with two optimizer states holds, tile by tile; autograd frees what is done with."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.live: dict[Hashable, tuple[int, int]] = {}
+        self.now: Counter[int] = Counter()
+        self.most = [0] * plan.device_count
+        for place, shard in enumerate(plan.shards):
+            for device in shard.devices:
+                self.hold(("shard", place, device), device, self.size(shard.parameter, shard.box) * (4 if shard.trainable else 1))
+
+    def size(self, tensor: str, box: Box) -> int:
+        return volume(box) * self.plan.graph.tensors[tensor].itemsize
+
+    def hold(self, what: Hashable, device: int, size: int) -> None:
+        if what not in self.live:
+            self.live[what] = (device, size)
+            self.now[device] += size
+            self.most[device] = max(self.most[device], self.now[device])
+
+    def free(self, what: Hashable) -> None:
+        device, size = self.live.pop(what, (0, 0))
+        self.now[device] -= size
+
+    def run(self, order: list[int]) -> None:
+        fetches: dict[int, list[int]] = {}
+        for place, fetch in enumerate(self.plan.fetches):
+            for tile, _ in fetch.consumers:
+                fetches.setdefault(tile, []).append(place)
+        for tile in order:
+            self.forward(tile, fetches.get(tile, []))
+        for tile in reversed(order):
+            if self.plan.graph.needs_backward(self.plan.operator(self.plan.tiles[tile])):
+                self.backward(tile, fetches.get(tile, []))
+
+    def forward(self, index: int, fetches: list[int]) -> None:
+        plan, tile = self.plan, self.plan.tiles[index]
+        op, device = plan.operator(tile), tile.device
+        for place in fetches:
+            fetch = plan.fetches[place]
+            pieces = [plan.holdings[piece.holding] for piece in fetch.pieces]
+            if len(pieces) > 1 or pieces[0].device != device:
+                self.hold(("fetch", place), device, self.size(fetch.tensor, fetch.box))
+        for operand, box in zip(op.inputs, tile.inputs, strict=True):
+            if plan.graph.tensors[operand.tensor].kind is not TensorKind.ACTIVATION:
+                self.hold(("read", device, operand.tensor, box), device, self.size(operand.tensor, box))
+        shards = {(shard.parameter, shard.box) for shard in plan.shards}
+        for operand, box in zip(op.parameters, tile.parameters, strict=True):
+            if (operand.tensor, box) not in shards:
+                self.hold(("assembled", device, operand.tensor, box), device, self.size(operand.tensor, box))
+        self.hold(("saved", index), device, ceil(op.saved_bytes * tile.size / iteration_points(op)))
+        for k, (operand, box) in enumerate(zip(op.outputs, tile.outputs, strict=True)):
+            self.hold(("output", index, k), device, self.size(operand.tensor, box))
+        for place, reduction in enumerate(plan.reductions):
+            if index in reduction.tiles:
+                self.hold(("sum", place, device), device, self.size(op.outputs[reduction.output].tensor, reduction.box))
+
+    def backward(self, index: int, fetches: list[int]) -> None:
+        plan, tile = self.plan, self.plan.tiles[index]
+        op, device = plan.operator(tile), tile.device
+        operands = zip((*op.inputs, *op.parameters, *op.outputs), (*tile.inputs, *tile.parameters, *tile.outputs), strict=True)
+        for k, (operand, box) in enumerate(operands):
+            if plan.graph.tensors[operand.tensor].requires_grad:
+                self.hold(("transient", k), device, self.size(operand.tensor, box))
+        for place in fetches:
+            fetch = plan.fetches[place]
+            if plan.graph.tensors[fetch.tensor].requires_grad:
+                self.hold(("gradient of fetch", place), device, self.size(fetch.tensor, fetch.box))
+                for piece in fetch.pieces:
+                    holding = plan.holdings[piece.holding]
+                    self.hold(("gradient", piece.holding), holding.device, self.size(holding.tensor, holding.box))
+        for k in range(len(op.inputs) + len(op.parameters) + len(op.outputs)):
+            self.free(("transient", k))
+        for place in fetches:
+            if all(tile == index or ("saved", tile) not in self.live for tile, _ in plan.fetches[place].consumers):
+                self.free(("gradient of fetch", place))
+        for place, holding in enumerate(plan.holdings):
+            if holding.reduction is None and holding.tile == index:
+                self.free(("gradient", place))
+        self.free(("saved", index))
+        for k in range(len(op.outputs)):
+            self.free(("output", index, k))

@@ -1,0 +1,109 @@
+"""The reference simulation: hand-computed schedules, contention, ties, and what holds for every schedule."""
+
+from __future__ import annotations
+
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.reference import execution_order, simulate
+from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
+from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy
+
+TWO = pairwise_cluster(1, 1)
+
+
+def times(tasks: TaskGraph, schedule: Schedule) -> dict[str, tuple[int, int]]:
+    spans = zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True)
+    return {task.name: (start, end) for task, start, end in spans}
+
+
+def by_hand(*tasks: Task) -> TaskGraph:
+    plan = build_plan(chain(2, 2), batch_split(chain(2, 2), [0]), TWO)
+    return TaskGraph(plan, TWO, tasks)
+
+
+def task(name: str, key: int, duration: int, *resources: int, after: tuple[int, ...] = ()) -> Task:
+    return Task((key,), name, TaskKind.FORWARD, resources, duration, after)
+
+
+def test_two_operators_on_two_devices() -> None:
+    tasks = lower(build_plan(chain(4, 2, 3), strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(1, degrees=(1,))), TWO), TWO, PointCosts())
+    schedule = simulate(tasks)
+    assert times(tasks, schedule) == {
+        "forward l1[0]": (0, 24),
+        "transfer l1[0:4,0:3] 0->1": (24, 72),
+        "forward loss[0]": (72, 76),
+        "backward loss[0]": (76, 84),
+        "transfer gradient of l1[0:4,0:3] 1->0": (84, 132),
+        "backward l1[0]": (132, 180),
+        "update l1.weight[0]@0": (180, 181),
+    }
+    assert schedule.makespan_ns == 181
+
+
+def test_two_transfers_share_a_link_one_after_the_other() -> None:
+    split = strategy(l1=on(0, 0, degrees=(2, 1, 1)), loss=on(1, 1, degrees=(2,)))
+    tasks = lower(build_plan(chain(4, 2, 3), split, TWO), TWO, PointCosts())
+    assert times(tasks, simulate(tasks)) == {
+        "forward l1[0]": (0, 12),
+        "forward l1[1]": (12, 24),
+        "transfer l1[0:2,0:3] 0->1": (12, 36),
+        "transfer l1[2:4,0:3] 0->1": (36, 60),
+        "forward loss[0]": (36, 38),
+        "forward loss[1]": (60, 62),
+        "backward loss[0]": (62, 66),
+        "backward loss[1]": (66, 70),
+        "transfer gradient of l1[0:2,0:3] 1->0": (66, 90),
+        "transfer gradient of l1[2:4,0:3] 1->0": (90, 114),
+        "backward l1[0]": (90, 114),
+        "backward l1[1]": (114, 138),
+        "update l1.weight[0]@0": (138, 139),
+    }
+
+
+def test_data_parallel_devices_meet_in_the_loss_and_in_the_synchronization() -> None:
+    graph = chain(4, 2, 3)
+    tasks = lower(build_plan(graph, batch_split(graph, [0, 1]), TWO), TWO, PointCosts())
+    spans = times(tasks, simulate(tasks))
+    assert spans["forward l1[1]"] == (0, 12)
+    assert spans["reduce loss[]#0"] == (14, 14 + 4 * 2)
+    assert spans["backward loss[0]"] == (22, 26)
+    assert spans["backward l1[0]"] == (26, 50)
+    assert spans["sync l1.weight[0]"] == (50, 50 + 24 * 2)
+    assert spans["update l1.weight[0]@0"] == spans["update l1.weight[0]@1"] == (98, 99)
+
+
+def test_equal_ready_times_are_served_by_id_not_by_position() -> None:
+    tasks = by_hand(task("late", 2, 5, 0), task("early", 1, 3, 0))
+    assert times(tasks, simulate(tasks)) == {"early": (0, 3), "late": (3, 8)}
+
+
+def test_a_resource_serves_in_the_order_of_readiness() -> None:
+    tasks = by_hand(
+        task("a", 1, 10, 0),
+        task("b", 2, 4, 1),
+        task("after a", 3, 1, 2, after=(0,)),
+        task("after b", 4, 9, 2, after=(1,)),
+    )
+    assert times(tasks, simulate(tasks)) == {"a": (0, 10), "b": (0, 4), "after b": (4, 13), "after a": (13, 14)}
+
+
+def test_a_task_waits_for_all_its_resources_and_holds_them() -> None:
+    tasks = by_hand(task("a", 1, 10, 0), task("both", 2, 5, 0, 1), task("b", 3, 1, 1))
+    assert times(tasks, simulate(tasks)) == {"a": (0, 10), "both": (10, 15), "b": (15, 16)}
+
+
+def test_a_task_without_resources_only_waits_for_its_predecessors() -> None:
+    tasks = by_hand(task("a", 1, 10, 0), task("free", 2, 5), task("end", 3, 1, after=(0, 1)))
+    assert times(tasks, simulate(tasks)) == {"a": (0, 10), "free": (0, 5), "end": (10, 11)}
+
+
+def test_nothing_to_do_takes_no_time() -> None:
+    assert simulate(by_hand()).makespan_ns == 0
+
+
+def test_execution_order_follows_the_simulated_starts() -> None:
+    split = strategy(l1=on(0, 0, degrees=(2, 1, 1)), loss=on(1, 1, degrees=(2,)))
+    tasks = lower(build_plan(chain(4, 2, 3), split, TWO), TWO, PointCosts())
+    assert execution_order(tasks, simulate(tasks)) == [0, 1, 2, 3]
+    crossed = strategy(l1=on(0, 1, degrees=(2, 1, 1)), l2=on(1, 1, degrees=(2, 1, 1)), loss=on(1, degrees=(1,)))
+    tasks = lower(build_plan(chain(4, 2, 8, 8), crossed, TWO), TWO, PointCosts())
+    assert execution_order(tasks, simulate(tasks)) == [0, 1, 3, 2, 4]

@@ -1,0 +1,114 @@
+"""The whole way from a strategy to its time and memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from soap.errors import StrategyError
+from soap.graph import OperatorGraph
+from soap.simulator import simulate
+from soap.simulator.memory import memory_use
+from soap.simulator.simulate import Simulator
+from soap.strategy import OpConfig, Strategy, SyncConfig
+from soap.topology import Topology
+from tests.simulator.examples import PointCosts, chain, on, pairwise_cluster, strategy
+from tests.strategies import cases
+
+TWO = pairwise_cluster(1, 1)
+PIPELINE = strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(1, degrees=(1,)))
+
+
+def simulator(topology: Topology = TWO, optimizer_states: int = 2) -> Simulator:
+    return Simulator(chain(4, 2, 3), topology, PointCosts(), optimizer_states)
+
+
+def with_memory(topology: Topology, memory_bytes: int) -> Topology:
+    devices = tuple(replace(d, type=replace(d.type, memory_bytes=memory_bytes)) for d in topology.devices)
+    return replace(topology, devices=devices)
+
+
+def test_outcome_by_hand() -> None:
+    outcome = simulator().run(PIPELINE)
+    assert outcome.makespan_ns == 181
+    assert outcome.bytes_moved == 96
+    assert outcome.memory == memory_use(outcome.plan, 2)
+    assert (outcome.fits, outcome.overflow_bytes) == (True, 0)
+    assert simulator().cost(PIPELINE) == (181, 0)
+
+
+def test_what_does_not_fit_is_counted_over_all_devices() -> None:
+    totals = [use.total for use in simulator().run(PIPELINE).memory]
+    small = simulator(with_memory(TWO, min(totals) - 1))
+    outcome = small.run(PIPELINE)
+    assert not outcome.fits
+    assert outcome.overflow_bytes == 1 + max(totals) - min(totals) + 1
+    assert small.cost(PIPELINE) == (181, outcome.overflow_bytes)
+    assert simulator(with_memory(TWO, max(totals))).run(PIPELINE).fits
+
+
+def test_optimizer_states_reach_the_memory() -> None:
+    with_adam, with_sgd = simulator().run(PIPELINE), simulator(optimizer_states=0).run(PIPELINE)
+    assert with_adam.memory[0].total - with_sgd.memory[0].total == 2 * 24
+
+
+def test_cost_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[object] = []
+    monkeypatch.setattr(simulate, "simulate", lambda tasks, play=simulate.simulate: played.append(1) or play(tasks))
+    made = simulator()
+    reordered = Strategy(dict(reversed(PIPELINE.operators.items())), {"l1.weight": SyncConfig()})
+    assert made.cost(PIPELINE) == made.cost(reordered) == made.cost(PIPELINE)
+    assert len(played) == 1
+    made.cost(PIPELINE.with_operator("loss", on(0, degrees=(1,))))
+    assert len(played) == 2
+
+
+def test_cost_forgets_what_was_not_asked_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "CACHED_STRATEGIES", 2)
+    played: list[object] = []
+    monkeypatch.setattr(simulate, "simulate", lambda tasks, play=simulate.simulate: played.append(1) or play(tasks))
+    made = simulator()
+    second, third = (PIPELINE.with_operator("loss", on(0, *more, degrees=(1 + len(more),))) for more in ((), (1,)))
+    for chosen in (PIPELINE, second, PIPELINE, third, PIPELINE):
+        made.cost(chosen)
+    assert len(played) == 3
+    made.cost(second)
+    assert len(played) == 4
+
+
+@pytest.mark.parametrize(
+    ("operators", "parameters"),
+    [
+        ({"l1": OpConfig((1, 1, 1), (0,))}, {}),
+        ({**PIPELINE.operators, "l2": OpConfig((1,), (0,))}, {}),
+        ({**PIPELINE.operators, "loss": OpConfig((1,), (7,))}, {}),
+        (PIPELINE.operators, {"l9.weight": SyncConfig()}),
+    ],
+)
+def test_an_illegal_strategy_is_refused_even_beside_a_remembered_one(operators: Any, parameters: Any) -> None:
+    made = simulator()
+    made.cost(PIPELINE)
+    for ask in (made.cost, made.run):
+        with pytest.raises(StrategyError):
+            ask(Strategy(operators, parameters))
+
+
+@given(cases(max_moves=4))
+@settings(max_examples=25, deadline=None)
+def test_cost_and_run_agree(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    graph, topology, chosen = case
+    made = Simulator(graph, with_memory(topology, 2**12), PointCosts())
+    outcome = made.run(chosen)
+    assert made.cost(chosen) == made.cost(chosen) == (outcome.makespan_ns, outcome.overflow_bytes)
+    assert outcome.fits == all(use.total <= 2**12 for use in outcome.memory)
+
+
+def test_a_search_imports_neither_torch_nor_pandas() -> None:
+    code = "import sys, soap.simulator.simulate; print('torch' in sys.modules, 'pandas' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]

@@ -1,0 +1,159 @@
+"""Tables, traces, critical path and sums of schedules that are known by hand, and what holds for all of them."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given, settings
+
+from soap.graph import OperatorGraph
+from soap.simulator import timeline
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.reference import simulate
+from soap.simulator.tasks import Schedule, TaskGraph
+from soap.strategy import Strategy
+from soap.topology import Topology
+from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy
+from tests.strategies import cases
+
+TWO = pairwise_cluster(1, 1)
+
+
+def played(graph: OperatorGraph, chosen: Strategy, topology: Topology = TWO) -> tuple[TaskGraph, Schedule]:
+    tasks = lower(build_plan(graph, chosen, topology), topology, PointCosts())
+    return tasks, simulate(tasks)
+
+
+def over_two_devices() -> tuple[TaskGraph, Schedule]:
+    return played(chain(4, 2, 3), strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(1, degrees=(1,))))
+
+
+def complete(trace: timeline.Trace) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def threads(trace: timeline.Trace) -> dict[tuple[int, int], str]:
+    events = trace["traceEvents"]
+    return {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+
+
+def test_frame_has_a_row_per_task() -> None:
+    frame = timeline.to_frame(*over_two_devices())
+    assert list(frame.columns) == ["name", "kind", "on", "start_ns", "end_ns", "bytes"]
+    assert [tuple(row) for row in frame.itertuples(index=False)][:3] == [
+        ("forward l1[0]", "forward", "d0", 0, 24, 0),
+        ("transfer l1[0:4,0:3] 0->1", "transfer", "d0->d1", 24, 72, 48),
+        ("forward loss[0]", "forward", "d1", 72, 76, 0),
+    ]
+    assert [str(frame[name].dtype) for name in ("start_ns", "end_ns", "bytes")] == ["int64"] * 3
+
+
+def test_chrome_trace_has_a_thread_per_device_and_link() -> None:
+    trace = timeline.chrome_trace(*over_two_devices())
+    assert list(threads(trace).values()) == ["d0", "d1", "d0->d1", "d1->d0"]
+    assert [e["args"] for e in trace["traceEvents"] if e["name"] == "process_name"] == [{"name": "simulated"}]
+    first, transfer, *_ = complete(trace)
+    assert first == {"name": "forward l1[0]", "cat": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 0.024}
+    assert (transfer["tid"], transfer["ts"], transfer["dur"], transfer["args"]) == (2, 0.024, 0.048, {"bytes": 48})
+    assert json.loads(json.dumps(trace)) == trace
+
+
+def test_measured_events_look_like_simulated_ones() -> None:
+    events = [
+        (1, "forward loss[0]", "forward", 5_072, 5_076),
+        (0, "forward l1[0]", "forward", 5_000, 5_024),
+        (0, "transfer l1[0:4,0:3] 0->1", "transfer", 5_024, 5_072),
+    ]
+    trace = timeline.measured_trace(events, device_names=["d0", "d1"])
+    assert list(threads(trace).values()) == ["d0", "d1", "d0 communication", "d1 communication"]
+    assert [(e["name"], e["tid"], e["ts"], e["dur"]) for e in complete(trace)] == [
+        ("forward l1[0]", 0, 0.0, 0.024),
+        ("transfer l1[0:4,0:3] 0->1", 2, 0.024, 0.048),
+        ("forward loss[0]", 1, 0.072, 0.004),
+    ]
+    simulated = {e["name"] for e in complete(timeline.chrome_trace(*over_two_devices()))}
+    assert {e["name"] for e in complete(trace)} <= simulated
+
+
+def test_measured_trace_names_ranks_and_may_be_empty() -> None:
+    assert list(threads(timeline.measured_trace([(1, "a", "forward", 0, 1)])).values())[:2] == ["rank 0", "rank 1"]
+    assert complete(timeline.measured_trace([])) == []
+
+
+def test_merged_traces_stand_side_by_side() -> None:
+    simulated = timeline.chrome_trace(*over_two_devices())
+    measured = timeline.measured_trace([(0, "forward l1[0]", "forward", 7, 9)])
+    before = json.dumps(simulated)
+    merged = timeline.merge_traces(simulated, measured, timeline.merge_traces(simulated, measured))
+    names = {e["pid"]: e["args"]["name"] for e in merged["traceEvents"] if e["name"] == "process_name"}
+    assert names == {0: "simulated", 1: "measured", 2: "simulated", 3: "measured"}
+    assert len(merged["traceEvents"]) == 2 * (len(simulated["traceEvents"]) + len(measured["traceEvents"]))
+    order = {e["pid"]: e["args"]["sort_index"] for e in merged["traceEvents"] if e["name"] == "process_sort_index"}
+    assert order == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert json.dumps(simulated) == before
+
+
+def test_critical_path_of_a_chain_is_the_chain() -> None:
+    tasks, schedule = over_two_devices()
+    assert timeline.critical_path(tasks, schedule) == list(range(len(tasks.tasks)))
+
+
+def test_critical_path_goes_through_waits_for_a_link() -> None:
+    split = strategy(l1=on(0, 0, degrees=(2, 1, 1)), loss=on(1, 1, degrees=(2,)))
+    tasks, schedule = played(chain(4, 2, 3), split)
+    assert [tasks.tasks[p].name for p in timeline.critical_path(tasks, schedule)] == [
+        "forward l1[0]",
+        "transfer l1[0:2,0:3] 0->1",
+        "transfer l1[2:4,0:3] 0->1",
+        "forward loss[1]",
+        "backward loss[0]",
+        "transfer gradient of l1[0:2,0:3] 1->0",
+        "transfer gradient of l1[2:4,0:3] 1->0",
+        "backward l1[1]",
+        "update l1.weight[0]@0",
+    ]
+
+
+def test_critical_path_of_nothing() -> None:
+    tasks, _ = over_two_devices()
+    empty = TaskGraph(tasks.plan, tasks.topology, ())
+    assert timeline.critical_path(empty, simulate(empty)) == []
+    assert timeline.to_frame(empty, simulate(empty)).empty
+
+
+def test_busy_time_and_bytes_of_a_transfer() -> None:
+    tasks, _ = over_two_devices()
+    assert timeline.busy_time_ns(tasks) == {"d0": 24 + 48 + 1, "d1": 4 + 8, "d0->d1": 48, "d1->d0": 48}
+    assert timeline.link_bytes(tasks) == {"d0->d1": 48, "d1->d0": 48}
+    assert timeline.bytes_moved(tasks) == 96
+
+
+def test_bytes_of_an_all_reduce_are_those_of_its_ring() -> None:
+    # 24 bytes of weights over three devices: each hop carries 2 (n-1)/n of them.
+    # The loss is a sum of 4 bytes: 16 on three hops, rounded up.
+    graph, topology = chain(6, 2, 3), pairwise_cluster(3)
+    tasks, _ = played(graph, batch_split(graph, [0, 1, 2]), topology)
+    carried = timeline.link_bytes(tasks)
+    assert {link: carried[link] for link in ("d0->d1", "d1->d2", "d2->d0")} == dict.fromkeys(("d0->d1", "d1->d2", "d2->d0"), 32 + 6)
+    assert carried["d1->d0"] == 0
+    assert timeline.bytes_moved(tasks) == 96 + 16
+
+
+@given(cases(max_moves=4))
+@settings(max_examples=30, deadline=None)
+def test_what_holds_for_every_schedule(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    graph, topology, chosen = case
+    tasks, schedule = played(graph, chosen, topology)
+    path = timeline.critical_path(tasks, schedule)
+    start, end = schedule.start_ns.tolist(), schedule.end_ns.tolist()
+    assert start[path[0]] == 0
+    assert all(end[a] == start[b] for a, b in pairwise(path))
+    assert sum(tasks.tasks[p].duration_ns for p in path) == schedule.makespan_ns
+    shown = complete(timeline.chrome_trace(tasks, schedule))
+    assert len(shown) == sum(len(task.resources) for task in tasks.tasks)
+    assert max(timeline.busy_time_ns(tasks).values()) <= schedule.makespan_ns
+    crossings = sum(len(task.resources) > 0 for task in tasks.tasks if task.bytes)
+    assert (timeline.bytes_moved(tasks) > 0) == (crossings > 0)
+    assert sum(timeline.link_bytes(tasks).values()) >= timeline.bytes_moved(tasks)

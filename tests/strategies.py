@@ -1,0 +1,143 @@
+"""Hypothesis generators shared by all tests: small operator graphs, topologies, configurations and strategies."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from soap.graph import DimMap, Factor, Operator, OperatorGraph
+from soap.regions import Box
+from soap.strategy import OpConfig, Strategy
+from soap.topology import Device, DeviceType, Host, Link, Topology
+from tests.graph_builder import ATTRIBUTE, GraphBuilder
+
+CPU = DeviceType("test-cpu", "cpu", {"float32": 1e10}, 1e10, 2**30, 1e-6, "made up for tests")
+GPU = DeviceType("test-gpu", "cuda", {"float32": 1e12, "float16": 4e12}, 1e11, 2**32, 5e-6, "made up for tests")
+
+MOVES = (
+    "linear", "elementwise", "join", "norm", "conv", "embedding", "attention", "slice", "concat", "chunk", "center", "opaque",
+    "shared", "table",
+)  # fmt: skip
+"""What ``graphs`` may add to a graph."""
+
+
+def boxes(dimensions: int, *, most: int = 8, allow_empty: bool = False) -> st.SearchStrategy[Box]:
+    """Boxes of so many dimensions inside ``[0, most)``."""
+    pair = st.tuples(st.integers(0, most), st.integers(0, most)).map(lambda p: (min(p), max(p)))
+    interval = pair if allow_empty else pair.filter(lambda p: p[0] < p[1])
+    return st.tuples(*[interval] * dimensions)
+
+
+@st.composite
+def graphs(draw: st.DrawFn, *, max_moves: int = 6) -> OperatorGraph:
+    """Legal training graphs: chains, branches and joins, shared parameters, reductions, halos, slices, operators kept whole."""
+    g = GraphBuilder("random")
+    b, s, d = draw(st.integers(1, 6)), draw(st.integers(1, 5)), 2 * draw(st.integers(1, 4))
+    values = [g.linear(g.input("x", b, s, d), d, name="first")]
+    for _ in range(draw(st.integers(0, max_moves))):
+        _move(g, values, draw)
+    read = {operand.tensor for op in g.operators for operand in op.inputs}
+    losses = [g.mean(value) for value in values if value not in read]
+    return g.build(losses[0] if len(losses) == 1 else _sum_scalars(g, losses))
+
+
+def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn) -> None:
+    """Add an operator (or a few) that reads one of the values ``[b, s, d]``, and its results to the values."""
+    x = draw(st.sampled_from(values))
+    b, s, d = g.shape(x)
+    match draw(st.sampled_from(MOVES)):
+        case "linear":
+            values.append(g.linear(x, draw(st.integers(1, 8)), bias=draw(st.booleans())))
+        case "elementwise":
+            values.append(g.elementwise(x))
+        case "join":
+            values.append(g.elementwise(x, draw(st.sampled_from([y for y in values if g.shape(y) == (b, s, d)]))))
+        case "norm":
+            values.append(g.norm(x))
+        case "conv":
+            values.append(g.conv(x, draw(st.integers(1, 4)), draw(st.sampled_from((1, 3))), draw(st.integers(1, 2))))
+        case "embedding":
+            ids = g.input(f"ids{len(g.operators)}", b, s, dtype="int64")
+            values.append(g.elementwise(x, g.embedding(ids, draw(st.integers(2, 9)), d)))
+        case "attention":
+            heads = draw(st.sampled_from([h for h in (1, 2, 4) if d % h == 0]))
+            values.append(g.attention(x, x, draw(st.sampled_from([y for y in values if g.shape(y) == (b, s, d)])), heads))
+        case "slice":
+            dim = draw(st.integers(1, 2))
+            start = draw(st.integers(0, (s, d)[dim - 1] - 1))
+            values.append(g.slice(x, dim, start, draw(st.integers(1, (s, d)[dim - 1] - start))))
+        case "concat":
+            values.append(g.concat(x, draw(st.sampled_from([y for y in values if g.shape(y)[:2] == (b, s)])), 2))
+        case "chunk" if d > 1:
+            values.extend(g.chunk(x, 2, draw(st.integers(1, d - 1))))
+        case "center":
+            values.append(g.elementwise(x, g.batch_mean(x)))
+        case "opaque":
+            values.append(g.opaque(x))
+        case "shared":
+            weight = f"{g.linear(x, d, bias=False)}.weight"
+            values.append(g.linear(g.operators[-1].outputs[0].tensor, d, weight=weight, bias=False))
+        case "table":
+            values.append(g.elementwise(x, _parameter_copy(g, s, d)))
+
+
+def _parameter_copy(g: GraphBuilder, s: int, d: int) -> str:
+    """An operator that reads nothing but a parameter: position embeddings."""
+    table = g.parameter(f"table{len(g.operators)}", s + 1, d)
+    factors = [Factor("s", s, ATTRIBUTE), Factor("d", d, ATTRIBUTE)]
+    return g.operator("copy", factors, [], [(table, [DimMap(0), DimMap(1)])], [((s, d), [DimMap(0), DimMap(1)])])[0]
+
+
+def _sum_scalars(g: GraphBuilder, scalars: list[str]) -> str:
+    return g.operator("sum", [], [(x, []) for x in scalars], [], [((), ())])[0]
+
+
+@st.composite
+def topologies(draw: st.DrawFn, *, max_devices: int = 4) -> Topology:
+    """One to three hosts with a switch each, joined by one more, with up to ``max_devices`` devices."""
+    counts = draw(st.lists(st.integers(1, max_devices), min_size=1, max_size=3).filter(lambda c: sum(c) <= max_devices))
+    return cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
+
+
+def cluster(
+    counts: list[int], kind: DeviceType = GPU, bandwidth_bytes_per_second: float = 1e9, latency_seconds: float = 1e-5
+) -> Topology:
+    """Hosts with so many devices each; links between hosts are ten times slower than inside."""
+    hosts = tuple(Host(f"host{i}", 4, 2**34) for i in range(len(counts)))
+    places = [(host, k) for host, count in enumerate(counts) for k in range(count)]
+    devices = tuple(Device(i, f"host{host}/device{k}", host, kind) for i, (host, k) in enumerate(places))
+    edges = [(device.name, f"host{device.host}/switch", bandwidth_bytes_per_second) for device in devices]
+    edges += [(f"host{i}/switch", "network", bandwidth_bytes_per_second / 10) for i in range(len(counts))]
+    ends = [(a, b, rate) for x, y, rate in edges for a, b in ((x, y), (y, x))]
+    links = tuple(Link(i, f"{a}>{b}", a, b, rate, latency_seconds) for i, (a, b, rate) in enumerate(ends))
+    return Topology("test", devices, hosts, links)
+
+
+@st.composite
+def configs(draw: st.DrawFn, op: Operator, device_count: int, *, max_tiles: int = 8) -> OpConfig:
+    """Any legal configuration of an operator with at most ``max_tiles`` tiles, devices in any order and more than once."""
+    degrees, room = [1] * len(op.factors), max_tiles
+    for i in draw(st.permutations(range(len(op.factors)))) if op.partitionable else ():
+        degrees[i] = draw(st.integers(1, min(op.factors[i].size, room, 4)))
+        room //= degrees[i]
+    replicas = draw(st.integers(1, min(room, 3)))
+    tiles = replicas
+    for degree in degrees:
+        tiles *= degree
+    devices = draw(st.lists(st.integers(0, device_count - 1), min_size=tiles, max_size=tiles))
+    return OpConfig(tuple(degrees), tuple(devices), replicas)
+
+
+@st.composite
+def strategies_for(draw: st.DrawFn, graph: OperatorGraph, device_count: int, *, max_tiles: int = 8) -> Strategy:
+    """Any legal strategy for this graph."""
+    return Strategy({op.name: draw(configs(op, device_count, max_tiles=max_tiles)) for op in graph.operators})
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, *, max_moves: int = 6, max_devices: int = 4, max_tiles: int = 8
+) -> tuple[OperatorGraph, Topology, Strategy]:
+    """A graph, a topology, and a legal strategy for both."""
+    graph = draw(graphs(max_moves=max_moves))
+    topology = draw(topologies(max_devices=max_devices))
+    return graph, topology, draw(strategies_for(graph, topology.device_count, max_tiles=max_tiles))

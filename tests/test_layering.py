@@ -1,0 +1,128 @@
+"""Import directions, as docs/architecture.md gives them, read from the source; and what must start without torch, tried."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "soap"
+
+GROUND_FLOOR = tuple(sorted(f"soap.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "api")))
+"""Every module beside the packages, except the composition root."""
+EVERYTHING = ("soap",)
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(GROUND_FLOOR, GROUND_FLOOR),
+    "soap.simulator": ("soap.simulator", *GROUND_FLOOR),
+    "soap.tracing": ("soap.tracing", "soap.simulator.tiling", *GROUND_FLOOR),
+    "soap.tracing.load": ("soap.tracing", "soap.zoo", *GROUND_FLOOR),  # the one place where model names meet models
+    "soap.search": ("soap.search", "soap.simulator", *GROUND_FLOOR),
+    "soap.profiles": ("soap.profiles", "soap.simulator", *GROUND_FLOOR),
+    "soap.runtime": ("soap.runtime", "soap.simulator", "soap.tracing", *GROUND_FLOOR),
+    "soap.zoo": ("soap.zoo", "soap.errors"),
+    "soap.api": EVERYTHING,
+    "soap.cli": EVERYTHING,
+    "soap": EVERYTHING,
+}
+"""Prefix of module names -> prefixes of our modules that they may import. The longest prefix counts."""
+
+WITHOUT_TORCH = (*GROUND_FLOOR, "soap.simulator", "soap.search")
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _below(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """Modules that an import statement names; ``from package import module`` names the module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"line {node.lineno}: relative import; write it absolutely"
+        base = node.module or ""
+        return sorted({f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names})
+    return []
+
+
+def _is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def _imports(path: Path) -> list[str]:
+    """All imports of a file, wherever they stand."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) for name in _names(node)]
+
+
+def _imports_at_start(body: list[ast.stmt]) -> Iterator[str]:
+    """Imports that run when the module is imported."""
+    for node in body:
+        yield from _names(node)
+        if isinstance(node, ast.If) and not _is_type_checking(node):
+            yield from _imports_at_start([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):
+            yield from _imports_at_start([*node.body, *node.orelse, *node.finalbody])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_only_what_its_package_may(module: str) -> None:
+    home = max((prefix for prefix in MAY_IMPORT if _below(module, prefix)), key=len)
+    assert home != "soap" or module == "soap", f"{module} belongs to no layer: add it to docs/architecture.md and to this table"
+    ours = [name for name in _imports(MODULES[module]) if _below(name, "soap")]
+    forbidden = [name for name in ours if not any(_below(name, allowed) for allowed in MAY_IMPORT[home])]
+    assert forbidden == []
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if any(_below(m, prefix) for prefix in WITHOUT_TORCH)])
+def test_planning_never_names_torch(module: str) -> None:
+    assert [name for name in _imports(MODULES[module]) if _below(name, "torch")] == []
+
+
+def test_links_at_the_root_are_never_imported() -> None:
+    links = ("simulator", "search", "profiles")
+    wrong = {m: [n for n in _imports(path) if any(_below(n, link) for link in links)] for m, path in MODULES.items()}
+    assert {m: names for m, names in wrong.items() if names} == {}
+
+
+def test_no_cycle_among_modules() -> None:
+    graph = {}
+    for module, path in MODULES.items():
+        imported = _imports_at_start(ast.parse(path.read_text(encoding="utf-8")).body)
+        graph[module] = {name for name in imported if name in MODULES and name != module}
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(MODULES)  # raises CycleError, naming the cycle
+
+
+def test_nothing_of_planning_loads_torch() -> None:
+    light = [m for m in MODULES if any(_below(m, prefix) for prefix in (*WITHOUT_TORCH, "soap.api", "soap.cli"))]
+    program = f"""
+import importlib, sys
+for name in {["soap", *light]!r}:
+    importlib.import_module(name)
+    assert "torch" not in sys.modules, name
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_at_the_root_lead_into_the_package() -> None:
+    for name in ("simulator", "search", "profiles"):
+        link = ROOT / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("soap") / name

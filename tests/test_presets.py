@@ -1,0 +1,157 @@
+"""Presets: the clusters that people know by name, and the sources of their figures."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from soap import presets
+from soap.errors import TopologyError
+from soap.presets import device_types, local_topology, preset, preset_names
+from soap.topology import DeviceType
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "devices", "device", "cores"),
+    [
+        ("p100-4x4", 4, 16, "p100", 20),
+        ("k80-16x4", 16, 64, "k80", 20),
+        ("titanxp-8x6", 8, 48, "titanxp", 36),
+        ("h200-8", 1, 8, "h200", 112),
+    ],
+)
+def test_shapes(name, hosts, devices, device, cores):
+    t = preset(name)
+    assert (t.name, len(t.hosts), t.device_count) == (name, hosts, devices)
+    assert {d.type.name for d in t.devices} == {device}
+    assert {h.cpu_cores for h in t.hosts} == {cores}
+    assert [d.host for d in t.devices] == [i * hosts // devices for i in range(devices)]
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "between"),
+    [("p100-4x4", 20e9, 12.5e9), ("k80-16x4", 15.75e9, 7e9), ("titanxp-8x6", 15.75e9, 12.5e9)],
+)
+def test_bottlenecks(name, inside, between):
+    t = preset(name)
+    last = t.device_count - 1
+    assert min(t.links[i].bandwidth_bytes_per_second for i in t.route(0, 1)) == inside
+    assert min(t.links[i].bandwidth_bytes_per_second for i in t.route(0, last)) == between
+    assert t.distance(0, 1) == 1 and t.distance(0, last) == 2
+
+
+def test_routes_of_the_published_clusters():
+    p100, k80 = preset("p100-4x4"), preset("k80-16x4")
+    assert [p100.links[i].name for i in p100.route(0, 3)] == ["node0/gpu0->node0/gpu3"]
+    assert [k80.links[i].name for i in k80.route(0, 1)] == ["node0/gpu0->node0/switch0", "node0/switch0->node0/gpu1"]
+    cards = [{p100.links[i].name for i in p100.route(d, d + 4) if "network" in p100.links[i].name} for d in range(4)]
+    assert all(names == {"node0/switch->network", "network->node1/switch"} for names in cards)
+
+
+def test_device_figures():
+    types = device_types()
+    assert types["p100"].flops("float32") == 10.6e12
+    assert types["p100"].flops("float64") == 5.3e12
+    assert types["p100"].flops("bfloat16") == 10.6e12  # no such unit: float32's rate
+    assert types["k80"].memory_bytes == 12 * 10**9
+    assert types["titanxp"].memory_bandwidth_bytes_per_second == 547.7e9
+    assert types["h200"].flops("bfloat16") == 989.5e12
+    assert types["h200"].memory_bandwidth_bytes_per_second == 4.8e12
+
+
+def leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and "value" not in node:
+        for key, item in node.items():
+            yield from leaves(item, f"{path}.{key}")
+    elif isinstance(node, list):
+        for i, item in enumerate(node):
+            yield from leaves(item, f"{path}[{i}]")
+    else:
+        yield path, node
+
+
+@pytest.mark.parametrize("name", ["device_types.json", "clusters.json"])
+def test_every_number_stands_beside_its_source(name):
+    data = json.loads(files("soap").joinpath("profiles", "data", name).read_text(encoding="utf-8"))
+    for path, leaf in leaves(data, name):
+        if path.rsplit(".", 1)[-1] not in ("kind", "source", "name", "type"):
+            assert set(leaf) == {"value", "source"} and len(leaf["source"]) >= 10, path
+    for entry in data.values():
+        assert len(entry["source"]) >= 10
+
+
+@pytest.mark.parametrize(
+    ("node", "line"),
+    [
+        ({"count": 4}, "x.count: 4 stands alone; expected 'value' and 'source'"),
+        ({"latency": "2 us"}, "x.latency: '2 us' stands alone; expected 'value' and 'source'"),
+        ({"count": {"value": 4}}, "x.count: a value without its source; expected 'value' and 'source'"),
+        ({"count": {"value": 4, "source": " "}}, "x.count: a value without its source; expected 'value' and 'source'"),
+    ],
+)
+def test_data_without_source_is_refused(node, line):
+    with pytest.raises(TopologyError) as refused:
+        presets._plain(node, "x")
+    assert str(refused.value) == line
+
+
+def test_local_shares_the_cores(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    core = device_types()["cpu-core"]
+    two, sixteen = preset("local:2"), preset("local:16")
+    assert two.devices[0].type.flops("float32") == core.flops("float32")
+    assert sixteen.devices[0].type.flops("float32") == core.flops("float32") / 4
+    assert sixteen.devices[0].type.memory_bandwidth_bytes_per_second == core.memory_bandwidth_bytes_per_second / 4
+    assert two.devices[0].type.memory_bytes * 2 == two.hosts[0].memory_bytes
+    assert two.hosts[0].cpu_cores == 4
+    assert [d.name for d in two.devices] == ["local/cpu0", "local/cpu1"]
+    assert two.distance(0, 1) == 1
+
+
+def test_local_takes_measured_figures():
+    measured = DeviceType("this core", "cpu", {"float32": 50e9}, 10e9, 2**31, 3e-6, "measured")
+    t = local_topology(3, measured, 2e9, 10e-6)
+    assert [d.type for d in t.devices] == [measured] * 3
+    assert [t.links[i].bandwidth_bytes_per_second for i in t.route(0, 2)] == [2e9, 2e9]
+    assert sum(t.links[i].latency_seconds for i in t.route(0, 2)) == 10e-6
+    assert [d.name for d in local_topology(2, device_types()["h200"]).devices] == ["local/gpu0", "local/gpu1"]
+
+
+def test_local_is_the_same_cluster_every_time():
+    assert preset("local:4").hash == preset("local:4").hash != preset("local:3").hash
+    assert preset("local:1").links == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("local:", "cluster 'local:': '' is no number of devices; expected 1 to 1024, such as 'local:4'"),
+        ("local", "cluster 'local': '' is no number of devices; expected 1 to 1024, such as 'local:4'"),
+        ("local:04", "cluster 'local:04': '04' is no number of devices; expected 1 to 1024, such as 'local:4'"),
+        ("local:0", "cluster 'local:0': '0' is no number of devices; expected 1 to 1024, such as 'local:4'"),
+        ("local:-1", "cluster 'local:-1': '-1' is no number of devices; expected 1 to 1024, such as 'local:4'"),
+        ("local:four", "cluster 'local:four': 'four' is no number of devices; expected 1 to 1024, such as 'local:4'"),
+        ("local:99999", "cluster 'local:99999': '99999' is no number of devices; expected 1 to 1024, such as 'local:4'"),
+        (
+            "p100-4x8",
+            "unknown cluster 'p100-4x8'; expected one of local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8: did you mean 'p100-4x4'?",
+        ),
+        (
+            "moon",
+            "unknown cluster 'moon'; expected one of local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8: or give the path of a YAML file",
+        ),
+    ],
+)
+def test_unknown_names_list_the_known_ones(name, line):
+    with pytest.raises(TopologyError) as refused:
+        preset(name)
+    assert str(refused.value) == line
+
+
+def test_names():
+    assert preset_names() == ("local:N", "p100-4x4", "k80-16x4", "titanxp-8x6", "h200-8")

@@ -1,0 +1,45 @@
+"""Routes against an oracle that looks at every simple path."""
+
+from __future__ import annotations
+
+import networkx as nx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soap.routes import PICOSECONDS, REFERENCE_MESSAGE_BYTES, Router
+from soap.topology import Link
+
+NODES = [f"n{i}" for i in range(6)]
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> list[Link]:
+    pairs = st.tuples(st.sampled_from(NODES), st.sampled_from(NODES)).filter(lambda pair: pair[0] != pair[1])
+    ends = draw(st.lists(pairs, unique=True, max_size=16))
+    figures = st.tuples(st.sampled_from([1e9, 2e9, 3.3e9]), st.sampled_from([0.0, 1e-6, 1e-4, 5e-4]))
+    return [Link(i, f"{a}->{b}", a, b, *draw(figures)) for i, (a, b) in enumerate(ends)]
+
+
+def fastest(links: list[Link], source: str, target: str) -> tuple[int, ...] | None:
+    graph = nx.DiGraph()
+    graph.add_nodes_from(NODES)
+    graph.add_edges_from((link.source, link.target, {"link": link}) for link in links)
+    keys = []
+    for edges in nx.all_simple_edge_paths(graph, source, target):
+        path = [graph.edges[edge]["link"] for edge in edges]
+        seconds_ps = sum(round(link.latency_seconds * PICOSECONDS) for link in path)
+        seconds_ps += round(REFERENCE_MESSAGE_BYTES / min(link.bandwidth_bytes_per_second for link in path) * PICOSECONDS)
+        keys.append((seconds_ps, len(path), tuple(link.index for link in path)))
+    return min(keys)[2] if keys else None
+
+
+@settings(max_examples=150, deadline=None)
+@given(networks())
+def test_routes_are_the_fastest_of_all_simple_paths(links):
+    router = Router(links)
+    for source in NODES:
+        paths = router.paths(source)
+        assert paths[source] == ()
+        for target in NODES:
+            if target != source:
+                assert paths.get(target) == fastest(links, source, target)

@@ -1,0 +1,97 @@
+"""Executes a strategy's tiles in one process: the rules and fusion apart from the runtime.
+
+Every tile gets its regions cut from whole tensors, its outputs are put together to whole tensors (summed where they are partial), and autograd
+runs through all of it, so that loss and gradients can be compared with the plain program.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from soap.graph import Operator, OperatorGraph, TensorKind
+from soap.regions import relative, whole
+from soap.simulator.tiling import tiles_of
+from soap.strategy import OpConfig
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.model import TileContext
+
+
+def random_degrees(op: Operator, rng: random.Random, most: int = 3) -> OpConfig:
+    """Random degrees with all tiles on one device."""
+    degrees = [1] * len(op.factors)
+    for i in rng.sample(range(len(degrees)), k=min(len(degrees), rng.choice([0, 1, 1, 2]))):
+        degrees[i] = rng.randint(1, min(most, op.factors[i].size))
+    tiles = 1
+    for degree in degrees:
+        tiles *= degree
+    return OpConfig(tuple(degrees), (0,) * tiles)
+
+
+def draw_configs(graph: OperatorGraph, rng: random.Random) -> dict[str, OpConfig]:
+    """Random degrees for every operator."""
+    return {op.name: random_degrees(op, rng) for op in graph.operators}
+
+
+def emulated_loss(
+    model: ExecutableModel,
+    configs: Mapping[str, OpConfig],
+    inputs: Sequence[torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+    context: TileContext,
+) -> torch.Tensor:
+    """The loss by tiles."""
+    graph = model.graph
+    tensors: dict[str, torch.Tensor] = {**dict(zip(model.input_names, inputs, strict=True)), **model.constants, **parameters}
+    for position, op in enumerate(graph.operators):
+        made: list[torch.Tensor | None] = [None] * len(op.outputs)
+        for tile in tiles_of(graph, position, configs[op.name]):
+            local = [
+                tensors[o.tensor][relative(box, whole(graph.tensors[o.tensor].shape))].clone()
+                for o, box in zip((*op.inputs, *op.parameters), (*tile.inputs, *tile.parameters), strict=True)
+            ]
+            results = model.run_tile(tile, local[: len(op.inputs)], local[len(op.inputs) :], context)
+            for k, (operand, result, box) in enumerate(zip(op.outputs, results, tile.outputs, strict=True)):
+                shape = graph.tensors[operand.tensor].shape
+                assert tuple(result.shape) == tuple(b - a for a, b in box)
+                so_far = made[k]
+                if so_far is None:
+                    so_far = torch.zeros(shape, dtype=result.dtype)
+                placed = torch.zeros(shape, dtype=result.dtype)
+                placed[relative(box, whole(shape))] = result
+                made[k] = so_far + placed
+        for operand, tensor in zip(op.outputs, made, strict=True):
+            assert tensor is not None
+            assert graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION
+            tensors[operand.tensor] = tensor
+    return tensors[graph.loss]
+
+
+def compare(model: ExecutableModel, configs: Mapping[str, OpConfig], tolerance: float = 1e-9, seed: int = 0) -> float:
+    """Assert that loss, gradients and updated buffers by tiles equal the plain program's; returns the largest relative error."""
+    results = []
+    for tiled in (False, True):
+        parameters = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in model.parameters.items()}
+        context = TileContext(seed, 0, {n: b.clone() for n, b in model.buffers.items()})
+        if tiled:
+            context.update_buffers = False
+            loss = emulated_loss(model, configs, model.example_inputs, parameters, context)
+        else:
+            loss = model.reference_loss(model.example_inputs, parameters, context)
+        loss.sum().backward()
+        results.append((loss.detach(), {n: p.grad for n, p in parameters.items()}))
+    (expected, grads), (found, tiled_grads) = results
+    scale = max((float(g.abs().max()) for g in grads.values() if g is not None and g.numel()), default=1.0)
+    worst = float((expected - found).abs().max() / expected.abs().max().clamp_min(1e-12))
+    for name, grad in grads.items():
+        other = tiled_grads[name]
+        grad = torch.zeros_like(model.parameters[name]) if grad is None else grad
+        other = torch.zeros_like(grad) if other is None else other
+        size = max(float(grad.abs().max()), 1e-6 * scale) if grad.numel() else 1.0
+        error = float((grad - other).abs().max()) / size if grad.numel() else 0.0
+        assert error <= tolerance, f"{name}: relative error {error:.2e}"
+        worst = max(worst, error)
+    assert worst <= tolerance, f"loss: {float(expected)} expected, {float(found)} by tiles"
+    return worst
