@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from soap import cluster_yaml, strategy_json
 from soap.errors import StrategyError
@@ -23,6 +23,7 @@ from soap.search.record import SearchResult
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
+from soap.strategy_json import StrategyHeader
 from soap.topology import Topology
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from soap.tracing.model import TracedModel
 
+T = TypeVar("T")
 Model: TypeAlias = "TracedModel | OperatorGraph | str | Path"
 Cluster: TypeAlias = "Topology | str | Path"
 
@@ -187,11 +189,13 @@ def classical(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
 
 def load_strategy(path: str | Path, model: Model, cluster: Cluster) -> Strategy:
     """The strategy of a file; StrategyError in one line, with the differences, if it was made for another model or cluster."""
-    text = read_text(path, what="strategy file", error=StrategyError)
-    try:
-        return strategy_json.loads(text, _graph(model), _topology(cluster))[0]
-    except StrategyError as error:
-        raise StrategyError(f"{path}: {error}") from None
+    graph, topology = _graph(model), _topology(cluster)
+    return _read_strategy(path, lambda text: strategy_json.loads(text, graph, topology)[0])
+
+
+def load_strategy_header(path: str | Path) -> StrategyHeader:
+    """What a strategy file says about itself, without its model and cluster."""
+    return _read_strategy(path, strategy_json.load_header)
 
 
 def save_strategy(
@@ -199,6 +203,14 @@ def save_strategy(
 ) -> None:
     """Write a strategy for ``load_strategy``; ``record``: plain values to remember with it."""
     write_text_atomically(path, strategy_json.dumps(strategy, _graph(model), _topology(cluster), record))
+
+
+def _read_strategy(path: str | Path, read: Callable[[str], T]) -> T:
+    text = read_text(path, what="strategy file", error=StrategyError)
+    try:
+        return read(text)
+    except StrategyError as error:
+        raise StrategyError(f"{path}: {error}") from None
 
 
 def _graph(model: Model) -> OperatorGraph:

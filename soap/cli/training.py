@@ -1,38 +1,39 @@
-"""What every rank of ``soap-run`` does: load the model, train by the strategy, measure, and check if asked to."""
+"""What every rank of ``soap-run`` does: load the model, check against one process if asked to, train by the strategies, measure."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Mapping
-from contextlib import closing
-from dataclasses import dataclass, field
-from itertools import islice
-from time import perf_counter_ns
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from soap import api
-from soap.cli.batches import Batch, drawn_batches, user_batches
-from soap.errors import SoapError
+from soap.cli.batches import Batches, DrawnBatches, UserBatches
+from soap.runtime.check import CheckResult, check
+from soap.runtime.measure import WARM_UP_STEPS, StepTimes, measure_steps
 from soap.runtime.trainer import OptimizerFactory, Trainer
+from soap.runtime.world import close_world, open_world
 from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
 from soap.tracing.model import TracedModel
 
-WARM_UP_STEPS = 2
-"""Steps that are not counted: allocators and connections are set up in them."""
+CHECKED_STEPS = 2
+"""The second step shows what a wrong update in the first does."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a rank must know. The order of tiles comes from one simulation, so that all ranks have the same."""
+    """All that a rank must know. The orders of tiles come from one simulation, so that all ranks have the same.
+
+    ``strategies``: name -> strategy and order of its tiles; the first is the one that is checked and traced.
+    """
 
     model: str
     batch_dims: Mapping[str, int] | None
     topology: Topology
     strategies: Mapping[str, tuple[Strategy, tuple[int, ...]]]
-    """Name -> strategy and order of its tiles; the first is the one that is asked for."""
     steps: int
     seed: int
     dtype: str | None
@@ -41,54 +42,76 @@ class Job:
     data: str | None
     backend: str
     device_kind: DeviceKind | None
+    checked: bool
     traced: bool
 
-
-@dataclass
-class Measured:
-    """What training by one strategy gave. ``events``: (rank, task, kind, start, end) in nanoseconds, if it was traced."""
-
-    losses: list[float] = field(default_factory=list)
-    step_ns: list[int] = field(default_factory=list)
-    bytes_moved: int = 0
-    events: list[tuple[int, str, str, int, int]] = field(default_factory=list)
-
     @property
-    def time_ns(self) -> int:
-        """The median step after those that warm up, or the last one if there are no more."""
-        return int(statistics.median(self.step_ns[WARM_UP_STEPS:] or self.step_ns[-1:]))
+    def main(self) -> str:
+        """Name of the first strategy."""
+        return next(iter(self.strategies))
 
 
-def train(job: Job) -> dict[str, Measured]:
-    """Train by each strategy in turn, each from the model's own parameters. Returns what this rank saw."""
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks saw together. ``events``: (rank, task, kind, start, end) in nanoseconds of one iteration, if it was traced."""
+
+    backend: str
+    measured: Mapping[str, StepTimes]
+    check: CheckResult | None
+    events: tuple[tuple[int, str, str, int, int], ...]
+
+
+def train(job: Job) -> Outcome:
+    """Train by each strategy in turn, each from the model's own parameters."""
     model = api.load(job.model, batch_dims=job.batch_dims)
-    return {name: _train(job, model, strategy, order) for name, (strategy, order) in job.strategies.items()}
+    batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data)
+    kind = job.device_kind or job.topology.devices[0].type.kind
+    world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
+    try:
+        found = check(_trainer(job, model, job.main), batches, _optimizer(job), min(CHECKED_STEPS, job.steps)) if job.checked else None
+        measured = {name: _measure(job, model, name, batches) for name in job.strategies}
+        return Outcome(world.backend, measured, found, _trace(job, model, batches) if job.traced else ())
+    finally:
+        close_world(world)
 
 
-def make_optimizer(name: str, learning_rate: float) -> OptimizerFactory:
-    """``sgd`` or ``adam``."""
+def _measure(job: Job, model: TracedModel, name: str, batches: Batches) -> StepTimes:
+    """All steps of the job, of which the first few are not timed (unless there are no others)."""
+    trainer = _trainer(job, model, name)
+    warm_up = min(WARM_UP_STEPS, job.steps - 1)
+    hidden = True if trainer.rank else None  # None: shown if standard error is a terminal
+    with tqdm(total=job.steps, desc=name, unit="step", disable=hidden, leave=False) as bar:
+        return measure_steps(trainer, batches, job.steps - warm_up, warm_up, on_step=lambda step, loss: _show(bar, loss))
+
+
+def _trace(job: Job, model: TracedModel, batches: Batches) -> tuple[tuple[int, str, str, int, int], ...]:
+    """The events of one iteration, after others that warm up."""
+    trainer = _trainer(job, model, job.main)
+    for step in range(WARM_UP_STEPS):
+        trainer.step(*batches(step))
+    events = trainer.trace(*batches(WARM_UP_STEPS))
+    return tuple((event.rank, event.name, event.kind.value, event.start_ns, event.end_ns) for event in events)
+
+
+def _trainer(job: Job, model: TracedModel, name: str) -> Trainer:
+    strategy, order = job.strategies[name]
+    return Trainer(
+        model,
+        (strategy, job.topology),
+        order,
+        optimizer=_optimizer(job),
+        backend=job.backend,
+        device_kind=job.device_kind,
+        seed=job.seed,
+        dtype=None if job.dtype is None else getattr(torch, job.dtype),
+    )
+
+
+def _optimizer(job: Job) -> OptimizerFactory:
     kinds: dict[str, type[Any]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
-    return lambda tensors: kinds[name](tensors, lr=learning_rate)
+    return lambda tensors: kinds[job.optimizer](tensors, lr=job.learning_rate)
 
 
-def batches_for(job: Job, model: TracedModel) -> Iterator[Batch]:
-    """The job's data; the same on every rank."""
-    return drawn_batches(model, job.seed) if job.data is None else user_batches(job.data)
-
-
-def _train(job: Job, model: TracedModel, strategy: Strategy, order: tuple[int, ...]) -> Measured:
-    result = Measured()
-    with closing(_trainer(job, model, strategy, order)) as trainer:
-        batches = batches_for(job, model)
-        for batch in islice(batches, job.steps):
-            trainer.comm.barrier()
-            start = perf_counter_ns()
-            result.losses.append(trainer.step(*batch))
-            _wait(trainer.device)
-            result.step_ns.append(perf_counter_ns() - start)
-        result.bytes_moved = _sent_per_step(trainer, job.steps)
-        if job.traced:
-            result.events = [(e.rank, e.name, e.kind.value, e.start_ns, e.end_ns) for e in trainer.trace(*next(batches))]
-    if not all(map(_finite, result.losses)):
-        raise SoapError(f"the loss became {result.losses[-1]}; expected a finite number: lower --lr")
-    return result
+def _show(bar: tqdm[Any], loss: float) -> None:
+    bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
+    bar.update()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
-from soap.regions import volume
+from soap.regions import subtract, volume, whole
 from soap.simulator.plan import Plan, Shard
 
 
@@ -19,6 +19,31 @@ class Bucket:
     shards: tuple[int, ...]
     devices: tuple[int, ...]
     start: int
+
+
+def complete_shards(plan: Plan) -> Plan:
+    """The plan with shards for what no tile reads of its trainable parameters, on the device of the parameter's first shard.
+
+    One process would keep such elements with a gradient of zero, and weight decay would change them.
+    """
+    kept: dict[str, list[Shard]] = {}
+    for shard in plan.shards:
+        kept.setdefault(shard.parameter, []).append(shard)
+    unread: list[Shard] = []
+    for name, shards in kept.items():
+        rest = [whole(plan.graph.tensors[name].shape)]
+        for shard in shards:
+            rest = [piece for box in rest for piece in subtract(box, shard.box)]
+        for i, box in enumerate(rest):
+            unread.append(Shard(name, len(shards) + i, box, shards[0].devices[:1], (), shards[0].trainable))
+    return replace(plan, shards=(*plan.shards, *unread)) if unread else plan
+
+
+def shards_without_gradient(plan: Plan, buckets: Sequence[Bucket]) -> tuple[int, ...]:
+    """Trainable shards to which nothing flows although other parts of their parameter have a gradient: theirs is zero, not None."""
+    found = {shard for bucket in buckets for shard in bucket.shards}
+    parameters = {plan.shards[shard].parameter for shard in found}
+    return tuple(i for i, shard in enumerate(plan.shards) if shard.trainable and shard.parameter in parameters and i not in found)
 
 
 def make_buckets(plan: Plan, active: Set[int], start_of: Mapping[int, int], bucket_bytes: int) -> tuple[Bucket, ...]:

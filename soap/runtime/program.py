@@ -18,7 +18,7 @@ from enum import Enum, auto
 from soap.errors import RuntimeFailure
 from soap.regions import Box
 from soap.runtime.activity import Activity, PlanIndex, find_activity
-from soap.runtime.buckets import Bucket, make_buckets, shard_bytes
+from soap.runtime.buckets import Bucket, complete_shards, make_buckets, shard_bytes, shards_without_gradient
 from soap.simulator.plan import Plan
 
 BUCKET_BYTES = 25 * 2**20
@@ -79,7 +79,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Program:
-    """A plan together with the order of everything. Positions in the tuples are the subjects of actions."""
+    """A plan together with the order of everything. Positions in the tuples are the subjects of actions.
+
+    ``plan`` may have more shards than the plan that was given, behind its own: see ``complete_shards``.
+    """
 
     plan: Plan
     index: PlanIndex
@@ -92,6 +95,8 @@ class Program:
     transfer_of: dict[tuple[int, int], int]
     """(fetch, position of the piece) -> transfer."""
     buckets: tuple[Bucket, ...]
+    idle_shards: tuple[int, ...]
+    """Shards whose gradient is zero."""
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
 
@@ -113,6 +118,7 @@ def compile_program(
 
     ``single_tiles`` makes every tile a segment of its own and every shard a bucket of its own, so that each task can be timed.
     """
+    plan = complete_shards(plan)
     order = tuple(range(len(plan.tiles))) if order is None else tuple(order)
     index = PlanIndex(plan)
     places = _check_order(plan, index, order)
@@ -132,6 +138,7 @@ def compile_program(
         transfers,
         {(transfer.fetch, transfer.piece): i for i, transfer in enumerate(transfers)},
         buckets,
+        shards_without_gradient(plan, buckets),
         tuple(_forward(plan, index, places, transfers)),
         tuple(_backward(plan, index, activity, segments, start_of, transfers, buckets)),
     )
@@ -175,16 +182,16 @@ def _cut(plan: Plan, index: PlanIndex, order: Sequence[int], segment_bytes: int,
             uses.setdefault(tile, []).append(number)
     started: set[int] = set()
     segments: list[tuple[int, int, list[int]]] = []
-    current: dict[int, list[int]] = {}
-    held: dict[int, set[int]] = {}
+    current: dict[int, tuple[list[int], set[int]]] = {}
     for place, tile in enumerate(order):
         device = plan.tiles[tile].device
-        full = sum(shard_bytes(plan, shard) for shard in held.get(device, ())) >= segment_bytes
-        if _begins(plan, index, tile, started) or single_tiles or full or device not in current:
-            current[device], held[device] = [], set()
-            segments.append((device, place, current[device]))
-        current[device].append(tile)
-        held[device].update(uses.get(tile, ()))
+        tiles, held = current.get(device, ([], set()))
+        full = bool(held) and sum(shard_bytes(plan, shard) for shard in held) >= segment_bytes
+        if _begins(plan, index, tile, started) or single_tiles or full or not tiles:
+            tiles, held = current[device] = ([], set())
+            segments.append((device, place, tiles))
+        tiles.append(tile)
+        held.update(uses.get(tile, ()))
     return tuple(Segment(device, place, tuple(tiles)) for device, place, tiles in segments)
 
 

@@ -69,7 +69,7 @@ class StepRun:
         self._arriving: dict[int, Pending] = {}
         self._reducing: dict[int, Pending] = {}
         self._contributions: dict[LeafKey, torch.Tensor] = {}
-        self._returning: dict[int, list[Pending]] = {}
+        self._returning: dict[int, list[tuple[int, Pending]]] = {}
         self._reduced_gradients: dict[int, Pending] = {}
         self._handlers: dict[ActionKind, Callable[[int], None]] = {
             ActionKind.TILE: self._run_tile,
@@ -217,12 +217,11 @@ class StepRun:
 
     def _reduce(self, number: int) -> None:
         reduction = self.plan.reductions[number]
-        total: torch.Tensor | None = None
-        for tile in reduction.tiles:
-            if self.plan.tiles[tile].device == self.rank:
-                partial = self._partials.pop((tile, reduction.output))
-                total = partial.clone(memory_format=torch.contiguous_format) if total is None else total.add_(partial)
-        assert total is not None
+        own = [tile for tile in reduction.tiles if self.plan.tiles[tile].device == self.rank]
+        partials = [self._partials.pop((tile, reduction.output)) for tile in own]
+        total = partials[0].clone(memory_format=torch.contiguous_format)
+        for partial in partials[1:]:
+            total.add_(partial)
         if len(reduction.devices) > 1:
             self.comm.traffic.reduced_bytes += total.numel() * total.element_size()
         self._reducing[number] = self.comm.all_reduce(total, reduction.devices)
@@ -252,7 +251,7 @@ class StepRun:
             return
         tiles = [self.plan.tiles[tile] for tile in self.program.segments[number].tiles]
         with self._task(backward_name(self.plan.operator(tiles[0]), tiles[0]), TaskKind.BACKWARD):
-            results = torch.autograd.grad(outputs, list(used.values()), gradients, allow_unused=True)
+            results: Sequence[torch.Tensor | None] = torch.autograd.grad(outputs, list(used.values()), gradients, allow_unused=True)
         for key, result in zip(used, results, strict=True):
             if result is None:
                 continue
@@ -276,10 +275,13 @@ class StepRun:
 
     def _collect(self, holding: int) -> torch.Tensor | None:
         """All gradients that this rank has for a holding: from its own segments, then from other ranks in the order of the transfers."""
+        held = self.plan.holdings[holding]
         total = self._contributions.pop(("holding", holding), None)
-        for pending in self._returning.pop(holding, ()):
-            gradient = pending.wait()
-            total = gradient if total is None else total + gradient
+        returned = self._returning.pop(holding, ())
+        if returned:  # a copy: autograd may have handed out one tensor twice
+            total = self._empty(held.box, held.tensor).zero_() if total is None else total.clone()
+            for number, pending in returned:
+                cut(total, held.box, self.program.transfers[number].box).add_(pending.wait())
         return total
 
     def _contribute(self, key: LeafKey, gradient: torch.Tensor) -> None:
@@ -298,7 +300,7 @@ class StepRun:
             self._leaves.pop(("transfer", number), None)
         else:
             pending = self.comm.receive(self._empty(transfer.box, tensor), transfer.target, tag)
-            self._returning.setdefault(transfer.holding, []).append(pending)
+            self._returning.setdefault(transfer.holding, []).append((number, pending))
         self._count(pending, sent=transfer.target == self.rank)
         name = transfer_name(tensor, transfer.box, transfer.target, transfer.source, gradient=True)
         self._watch([name], TaskKind.TRANSFER, pending)

@@ -35,9 +35,13 @@ class GradientSync:
                 self.gradients[i] = buffer[first : first + shard.numel()].view(shard.shape)
                 first += shard.numel()
 
+        for i in program.idle_shards:
+            if i in tensors:
+                self.gradients[i] = torch.zeros_like(tensors[i], requires_grad=False)
+
     def begin(self) -> None:
         """Forget the last step's gradients."""
-        self._fresh = set(self.gradients)
+        self._fresh = {shard for bucket in self._buffers for shard in self.program.buckets[bucket].shards}
 
     def add(self, shard: int, gradient: torch.Tensor) -> None:
         """One segment's contribution."""

@@ -65,8 +65,9 @@ class Trainer:
         if plan.graph.hash != model.graph.hash:
             ours, theirs = f"{model.graph.name!r} ({model.graph.hash})", f"{plan.graph.name!r} ({plan.graph.hash})"
             raise RuntimeFailure(f"plan is for model {theirs}, not {ours}; build it for this model")
-        self.model, self.plan, self.seed, self.dtype = model, plan, seed, dtype
+        self.model, self.seed, self.dtype = model, seed, dtype
         self.program = compile_program(plan, order)
+        self.plan = plan = self.program.plan
         self.world = open_world(plan.device_count, device_kind or "cpu", backend, timeout_s)
         self.rank, self.device = self.world.rank, self.world.device
         self.comm = Communicator(self.device, self.program.device_groups(), self.world.timeout)
@@ -172,7 +173,7 @@ class Trainer:
             expected = self.plan.graph.tensors[name].shape
             if tuple(tensor.shape) != expected:
                 raise RuntimeFailure(f"input {name!r} has shape {tuple(tensor.shape)}: expected {expected}, the whole batch, on every rank")
-        return {name: self._cast(tensor) for name, tensor in zip(names, inputs, strict=True)}
+        return {name: self.place(tensor) for name, tensor in zip(names, inputs, strict=True)}
 
     def _set_gradients(self, sync: GradientSync, shards: Sequence[int] | dict[int, torch.Tensor]) -> None:
         for number, tensor in self.shards.tensors.items():
@@ -214,9 +215,10 @@ class Trainer:
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on this rank's device, in the type that is computed in."""
-        return self._cast(tensor).clone(memory_format=torch.contiguous_format)
+        return self.place(tensor).clone(memory_format=torch.contiguous_format)
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on this rank's device, in the type that is computed in; itself if it is so already."""
         if self.dtype is not None and tensor.is_floating_point():
             return tensor.to(self.device, self.dtype)
         return tensor.to(self.device)

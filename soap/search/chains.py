@@ -32,7 +32,7 @@ from soap.strategy import Strategy
 from soap.topology import Topology
 from soap.units import format_bytes
 
-PROPOSALS_PER_CHAIN = 150
+PROPOSALS_PER_CHAIN = 500
 MAX_CHAINS = 3
 DESCENT_SHARE = 0.5
 MAX_IDLE_MOVES = 1000

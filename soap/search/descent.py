@@ -21,8 +21,8 @@ from soap.search.proposals import Proposal
 from soap.search.space import Space
 from soap.strategy import OpConfig, Strategy
 
-MAX_SPREAD = 6
-"""Largest distance, in operators, to which a new configuration spreads."""
+SPREADS = (0, 1, 2, 4, 8, 16)
+"""Distances, in operators, to which a new configuration spreads."""
 
 Change = Mapping[int, OpConfig]
 """Operator position -> new configuration."""
@@ -71,7 +71,7 @@ def spread(rng: random.Random, space: Space, strategy: Strategy) -> Change:
     new = space.operators[i].draw_structured(rng)
     change = dict.fromkeys(space.group_of[i], new)
     frontier = list(change)
-    for _ in range(rng.randrange(MAX_SPREAD + 1)):
+    for _ in range(rng.choice(SPREADS)):
         reached: list[int] = []
         for j in frontier:
             for edge in space.edges[j]:

@@ -22,7 +22,7 @@ from typing import Protocol
 from soap.search.proposals import Proposal
 from soap.strategy import Strategy
 
-DEFAULT_BETA = 500.0
+DEFAULT_BETA = 1000.0
 """FlexFlow's published simulator uses 5 per millisecond, which is this for an iteration of 100 ms."""
 
 

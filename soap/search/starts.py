@@ -75,7 +75,7 @@ def reference_strategies(graph: OperatorGraph, topology: Topology, starts: Itera
 
 
 def narrowed(graph: OperatorGraph, topology: Topology, baseline: Strategy, device_count: int) -> Strategy:
-    """Data parallelism on the first ``device_count`` devices, host by host; what ``baseline`` computes everywhere is computed on all of these."""
+    """Data parallelism on the first devices, host by host; what ``baseline`` computes on all devices is computed on all of these."""
     devices = sorted(range(topology.device_count), key=lambda i: (topology.devices[i].host, i))[:device_count]
     configs = {}
     for op in graph.operators:

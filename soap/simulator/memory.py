@@ -1,8 +1,9 @@
 """Peak memory of a plan, device by device: an upper bound on what a training step holds, so that "fits" can be trusted.
 
-Counted as held through the whole step: parameter shards, their gradients and optimizer states, and everything the forward pass makes
-(it is not credited that the backward pass frees activations while it goes). On top come, as buffers, the largest set of gradients under
-way between operators, the largest tile's own gradients, and the largest message with its copy. The allocator's fragmentation and the
+It follows the runtime. Counted as held through the whole step: parameter shards, their gradients and optimizer states, the whole batch and
+the constants (which every rank gets), everything the forward pass makes (it is not credited that the backward pass frees activations
+while it goes), and what is sent (which is kept until the step ends). On top come the largest set of gradients under way between operators,
+the gradients that one tile and one segment make, and the largest sum over devices. The allocator's fragmentation and the
 libraries' workspaces are not counted, nor are a model's buffers (running statistics), which belong to no tensor of the graph.
 """
 
@@ -13,11 +14,15 @@ from dataclasses import dataclass
 
 from soap.graph import Operator, OperatorGraph, TensorKind
 from soap.regions import Box, volume, whole
-from soap.simulator.plan import Fetch, Plan
+from soap.simulator.plan import Fetch, Piece, Plan
 from soap.simulator.tiling import Tile, iteration_points
 
-MESSAGE_COPIES = 2
-"""A region that does not lie contiguously is packed before it is sent, and arrives in a buffer of its own."""
+SEGMENT_BYTES = 25 * 2**20
+"""Parameters of one segment of the runtime (``runtime.program.BUCKET_BYTES``): so many bytes of their gradients exist twice, as autograd
+made them and where they are added up. The tile that reaches the limit still belongs to the segment."""
+
+ADDING_COPIES = 2
+"""Adding two gradients of a value makes a third."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +30,7 @@ class MemoryUse:
     """What one device holds at its peak, in bytes.
 
     ``optimizer``: its states. ``activations``: inputs, fetched regions, outputs, sums and what the backward pass needs besides.
-    ``buffers``: gradients under way and messages.
+    ``buffers``: gradients under way, and what is sent or summed.
     """
 
     parameters: int
@@ -43,8 +48,9 @@ class MemoryUse:
 def memory_use(plan: Plan, optimizer_states: int = 2) -> tuple[MemoryUse, ...]:
     """Upper bound of each device's use. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
     parameters, trainable = _shard_bytes(plan)
-    activations = _sum(plan, (_tile_bytes(plan), _read_bytes(plan), _fetched_bytes(plan), _summed_bytes(plan), _assembled_bytes(plan)))
-    backward = _sum(plan, (_frontier_bytes(plan), _tile_gradient_bytes(plan), _message_bytes(plan)))
+    activations = _sum((_tile_bytes(plan), _read_bytes(plan), _fetched_bytes(plan), _summed_bytes(plan), _assembled_bytes(plan)))
+    gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan), _segment_gradient_bytes(plan, trainable)))
+    backward = _sum((gradients, _sent_bytes(plan), _largest_sum_bytes(plan)))
     return tuple(
         MemoryUse(
             parameters=parameters[d],
@@ -63,8 +69,8 @@ def peak_bytes(plan: Plan, optimizer_states: int = 2) -> tuple[int, ...]:
     return tuple(use.total for use in memory_use(plan, optimizer_states))
 
 
-def _sum(plan: Plan, parts: Iterable[list[int]]) -> list[int]:
-    return [sum(values) for values in zip(*parts, strict=True)] or [0] * plan.device_count
+def _sum(parts: Iterable[list[int]]) -> list[int]:
+    return [sum(values) for values in zip(*parts, strict=True)]
 
 
 def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
@@ -98,28 +104,29 @@ def _tile_bytes(plan: Plan) -> list[int]:
 
 
 def _read_bytes(plan: Plan) -> list[int]:
-    """Model inputs and constants: the whole tensor where a tile reads any of it, and a copy of every distinct part."""
-    read: set[tuple[int, str, Box]] = set()
+    """Model inputs and constants: all of them on every device, and a copy of every distinct part that tiles read."""
+    given = [t for t in plan.graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
+    read = {(device, t.name, whole(t.shape)) for t in given for device in range(plan.device_count)}
+    names = {t.name for t in given}
     for tile in plan.tiles:
         for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True):
-            tensor = plan.graph.tensors[operand.tensor]
-            if tensor.kind is not TensorKind.ACTIVATION:
-                read.add((tile.device, tensor.name, box))
-                read.add((tile.device, tensor.name, whole(tensor.shape)))
+            if operand.tensor in names:
+                read.add((tile.device, operand.tensor, box))
     return _total(plan, read)
 
 
 def _fetched_bytes(plan: Plan) -> list[int]:
-    """Regions that are put together; one that is a holding of the device itself needs no copy."""
-    copies = [(f.device, f.tensor, f.box) for f in plan.fetches if not _is_local_holding(plan, f)]
-    return _total(plan, copies)
+    """What is received, and regions that are put together from several pieces, for each tile that may do so in a segment of its own."""
+    result = [0] * plan.device_count
+    for fetch in plan.fetches:
+        received = sum(_box_bytes(plan.graph, fetch.tensor, piece.box) for piece in fetch.pieces if _is_remote(plan, fetch, piece))
+        joined = _box_bytes(plan.graph, fetch.tensor, fetch.box) * len(fetch.consumers) if len(fetch.pieces) > 1 else 0
+        result[fetch.device] += received + joined
+    return result
 
 
-def _is_local_holding(plan: Plan, fetch: Fetch) -> bool:
-    if len(fetch.pieces) != 1:
-        return False
-    holding = plan.holdings[fetch.pieces[0].holding]
-    return holding.device == fetch.device and holding.box == fetch.box
+def _is_remote(plan: Plan, fetch: Fetch, piece: Piece) -> bool:
+    return plan.holdings[piece.holding].device != fetch.device
 
 
 def _summed_bytes(plan: Plan) -> list[int]:
@@ -129,14 +136,14 @@ def _summed_bytes(plan: Plan) -> list[int]:
 
 
 def _assembled_bytes(plan: Plan) -> list[int]:
-    """Parameter regions that tiles read and that are not one shard: they are put together from several, and kept for the backward pass."""
+    """Parameter regions that tiles read and that are not one shard: they are put together, and kept for the backward pass."""
     shards = {(shard.parameter, shard.box) for shard in plan.shards}
-    assembled = {
+    assembled = (
         (tile.device, operand.tensor, box)
         for tile in plan.tiles
         for operand, box in zip(plan.operator(tile).parameters, tile.parameters, strict=True)
         if (operand.tensor, box) not in shards
-    }
+    )
     return _total(plan, assembled)
 
 
@@ -150,7 +157,8 @@ def _total(plan: Plan, regions: Iterable[tuple[int, str, Box]]) -> list[int]:
 def _frontier_bytes(plan: Plan) -> list[int]:
     """Largest sum of gradients that wait between operators, when these go backward in reverse order.
 
-    A holding's gradient lives from its last consumer to its producer; a fetched region's from its last consumer to its first.
+    A holding's gradient lives from its last consumer to its producer, and so does what other devices return of it; the gradient of a sum is
+    copied to be summed in its turn. A fetched region's gradient lives from its last consumer to its first.
     """
     graph = plan.graph
     last = [-1] * len(plan.holdings)
@@ -158,14 +166,20 @@ def _frontier_bytes(plan: Plan) -> list[int]:
     for fetch in plan.fetches:
         if not graph.tensors[fetch.tensor].requires_grad:
             continue
+        producer = graph.producers[fetch.tensor][0]
         readers = [plan.tiles[tile].operator for tile, _ in fetch.consumers]
+        first, latest = min(readers), max(readers)
         for piece in fetch.pieces:
-            last[piece.holding] = max(last[piece.holding], *readers)
-        _add_life(steps[fetch.device], min(readers), max(readers), _box_bytes(graph, fetch.tensor, fetch.box))
+            last[piece.holding] = max(last[piece.holding], latest)
+            if _is_remote(plan, fetch, piece):
+                size = _box_bytes(graph, fetch.tensor, piece.box)
+                _add_life(steps[plan.holdings[piece.holding].device], producer, latest, size)
+        _add_life(steps[fetch.device], first, latest, _box_bytes(graph, fetch.tensor, fetch.box))
     for holding, reader in zip(plan.holdings, last, strict=True):
         if reader >= 0:
-            producer = graph.producers[holding.tensor][0]
-            _add_life(steps[holding.device], producer, reader, _box_bytes(graph, holding.tensor, holding.box))
+            copies = 1 if holding.reduction is None else 2
+            size = copies * _box_bytes(graph, holding.tensor, holding.box)
+            _add_life(steps[holding.device], graph.producers[holding.tensor][0], reader, size)
     return [_peak(changes) for changes in steps]
 
 
@@ -183,39 +197,62 @@ def _peak(steps: list[int]) -> int:
 
 
 def _tile_gradient_bytes(plan: Plan) -> list[int]:
-    """The largest tile's gradients: of its outputs, inputs and parameters, and of what lies between its fused calls."""
-    result = [0] * plan.device_count
+    """The largest tile's gradients (of outputs, inputs, and what lies between its fused calls), and the largest addition of two."""
+    graph = plan.graph
+    result, added = [0] * plan.device_count, [0] * plan.device_count
     for tile in plan.tiles:
         op = plan.operator(tile)
-        if plan.graph.needs_backward(op):
-            operands = zip((*op.inputs, *op.parameters, *op.outputs), (*tile.inputs, *tile.parameters, *tile.outputs), strict=True)
-            wanted = ((o.tensor, box) for o, box in operands if plan.graph.tensors[o.tensor].requires_grad)
-            size = sum(_box_bytes(plan.graph, tensor, box) for tensor, box in wanted) + _saved(op, tile)
-            result[tile.device] = max(result[tile.device], size)
+        if graph.needs_backward(op):
+            operands = zip((*op.inputs, *op.outputs), (*tile.inputs, *tile.outputs), strict=True)
+            wanted = [_box_bytes(graph, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad]
+            result[tile.device] = max(result[tile.device], sum(wanted) + _saved(op, tile))
+    for holding in plan.holdings:
+        if graph.tensors[holding.tensor].requires_grad:
+            added[holding.device] = max(added[holding.device], ADDING_COPIES * _box_bytes(graph, holding.tensor, holding.box))
+    return _sum((result, added))
+
+
+def _segment_gradient_bytes(plan: Plan, trainable: list[int]) -> list[int]:
+    """Parameter gradients as one segment's backward pass hands them out."""
+    graph = plan.graph
+    largest = [0] * plan.device_count
+    for tile in plan.tiles:
+        operands = zip(plan.operator(tile).parameters, tile.parameters, strict=True)
+        size = sum(_box_bytes(graph, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
+        largest[tile.device] = max(largest[tile.device], size)
+    # Where tiles put together more than there are shards, the gradient of such a region and its parts exist beside each other.
+    return [min(held, SEGMENT_BYTES + size) + size for held, size in zip(trainable, largest, strict=True)]
+
+
+def _sent_bytes(plan: Plan) -> list[int]:
+    """What a device sends: parts of its holdings (whole ones need no copy), and gradients of what it has received."""
+    graph = plan.graph
+    result = [0] * plan.device_count
+    for fetch in plan.fetches:
+        for piece in fetch.pieces:
+            holding = plan.holdings[piece.holding]
+            if holding.device != fetch.device:
+                size = _box_bytes(graph, fetch.tensor, piece.box)
+                result[holding.device] += size if piece.box != holding.box else 0
+                result[fetch.device] += size if graph.tensors[fetch.tensor].requires_grad else 0
     return result
 
 
-def _message_bytes(plan: Plan) -> list[int]:
-    """The largest message of each device, with its copy."""
+def _largest_sum_bytes(plan: Plan) -> list[int]:
+    """The largest buffer that is summed over devices: the library may work on a copy."""
     largest = [0] * plan.device_count
-    for device, size in _messages(plan):
+    for device, size in _summed_buffers(plan):
         largest[device] = max(largest[device], size)
-    return [MESSAGE_COPIES * size for size in largest]
+    return largest
 
 
-def _messages(plan: Plan) -> Iterable[tuple[int, int]]:
-    """(device, bytes) of everything that a device sends or receives at once."""
+def _summed_buffers(plan: Plan) -> Iterable[tuple[int, int]]:
     graph = plan.graph
-    for fetch in plan.fetches:
-        for piece in fetch.pieces:
-            source = plan.holdings[piece.holding].device
-            if source != fetch.device:
-                size = _box_bytes(graph, fetch.tensor, piece.box)
-                yield from ((source, size), (fetch.device, size))
     for reduction in plan.reductions:
         if len(reduction.devices) > 1:
             tensor = graph.operators[reduction.operator].outputs[reduction.output].tensor
             yield from ((device, _box_bytes(graph, tensor, reduction.box)) for device in reduction.devices)
     for shard in plan.shards:
         if len(shard.devices) > 1 and shard.trainable:
-            yield from ((device, _box_bytes(graph, shard.parameter, shard.box)) for device in shard.devices)
+            size = _box_bytes(graph, shard.parameter, shard.box)
+            yield from ((device, size) for device in shard.devices)

@@ -59,18 +59,20 @@ def chrome_trace(tasks: TaskGraph, schedule: Schedule, process_name: str = "simu
 def measured_trace(events: Iterable[MeasuredEvent], process_name: str = "measured", device_names: Sequence[str] | None = None) -> Trace:
     """What ranks measured, in the shape of ``chrome_trace``: times count from the first event.
 
-    Every rank has a thread for computation, named as its device, and one for communication, which runs beside it.
+    Every rank has a thread for computation, named as its device, and beside it as many for communication as run at once.
     ``device_names``: by rank; "rank 0", "rank 1", … if not given.
     """
     ordered = sorted(events, key=lambda event: (event[3], event[0], event[4], event[1]))
     count = max((rank for rank, *_ in ordered), default=-1) + 1
     names = list(device_names or ()) + [f"rank {rank}" for rank in range(len(device_names or ()), count)]
+    lanes = _Lanes(len(names))
     origin_ns = ordered[0][3] if ordered else 0
-    result = _process_events(process_name, [*names, *(f"{name} communication" for name in names)])
+    shown = []
     for rank, name, kind, start, end in ordered:
-        thread = rank if kind in COMPUTE_KINDS else len(names) + rank
-        result.append(_complete_event(name, kind, thread, start - origin_ns, end - origin_ns))
-    return _trace(result)
+        thread = rank if kind in COMPUTE_KINDS else lanes.thread(rank, start, end)
+        shown.append(_complete_event(name, kind, thread, start - origin_ns, end - origin_ns))
+    communication = [f"{names[rank]} communication" for rank in lanes.ranks]
+    return _trace(_process_events(process_name, [*names, *communication]) + shown)
 
 
 def merge_traces(*traces: Trace) -> Trace:
@@ -129,6 +131,27 @@ def link_bytes(tasks: TaskGraph) -> dict[str, int]:
 def bytes_moved(tasks: TaskGraph) -> int:
     """Bytes that leave a device for another during the iteration, whatever the number of links between them."""
     return sum(task.bytes for task in tasks.tasks)
+
+
+class _Lanes:
+    """Threads for what runs at the same time on one rank, numbered from ``first``: a viewer draws only nested events on one thread."""
+
+    def __init__(self, first: int) -> None:
+        self.ranks: list[int] = []
+        self._first = first
+        self._free_ns: list[int] = []
+
+    def thread(self, rank: int, start_ns: int, end_ns: int) -> int:
+        """The first thread of the rank that is free; a new one if none is. To be asked in the order of starts."""
+        for lane, owner in enumerate(self.ranks):
+            if owner == rank and self._free_ns[lane] <= start_ns:
+                break
+        else:
+            lane = len(self.ranks)
+            self.ranks.append(rank)
+            self._free_ns.append(0)
+        self._free_ns[lane] = end_ns
+        return self._first + lane
 
 
 def _groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:

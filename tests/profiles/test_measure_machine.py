@@ -9,24 +9,25 @@ import pytest
 
 from soap.errors import ProfileError, TopologyError
 from soap.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND
-from soap.profiles import measure_machine
+from soap.profiles import compute_rates, measure_machine
+from soap.profiles.compute_rates import Rates
 from soap.profiles.link_probe import LinkRates
 from soap.profiles.measure_machine import measure_device, measured_local_topology, threads_per_process
 from soap.profiles.roofline import RooflineCosts, is_measured
 
 
 class Machine:
-    """Four cores; a thread reaches 1e9 FLOP/s, four together 3e9; memory gives a thread 2e9 bytes/s, all together 3e9."""
+    """Four cores; each reaches 1e9 FLOP/s and 2e9 bytes/s, but while all four work only 0.75e9 of either."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.probed = 0
         self.link_fails = False
 
-    def rates(self, kind: str, threads: int) -> dict[str, float]:
-        self.asked.append(threads)
-        flops = 3e9 if threads == 4 else threads * 1e9
-        return {"float32": flops, "float64": flops / 2, "memory": min(3e9, threads * 2e9), "kernel_seconds": 1e-6}
+    def rates(self, workers: int) -> Rates:
+        self.asked.append(workers)
+        flops, memory = (0.75e9, 0.75e9) if workers == 4 else (1e9, 2e9)
+        return Rates({"float32": flops, "float64": flops / 2}, memory, 1e-6)
 
     def link(self) -> LinkRates:
         self.probed += 1
@@ -42,31 +43,35 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(measure_machine, "cpu_cores", lambda: 4)
     monkeypatch.setattr(measure_machine, "memory_bytes", lambda: 2**30)
     monkeypatch.setattr(measure_machine, "_gpu_count", lambda: 0)
-    monkeypatch.setattr(measure_machine, "_rates", made.rates)
+    monkeypatch.setattr(measure_machine, "cpu_rates", made.rates)
     monkeypatch.setattr(measure_machine, "measure_link", made.link)
     return made
 
 
 @pytest.mark.parametrize(
-    ("count", "threads", "flops", "memory", "kernel_seconds"),
+    ("count", "workers", "flops", "memory", "kernel_seconds"),
     [
         (1, 4, 3e9, 3e9, 1e-6),
-        (2, 2, 1.5e9, 1.5e9, 1e-6),
-        (3, 1, 1e9, 1e9, 1e-6),
-        (4, 1, 0.75e9, 0.75e9, 1e-6),
-        (8, 1, 0.375e9, 0.375e9, 2e-6),
+        (2, 4, 1.5e9, 1.5e9, 1e-6),
+        (3, 3, 1e9, 2e9, 1e-6),
+        (4, 4, 0.75e9, 0.75e9, 1e-6),
+        (8, 4, 0.375e9, 0.375e9, 2e-6),
     ],
 )
 def test_processes_share_cores_and_memory(
-    machine: Machine, count: int, threads: int, flops: float, memory: float, kernel_seconds: float
+    machine: Machine, count: int, workers: int, flops: float, memory: float, kernel_seconds: float
 ) -> None:
     device = measure_device("cpu", count)
-    assert threads_per_process(count) == threads
-    assert machine.asked[0] == threads
+    assert machine.asked == [workers]
     assert device.flops("float32") == pytest.approx(flops)
     assert device.memory_bandwidth_bytes_per_second == pytest.approx(memory)
     assert device.kernel_seconds == pytest.approx(kernel_seconds)
     assert device.memory_bytes == 2**30 // count
+
+
+@pytest.mark.parametrize(("count", "threads"), [(1, 4), (2, 2), (3, 1), (4, 1), (9, 1)])
+def test_threads_divide_the_cores(machine: Machine, count: int, threads: int) -> None:
+    assert threads_per_process(count) == threads
 
 
 def test_links_are_shared_by_more_processes_than_cores(machine: Machine) -> None:
@@ -102,13 +107,17 @@ def test_a_corrupt_cache_is_rewritten(machine: Machine, tmp_path: Path) -> None:
     assert json.loads(path.read_text())["key"]["devices"] == 2
 
 
-def test_failing_links_are_a_warning_and_tried_again(machine: Machine) -> None:
+def test_failing_links_are_a_warning_and_alone_tried_again(machine: Machine) -> None:
     machine.link_fails = True
     for _ in range(2):
         with pytest.warns(UserWarning, match="no gloo here; going on with the usual figures"):
             topology = measured_local_topology(2)
         assert topology.links[0].bandwidth_bytes_per_second == LOCAL_BANDWIDTH_BYTES_PER_SECOND
-    assert machine.probed == 2
+    machine.link_fails = False
+    again = measured_local_topology(2)
+    assert again.links[0].bandwidth_bytes_per_second == pytest.approx(1e9)
+    assert measured_local_topology(2) == again
+    assert (machine.probed, machine.asked) == (3, [4])
 
 
 def test_one_device_has_no_links_to_measure(machine: Machine) -> None:
@@ -124,12 +133,8 @@ def test_impossible_numbers_are_refused_before_measuring(machine: Machine, count
 
 
 def test_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(measure_machine, "SECONDS_PER_RATE", 0.0)
-    before = torch.get_num_threads()
+    monkeypatch.setattr(compute_rates, "SECONDS_PER_RATE", 0.0)
     device = measure_device("cpu", 2)
-    assert torch.get_num_threads() == before
     assert is_measured(device)
     assert device.flops("float32") > 1e6
     assert device.flops("float64") > 1e6

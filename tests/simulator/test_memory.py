@@ -10,8 +10,9 @@ from hypothesis import given, settings
 
 from soap.graph import OperatorGraph, TensorKind
 from soap.regions import Box, volume
+from soap.runtime.program import BUCKET_BYTES
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory import MemoryUse, memory_use, peak_bytes
+from soap.simulator.memory import SEGMENT_BYTES, MemoryUse, memory_use, peak_bytes
 from soap.simulator.plan import Plan
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tiling import iteration_points
@@ -32,8 +33,9 @@ def test_data_parallel_by_hand() -> None:
         optimizer=48,
         # half of l1 with as much saved, the loss with its half of the saved bytes and its sum; all of x and a copy of half of it
         activations=(48 + 48) + (4 + 2 + 4) + (64 + 32),
-        # l1's gradient at the producer and at the consumer; l1's tile (outputs, saved, weights); the weights' message twice
-        buffers=(48 + 48) + (48 + 48 + 24) + 2 * 24,
+        # l1's gradient at the producer and at the consumer; l1's tile (outputs, saved); adding two of l1's gradients; its weight's
+        # gradient as autograd makes it, in one piece and in shards; the sum of these over the devices
+        buffers=(48 + 48) + (48 + 48) + 2 * 48 + (24 + 24) + 24,
     )
     assert memory_use(build_plan(graph, batch_split(graph, [0, 1]), TWO)) == (use, use)
 
@@ -53,16 +55,16 @@ def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
     assert (use.parameters, use.gradients, use.optimizer) == (24 + 60, 60, 120)
 
 
-def test_an_idle_device_needs_nothing() -> None:
+def test_an_idle_device_holds_the_batch_alone() -> None:
     graph = chain(8, 2, 3)
-    assert peak_bytes(build_plan(graph, batch_split(graph, [1]), TWO))[0] == 0
+    assert peak_bytes(build_plan(graph, batch_split(graph, [1]), TWO))[0] == 64
 
 
 def test_splitting_a_weight_splits_its_memory() -> None:
     chosen = strategy(l1=on(0, 1, degrees=(1, 1, 2)), loss=on(0, degrees=(1,)))
     first, second = memory_use(build_plan(chain(4, 2, 6), chosen, TWO))
     assert (first.parameters, second.parameters) == (24, 24)
-    assert first.activations - second.activations == 4 + 4 + 4 * 6 * 4  # the loss and what it saves, and l1 put together
+    assert first.activations - second.activations == 4 + 4 + 48 + 96  # the loss and what it saves; half of l1 received, and l1 joined
 
 
 def test_replicas_are_paid_for_on_their_devices() -> None:
@@ -93,6 +95,20 @@ def test_a_training_step_stays_below_the_bound(case: tuple[OperatorGraph, Topolo
     played.run(execution_order(tasks, simulate(tasks)))
     for most, bound in zip(played.most, peak_bytes(plan, 2), strict=True):
         assert most <= bound
+
+
+def test_what_is_sent_is_kept() -> None:
+    half = strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(0, 1, degrees=(2,)))
+    first, second = memory_use(build_plan(chain(4, 2, 6), half, TWO))
+    # Gradients of l1: all of it here, of the half that is read here, and of the half that comes back; l1's tile with what it saves;
+    # adding two; the weight's twice; the half of l1 that is sent (cut out, so copied); the loss, summed.
+    assert first.buffers == (96 + 48 + 48) + (96 + 96) + 2 * 96 + (48 + 48) + 48 + 4
+    # The other device: the half that it reads; the tile of the loss; adding two losses; the gradient sent back; the loss, summed.
+    assert second.buffers == 48 + (48 + 4 + 2) + 2 * 4 + 48 + 4
+
+
+def test_segments_are_as_the_runtime_makes_them() -> None:
+    assert SEGMENT_BYTES == BUCKET_BYTES
 
 
 class Step:

@@ -67,7 +67,7 @@ def test_measured_events_look_like_simulated_ones() -> None:
         (0, "transfer l1[0:4,0:3] 0->1", "transfer", 5_024, 5_072),
     ]
     trace = timeline.measured_trace(events, device_names=["d0", "d1"])
-    assert list(threads(trace).values()) == ["d0", "d1", "d0 communication", "d1 communication"]
+    assert list(threads(trace).values()) == ["d0", "d1", "d0 communication"]
     assert [(e["name"], e["tid"], e["ts"], e["dur"]) for e in complete(trace)] == [
         ("forward l1[0]", 0, 0.0, 0.024),
         ("transfer l1[0:4,0:3] 0->1", 2, 0.024, 0.048),
@@ -75,6 +75,13 @@ def test_measured_events_look_like_simulated_ones() -> None:
     ]
     simulated = {e["name"] for e in complete(timeline.chrome_trace(*over_two_devices()))}
     assert {e["name"] for e in complete(trace)} <= simulated
+
+
+def test_communications_at_the_same_time_stand_on_threads_of_their_own() -> None:
+    events = [(0, "a", "sync", 0, 10), (0, "b", "sync", 5, 20), (1, "a", "sync", 6, 10), (0, "c", "transfer", 10, 12)]
+    trace = timeline.measured_trace(events, device_names=["d0", "d1"])
+    assert list(threads(trace).values())[2:] == ["d0 communication", "d0 communication", "d1 communication"]
+    assert [(e["name"], e["tid"]) for e in complete(trace)] == [("a", 2), ("b", 3), ("a", 4), ("c", 2)]
 
 
 def test_measured_trace_names_ranks_and_may_be_empty() -> None:

@@ -1,0 +1,183 @@
+"""``soap-run``: train by a strategy on real processes, and compare with the prediction and with a single process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from soap import api
+from soap.cli.command import Parser, run_command
+from soap.cli.options import add_cluster, add_model, add_outputs, batch_dims, not_negative, positive, positive_number
+from soap.cli.tables import aligned, listed, milliseconds, speed_up
+from soap.errors import StrategyError
+from soap.files import check_writable, write_text_atomically
+from soap.presets import preset_names
+from soap.simulator.reference import execution_order
+from soap.simulator.simulate import Simulation
+from soap.simulator.timeline import chrome_trace, measured_trace, merge_traces
+
+if TYPE_CHECKING:
+    from soap.cli.training import Job, Outcome
+
+PROG = "soap-run"
+BASELINE = "data_parallel"
+STRATEGY = "strategy"
+"""What the strategy is called where names of strategies are listed."""
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        PROG,
+        "Train a model by a strategy, one process per device: started on this machine, or under torchrun those that are there.",
+        f"{PROG} strategy.json --model zoo:rnnlm:tiny --steps 10 --check",
+    )
+    parser.add_argument("strategy", metavar="STRATEGY", help="what soap-search wrote")
+    add_model(parser, positional=False)
+    add_cluster(parser, required=False, note=" (default: the strategy's, if it is a preset)")
+    parser.add_argument("--steps", metavar="N", type=positive, default=10, help="training steps (default %(default)s)")
+    parser.add_argument("--check", action="store_true", help="compare loss and every gradient with a single process first")
+    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: as the cluster's devices are")
+    parser.add_argument("--dtype", choices=["float32", "float64"], help="compute in this type instead of the model's own")
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="default %(default)s")
+    parser.add_argument("--lr", metavar="X", type=positive_number, default=0.01, help="learning rate (default %(default)s)")
+    data_help = "yields one sequence of tensors per step, the same on all ranks (default: drawn like the example inputs)"
+    parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", help=data_help)
+    parser.add_argument("--compare-data-parallel", action="store_true", help="train by data parallelism as well, and measure it")
+    parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="of data and dropout (default %(default)s)")
+    add_outputs(parser, timeline="write one iteration for Perfetto, predicted and measured side by side")
+    return parser
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Plan, train, report."""
+    if args.timeline:
+        check_writable(args.timeline)
+    job, predicted = prepare(args)
+    outcome = start(job)
+    if outcome is None:  # under torchrun, and not the rank that reports
+        return 0
+    if args.timeline:
+        write_text_atomically(args.timeline, json.dumps(_side_by_side(job, predicted[STRATEGY], outcome)) + "\n")
+    report = document(job, predicted, outcome)
+    print(json.dumps(report, indent=2) if args.json else text(report))
+    if args.timeline and not args.json:
+        print(f"\nwrote {args.timeline}")
+    if outcome.check:
+        outcome.check.require()
+    return 0
+
+
+def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
+    """The job for the ranks, and what is predicted for each strategy."""
+    topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
+    graph = api.load(args.model, plan_only=True, batch_dims=batch_dims(args.batch_dim)).graph
+    strategies = {STRATEGY: api.load_strategy(args.strategy, graph, topology), BASELINE: api.classical(BASELINE, graph, topology)}
+    simulator = api.simulator_for(graph, topology)
+    predicted = {name: simulator.run(strategy) for name, strategy in strategies.items()}
+    from soap.cli.training import Job  # from here on torch is needed anyway
+
+    trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]
+    orders = {name: tuple(execution_order(predicted[name].tasks, predicted[name].schedule)) for name in trained}
+    job = Job(
+        model=args.model,
+        batch_dims=batch_dims(args.batch_dim),
+        topology=topology,
+        strategies={name: (strategies[name], orders[name]) for name in trained},
+        steps=args.steps,
+        seed=args.seed,
+        dtype=args.dtype,
+        optimizer=args.optimizer,
+        learning_rate=args.lr,
+        data=args.data,
+        backend=args.backend,
+        device_kind=None if args.device == "auto" else args.device,
+        checked=args.check,
+        traced=args.timeline is not None,
+    )
+    return job, predicted
+
+
+def start(job: Job) -> Outcome | None:
+    """Run the job on all ranks; None under torchrun on all but rank 0, which reports."""
+    from soap.cli.training import train
+    from soap.runtime.launch import launch
+
+    return launch(job.topology.device_count, train, (job,)).get(0)
+
+
+def document(job: Job, predicted: Mapping[str, Simulation], outcome: Outcome) -> dict[str, Any]:
+    """What was predicted and measured, as plain JSON values. The keys are part of the command's interface."""
+    strategies = {}
+    for name, simulation in predicted.items():
+        measured = outcome.measured.get(name)
+        strategies[name] = {
+            "predicted_ns": simulation.makespan_ns,
+            "measured_ns": measured.median_ns if measured else None,
+            "steps_ns": list(measured.times_ns) if measured else None,
+            "losses": list(measured.losses) if measured else None,
+        }
+    return {
+        "model": job.model,
+        "cluster": job.topology.name,
+        "processes": job.topology.device_count,
+        "backend": outcome.backend,
+        "steps": job.steps,
+        "strategies": strategies,
+        "check": {**asdict(outcome.check), "passed": outcome.check.passed} if outcome.check else None,
+    }
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The document as a short table."""
+    rows: list[tuple[str, ...]] = [("time per iteration", "predicted", "measured", "measured / predicted")]
+    for name, entry in report["strategies"].items():
+        predicted_ns, measured_ns = entry["predicted_ns"], entry["measured_ns"]
+        ratio = "" if measured_ns is None else f"{measured_ns / max(1, predicted_ns):.2f}"
+        rows.append((name, milliseconds(predicted_ns), "not measured" if measured_ns is None else milliseconds(measured_ns), ratio))
+    own, usual = report["strategies"][STRATEGY], report["strategies"][BASELINE]
+    gain = "" if usual["measured_ns"] is None else speed_up(usual["measured_ns"], own["measured_ns"])
+    rows.append(("speed-up", speed_up(usual["predicted_ns"], own["predicted_ns"]), gain))
+    losses = own["losses"]
+    facts = [("loss", f"{losses[0]:.6g} in step 1, {losses[-1]:.6g} in step {len(losses)}")]
+    if report["check"]:
+        facts.append(("check", _checked(report["check"])))
+    head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"
+    return "\n\n".join([head, aligned(rows), listed(facts)])
+
+
+def _checked(found: Mapping[str, Any]) -> str:
+    worst = found["worst"]
+    verdict = "as in one process" if found["passed"] else "NOT as in one process"
+    return (
+        f"{verdict}: {found['compared']} tensors in {found['steps']} steps, largest difference {worst['error']:.1e} "
+        f"({worst['kind']} {worst['name']}), allowed {found['tolerance']:.0e}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    return run_command(make_parser(), execute, argv)
+
+
+def _recorded_cluster(path: str) -> str:
+    """The cluster that a strategy file names, if the name says all."""
+    name = api.load_strategy_header(path).cluster
+    if name in preset_names() or name.startswith("local:"):
+        return name
+    raise StrategyError(f"{path}: made for cluster {name!r}, which is no preset; expected --cluster FILE with its description")
+
+
+def _side_by_side(job: Job, predicted: Simulation, outcome: Outcome) -> dict[str, Any]:
+    names = [device.name for device in job.topology.devices]
+    measured = measured_trace(outcome.events, "measured", names)
+    return merge_traces(chrome_trace(predicted.tasks, predicted.schedule, "predicted"), measured)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Rates that this machine reaches: operations and bytes per second, and what a call costs.
+
+On a CPU every core that will work is set to work, each on its own data, as separate processes will be: neighbouring hardware threads
+share execution units, and all share the memory. What is counted is the processor time of each thread, not the clock on the wall, so that
+other programs, which take turns with ours, do not spoil a figure that is kept for long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from threading import Barrier
+from typing import Any
+
+SECONDS_PER_RATE = 0.1
+"""How long one rate is measured; there are four to six."""
+MATMUL_SIZE = {"cpu": 512, "cuda": 4096}
+COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+"""Above the last cache level of usual processors; all cores together, but at least ``LEAST_COPY_BYTES`` each."""
+LEAST_COPY_BYTES = 4 * 2**20
+DTYPES = {"cpu": ("float32", "float64"), "cuda": ("float32", "float64", "bfloat16", "float16")}
+TINY_CALLS = 200
+FINE_CLOCK_SECONDS = 1e-4
+"""A thread's processor time is used where the system counts it at least this finely; elsewhere the clock on the wall."""
+
+Action = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What one core (or one GPU) reaches while its neighbours work as well. ``memory_bytes_per_second``: read and written."""
+
+    flops_per_second: dict[str, float]
+    memory_bytes_per_second: float
+    kernel_seconds: float
+
+
+def cpu_rates(workers: int) -> Rates:
+    """What one core reaches while ``workers`` cores work."""
+    size = max(COPY_BYTES["cpu"] // workers, LEAST_COPY_BYTES)
+    with _single_threaded():
+        flops = {dtype: _flops(_together(workers, _matmul("cpu", dtype)), "cpu") for dtype in DTYPES["cpu"]}
+        copied = 2 * size / _together(workers, _copy("cpu", size))
+        call = _together(1, _tiny_calls("cpu")) / TINY_CALLS  # Python's lock would let only one thread call at a time
+    return Rates(flops, copied, call)
+
+
+def cuda_rates() -> Rates:
+    """What the first GPU reaches; GPUs do not disturb each other."""
+    flops = {dtype: _flops(_on_gpu(_matmul("cuda", dtype)), "cuda") for dtype in DTYPES["cuda"]}
+    size = COPY_BYTES["cuda"]
+    return Rates(flops, 2 * size / _on_gpu(_copy("cuda", size)), _on_gpu(_tiny_calls("cuda")) / TINY_CALLS)
+
+
+def gpu_copy_seconds(copied_bytes: int) -> float:
+    """Time to copy from the first GPU to the second."""
+    import torch
+
+    source = torch.empty(copied_bytes, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty(copied_bytes, dtype=torch.uint8, device="cuda:1")
+    return _on_gpu(lambda: lambda: target.copy_(source), devices=2)
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _together(workers: int, make: Callable[[], Action]) -> float:
+    """Typical seconds of an action while so many threads do it at once; ``make`` gives each its own."""
+    import torch
+
+    barrier = Barrier(workers)
+    fine = time.get_clock_info("thread_time").resolution <= FINE_CLOCK_SECONDS
+
+    def work() -> float:
+        try:
+            torch.set_num_threads(1)  # counts for the thread that says it
+            action = make()
+            action()
+            barrier.wait()
+            return _typical_seconds(action, time.thread_time if fine else time.perf_counter)
+        except BaseException:
+            barrier.abort()  # or the others would wait for ever
+            raise
+
+    with ThreadPoolExecutor(workers) as pool:
+        return median([future.result() for future in [pool.submit(work) for _ in range(workers)]])
+
+
+def _on_gpu(make: Callable[[], Action], devices: int = 1) -> float:
+    """Typical seconds of an action, from its call until the GPU has done it."""
+    import torch
+
+    action = make()
+
+    def finished() -> None:
+        action()
+        for device in range(devices):
+            torch.cuda.synchronize(device)
+
+    finished()
+    return _typical_seconds(finished, time.perf_counter)
+
+
+def _typical_seconds(action: Action, clock: Callable[[], float]) -> float:
+    """The median of at least four times."""
+    seconds: list[float] = []
+    stop = time.perf_counter() + SECONDS_PER_RATE
+    while len(seconds) < 4 or time.perf_counter() < stop:
+        start = clock()
+        action()
+        seconds.append(max(clock() - start, 1e-9))
+    return median(seconds)
+
+
+def _flops(seconds: float, kind: str) -> float:
+    return 2 * MATMUL_SIZE[kind] ** 3 / seconds
+
+
+def _matmul(kind: str, dtype: str) -> Callable[[], Action]:
+    import torch
+
+    def make() -> Action:
+        size = MATMUL_SIZE[kind]
+        left, right = (torch.ones(size, size, dtype=getattr(torch, dtype), device=kind) for _ in range(2))
+        result = torch.empty_like(left)
+        return lambda: torch.mm(left, right, out=result)
+
+    return make
+
+
+def _copy(kind: str, size_bytes: int) -> Callable[[], Action]:
+    import torch
+
+    def make() -> Action:
+        source = torch.ones(size_bytes // 4, device=kind)
+        target = torch.zeros_like(source)
+        return lambda: target.copy_(source)
+
+    return make
+
+
+def _tiny_calls(kind: str) -> Callable[[], Action]:
+    """Calls on a tiny tensor, recorded for the backward pass as in training."""
+    import torch
+
+    def make() -> Action:
+        tiny = torch.ones(8, device=kind, requires_grad=True)
+
+        def calls() -> None:
+            for _ in range(TINY_CALLS):
+                torch.add(tiny, tiny)
+
+        return calls
+
+    return make

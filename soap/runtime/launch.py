@@ -1,0 +1,148 @@
+"""Starting one process per device on this host through torchrun's launcher, and ending all of them whatever happens.
+
+Under ``torchrun`` (several hosts, or a user's own command line) nothing is started: this process is one of the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from soap.errors import RuntimeFailure, SoapError
+from soap.runtime.world import under_launcher, world_size
+
+Result = TypeVar("Result")
+
+SHUTDOWN_S = 5
+"""How long ranks may take to end after one failed or Ctrl-C was pressed; then they are killed."""
+START_S = 120
+"""How long ranks may take to find each other."""
+AFTERMATH = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timed out")
+"""Marks of an error that only says that another rank has ended."""
+
+
+def launch(processes: int, entry: Callable[..., Result], args: Sequence[Any] = ()) -> dict[int, Result]:
+    """Run ``entry(*args)`` in so many processes, or in this one if it already is a rank; rank -> what it returned.
+
+    ``entry`` and ``args`` must be picklable, the entry a function at the top of a module. A rank that fails ends all; what
+    it said comes back as one line in a RuntimeFailure. Ctrl-C ends all ranks and raises KeyboardInterrupt.
+    """
+    if under_launcher(os.environ):
+        if world_size(os.environ) < processes:
+            raise RuntimeFailure(
+                f"{world_size(os.environ)} processes started for {processes} devices: expected one per device; "
+                f"use torchrun with {processes} processes in total"
+            )
+        return {int(os.environ["RANK"]): entry(*args)}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        rdzv_configs={"timeout": START_S},
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="spawn",
+        shutdown_timeout=SHUTDOWN_S,
+    )
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    try:
+        with _quiet_launcher(), _same_signals_afterwards(), _environment_for_ranks(threads):
+            return elastic_launch(config, _rank_main)(entry, tuple(args), threads)
+    except ChildFailedError as error:
+        raise RuntimeFailure(describe_failure(error.failures)) from None
+    except SignalException as error:
+        if error.sigval is signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise RuntimeFailure(f"stopped by {error.sigval.name}; all ranks have ended") from None
+
+
+def describe_failure(failures: dict[int, ProcessFailure]) -> str:
+    """One line on what went wrong first: a rank's own error rather than one that only noticed another's end."""
+    lines = sorted(((failure.timestamp, rank, _message(failure)) for rank, failure in failures.items()))
+    own = [line for line in lines if not any(mark in line[2] for mark in AFTERMATH)]
+    _, rank, message = (own or lines)[0]
+    return f"rank {rank} failed: {message}"
+
+
+def _message(failure: ProcessFailure) -> str:
+    """What a rank said, in one line, without the class of errors that are for users anyway."""
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return f"killed by {name}" + ("; is there enough memory?" if name == "SIGKILL" else "")
+    data = failure.error_file_data.get("message", failure.message) if failure.error_file_data else failure.message
+    text = str(data.get("message", data) if isinstance(data, dict) else data)
+    return " ".join(text.split())
+
+
+def _rank_main(entry: Callable[..., Result], args: tuple[Any, ...], threads: int) -> Result:
+    """What a started process does. Ctrl-C and the launcher's signals end it at once, wherever it waits."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    torch.set_num_threads(threads)
+    try:
+        return entry(*args)
+    except SoapError as error:
+        raise RankFailure(str(error)) from None
+    finally:
+        sys.stdout.flush()
+
+
+class RankFailure(RuntimeError):
+    """A user's error on its way from a rank to the launcher."""
+
+
+@contextmanager
+def _environment_for_ranks(threads: int) -> Iterator[None]:
+    """Settings that a process reads when it starts; the user's own are left alone."""
+    wanted = {"OMP_NUM_THREADS": str(threads)}
+    if sys.platform == "linux":
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this host, whose own name may not resolve
+    added = [name for name in wanted if name not in os.environ]
+    handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    os.environ.update({name: wanted[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+        if handled is None:
+            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+
+
+@contextmanager
+def _same_signals_afterwards() -> Iterator[None]:
+    """The launcher replaces signal handlers and does not put them back."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Failures are told once, by us."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,144 @@
+"""``soap-run`` as people call it: what it prints and writes, and what it says about bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import soap
+from soap.cli.run import main
+
+MODEL = "zoo:gpt:tiny"
+CLUSTER = "p100-4x4"
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def strategy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("strategy") / "s.json"
+    model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(CLUSTER)
+    soap.save_strategy(path, soap.api.classical("megatron", model.graph, cluster), model, cluster)
+    return path
+
+
+def edited(path: Path, folder: Path, edit: Edit) -> str:
+    """A copy of a strategy file after a change."""
+    document = json.loads(path.read_text())
+    edit(document)
+    copy = folder / "edited.json"
+    copy.write_text(json.dumps(document))
+    return str(copy)
+
+
+def expect(capsys: pytest.CaptureFixture[str], command: list[str], code: int, *words: str) -> None:
+    """The command ends with this code and one line that has these words, and prints nothing else."""
+    try:
+        ended = main(command)
+    except SystemExit as ending:  # argparse
+        assert isinstance(ending.code, int)
+        ended = ending.code
+    captured = capsys.readouterr()
+    assert ended == code, captured.err
+    assert captured.out == ""
+    assert captured.err.startswith("soap-run: error: ")
+    assert captured.err.count("\n") == 1
+    for word in words:
+        assert word in captured.err
+
+
+def test_missing_strategy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    expect(capsys, [str(tmp_path / "no.json"), "--model", MODEL], 5, "no.json", "cannot be read", "check the path")
+
+
+def test_no_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    path.write_text('{"format": ')
+    expect(capsys, [str(path), "--model", MODEL], 5, str(path), "not valid JSON", "soap-search")
+
+
+def _version(document: dict[str, Any]) -> None:
+    document["version"] = 2
+
+
+def _device(document: dict[str, Any]) -> None:
+    document["operators"]["token_embedding"]["devices"][0] = "node9/gpu0"
+
+
+def _number(document: dict[str, Any]) -> None:
+    document["operators"]["blocks.0.up"]["devices"] = ["1-16"]
+
+
+def _degree(document: dict[str, Any]) -> None:
+    document["operators"]["blocks.0.up"]["degrees"]["b"] = 1000
+
+
+def _factor(document: dict[str, Any]) -> None:
+    document["operators"]["blocks.0.up"]["degrees"]["z"] = 2
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (_version, ["version 2", "version 1"]),
+        (_device, ["token_embedding", "'node9/gpu0'", "node0/gpu0"]),
+        (_number, ["blocks.0.up", "device 16 does not exist", "0 to 15"]),
+        (_degree, ["blocks.0.up", "degree 1000", "'b'", "lower the degree"]),
+        (_factor, ["blocks.0.up", "'z'", "expected one of"]),
+    ],
+)
+def test_broken_strategy(edit: Edit, words: list[str], strategy_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = edited(strategy_file, tmp_path, edit)
+    expect(capsys, [path, "--model", MODEL], 5, path, *words)
+
+
+def test_strategy_of_another_model(strategy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [str(strategy_file), "--model", "zoo:gpt:tiny@4"]
+    expect(capsys, command, 5, "another model", "blocks.0.attention.query has b of size 8 instead of 4", "search again")
+
+
+def test_strategy_of_another_cluster(strategy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [str(strategy_file), "--model", MODEL, "--cluster", "h200-8"]
+    expect(capsys, command, 5, "another cluster", "'p100-4x4'", "'h200-8'", "node0/gpu0", "search again")
+
+
+def test_cluster_that_is_no_preset_must_be_given(strategy_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def rename(document: dict[str, Any]) -> None:
+        document["cluster"]["name"] = "basement"
+
+    path = edited(strategy_file, tmp_path, rename)
+    expect(capsys, [path, "--model", MODEL], 5, "'basement'", "--cluster FILE")
+
+
+def test_missing_model(strategy_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    expect(capsys, [str(strategy_file), "--model", str(tmp_path / "no.pt2")], 3, "no.pt2", "does not exist")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], ["--steps", "'0'", "at least 1"]),
+        (["--lr", "0"], ["--lr", "'0'", "above 0"]),
+        (["--backend", "mpi"], ["--backend", "mpi", "gloo"]),
+        (["--dtype", "int8"], ["--dtype", "int8", "float64"]),
+        (["--optimizer", "lamb"], ["--optimizer", "lamb", "adam"]),
+    ],
+)
+def test_usage_errors(arguments: list[str], words: list[str], strategy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expect(capsys, [str(strategy_file), "--model", MODEL, *arguments], 2, *words)
+
+
+def test_unwritable_timeline_is_found_before_the_work(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = [str(tmp_path / "no.json"), "--model", MODEL, "--timeline", str(tmp_path / "no" / "t.json")]
+    expect(capsys, command, 1, "cannot write", "create the folder")
+
+
+def test_fewer_processes_than_devices(strategy_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    command = [str(strategy_file), "--model", MODEL, "--device", "cpu"]
+    expect(capsys, command, 8, "2 processes", "16 devices", "torchrun with 16 processes")
