@@ -1,4 +1,4 @@
-"""Training data for ``soap-run``: batches drawn like the model's example inputs, or the user's own. By number of the step, the same on all ranks."""
+"""Training data for ``soap-run``: batches drawn like the model's example inputs, or the user's own; by step, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -32,29 +32,26 @@ class DrawnBatches:
 
 
 class UserBatches:
-    """What the callable ``pkg.mod:name`` yields: a sequence of tensors per step, in the order of the model's inputs; at its end, from the start.
+    """What the callable ``pkg.mod:name`` yields: a sequence of tensors per step, in the order of the model's inputs.
 
-    Every rank calls it, and must get the same batches: seed whatever is random.
+    At its end it is called again. Every rank calls it, and must get the same batches: seed whatever is random.
     """
 
     def __init__(self, spec: str) -> None:
         self._spec = spec
         self._make = _callable(spec)
-        self._restart()
+        self._step = -1
+        self._batch: list[torch.Tensor] = []
+        self._source = self._begin()
 
     def __call__(self, step: int) -> Sequence[torch.Tensor]:
         """The batch of a step. Asking again for the last one is free, going back starts anew."""
         if step < self._step:
-            self._restart()
+            self._step, self._source = -1, self._begin()
         while self._step < step:
             self._batch = self._next()
             self._step += 1
         return self._batch
-
-    def _restart(self) -> None:
-        self._step = -1
-        self._batch: list[torch.Tensor] = []
-        self._source = self._begin()
 
     def _begin(self) -> Iterator[Any]:
         made = self._make()
@@ -70,10 +67,12 @@ class UserBatches:
             batch = next(self._source, end)
         if batch is end:
             raise SoapError(f"--data {self._spec}: no batches; expected at least one")
-        tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch) if isinstance(batch, Iterable) else [batch]
-        for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor):
-                raise SoapError(f"--data {self._spec}: a batch holds {type(tensor).__name__}; expected a sequence of tensors per step")
+        items = batch if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor) else [batch]
+        tensors: list[torch.Tensor] = []
+        for item in items:
+            if not isinstance(item, torch.Tensor):
+                raise SoapError(f"--data {self._spec}: a batch holds {type(item).__name__}; expected a sequence of tensors per step")
+            tensors.append(item)
         return tensors
 
 

@@ -76,8 +76,11 @@ def execute(args: argparse.Namespace) -> int:
 def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
     """The job for the ranks, and what is predicted for each strategy."""
     topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
-    graph = api.load(args.model, plan_only=True, batch_dims=batch_dims(args.batch_dim)).graph
+    dims = batch_dims(args.batch_dim)
+    graph = api.load(args.model, plan_only=True, batch_dims=dims).graph
     strategies = {STRATEGY: api.load_strategy(args.strategy, graph, topology), BASELINE: api.classical(BASELINE, graph, topology)}
+    if args.dtype:  # the strategy was made for the model's own type; what is run and predicted is the model in the other one
+        graph = api.load(args.model, plan_only=True, batch_dims=dims, dtype=args.dtype).graph
     simulator = api.simulator_for(graph, topology)
     predicted = {name: simulator.run(strategy) for name, strategy in strategies.items()}
     from soap.cli.training import Job  # from here on torch is needed anyway
@@ -86,7 +89,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
     orders = {name: tuple(execution_order(predicted[name].tasks, predicted[name].schedule)) for name in trained}
     job = Job(
         model=args.model,
-        batch_dims=batch_dims(args.batch_dim),
+        batch_dims=dims,
         topology=topology,
         strategies={name: (strategies[name], orders[name]) for name in trained},
         steps=args.steps,
@@ -108,7 +111,7 @@ def start(job: Job) -> Outcome | None:
     from soap.cli.training import train
     from soap.runtime.launch import launch
 
-    return launch(job.topology.device_count, train, (job,)).get(0)
+    return launch(processes=job.topology.device_count, entry=train, args=(job,)).get(0)
 
 
 def document(job: Job, predicted: Mapping[str, Simulation], outcome: Outcome) -> dict[str, Any]:

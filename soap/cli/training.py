@@ -63,7 +63,7 @@ class Outcome:
 
 def train(job: Job) -> Outcome:
     """Train by each strategy in turn, each from the model's own parameters."""
-    model = api.load(job.model, batch_dims=job.batch_dims)
+    model = api.load(job.model, batch_dims=job.batch_dims, dtype=job.dtype)
     batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data)
     kind = job.device_kind or job.topology.devices[0].type.kind
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
@@ -103,7 +103,6 @@ def _trainer(job: Job, model: TracedModel, name: str) -> Trainer:
         backend=job.backend,
         device_kind=job.device_kind,
         seed=job.seed,
-        dtype=None if job.dtype is None else getattr(torch, job.dtype),
     )
 
 

@@ -118,8 +118,9 @@ class _Reference:
         self.model.end_step(context)
         expected = {name: gradient for name, gradient in zip(self.trainable, own, strict=False) if gradient is not None}
         self._update(gradients)
+        found_loss = torch.tensor(loss, dtype=torch.float64)
         return [
-            Difference(step, "loss", self.model.graph.loss, _error(torch.tensor(loss), expected_loss.detach().cpu().double(), 0.0)),
+            Difference(step, "loss", self.model.graph.loss, _error(found_loss, expected_loss.detach().cpu().double(), 0.0)),
             *_differences(step, "gradient of", gradients, expected),
             *_differences(step, "updated parameter", after, {n: t.detach() for n, t in self.parameters.items()}),
             *_differences(step, "buffer", after, buffers),

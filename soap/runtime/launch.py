@@ -62,7 +62,8 @@ def launch(processes: int, entry: Callable[..., Result], args: Sequence[Any] = (
     threads = max(1, (os.cpu_count() or 1) // processes)
     try:
         with _quiet_launcher(), _same_signals_afterwards(), _environment_for_ranks(threads):
-            return elastic_launch(config, _rank_main)(entry, tuple(args), threads)
+            results: dict[int, Result] = elastic_launch(config, _rank_main)(entry, tuple(args), threads)
+            return results
     except ChildFailedError as error:
         raise RuntimeFailure(describe_failure(error.failures)) from None
     except SignalException as error:
@@ -86,7 +87,7 @@ def _message(failure: ProcessFailure) -> str:
         return f"killed by {name}" + ("; is there enough memory?" if name == "SIGKILL" else "")
     data = failure.error_file_data.get("message", failure.message) if failure.error_file_data else failure.message
     text = str(data.get("message", data) if isinstance(data, dict) else data)
-    return " ".join(text.split())
+    return " ".join(text.removeprefix(f"{RankFailure.__name__}: ").split())
 
 
 def _rank_main(entry: Callable[..., Result], args: tuple[Any, ...], threads: int) -> Result:
@@ -110,6 +111,8 @@ class RankFailure(RuntimeError):
 def _environment_for_ranks(threads: int) -> Iterator[None]:
     """Settings that a process reads when it starts; the user's own are left alone."""
     wanted = {"OMP_NUM_THREADS": str(threads)}
+    # After Ctrl-C the process that tidies up semaphores tells that it did. It is started with the first rank, and reads this.
+    wanted["PYTHONWARNINGS"] = "ignore:resource_tracker"
     if sys.platform == "linux":
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this host, whose own name may not resolve
     added = [name for name in wanted if name not in os.environ]
@@ -139,10 +142,14 @@ def _same_signals_afterwards() -> Iterator[None]:
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Failures are told once, by us."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    prefixes = ("torch.distributed.elastic", "torch.multiprocessing.spawn")  # below these, loggers have levels of their own
+    names = {*prefixes, *(name for name in list(logging.root.manager.loggerDict) if name.startswith(prefixes))}
+    loggers = [logging.getLogger(name) for name in sorted(names)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

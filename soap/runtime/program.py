@@ -88,6 +88,8 @@ class Program:
     index: PlanIndex
     activity: Activity
     order: tuple[int, ...]
+    repeated: frozenset[int]
+    """Tiles that a device has computed already, for another replica: they must not update buffers again."""
     segments: tuple[Segment, ...]
     segment_of: dict[int, int]
     """Tile -> its segment."""
@@ -133,6 +135,7 @@ def compile_program(
         index,
         activity,
         order,
+        frozenset(_repeated(plan, order)),
         segments,
         segment_of,
         transfers,
@@ -164,6 +167,16 @@ def _ready(plan: Plan, holding: int, places: Sequence[int]) -> int:
     held = plan.holdings[holding]
     tiles = (held.tile,) if held.reduction is None else plan.reductions[held.reduction].tiles
     return max(places[tile] for tile in tiles)
+
+
+def _repeated(plan: Plan, order: Sequence[int]) -> Iterator[int]:
+    seen: set[tuple[object, ...]] = set()
+    for number in order:
+        tile = plan.tiles[number]
+        key = (tile.operator, tile.device, tile.intervals)
+        if key in seen:
+            yield number
+        seen.add(key)
 
 
 def _transfers(plan: Plan) -> Iterator[Transfer]:

@@ -78,7 +78,7 @@ class Communicator:
             dist.all_reduce(torch.zeros(1, device=device))
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
-        """Start sending; ``finish_sends`` waits for it. The tensor must not change meanwhile."""
+        """Start sending; ``finish_sends`` waits for it. The tensor must not change until then."""
         wire = _wire(tensor.detach().contiguous())
         wire = wire.cpu() if self._staged else wire
         pending = Pending(self._point_to_point(dist.isend, wire, target, tag), wire)

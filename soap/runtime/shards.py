@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from soap.regions import Box, lengths, relative, volume, whole
+from soap.regions import Box, lengths, relative, whole
 from soap.runtime.redistribute import Communicator, assemble, cut
 from soap.simulator.plan import Plan
 
@@ -59,15 +59,13 @@ class ShardStore:
         """What a tile needs for its parameter operand ``place``."""
         return Region(self.plan.tiles[tile].parameters[place], tuple(self._regions.get((tile, place), ())))
 
-    def build(self, region: Region, like: torch.dtype, device: torch.device) -> torch.Tensor:
+    def build(self, region: Region) -> torch.Tensor:
         """The region as one tensor, differentiable with respect to its shards."""
-        if volume(region.box) == 0:
-            return torch.empty(lengths(region.box), dtype=like, device=device)
         return assemble(region.box, [self.plan.shards[i].box for i in region.shards], [self.tensors[i] for i in region.shards])
 
 
 def gather_regions(
-    comm: Communicator, plan: Plan, values: Mapping[int, torch.Tensor], wanted: Iterator[int] | list[int], full: dict[str, torch.Tensor]
+    comm: Communicator, plan: Plan, values: Mapping[int, torch.Tensor], wanted: Sequence[int], full: dict[str, torch.Tensor]
 ) -> None:
     """Bring shard-wise values together: rank 0 writes them into ``full`` (parameter -> whole tensor); the others send theirs.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.runtime.program import Program, compile_program, part_of
+from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
-from soap.runtime.segment import StepRun
+from soap.runtime.segment import StepRunner
 from soap.runtime.shards import ShardStore, gather_regions
-from soap.runtime.sync import GradientSync
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.world import TIMEOUT_S, close_world, open_world
 from soap.simulator.lowering import build_plan
@@ -81,18 +80,18 @@ class Trainer:
         self._first_buffers = {name: tensor.clone() for name, tensor in self.buffers.items()}
         self._constants = {name: self._own(tensor) for name, tensor in model.constants.items()}
         self.steps = 0
-        self._sync = GradientSync(self.program, self.shards.tensors, self.comm)
-        self._parts = (part_of(self.program.forward, self.rank), part_of(self.program.backward, self.rank))
+        self._runner = StepRunner(self.program, model, self.comm, self.shards, self._dtype_of)
+        self.optimizer_factory = optimizer
         trainable = [self.shards.tensors[i] for i in self.shards.tensors if plan.shards[i].trainable]
         self.optimizer = optimizer(trainable) if trainable else None
 
     def step(self, *inputs: torch.Tensor) -> float:
         """One training iteration on a global batch, which every rank gets in full. Returns the loss, the same on all ranks."""
-        loss = self._run(self.program, self._sync, inputs, None)
-        self._set_gradients(self._sync, self.shards.tensors)
+        loss = self._run(self._runner, inputs)
+        self._set_gradients(self._runner.gradients.gradients)
         if self.optimizer is not None:
             self.optimizer.step()
-        self._end_step()
+        self.steps += 1
         return loss
 
     def trace(self, *inputs: torch.Tensor) -> list[Event]:
@@ -101,12 +100,12 @@ class Trainer:
         Slower than ``step``: nothing is joined into segments and buckets.
         """
         program = compile_program(self.plan, self.program.order, single_tiles=True)
-        sync = GradientSync(program, self.shards.tensors, self.comm)
         recorder = Recorder(self.comm)
+        runner = StepRunner(program, self.model, self.comm, self.shards, self._dtype_of, recorder)
         recorder.align()
-        self._run(program, sync, inputs, recorder)
-        self._update_one_by_one(sync, recorder)
-        self._end_step()
+        self._run(runner, inputs)
+        self._update_one_by_one(runner.gradients.gradients, recorder)
+        self.steps += 1
         return join_events(self.comm.gather(recorder.close()))
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -115,7 +114,7 @@ class Trainer:
         full: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self.plan.shards[shard].parameter for shard in wanted):
             full[name] = torch.zeros(self.plan.graph.tensors[name].shape, dtype=self._dtype_of(name), device=self._home(name))
-        gather_regions(self.comm, self.plan, self._sync.gradients, wanted, full)
+        gather_regions(self.comm, self.plan, self._runner.gradients.gradients, wanted, full)
         return full if self.rank == 0 else {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -157,11 +156,9 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, program: Program, sync: GradientSync, inputs: Sequence[torch.Tensor], recorder: Recorder | None) -> float:
-        tensors = {**self._constants, **self._check_inputs(inputs)}
+    def _run(self, runner: StepRunner, inputs: Sequence[torch.Tensor]) -> float:
         context = TileContext(self.seed, self.steps, self.buffers)
-        run = StepRun(program, self.model, self.comm, self.shards, sync, tensors, context, self._dtype_of, recorder)
-        loss = run.run(self._parts if program is self.program else None)
+        loss = runner.run({**self._constants, **self._check_inputs(inputs)}, context)
         self.model.end_step(context)
         return loss
 
@@ -175,20 +172,17 @@ class Trainer:
                 raise RuntimeFailure(f"input {name!r} has shape {tuple(tensor.shape)}: expected {expected}, the whole batch, on every rank")
         return {name: self.place(tensor) for name, tensor in zip(names, inputs, strict=True)}
 
-    def _set_gradients(self, sync: GradientSync, shards: Sequence[int] | dict[int, torch.Tensor]) -> None:
+    def _set_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
         for number, tensor in self.shards.tensors.items():
-            tensor.grad = sync.gradients.get(number) if number in shards else None
+            tensor.grad = gradients.get(number)
 
-    def _update_one_by_one(self, sync: GradientSync, recorder: Recorder) -> None:
+    def _update_one_by_one(self, gradients: Mapping[int, torch.Tensor], recorder: Recorder) -> None:
         """Optimizers leave alone what has no gradient, so that each shard can be updated, and timed, by itself."""
-        for number in sync.gradients:
-            self._set_gradients(sync, [number])
-            assert self.optimizer is not None
-            with recorder.task(update_name(self.plan.shards[number], self.rank), TaskKind.UPDATE):
-                self.optimizer.step()
-
-    def _end_step(self) -> None:
-        self.steps += 1
+        for number, gradient in gradients.items():
+            self._set_gradients({number: gradient})
+            if self.optimizer is not None:
+                with recorder.task(update_name(self.plan.shards[number], self.rank), TaskKind.UPDATE):
+                    self.optimizer.step()
 
     def _gather_buffers(self) -> dict[str, torch.Tensor]:
         """Each element from the rank that has updated it: tiles change their own region of their rank's copy only."""

@@ -21,7 +21,7 @@ from soap.search.proposals import Proposal
 from soap.search.space import Space
 from soap.strategy import OpConfig, Strategy
 
-SPREADS = (0, 1, 2, 4, 8, 16)
+SPREADS = (0, 1, 2, 3, 4, 6, 8)
 """Distances, in operators, to which a new configuration spreads."""
 
 Change = Mapping[int, OpConfig]

@@ -7,8 +7,8 @@ The chain's stationary distribution over the strategies that fit into memory is
 where ``weight`` is the space's reference measure (1 for every strategy that is built of structured configurations, so among those the
 distribution is the plain Boltzmann one). A proposed strategy S* is compared with the current one S and accepted with probability
 min(1, exp(log_ratio + beta * (cost(S) - cost(S*)) / cost_start)); ``log_ratio`` is the proposal's Hastings correction. Since
-beta is relative to the cost at the chain's start, it has no unit: at beta = 500 a proposal that makes the start's cost 0.2% longer
-is accepted with probability 1/e.
+beta is relative to the cost at the chain's start, it has no unit: at beta = 1000 a proposal that adds 0.1% of the
+start's cost is accepted with probability 1/e.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from soap.search.proposals import Proposal
 from soap.strategy import Strategy
 
 DEFAULT_BETA = 1000.0
-"""FlexFlow's published simulator uses 5 per millisecond, which is this for an iteration of 100 ms."""
+"""FlexFlow's published simulator uses 5 per millisecond, which is this for an iteration of 200 ms."""
 
 
 class Evaluator(Protocol):
     """What the search asks of a simulator. Must be deterministic."""
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
-        """(time of one iteration in ns, bytes by which the fullest device's memory is exceeded; 0 if the strategy fits)."""
+        """(time of one iteration in ns, bytes of memory that the devices lack; 0 if the strategy fits)."""
 
 
 @dataclass(frozen=True, slots=True)

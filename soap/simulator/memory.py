@@ -21,6 +21,9 @@ SEGMENT_BYTES = 25 * 2**20
 """Parameters of one segment of the runtime (``runtime.program.BUCKET_BYTES``): so many bytes of their gradients exist twice, as autograd
 made them and where they are added up. The tile that reaches the limit still belongs to the segment."""
 
+PACKING_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Operators whose libraries (oneDNN, cuDNN) bring the parameters into an order of their own, and keep that copy for the backward pass."""
+
 ADDING_COPIES = 2
 """Adding two gradients of a value makes a third."""
 
@@ -98,8 +101,10 @@ def _tile_bytes(plan: Plan) -> list[int]:
     result = [0] * plan.device_count
     for tile in plan.tiles:
         op = plan.operator(tile)
-        outputs = (_box_bytes(plan.graph, o.tensor, box) for o, box in zip(op.outputs, tile.outputs, strict=True))
-        result[tile.device] += sum(outputs) + _saved(op, tile)
+        kept = list(zip(op.outputs, tile.outputs, strict=True))
+        if op.kind in PACKING_KINDS:
+            kept += zip(op.parameters, tile.parameters, strict=True)
+        result[tile.device] += sum(_box_bytes(plan.graph, o.tensor, box) for o, box in kept) + _saved(op, tile)
     return result
 
 

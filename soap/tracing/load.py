@@ -1,17 +1,11 @@
-"""Reading a model for planning or training: a ``.pt2`` file, or ``zoo:NAME[:tiny][@BATCH]``.
-
-Files come from outside. ``torch.export.load`` unpickles some parts of an archive, so every pickled part is first read with torch's weights-only
-unpickler, which runs no code; an archive with a part that this refuses is not opened at all.
-"""
+"""Reading a model for planning or training: a ``.pt2`` file, or ``zoo:NAME[:tiny][@BATCH]``."""
 
 from __future__ import annotations
 
-import io
-import json
-import re
+import logging
 import warnings
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +13,7 @@ from torch.export import ExportedProgram
 
 from soap import zoo
 from soap.errors import ModelError
+from soap.tracing.archive import plain_archive
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import import_program
 
@@ -59,10 +54,10 @@ def read_pt2(path: Path) -> ExportedProgram:
     if not path.exists():
         raise ModelError(f"model file {str(path)!r} does not exist; expected a .pt2 file made by soap.export or torch.export.save, or zoo:NAME")
     try:
-        _refuse_code(path)
-        with warnings.catch_warnings():
+        archive = plain_archive(path)
+        with warnings.catch_warnings(), _quiet("torch.export"):
             warnings.simplefilter("ignore")
-            return torch.export.load(path)
+            return torch.export.load(archive)
     except ModelError:
         raise
     except Exception as error:
@@ -70,37 +65,13 @@ def read_pt2(path: Path) -> ExportedProgram:
         raise ModelError(f"model file {str(path)!r} cannot be read ({reason}); expected a .pt2 file that torch.export.save wrote") from error
 
 
-def _refuse_code(path: Path) -> None:
-    """Raise ModelError if loading the archive could run code from it."""
-    if not path.is_file() or not zipfile.is_zipfile(path):
-        raise ModelError(f"model file {str(path)!r} is not a .pt2 archive; expected a file that torch.export.save wrote")
-    with zipfile.ZipFile(path) as archive:
-        pickled: set[str] = set()
-        for name in archive.namelist():
-            leaf = name.rsplit("/", 1)[-1]
-            if leaf.startswith(("custom_obj", "opaque_obj")) or name.endswith((".so", ".py")):
-                raise ModelError(f"model file {str(path)!r} holds a custom object or code ({leaf}); expected tensors only")
-            if name.endswith("_config.json"):
-                config = json.loads(archive.read(name)).get("config", {})
-                pickled |= {str(entry.get("path_name")) for entry in config.values() if entry.get("use_pickle")}
-            if "/models/" in name and name.endswith(".json"):
-                _refuse_expressions(path, archive.read(name).decode())
-        for name in archive.namelist():
-            leaf = name.rsplit("/", 1)[-1]
-            if leaf in pickled or name.endswith(".pt"):
-                content = archive.read(name)
-                if content:
-                    _weights_only(path, leaf, content)
-
-
-def _weights_only(path: Path, leaf: str, content: bytes) -> None:
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Silence a logger that prints tracebacks for files it cannot read: the error itself says enough."""
+    target = logging.getLogger(logger)
+    level = target.level
+    target.setLevel(logging.CRITICAL)
     try:
-        torch.load(io.BytesIO(content), weights_only=True)
-    except Exception as error:
-        raise ModelError(f"model file {str(path)!r}: part {leaf} is not plain tensors; expected an archive without pickled objects") from error
-
-
-def _refuse_expressions(path: Path, text: str) -> None:
-    """Symbolic shapes are stored as expressions, which torch evaluates; static programs have none."""
-    if re.search(r'"expr_str"\s*:', text):
-        raise ModelError(f"model file {str(path)!r} has dynamic shapes; expected static shapes: export without dynamic_shapes")
+        yield
+    finally:
+        target.setLevel(level)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
+from dataclasses import replace
 from math import ceil
 
 from hypothesis import given, settings
@@ -95,6 +96,13 @@ def test_a_training_step_stays_below_the_bound(case: tuple[OperatorGraph, Topolo
     played.run(execution_order(tasks, simulate(tasks)))
     for most, bound in zip(played.most, peak_bytes(plan, 2), strict=True):
         assert most <= bound
+
+
+def test_recurrent_layers_keep_their_weights_in_another_order() -> None:
+    graph = chain(4, 2, 6)
+    recurrent = replace(graph, operators=tuple(replace(op, kind="lstm") if op.name == "l1" else op for op in graph.operators))
+    plain, packed = (memory_use(build_plan(g, batch_split(g, [0, 0]), TWO))[0] for g in (graph, recurrent))
+    assert packed.activations - plain.activations == 2 * 48
 
 
 def test_what_is_sent_is_kept() -> None:

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from soap.cli.batches import DrawnBatches, UserBatches
+from soap.errors import SoapError
+
+EXAMPLES = [torch.tensor([[0.5, 1.5], [2.5, 3.5]]), torch.tensor([3, 7]), torch.zeros(0, 4), torch.tensor(2.0)]
+
+
+def drawn(seed: int) -> DrawnBatches:
+    return DrawnBatches(SimpleNamespace(example_inputs=EXAMPLES), seed)  # type: ignore[arg-type]
+
+
+def test_drawn_batches_look_like_the_examples() -> None:
+    for step in range(5):
+        batch = drawn(1)(step)
+        assert [(t.shape, t.dtype) for t in batch] == [(t.shape, t.dtype) for t in EXAMPLES]
+        for tensor, example in zip(batch, EXAMPLES, strict=True):
+            assert set(tensor.reshape(-1).tolist()) <= set(example.reshape(-1).tolist())
+
+
+def test_drawn_batches_depend_on_seed_and_step_alone() -> None:
+    def text(seed: int, step: int) -> str:
+        return str([tensor.tolist() for tensor in drawn(seed)(step)])
+
+    assert text(1, 2) == text(1, 2)
+    assert len({text(seed, step) for seed in range(4) for step in range(4)}) > 8
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "batches_of_a_user.py").write_text(
+        "import torch\n"
+        "def two():\n    yield [torch.tensor(0)]\n    yield torch.tensor(1)\n"
+        "def none():\n    return []\n"
+        "def words():\n    yield ['a']\n"
+        "def number():\n    return 3\n"
+        "value = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "batches_of_a_user", raising=False)
+    return "batches_of_a_user"
+
+
+def test_user_batches_by_step(module: str) -> None:
+    batches = UserBatches(f"{module}:two")
+    assert [int(batches(step)[0]) for step in (0, 0, 1, 2, 3, 3, 0, 1)] == [0, 0, 1, 0, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none", "no batches; expected at least one"),
+        ("words", "a batch holds str; expected a sequence of tensors per step"),
+        ("number", "the callable returned int; expected an iterable of batches"),
+        ("value", "int cannot be called; expected a callable that yields batches"),
+        ("absent", "has no attribute 'absent'"),
+        ("", "expected package.module:callable"),
+    ],
+)
+def test_wrong_user_batches(module: str, name: str, message: str) -> None:
+    with pytest.raises(SoapError, match=message):
+        UserBatches(f"{module}:{name}")(0)
+
+
+def test_missing_module(module: str) -> None:
+    with pytest.raises(SoapError, match=r"--data nowhere\.data:f: No module named 'nowhere'; expected package\.module:callable"):
+        UserBatches("nowhere.data:f")

@@ -1,0 +1,128 @@
+"""``soap-run`` with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import soap
+
+ROOT = Path(__file__).parent.parent.parent
+MODEL = "zoo:gpt:tiny"
+CLUSTER = """
+name: pair
+device_types: {core: {kind: cpu, flops: {float32: 50 GFLOP/s}, memory_bandwidth: 10 GB/s, memory: 4 GiB, kernel_overhead: 5 us}}
+hosts:
+  - {name: box, devices: {type: core, count: 2}, cpu_cores: 2, memory: 8 GiB, links: {intra: {bandwidth: 1 GB/s, latency: 50 us}}}
+"""
+DATA = """
+import os
+from pathlib import Path
+import torch
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    Path(f"rank-{os.getpid()}").touch()
+    for _ in range(3):
+        yield SHAPES(generator)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with cluster.yaml, a strategy that splits parameters and samples over two devices, and a module of data."""
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    model = soap.load(MODEL, plan_only=True)
+    cluster = soap.load_cluster(tmp_path / "cluster.yaml")
+    soap.save_strategy(tmp_path / "s.json", soap.api.classical("megatron", model.graph, cluster), model, cluster)
+    shapes = [tuple(model.graph.tensors[name].shape) for name in model.input_names]
+    make = f"[torch.randint(8, shape, generator=generator) for shape in {shapes}]"
+    (tmp_path / "mydata.py").write_text(DATA.replace("SHAPES(generator)", make))
+    return tmp_path
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "soap.cli.run", "s.json", "--model", MODEL, "--cluster", "cluster.yaml", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True)
+
+
+def test_trains_checks_compares_and_traces(folder: Path) -> None:
+    done = run(folder, "--steps", "4", "--check", "--compare-data-parallel", "--timeline", "t.json", "--json", "--dtype", "float64")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    own, usual = report["strategies"]["strategy"], report["strategies"]["data_parallel"]
+    assert (report["processes"], report["backend"], report["steps"]) == (2, "gloo", 4)
+    assert len(own["losses"]) == 4 and len(own["steps_ns"]) == 2
+    assert own["losses"] == pytest.approx(usual["losses"], rel=1e-9)  # the same training, however it is spread
+    assert own["measured_ns"] > 0 and usual["measured_ns"] > 0
+    assert report["check"]["passed"] is True
+    assert report["check"]["worst"]["error"] <= report["check"]["tolerance"] == 1e-9
+    events = [event for event in json.loads((folder / "t.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    names = {pid: {event["name"] for event in events if event["pid"] == pid} for pid in (0, 1)}
+    assert names[1] and names[1] <= names[0]  # every measured task has its predicted one
+    assert any(name.startswith("forward ") for name in names[1]) and any(name.startswith("sync ") for name in names[1])
+
+
+@pytest.mark.slow
+def test_prints_a_table_and_takes_data(folder: Path) -> None:
+    done = run(folder, "--steps", "3", "--data", "mydata:batches", "--optimizer", "adam", "--lr", "0.001")
+    assert done.returncode == 0, done.stderr
+    assert "predicted" in done.stdout and "measured" in done.stdout and "not measured" in done.stdout
+    assert "zoo:gpt:tiny on pair: 2 processes, gloo, 3 steps" in done.stdout
+    assert len(list(folder.glob("rank-*"))) == 2
+
+
+@pytest.mark.slow
+def test_works_under_torchrun(folder: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command("--steps", "2", "--json")[1:]]
+    done = subprocess.run(torchrun, cwd=folder, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["processes"] == 2  # one document, from rank 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "words"), [("mydata:nothing", "mydata"), ("os:getcwd", "a batch holds str")])
+def test_bad_data_is_one_line(spec: str, words: str, folder: Path) -> None:
+    done = run(folder, "--steps", "1", "--data", spec)
+    assert done.returncode == 8
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("soap-run: error: rank ") and words in last
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("everybody", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_interrupt_ends_all_ranks(everybody: bool, folder: Path) -> None:
+    """Ctrl-C in a terminal reaches every process; ``kill -INT`` only the command itself."""
+    arguments = command("--steps", "100000000", "--data", "mydata:batches", "--timeline", "t.json")
+    with subprocess.Popen(
+        arguments, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while len(list(folder.glob("rank-*"))) < 2 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (os.killpg if everybody else os.kill)(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert stdout == ""
+    assert stderr == "soap-run: interrupted\n"
+    ranks = [int(path.name.removeprefix("rank-")) for path in folder.glob("rank-*")]
+    assert len(ranks) == 2
+    assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []
+    assert not (folder / "t.json").exists()
+    assert list(folder.glob("*.tmp")) == []

@@ -1,0 +1,48 @@
+"""What launched ranks do in tests; at the top of a module, so that it can be pickled."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from soap.errors import ModelError
+from soap.runtime.world import close_world, open_world
+from soap.simulator.plan import Plan
+from tests.runtime.cases import Outcome, train
+
+
+def add_ranks(start: int) -> int:
+    world = open_world(2)
+    total = torch.tensor(start + world.rank)
+    dist.all_reduce(total)
+    close_world(world)
+    return int(total)
+
+
+def train_launched(plan: Plan) -> Outcome:
+    return train(plan)
+
+
+def fail_in_rank_one() -> None:
+    open_world(2)
+    if os.environ["RANK"] == "1":
+        raise ModelError("operator 'x' has\nno rule")
+    dist.barrier()
+
+
+def crash_in_rank_one() -> None:
+    if os.environ["RANK"] == "1":
+        os.abort()
+    time.sleep(100)
+
+
+def wait_forever(folder: str) -> None:
+    open_world(2)
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    if os.environ["RANK"] == "0":
+        dist.barrier()
+    time.sleep(100)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from soap.errors import RuntimeFailure
+from soap.runtime.launch import launch
+from soap.simulator.lowering import build_plan
+from soap.strategy import OpConfig, Strategy
+from tests.graph_builder import mlp
+from tests.runtime.launched import add_ranks, crash_in_rank_one, fail_in_rank_one, train_launched
+from tests.strategies import CPU, cluster
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_rank_returns_its_result() -> None:
+    before = dict(os.environ), signal.getsignal(signal.SIGINT)
+    assert launch(2, add_ranks, (5,)) == {0: 11, 1: 11}
+    assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_training_on_launched_ranks() -> None:
+    graph = mlp()
+    halves = {
+        op.name: OpConfig(tuple(2 if f.name == "b" else 1 for f in op.factors), (0, 1) if any(f.name == "b" for f in op.factors) else (0,))
+        for op in graph.operators
+    }
+    outcomes = launch(2, train_launched, (build_plan(graph, Strategy(halves), cluster([2], CPU)),))
+    assert outcomes[0].losses == outcomes[1].losses
+    assert outcomes[0].gradient_error < 1e-10
+
+
+def test_failing_rank_is_named_in_one_line() -> None:
+    with pytest.raises(RuntimeFailure) as caught:
+        launch(2, fail_in_rank_one)
+    assert str(caught.value) == "rank 1 failed: operator 'x' has no rule"
+
+
+def test_crashed_rank_is_named() -> None:
+    with pytest.raises(RuntimeFailure, match=r"^rank 1 failed: killed by SIGABRT$"):
+        launch(2, crash_in_rank_one)
+
+
+@pytest.mark.parametrize("processes", ["1", "0"])
+def test_too_few_processes_under_torchrun(monkeypatch: pytest.MonkeyPatch, processes: str) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    with pytest.raises(RuntimeFailure, match=f"^{processes} processes started for 2 devices: expected one per device; use torchrun"):
+        launch(2, add_ranks, (5,))
+
+
+def test_under_torchrun_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launch(4, max, (5, 6)) == {3: 6}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+    program = (
+        "from soap.runtime.launch import launch\nfrom tests.runtime.launched import wait_forever\n"
+        f"if __name__ == '__main__':\n    try:\n        launch(2, wait_forever, ({str(tmp_path)!r},))\n"
+        "    except KeyboardInterrupt:\n        raise SystemExit(130)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"):
+            assert time.monotonic() < deadline and started.poll() is None
+            time.sleep(0.05)
+        ranks = [int((tmp_path / rank).read_text()) for rank in "01"]
+        started.send_signal(signal.SIGINT)
+        _, errors = started.communicate(timeout=20)
+    finally:
+        started.kill()
+    assert started.returncode == 130
+    assert "Traceback" not in errors
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

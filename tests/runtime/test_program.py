@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soap.errors import RuntimeFailure
+from soap.graph import OperatorGraph
+from soap.runtime.program import ActionKind, Program, compile_program, part_of
+from soap.simulator.lowering import build_plan
+from soap.strategy import Strategy
+from soap.topology import Topology
+from tests.graph_builder import GraphBuilder, convnet, mlp
+from tests.runtime.plans import plan_of, random_order, split
+from tests.strategies import cases
+
+FORWARD = {ActionKind.TILE, ActionKind.TRANSFER, ActionKind.REDUCE, ActionKind.LOSS}
+
+
+def test_data_parallel_is_one_segment_per_rank_and_one_bucket() -> None:
+    program = compile_program(plan_of(mlp(), split((0, 1, 2), b=3)))
+    assert [segment.device for segment in program.segments] == [0, 1, 2]
+    assert [action.kind for action in part_of(program.forward, 1)].count(ActionKind.TILE) == len(program.plan.graph.operators)
+    assert [action.kind for action in part_of(program.backward, 1)] == [ActionKind.SEGMENT, ActionKind.SYNC]
+    (bucket,) = program.buckets
+    assert bucket.devices == (0, 1, 2)
+    assert sorted(bucket.shards) == list(range(6))
+
+
+def test_segment_begins_at_the_first_consumer_of_what_arrives() -> None:
+    program = compile_program(plan_of(mlp(), split((0,)), fc1=split((1,)), act1=split((1,))))
+    names = [[program.plan.operator(program.plan.tiles[t]).name for t in segment.tiles] for segment in program.segments]
+    assert names == [["fc0", "act0"], ["fc1", "act1"], ["head", "cross_entropy5"]]
+    kinds = [action.kind for action in program.backward]
+    assert kinds == [ActionKind.SEGMENT, ActionKind.RETURN] * 2 + [ActionKind.SEGMENT]
+
+
+def test_segments_end_after_a_bucket_of_parameters() -> None:
+    plan = plan_of(mlp(), split((0, 1), b=2))
+    small = compile_program(plan, bucket_bytes=1)
+    assert len(small.segments) == 2 * 4  # fc0 | act0, fc1 | act1, head | loss
+    assert len(small.buckets) == 6
+    assert {bucket.shards for bucket in small.buckets[:2]} == {(4,), (5,)}  # the head comes first
+
+
+def test_single_tiles_for_tracing() -> None:
+    program = compile_program(plan_of(convnet(), split((0, 1), b=2)), single_tiles=True)
+    assert all(len(segment.tiles) == 1 for segment in program.segments)
+    assert all(len(bucket.shards) == 1 for bucket in program.buckets)
+
+
+def test_replica_of_the_loss_has_no_backward_pass() -> None:
+    program = compile_program(plan_of(mlp(), split((0,)), cross_entropy=split((0, 1), replicas=2)))
+    loss = program.plan.first_tile[-1]
+    assert loss in program.activity.tiles
+    assert loss + 1 not in program.activity.tiles
+    assert [action.kind for action in part_of(program.backward, 1)] == []
+
+
+def test_shards_for_what_no_tile_reads() -> None:
+    g = GraphBuilder()
+    table = g.parameter("table", 5, 4)
+    x = g.input("x", 2, 5, 4)
+    rows = g.slice(g.elementwise(x), 1, 0, 3)
+    from soap.graph import DimMap, Factor, FactorKind
+
+    factors = [Factor("s", 3, FactorKind.ATTRIBUTE), Factor("d", 4, FactorKind.ATTRIBUTE)]
+    copy = g.operator("copy", factors, [], [(table, [DimMap(0), DimMap(1)])], [((3, 4), [DimMap(0), DimMap(1)])])[0]
+    program = compile_program(plan_of(g.build(g.mean(g.elementwise(rows, copy))), split((1,))))
+    read, unread = program.plan.shards
+    assert (read.box, read.uses != ()) == (((0, 3), (0, 4)), True)
+    assert (unread.box, unread.devices, unread.uses) == (((3, 5), (0, 4)), (1,), ())
+    assert program.idle_shards == (1,)
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0, 1, 2, 3, 4], []])
+def test_order_must_have_every_tile_once(order: list[int]) -> None:
+    with pytest.raises(RuntimeFailure, match="expected each of the plan's 6 tiles once"):
+        compile_program(plan_of(mlp(), split((0,))), order)
+
+
+def test_order_must_be_topological() -> None:
+    with pytest.raises(RuntimeFailure, match="order runs tile 0 of 'fc1' before its input"):
+        compile_program(plan_of(mlp(), split((0,))), [0, 2, 1, 3, 4, 5])
+
+
+@given(cases(), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_every_action_comes_after_what_it_needs(case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
+    graph, topology, strategy = case
+    plan = build_plan(graph, strategy, topology)
+    program = compile_program(plan, random_order(plan, rng))
+    places = {(a.kind, a.subject): i for i, a in enumerate((*program.forward, *program.backward))}
+    assert len(places) == len(program.forward) + len(program.backward)
+    _check_forward(program, places)
+    _check_backward(program, places)
+
+
+def _check_forward(program: Program, places: dict[tuple[ActionKind, int], int]) -> None:
+    plan = program.plan
+    for number, transfer in enumerate(program.transfers):
+        held, here = plan.holdings[transfer.holding], places[ActionKind.TRANSFER, number]
+        made = places[ActionKind.TILE, held.tile] if held.reduction is None else places[ActionKind.REDUCE, held.reduction]
+        assert made < here
+        assert all(here < places[ActionKind.TILE, tile] for tile, _ in plan.fetches[transfer.fetch].consumers)
+    for number, reduction in enumerate(plan.reductions):
+        assert all(places[ActionKind.TILE, tile] < places[ActionKind.REDUCE, number] for tile in reduction.tiles)
+
+
+def _check_backward(program: Program, places: dict[tuple[ActionKind, int], int]) -> None:
+    """A gradient leaves after all segments that add to it, and before the segment that waits for it."""
+    plan = program.plan
+
+    def of_tile(tile: int) -> int:
+        return places[ActionKind.SEGMENT, program.segment_of[tile]]
+
+    for number, transfer in enumerate(program.transfers):
+        if (ActionKind.RETURN, number) not in places:
+            continue
+        here, held = places[ActionKind.RETURN, number], plan.holdings[transfer.holding]
+        consumers = [tile for tile, _ in plan.fetches[transfer.fetch].consumers if tile in program.activity.tiles]
+        assert all(of_tile(tile) < here for tile in consumers)
+        used = of_tile(held.tile) if held.reduction is None else places[ActionKind.REDUCE_GRADIENT, held.reduction]
+        assert here < used
+    for number in program.activity.reductions:
+        here = places[ActionKind.REDUCE_GRADIENT, number]
+        assert all(here < of_tile(tile) for tile in plan.reductions[number].tiles)
+    for number, bucket in enumerate(program.buckets):
+        for shard in bucket.shards if len(bucket.devices) > 1 else ():
+            uses = [tile for tile, _ in plan.shards[shard].uses if tile in program.activity.tiles]
+            assert all(of_tile(tile) < places[ActionKind.SYNC, number] for tile in uses)

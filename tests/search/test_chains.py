@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from soap.errors import InfeasibleError, StrategyError
+from soap.graph import OperatorGraph
+from soap.search import exhaustive_search, search
+from soap.search.chains import chain_budgets
+from soap.simulator.simulate import Simulator
+from soap.strategies import CLASSICAL
+from soap.strategy import OpConfig, Strategy
+from tests.graph_builder import mlp, transformer
+from tests.search.toys import TableCosts, TileCosts, layers
+from tests.simulator.examples import PointCosts, chain
+from tests.strategies import cluster
+
+
+class Interrupting:
+    """Presses Ctrl-C during the n-th evaluation."""
+
+    def __init__(self, graph: OperatorGraph, call: int) -> None:
+        self.costs, self.left = TileCosts(graph), call
+
+    def cost(self, strategy: Strategy) -> tuple[int, int]:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.costs.cost(strategy)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_optimum_of_random_costs_is_found(seed: int) -> None:
+    graph, costs = layers(2, rows=2), TableCosts(seed)
+    best = exhaustive_search(graph, 2, costs)
+    result = search(graph, cluster([2]), costs, budget=300, seed=seed, beta=20)
+    assert result.cost_ns <= best.cost_ns  # a shuffled placement may be better still
+
+
+@pytest.mark.parametrize("edge_ns", [0, 100, 1000])
+def test_optimum_of_coupled_layers_is_found(edge_ns: int) -> None:
+    graph = layers(4, rows=4)
+    costs = TileCosts(graph, edge_ns=edge_ns)
+    assert search(graph, cluster([2]), costs, budget=200).cost_ns == exhaustive_search(graph, 2, costs).cost_ns
+
+
+@pytest.mark.parametrize("widths", [(4, 4, 4), (4, 64, 2), (64, 2, 64)])
+def test_optimum_of_simulated_models_is_found(widths: tuple[int, ...]) -> None:
+    graph, topology = chain(8, *widths), cluster([2])
+    simulator = Simulator(graph, topology, PointCosts())
+    best = exhaustive_search(graph, 2, simulator)
+    result = search(graph, topology, simulator, budget=300)
+    assert best.evaluations == 6 * 6 * 4
+    assert result.cost_ns <= best.cost_ns
+    assert result.cost_ns == simulator.run(result.strategy).makespan_ns
+
+
+def test_never_worse_than_the_best_start() -> None:
+    graph, topology = transformer(), cluster([2, 2])
+    simulator = Simulator(graph, topology, PointCosts())
+    for seed in range(3):
+        result = search(graph, topology, simulator, budget=5, seed=seed)
+        assert result.cost_ns <= min(cost for cost, fits in result.start_costs.values() if fits)
+        assert result.data_parallel_ns == simulator.cost(CLASSICAL["data_parallel"](graph, topology))[0]
+        result.strategy.validate(graph, 4)
+
+
+def test_equal_seed_and_budget_give_the_same_search() -> None:
+    graph, topology = mlp(), cluster([4])
+
+    def run(seed: int):  # type: ignore[no-untyped-def]
+        return search(graph, topology, TileCosts(graph), budget=60, seed=seed)
+
+    assert run(1).rows == run(1).rows
+    assert run(1).strategy == run(1).strategy
+    assert run(1).rows != run(2).rows
+
+
+HASHED = """
+from tests.graph_builder import mlp
+from tests.search.toys import TileCosts
+from tests.strategies import cluster
+from soap.search import search
+result = search(mlp(), cluster([4]), TileCosts(mlp()), budget=40, seed=3)
+print(result.rows, sorted(result.strategy.operators.items()))
+"""
+
+
+def test_order_of_hashes_does_not_matter() -> None:
+    outputs = [
+        subprocess.run([sys.executable, "-c", HASHED], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1] and "proposal=40" in outputs[0]
+
+
+def test_the_whole_budget_is_spent_and_recorded() -> None:
+    graph = mlp()
+    costs = TileCosts(graph)
+    result = search(graph, cluster([4]), costs, budget=1000, seed=0)
+    history = result.history
+    assert list(history.columns) == [
+        "proposal", "phase", "chain", "move", "operator", "operators", "cost_ns", "fits", "accepted", "best_ns",
+    ]  # fmt: skip
+    assert list(history.proposal) == list(range(1, 1001))
+    assert result.evaluations == costs.calls == 1000 + len(result.starts)
+    assert history.best_ns.is_monotonic_decreasing and history.best_ns.iloc[-1] == result.cost_ns
+    assert history.groupby("chain", sort=False).size().tolist() == [500, 500]
+    assert history[history.phase == "descent"].groupby("chain", sort=False).size().tolist() == [250, 250]
+    assert sum(count.proposed for count in result.acceptance.values()) == 1000
+    accepted = history.groupby("move").accepted.sum().to_dict()
+    assert {move: count.accepted for move, count in result.acceptance.items()} == accepted
+    assert result.speedup == result.data_parallel_ns / result.cost_ns
+
+
+def test_budget_is_divided_without_rest() -> None:
+    assert chain_budgets(7, 1) == [7]
+    assert chain_budgets(7, 2) == [4, 3]
+    assert chain_budgets(1501, 3) == [751, 375, 375]
+    assert all(sum(chain_budgets(n, k)) == n for n in range(1, 50) for k in (1, 2, 3))
+
+
+def test_patience_ends_a_chain_early() -> None:
+    graph = layers(2)
+    result = search(graph, cluster([2]), TileCosts(graph), budget=100, patience=0.2)
+    assert 20 <= len(result.rows) < 100
+    last = max((row.proposal for row in result.rows if row.best_ns != result.rows[-1].best_ns), default=0)
+    assert len(result.rows) - last >= 20
+
+
+def test_one_device_ends_at_once() -> None:
+    result = search(mlp(), cluster([1]), TileCosts(mlp()), budget=10)
+    assert result.rows == () and result.speedup == 1.0 and not result.interrupted
+    assert list(result.history.columns)[:2] == ["proposal", "phase"] and len(result.history) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": 0}, r"^--budget 0: expected at least 1 proposal; a few hundred are a good beginning$"),
+        ({"budget": -3}, r"^--budget -3: expected at least 1 proposal"),
+        ({"budget": 1, "beta": 0.0}, r"^--beta 0.0: expected a positive number; the default is 1000$"),
+        ({"budget": 1, "beta": float("nan")}, r"^--beta nan: expected a positive number"),
+        ({"budget": 1, "patience": 2.0}, r"^patience 2.0: expected a share of the budget above 0 and up to 1"),
+        ({"budget": 1, "starts": ["best"]}, r"^start 'best': expected one of"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(StrategyError, match=message) as info:
+        search(mlp(), cluster([2]), TileCosts(mlp()), **arguments)  # type: ignore[arg-type]
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("call", [2, 6, 30, 60])
+def test_interrupt_returns_the_best_so_far(call: int) -> None:
+    graph = mlp()
+    result = search(graph, cluster([4]), Interrupting(graph, call), budget=100)
+    assert result.interrupted and result.evaluations == call - 1
+    costs = [row.cost_ns for row in result.rows] + [start.cost_ns for start in result.starts]
+    assert result.cost_ns == min(costs) == TileCosts(graph).cost(result.strategy)[0]
+
+
+def test_interrupt_before_anything_is_known_goes_on() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        search(mlp(), cluster([4]), Interrupting(mlp(), 1), budget=100)
+
+
+def test_start_that_does_not_fit_is_skipped() -> None:
+    graph = layers(3)
+    result = search(graph, cluster([2]), TileCosts(graph, device_bytes=600), budget=30)
+    assert result.start_costs["single_device"][1] is False
+    assert result.start_costs["data_parallel"] == (1800, True)
+    assert {row.chain for row in result.rows} == {"data_parallel"}
+    assert all(not row.accepted for row in result.rows if not row.fits)
+    assert any(not row.fits for row in result.rows)
+
+
+def only(name: str, config: OpConfig) -> Callable[[Strategy], int]:
+    return lambda strategy: 0 if strategy.operators[name] == config else 100 - 10 * strategy.operators[name].replicas
+
+
+def test_if_no_start_fits_the_search_first_makes_room() -> None:
+    graph = layers(2, rows=4)
+    wanted = OpConfig((2,), (2, 3), 1)
+    result = search(graph, cluster([4]), TableCosts(0, only("layer.1", wanted)), budget=300)
+    assert result.strategy.operators["layer.1"] == wanted
+    assert all(not fits for _, fits in result.start_costs.values())
+    first = next(i for i, row in enumerate(result.rows) if row.fits)
+    assert all(row.phase == "descent" and row.best_ns is None for row in result.rows[:first])
+    assert result.history.best_ns.isna().sum() == first
+    assert any(row.phase == "chain" for row in result.rows)
+
+
+def test_nothing_fits() -> None:
+    graph = layers(2)
+    with pytest.raises(InfeasibleError) as info:
+        search(graph, cluster([2]), TileCosts(graph, device_bytes=500), budget=20)
+    assert str(info.value) == (
+        "model 'layers' does not fit into the memory of cluster 'test': 100 B more needed than the 8.00 GiB available on 2 devices, in the "
+        "closest of 20 proposals and all starts; ways out: (1) more devices or devices with more memory, (2) a smaller batch, "
+        "(3) an optimizer that keeps fewer states, (4) a larger --budget"
+    )
+
+
+def test_simulator_says_which_device_needs_how_much() -> None:
+    graph, topology = mlp(batch=2**22, widths=(4096, 4096)), cluster([1, 1])
+    with pytest.raises(InfeasibleError, match=r"host\d/device0 needs \d+(\.\d+)? [GT]iB, available \d+(\.\d+)? GiB, in the closest of 5 "):
+        search(graph, topology, Simulator(graph, topology, PointCosts()), budget=5)
+
+
+def test_bar_is_quiet_when_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    search(mlp(), cluster([2]), TileCosts(mlp()), budget=5, progress=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_bar_shows_the_best_and_the_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    result = search(mlp(), cluster([2]), TileCosts(mlp()), budget=25, progress=True)
+    last = terminal.getvalue().replace("\n", "\r").split("\r")[-2]
+    assert f"best {result.cost_ns / 1e6:.3f} ms, {result.speedup:.2f}x data parallel" in last and "25/25" in last
+
+
+def test_the_users_strategy_is_a_start() -> None:
+    graph = layers(2)
+    initial = Strategy({op.name: OpConfig((2,), (1, 0)) for op in graph.operators})
+    costs = TileCosts(graph)
+    result = search(graph, cluster([2]), costs, budget=3, starts=["model_parallel"], initial=initial)
+    assert list(result.start_costs) == ["data_parallel", "model_parallel", "initial"]
+
+
+def test_search_leaves_the_global_random_state_alone() -> None:
+    state = random.getstate()
+    search(mlp(), cluster([2]), TileCosts(mlp()), budget=20)
+    assert random.getstate() == state

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from soap.errors import StrategyError
+from soap.search.starts import Start, best_starts, narrowed, reference_strategies, starting_strategies
+from soap.strategies import CLASSICAL, data_parallel
+from soap.strategy import OpConfig, Strategy
+from tests.graph_builder import mlp, transformer
+from tests.search.toys import layers
+from tests.strategies import cluster
+
+
+def test_all_classical_strategies_by_default_and_data_parallelism_first() -> None:
+    found = starting_strategies(mlp(), cluster([2]), None, None, 0)
+    assert next(iter(found)) == "data_parallel" and set(found) == set(CLASSICAL)
+
+
+def test_data_parallelism_is_always_among_them() -> None:
+    initial = CLASSICAL["single_device"](mlp(), cluster([2]))
+    found = starting_strategies(mlp(), cluster([2]), ["megatron", "random", "megatron"], initial, 0)
+    assert list(found) == ["data_parallel", "megatron", "random", "initial"]
+    assert found["initial"] == initial
+
+
+def test_random_start_depends_on_the_seed_alone() -> None:
+    drawn = [starting_strategies(mlp(), cluster([2]), ["random"], None, seed)["random"] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_unknown_start_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"^start 'gpipe': expected one of .*data_parallel.*random$"):
+        starting_strategies(mlp(), cluster([2]), ["gpipe"], None, 0)
+
+
+def test_initial_strategy_of_another_model_is_refused() -> None:
+    with pytest.raises(StrategyError, match="does not fit model 'mlp'"):
+        starting_strategies(mlp(), cluster([2]), None, Strategy({"x": OpConfig((), (0,))}), 0)
+
+
+def test_best_starts_are_different_and_fit() -> None:
+    strategies = [Strategy({"layer.0": OpConfig((1,), (i,))}) for i in range(3)]
+    figures = [("a", 0, 30, 0), ("b", 1, 10, 5), ("c", 2, 20, 0), ("d", 2, 20, 0)]
+    starts = [Start(name, strategies[i], cost_ns, overflow) for name, i, cost_ns, overflow in figures]
+    assert [s.name for s in best_starts(starts, 3)] == ["c", "a"]
+    assert [s.name for s in best_starts(starts, 1)] == ["c"]
+    assert [s.name for s in best_starts([Start("a", strategies[0], 3, 9), starts[1]], 2)] == ["b", "a"]
+
+
+def test_narrowed_data_parallelism_uses_the_first_devices() -> None:
+    graph, topology = layers(2, rows=8), cluster([2, 2])
+    assert set(narrowed(graph, topology, data_parallel(graph, topology), 2).operators.values()) == {OpConfig((2,), (0, 1))}
+    graph = transformer(batch=3)
+    narrow = narrowed(graph, topology, data_parallel(graph, topology), 2)
+    narrow.validate(graph, 4)
+    assert {d for config in narrow.operators.values() for d in config.devices} == {0, 1}
+
+
+def test_references_are_different() -> None:
+    graph, topology = layers(2, rows=8), cluster([2, 2])
+    start = data_parallel(graph, topology)
+    found = reference_strategies(graph, topology, [start, start])
+    assert found[0] == start and [len(s.operators["layer.0"].devices) for s in found] == [4, 1, 2]

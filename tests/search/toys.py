@@ -1,0 +1,72 @@
+"""Graphs and costs so small that their whole space can be enumerated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from soap.graph import OperatorGraph
+from soap.strategy import OpConfig, Strategy
+from tests.graph_builder import SAMPLE, DimMap, Factor, GraphBuilder
+
+Key = tuple[tuple[str, OpConfig], ...]
+
+
+def key_of(strategy: Strategy) -> Key:
+    """A hashable form of a strategy."""
+    return tuple(strategy.operators.items())
+
+
+def layers(count: int = 2, *, rows: int = 2, loss: bool = False) -> OperatorGraph:
+    """``count`` equal pointwise layers ``layer.0``, ``layer.1``, … whose only factor is the batch; optionally a summed loss."""
+    g = GraphBuilder("layers")
+    x = g.input("x", rows)
+    for i in range(count):
+        x = g.elementwise(x, name=f"layer.{i}")
+    if loss:
+        x = g.operator("loss", [Factor("b", rows, SAMPLE, summed=True)], [(x, [DimMap(0)])], [], [((), ())], name="loss")[0]
+    return g.build(x)
+
+
+class TableCosts:
+    """Costs drawn at random, but fixed by the strategy; ``overflow`` may say that bytes are lacking."""
+
+    def __init__(self, seed: int, overflow: Callable[[Strategy], int] = lambda strategy: 0) -> None:
+        self.seed = seed
+        self.overflow = overflow
+        self.table: dict[Key, int] = {}
+
+    def cost(self, strategy: Strategy) -> tuple[int, int]:
+        key = key_of(strategy)
+        if key not in self.table:
+            self.table[key] = random.Random(f"{self.seed} {key}").randint(900, 1100)
+        return self.table[key], self.overflow(strategy)
+
+
+class TileCosts:
+    """Every operator takes the time of its fullest device; an edge whose two ends are placed differently costs ``edge_ns``.
+
+    Memory: every device that runs ``hungry`` needs ``tile_bytes`` per tile and has ``device_bytes``.
+    """
+
+    def __init__(self, graph: OperatorGraph, *, work_ns: int = 1200, edge_ns: int = 100, device_bytes: int | None = None) -> None:
+        self.graph = graph
+        self.work_ns = work_ns
+        self.edge_ns = edge_ns
+        self.device_bytes = device_bytes
+        self.calls = 0
+
+    def cost(self, strategy: Strategy) -> tuple[int, int]:
+        self.calls += 1
+        time_ns = overflow_bytes = 0
+        for op in self.graph.operators:
+            config = strategy.operators[op.name]
+            tiles = len(config.devices) // config.replicas
+            fullest = max(config.devices.count(d) for d in config.devices)
+            time_ns += fullest * self.work_ns // tiles
+            sources = [self.graph.producers[o.tensor][0] for o in op.inputs if o.tensor in self.graph.producers]
+            for source in sources:
+                time_ns += self.edge_ns * (strategy.operators[self.graph.operators[source].name] != config)
+            if self.device_bytes is not None:
+                overflow_bytes = max(overflow_bytes, fullest * 1200 // tiles - self.device_bytes)
+        return time_ns, overflow_bytes
