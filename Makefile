@@ -15,8 +15,8 @@ PY := $(abspath $(VENV))/bin/python
 ENVIRONMENT := $(STAMP)
 endif
 
-# Ranks on one machine share its cores; a thread pool per rank would only make them wait for each other.
-export OMP_NUM_THREADS ?= 1
+# The tests start many processes on few cores; a thread pool in each would only make them wait for each other.
+test quick: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help demo test quick lint types wheel venv clean
 .DEFAULT_GOAL := help
@@ -25,7 +25,7 @@ help:  ## what can be made
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
 
 demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy on this machine's processes, check it
-	$(PY) -m benchmarks.demo
+	$(PY) -m examples.demo
 
 test: lint types  ## everything: lint, types, all tests (with a wheel built and imported)
 	$(PY) -m pytest

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from soap.errors import InfeasibleError, StrategyError
 from soap.graph import OperatorGraph
-from soap.search.descent import propose_descent
+from soap.search.descent import adopt, propose_descent
 from soap.search.metropolis import DEFAULT_BETA, ChainState, Evaluator, step
 from soap.search.proposals import Kernel
 from soap.search.record import Recorder, SearchResult
@@ -117,26 +117,31 @@ class _Run:
         self._show()
         first = self.recorder.best
         assert first is not None
-        if not first.fits:
-            self._chain(first, self.budget)
-            return
-        chosen = best_starts(self.recorder.starts, wanted)
+        chosen = best_starts(self.recorder.starts, wanted if first.fits else 1)
+        evaluated = [start.strategy for start in self.recorder.starts]
+        openings = [reference for reference in self.space.references if reference not in evaluated]
         for start, budget in zip(chosen, chain_budgets(self.budget, len(chosen)), strict=True):
-            self._chain(start, budget)
+            self._chain(start, budget, openings)
+            openings = []
 
-    def _chain(self, start: Start, budget: int) -> None:
+    def _chain(self, start: Start, budget: int, openings: Sequence[Strategy]) -> None:
         """Descent and Metropolis-Hastings from one start."""
         rng = random.Random(f"{self.seed} {start.name}")
         allowance = _Allowance(budget, self.patience)
-        low = self._descend(rng, start, int(budget * DESCENT_SHARE), allowance)
+        low = self._descend(rng, start, openings, int(budget * DESCENT_SHARE), allowance)
         if low.fits:
             self._metropolis(rng, low, allowance)
 
-    def _descend(self, rng: random.Random, current: Start, share: int, allowance: _Allowance) -> Start:
+    def _descend(
+        self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: _Allowance
+    ) -> Start:
         """Take what is better; for at most ``share`` proposals once something fits."""
-        idle = 0
+        idle, pending = 0, list(openings)
         while not allowance.spent and (allowance.used < share or not current.fits) and idle < MAX_IDLE_MOVES:
-            proposal = propose_descent(rng, self.space, current.strategy)
+            if pending:
+                proposal = adopt(self.space, current.strategy, pending.pop(0))
+            else:
+                proposal = propose_descent(rng, self.space, current.strategy)
             idle += 1
             if proposal is None:
                 continue

@@ -5,6 +5,7 @@ that is split unlike its neighbours pays for the redistribution on both sides. D
 takes one exactly if it is better: fewer bytes beyond the memory first, then less time. No detailed balance is claimed; the
 record keeps its proposals apart from the chain's (column ``phase``).
 
+- ``adopt``: the whole of a reference strategy that was not evaluated as a start; each of them once, at the beginning.
 - ``borrow``: a stretch of operators (in topological order, of random length) takes the configurations of a reference strategy.
 - ``borrow-kind``: the same for all operators of one kind, or for one repeated-layer group.
 - ``align``: an operator, with all its repeated layers, follows a neighbour.
@@ -105,7 +106,15 @@ def propose_descent(rng: random.Random, space: Space, strategy: Strategy) -> Pro
         return None
     names = [name for name in CHANGES if space.references or not name.startswith("borrow")]
     name = rng.choices(names, weights=[CHANGES[n][0] for n in names])[0]
-    change = CHANGES[name][1](rng, space, strategy)
+    return _proposal(space, strategy, name, CHANGES[name][1](rng, space, strategy))
+
+
+def adopt(space: Space, strategy: Strategy, reference: Strategy) -> Proposal | None:
+    """All configurations of a reference strategy; None if they are those of ``strategy``."""
+    return _proposal(space, strategy, "adopt", _taken(space, reference, range(len(space.graph.operators))))
+
+
+def _proposal(space: Space, strategy: Strategy, name: str, change: Change) -> Proposal | None:
     new = {space.graph.operators[i].name: config for i, config in sorted(change.items())}
     changed = {op: config for op, config in new.items() if strategy.operators[op] != config}
     if not changed:

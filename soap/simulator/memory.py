@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
-from soap.graph import Operator, OperatorGraph, TensorKind
+from soap.graph import DimMap, Operand, Operator, OperatorGraph, TensorKind
 from soap.regions import Box, volume, whole
 from soap.simulator.plan import Fetch, Piece, Plan
 from soap.simulator.tiling import Tile, iteration_points
@@ -22,7 +23,7 @@ SEGMENT_BYTES = 25 * 2**20
 made them and where they are added up. The tile that reaches the limit still belongs to the segment."""
 
 PACKING_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""Operators whose libraries (oneDNN, cuDNN) bring the parameters into an order of their own, and keep that copy for the backward pass."""
+"""Operators for which cuDNN brings the parameters together into one piece of memory, which is kept for the backward pass."""
 
 ADDING_COPIES = 2
 """Adding two gradients of a value makes a third."""
@@ -98,14 +99,40 @@ def _shard_bytes(plan: Plan) -> tuple[list[int], list[int]]:
 
 def _tile_bytes(plan: Plan) -> list[int]:
     """Outputs of the tiles, and what they keep besides."""
+    graph = plan.graph
+    windows = [_windows(op) for op in graph.operators]
     result = [0] * plan.device_count
     for tile in plan.tiles:
         op = plan.operator(tile)
         kept = list(zip(op.outputs, tile.outputs, strict=True))
         if op.kind in PACKING_KINDS:
             kept += zip(op.parameters, tile.parameters, strict=True)
-        result[tile.device] += sum(_box_bytes(plan.graph, o.tensor, box) for o, box in kept) + _saved(op, tile)
+        padded = sum(_padded_bytes(graph, op.inputs[k], tile.inputs[k], tile) for k in windows[tile.operator])
+        result[tile.device] += sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + _saved(op, tile) + padded
     return result
+
+
+def _windows(op: Operator) -> list[int]:
+    """Inputs over which a window slides (convolution, pooling): positions beyond the border are padded."""
+    return [k for k, operand in enumerate(op.inputs) if any(_is_window(dim) for dim in operand.dims)]
+
+
+def _is_window(dim: DimMap) -> bool:
+    return dim.factor is not None and (dim.lo < 0 < dim.hi or dim.hi > dim.scale)
+
+
+def _span(dim: DimMap, tile: Tile) -> int:
+    """What the window needs of a dimension, borders or not."""
+    start, stop = tile.intervals[dim.factor or 0]
+    return (stop - 1 - start) * dim.scale + dim.hi - dim.lo
+
+
+def _padded_bytes(graph: OperatorGraph, operand: Operand, box: Box, tile: Tile) -> int:
+    """The copy of an input with its padding; 0 if the tile meets no border."""
+    tensor = graph.tensors[operand.tensor]
+    spans = [_span(dim, tile) if _is_window(dim) else stop - start for dim, (start, stop) in zip(operand.dims, box, strict=True)]
+    padded = prod(spans)
+    return padded * tensor.itemsize if padded > volume(box) else 0
 
 
 def _read_bytes(plan: Plan) -> list[int]:

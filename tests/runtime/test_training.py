@@ -58,7 +58,9 @@ NAMED: dict[str, Plan] = {
     "grids on any devices": plan_of(mlp(), split((2, 0, 0, 1, 2, 1), b=2, n=3), fc1=split((1, 2, 0, 0, 1, 2, 0, 1), b=2, k=2, n=2)),
     "halos": plan_of(convnet(), split((0, 1, 2), l=3), relu0=split((2, 1, 0), d2=3), fc=split((0, 1), b=2)),
     "halos and channels": plan_of(convnet(), split((0, 1), b=2), conv0=split((0, 1, 2, 0), o=2, l=2), conv1=split((1, 2, 0, 1), c=2, l=2)),
-    "tied weight split in two ways": plan_of(tied(), split((0, 1), b=2), embedding=split((0, 1, 2), v=3), head=split((2, 1, 0, 1), k=2, n=2)),
+    "tied weight split in two ways": plan_of(
+        tied(), split((0, 1), b=2), embedding=split((0, 1, 2), v=3), head=split((2, 1, 0, 1), k=2, n=2)
+    ),
     "attention heads": plan_of(transformer(joint=True), split((0, 1), b=2), attention=split((1, 2, 0), h=3)),
     "buffers": plan_of(counted(), split((0,)), counted=split((2, 1, 0), d1=3)),
 }

@@ -118,6 +118,13 @@ def test_the_whole_budget_is_spent_and_recorded() -> None:
     assert result.speedup == result.data_parallel_ns / result.cost_ns
 
 
+def test_data_parallelism_on_fewer_devices_is_tried_first() -> None:
+    graph = layers(3, rows=8)
+    result = search(graph, cluster([2, 2]), TileCosts(graph), budget=20)
+    adopted = [row.cost_ns for row in result.rows if row.move == "adopt"]
+    assert adopted == [row.cost_ns for row in result.rows[: len(adopted)]] == [3 * 600]  # a single device is a start already
+
+
 def test_budget_is_divided_without_rest() -> None:
     assert chain_budgets(7, 1) == [7]
     assert chain_budgets(7, 2) == [4, 3]

@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.search.descent import CHANGES, align, borrow, borrow_kind, propose_descent, spread
+from soap.search.descent import CHANGES, adopt, align, borrow, borrow_kind, propose_descent, spread
 from soap.search.space import build_space
 from soap.strategy import OpConfig, Strategy
 from tests.graph_builder import mlp
@@ -79,3 +79,11 @@ def test_without_references_nothing_is_borrowed() -> None:
     moves = {p.move for p in (propose_descent(rng, space, everywhere(3, ONE)) for _ in range(100)) if p is not None}
     assert moves == {"align", "spread"} or moves == {"spread"}
     assert propose_descent(rng, build_space(layers(3), 1), everywhere(3, ONE)) is None
+
+
+def test_adopt_takes_the_whole_reference() -> None:
+    space = build_space(layers(3), 2)
+    proposal = adopt(space, everywhere(3, ONE).with_operator("layer.1", SPLIT), everywhere(3, SPLIT))
+    assert proposal is not None
+    assert (proposal.strategy, proposal.move, proposal.operators) == (everywhere(3, SPLIT), "adopt", ("layer.0", "layer.2"))
+    assert adopt(space, everywhere(3, ONE), everywhere(3, ONE)) is None

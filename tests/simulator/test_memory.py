@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from soap.graph import OperatorGraph, TensorKind
 from soap.regions import Box, volume
 from soap.runtime.program import BUCKET_BYTES
+from soap.simulator import memory
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import SEGMENT_BYTES, MemoryUse, memory_use, peak_bytes
 from soap.simulator.plan import Plan
@@ -103,6 +104,18 @@ def test_recurrent_layers_keep_their_weights_in_another_order() -> None:
     recurrent = replace(graph, operators=tuple(replace(op, kind="lstm") if op.name == "l1" else op for op in graph.operators))
     plain, packed = (memory_use(build_plan(g, batch_split(g, [0, 0]), TWO))[0] for g in (graph, recurrent))
     assert packed.activations - plain.activations == 2 * 48
+
+
+def test_padding_is_a_copy_of_what_it_pads() -> None:
+    g = GraphBuilder()
+    graph = finish(g, g.elementwise(g.conv(g.input("x", 2, 3, 8), 4, kernel=3, padding=1, name="c"), name="e"))
+    unpadded = GraphBuilder()
+    other = finish(unpadded, unpadded.elementwise(unpadded.conv(unpadded.input("x", 2, 3, 10), 4, kernel=3, padding=0, name="c"), name="e"))
+    one, two = (memory._tile_bytes(build_plan(made, batch_split(made, [0]), TWO))[0] for made in (graph, other))
+    assert one - two == 2 * 3 * 10 * 4
+    halves = strategy(c=on(0, 1, degrees=(1, 1, 1, 2)), e=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,)))
+    outputs = 2 * 4 * 4 * 4
+    assert memory._tile_bytes(build_plan(graph, halves, TWO))[1] == outputs + outputs + 2 * 3 * 6 * 4
 
 
 def test_what_is_sent_is_kept() -> None:

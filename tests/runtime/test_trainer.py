@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from soap.errors import RuntimeFailure
+from soap.profiles.roofline import RooflineCosts
+from soap.runtime.check import CheckResult, Difference, check
+from soap.runtime.measure import StepTimes, measure_steps
+from soap.runtime.program import compile_program
+from soap.runtime.trace import Event, join_events
+from soap.runtime.trainer import Trainer
+from soap.simulator.lowering import lower
+from soap.simulator.plan import Plan, backward_name, forward_name, update_name
+from soap.simulator.tasks import TaskKind
+from soap.strategy import OpConfig, Strategy
+from tests.graph_builder import GraphBuilder, mlp, transformer
+from tests.runtime.cases import optimizer, train
+from tests.runtime.handmade import HandModel
+from tests.runtime.plans import plan_of, split
+from tests.runtime.pool import Pool
+from tests.strategies import CPU, cluster
+
+MIXED = plan_of(transformer(layers=1), split((0, 1), b=2), embedding=split((0, 1, 2), v=3), head=split((2, 0), n=2))
+
+
+def test_trace_has_every_task_of_the_plan_once(pool: Pool) -> None:
+    outcomes = pool.run(train, MIXED, None, 2, True)
+    assert outcomes[0].parameter_error < 1e-10  # a traced step trains like any other
+    events = outcomes[0].events
+    assert events == outcomes[1].events == outcomes[2].events
+    counts = Counter((event.name, event.kind) for event in events)
+    assert set(counts.values()) == {1}
+    program = compile_program(MIXED)
+    plan = program.plan
+    named = {kind: {name for name, k in counts if k is kind} for kind in TaskKind}
+    assert named[TaskKind.FORWARD] == {forward_name(plan.operator(tile), tile) for tile in plan.tiles}
+    assert named[TaskKind.BACKWARD] == {backward_name(plan.operator(plan.tiles[t]), plan.tiles[t]) for t in program.activity.tiles}
+    shards = [plan.shards[s] for bucket in program.buckets for s in bucket.shards]
+    assert len(named[TaskKind.SYNC]) == sum(len(shard.devices) > 1 for shard in shards)
+    idle = [plan.shards[s] for s in program.idle_shards]
+    assert named[TaskKind.UPDATE] == {update_name(shard, device) for shard in (*shards, *idle) for device in shard.devices}
+    assert all(0 <= event.start_ns <= event.end_ns for event in events)
+
+
+def test_trace_has_the_names_of_the_simulation(pool: Pool) -> None:
+    topology = cluster([3], CPU)
+    simulated = {task.name for task in lower(MIXED, topology, RooflineCosts(topology)).tasks}
+    assert {event.name for event in pool.run(train, MIXED, None, 1, True)[0].events} == simulated
+
+
+def test_joined_events_begin_with_the_last_to_come() -> None:
+    kind = TaskKind.TRANSFER
+    sender, receiver = Event(0, "transfer x[] 0->1", kind, 50, 60), Event(1, "transfer x[] 0->1", kind, 10, 70)
+    other = Event(0, "forward fc[0]", TaskKind.FORWARD, 20, 30)
+    assert join_events([[sender, other], [receiver]]) == [other, Event(1, "transfer x[] 0->1", kind, 50, 70)]
+
+
+def run_check(plan: Plan, wrong: bool, kind: str) -> tuple[CheckResult, str]:
+    model = _WrongModel(plan.graph) if wrong else HandModel(plan.graph)
+    factory = {"sgd": optimizer, "adam": _adam, "clip": _ClippedSgd}[kind]
+    with Trainer(model, plan, optimizer=factory, dtype=torch.float64) as trainer:
+        result = check(trainer, model.inputs, factory, steps=2)
+        try:
+            result.require()
+        except RuntimeFailure as error:
+            return result, str(error)
+        return result, ""
+
+
+class _WrongModel(HandModel):
+    """Its tiles forget a part of what the whole program computes."""
+
+    def run_tile(self, tile: Any, inputs: Any, parameters: Any, context: Any) -> tuple[torch.Tensor, ...]:
+        outputs = super().run_tile(tile, inputs, parameters, context)
+        return (outputs[0] * 1.5,) if tile.size * 2 == 8 * 16 * 32 and tile.device == 1 else outputs
+
+
+def _adam(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+class _ClippedSgd(torch.optim.SGD):
+    """Not elementwise: depends on the norm of all gradients that it sees."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        super().__init__(parameters, lr=1.0)
+
+    def step(self, closure: Any = None) -> None:
+        norm = sum(float((p.grad**2).sum()) for group in self.param_groups for p in group["params"] if p.grad is not None) ** 0.5
+        for group in self.param_groups:
+            group["lr"] = 1.0 / norm
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_check_passes(pool: Pool, kind: str) -> None:
+    results = pool.run(run_check, MIXED, False, kind)
+    assert results[0] == results[1] == results[2]
+    result, message = results[0]
+    assert (result.passed, result.steps, result.tolerance, message) == (True, 2, 1e-9, "")
+    parameters = len(MIXED.graph.parameters)
+    assert result.compared == 2 * (1 + 2 * parameters)
+
+
+def test_check_finds_a_wrong_tile(pool: Pool) -> None:
+    result, message = pool.run(run_check, plan_of(mlp(), split((0, 1), b=2)), True, "sgd")[0]
+    assert not result.passed
+    assert message.startswith("check failed at step ")
+    assert "differs from one process by" in message and "expected at most 1e-09" in message and "\n" not in message
+
+
+def test_check_finds_an_optimizer_that_is_not_elementwise(pool: Pool) -> None:
+    result, _ = pool.run(run_check, plan_of(mlp(), split((0, 1, 2), n=3)), False, "clip")[0]
+    assert (result.passed, result.worst.kind) == (False, "updated parameter")
+
+
+def test_check_result_is_plain() -> None:
+    assert not CheckResult(1, 1, 1e-9, Difference(0, "loss", "loss", float("inf"))).passed
+    assert CheckResult(1, 1, 1e-9, Difference(0, "loss", "loss", 1e-10)).passed
+
+
+def run_state(plan: Plan) -> tuple[list[str], float]:
+    """Train, save, load into a second trainer and go on with both."""
+    model = HandModel(plan.graph)
+    other_plan = plan_of(plan.graph, split((2, 1, 0), b=3))
+    with Trainer(model, plan, dtype=torch.float64) as first, Trainer(model, other_plan, dtype=torch.float64) as second:
+        first.step(*model.inputs(0))
+        saved: list[Any] = first.comm.gather(first.state_dict())
+        second.load_state_dict(saved[0])
+        losses = [trainer.step(*model.inputs(1)) for trainer in (first, second)]
+        return sorted(saved[0]), abs(losses[0] - losses[1])
+
+
+def test_state_goes_on_under_another_strategy(pool: Pool) -> None:
+    names, difference = pool.run(run_state, MIXED)[0]
+    assert names == sorted(t.name for t in MIXED.graph.parameters)
+    assert difference < 1e-12
+
+
+def run_measured(plan: Plan) -> tuple[StepTimes, list[int]]:
+    model = HandModel(plan.graph)
+    seen: list[int] = []
+    with Trainer(model, plan, dtype=torch.float64) as trainer:
+        return measure_steps(trainer, model.inputs, 3, 1, lambda step, loss: seen.append(step)), seen
+
+
+def test_measured_steps(pool: Pool) -> None:
+    results = pool.run(run_measured, MIXED)
+    times, seen = results[0]
+    assert (len(times.times_ns), len(times.losses), seen) == (3, 4, [0, 1, 2, 3])
+    assert times.median_ns == sorted(times.times_ns)[1] > 0
+    assert all(result[0] == times for result in results)
+
+
+def run_failing(what: str) -> str:
+    graph = mlp()
+    model, plan = HandModel(graph), plan_of(graph, split((0, 1), b=2))
+    try:
+        if what == "devices":
+            Trainer(model, plan_of(graph, split((0,)), device_count=5))
+        elif what == "model":
+            Trainer(HandModel(mlp(batch=4)), plan)
+        else:
+            with Trainer(model, plan, dtype=torch.float64) as trainer:
+                if what == "order":
+                    Trainer(model, plan, None if trainer.rank else [1, 0, *range(2, len(plan.tiles))])
+                elif what == "state":
+                    trainer.load_state_dict({})
+                else:
+                    inputs = model.inputs(0)
+                    trainer.step(*inputs[:1]) if what == "count" else trainer.step(inputs[0][:4], inputs[1])
+    except RuntimeFailure as error:
+        return str(error)
+    return "nothing raised"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("devices", "3 processes for a strategy of 5 devices: expected one process per device; start with torchrun --nproc-per-node 5 or "),
+        ("model", "plan is for model 'mlp' ("),
+        ("count", "1 tensors given to a step: expected 2 (x, y)"),
+        ("shape", "input 'x' has shape (4, 16): expected (8, 16), the whole batch, on every rank"),
+        ("state", "state lacks 'fc0.weight' (and 5 more): expected every parameter and buffer by name"),
+        ("order", "rank 1 has another model, strategy or order than rank 0; expected the same on all ranks"),
+    ],
+)
+def test_one_line_for_what_users_get_wrong(pool: Pool, what: str, message: str) -> None:
+    for found in pool.run(run_failing, what):
+        assert found.startswith(message)
+        assert "\n" not in found
+
+
+def run_wrong_shape(graph: Any) -> str:
+    class Broken(HandModel):
+        def run_tile(self, tile: Any, inputs: Any, parameters: Any, context: Any) -> tuple[torch.Tensor, ...]:
+            return tuple(output[..., :1] for output in super().run_tile(tile, inputs, parameters, context))
+
+    with Trainer(Broken(graph), plan_of(graph, split((0, 1, 2), b=3)), dtype=torch.float64) as trainer:
+        try:
+            trainer.step(*HandModel(graph).inputs(0))
+        except RuntimeFailure as error:
+            return str(error)
+    return "nothing raised"
+
+
+def test_wrong_output_of_a_tile_names_the_operator(pool: Pool) -> None:
+    g = GraphBuilder("broken")
+    graph = g.build(g.mean(g.linear(g.input("x", 6, 4), 5, name="fc")))
+    for rank, found in enumerate(pool.run(run_wrong_shape, graph)):
+        expected = f"tile {rank} of operator 'fc' made 'fc' as (2, 1) torch.float64; expected (2, 5) torch.float64"
+        assert found.startswith(expected)
+
+
+def test_one_process_without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    graph = mlp()
+    strategy = Strategy({op.name: OpConfig((1,) * len(op.factors), (0,)) for op in graph.operators})
+    model = HandModel(graph)
+    with Trainer(model, (strategy, cluster([1], CPU)), dtype=torch.float64) as trainer:
+        losses = [trainer.step(*model.inputs(0)) for _ in range(5)]
+        assert trainer.world.backend == "gloo"
+    assert not torch.distributed.is_initialized()
+    assert losses == sorted(losses, reverse=True)
+    with pytest.raises(RuntimeFailure, match=r"^1 process for a strategy of 2 devices"):
+        Trainer(model, (strategy, cluster([2], CPU)))
