@@ -49,5 +49,9 @@ class RuntimeFailure(SoapError):
     exit_code = 8
 
 
+class SoapWarning(UserWarning):
+    """Something is legal but probably not what was meant, or will be slow; said once, in one line."""
+
+
 INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C (128 + SIGINT)."""

@@ -7,6 +7,7 @@ devices (tiles, halos, parameter shards) is a box, so lowering and runtime agree
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import prod
 
 Interval = tuple[int, int]
@@ -70,7 +71,7 @@ def cells(boxes: Iterable[Box]) -> list[Box]:
         parts: list[Box] = [()]
         for dim, (start, stop) in enumerate(box):
             inside = [c for c in cuts[dim] if start <= c <= stop]
-            parts = [(*part, (a, b)) for part in parts for a, b in zip(inside, inside[1:], strict=False)]
+            parts = [(*part, (a, b)) for part in parts for a, b in pairwise(inside)]
         result.update(parts)
     return sorted(result)
 

@@ -7,7 +7,6 @@ as a detached leaf.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -31,7 +30,7 @@ class ForwardPass:
     ) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
         self.model, self.shards, self.tensors = model, shards, tensors
-        self.context, self._repeated = context, replace(context, update_buffers=False)
+        self.context = context
         self.loss = torch.zeros((), dtype=state.dtype_of(state.graph.loss), device=state.comm.device)
         self._loss_told: Pending | None = None
         self._segment = -1
@@ -51,9 +50,8 @@ class ForwardPass:
         op = self.plan.operator(tile)
         inputs = [self._input(number, k, active) for k in range(len(op.inputs))]
         parameters = [self._parameter(number, k, active) for k in range(len(op.parameters))]
-        context = self._repeated if number in self.program.repeated else self.context
         with self.state.task(forward_name(op, tile), TaskKind.FORWARD), torch.set_grad_enabled(active):
-            outputs = self.model.run_tile(tile, inputs, parameters, context)
+            outputs = self.model.run_tile(tile, inputs, parameters, self.context)
         self._check_outputs(op, tile, outputs)
         self._keep_held(number, outputs)
         self._keep_partial(number, outputs)

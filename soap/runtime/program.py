@@ -88,8 +88,6 @@ class Program:
     index: PlanIndex
     activity: Activity
     order: tuple[int, ...]
-    repeated: frozenset[int]
-    """Tiles that a device has computed already, for another replica: they must not update buffers again."""
     segments: tuple[Segment, ...]
     segment_of: dict[int, int]
     """Tile -> its segment."""
@@ -135,7 +133,6 @@ def compile_program(
         index,
         activity,
         order,
-        frozenset(_repeated(plan, order)),
         segments,
         segment_of,
         transfers,
@@ -167,16 +164,6 @@ def _ready(plan: Plan, holding: int, places: Sequence[int]) -> int:
     held = plan.holdings[holding]
     tiles = (held.tile,) if held.reduction is None else plan.reductions[held.reduction].tiles
     return max(places[tile] for tile in tiles)
-
-
-def _repeated(plan: Plan, order: Sequence[int]) -> Iterator[int]:
-    seen: set[tuple[object, ...]] = set()
-    for number in order:
-        tile = plan.tiles[number]
-        key = (tile.operator, tile.device, tile.intervals)
-        if key in seen:
-            yield number
-        seen.add(key)
 
 
 def _transfers(plan: Plan) -> Iterator[Transfer]:

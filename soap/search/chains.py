@@ -4,7 +4,8 @@ How the budget is spent, in proposals (the starts are evaluated on top of it):
 
 - One chain per ``PROPOSALS_PER_CHAIN`` proposals, at most ``MAX_CHAINS``, from the best different starts that fit. The best start's chain
   gets half of the budget, the others share the rest; a single chain gets all.
-- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` and goes on from there with ``soap.search.metropolis``.
+- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` and goes on from there with ``soap.search.metropolis``;
+  beta is relative to the cost at which the latter begins. The first chain's descent opens with data parallelism on fewer devices.
 - If no start fits, the best one descends until something fits, if need be for the whole budget.
 
 A move that changes nothing is not evaluated and not counted. All randomness comes from generators seeded by (seed, chain), so equal

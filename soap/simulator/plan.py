@@ -37,8 +37,9 @@ class Piece:
 class Fetch:
     """A region of an activation brought together on one device for the tiles there that read exactly it.
 
-    ``pieces`` are disjoint and cover ``box``; those whose holding is on ``device`` are local, the others are transfers. ``consumers``:
-    (position in ``Plan.tiles``, input position). In the backward pass the region's gradient, summed over the consumers, goes back the same ways.
+    ``pieces`` are disjoint and cover ``box``; those whose holding is on ``device`` are local, the others are transfers.
+    ``consumers``: (position in ``Plan.tiles``, input position). In the backward pass the region's gradient, summed over the
+    consumers, goes back the same ways.
     """
 
     tensor: str

@@ -2,7 +2,7 @@
 
 The list is what the rules look at and what tiles execute. ``read_calls`` brings an ``ExportedProgram`` into this form: in-place calls become
 functional ones, several outputs of one call get names of their own, splits become slices, training batch norm becomes statistics
-and application, asserts and no-op casts disappear.
+and application, asserts and no-op casts disappear (``forms``).
 """
 
 from __future__ import annotations
@@ -124,3 +124,12 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
                 return call.args[position]
             return parameter.default_value if parameter.has_default_value() else default
     return default
+
+
+def is_random(call: Call) -> bool:
+    """Whether the call draws random numbers."""
+    if call.kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        return bool(argument(call, "train")) and float(argument(call, "dropout") or 0.0) > 0.0
+    if call.kind == "scaled_dot_product_attention":
+        return float(argument(call, "dropout_p") or 0.0) > 0.0
+    return torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ())

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from soap.graph import OperatorGraph
+from soap.regions import Interval
 from soap.simulator.tiling import Tile
 
 
 @dataclass
 class TileContext:
-    """What a tile's computation may depend on besides its operands.
+    """What a tile's computation may depend on besides its operands; one per rank and training step.
 
     ``seed`` and ``step`` make random numbers (dropout) a function of the global element position, equal on every tiling. ``buffers``: this rank's
-    full-size copies by state-dict name; tiles update their region in place. ``training`` False leaves buffers alone.
+    full-size copies by state-dict name. Tiles note in ``statistics`` what they found, by call: (channels, mean, variance); ``end_step`` moves the
+    buffers by it, each channel once however many tiles have met it. ``update_buffers`` False leaves buffers alone.
     """
 
     seed: int
     step: int
     buffers: dict[str, torch.Tensor]
     update_buffers: bool = True
+    statistics: dict[str, list[tuple[Interval, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+
+    def note_statistics(self, call: str, channels: Interval, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Keep what a tile found for some channels, unless another tile of this rank has found just that."""
+        found = self.statistics.setdefault(call, [])
+        if self.update_buffers and all(known != channels for known, _, _ in found):
+            found.append((channels, mean, variance))
 
 
 class TracedModel(Protocol):
@@ -55,4 +64,4 @@ class TracedModel(Protocol):
         """The scalar loss by running the whole exported program in this process, call by call: the oracle for checks. Differentiable."""
 
     def end_step(self, context: TileContext) -> None:
-        """Apply the updates of buffers that belong to no tile (step counters); once per rank and training step."""
+        """Move the buffers: by the statistics that this rank's tiles have noted, and step counters; once per rank and training step."""

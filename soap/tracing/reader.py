@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from soap.errors import ModelError
-from soap.tracing.calls import BufferRef, Call, Program, Ref, Value, argument, substitute, walk
-from soap.tracing.rules.norm import batch_norm_apply, batch_norm_statistics
+from soap.errors import ModelError, SoapWarning
+from soap.tracing.aliasing import Aliasing
+from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, substitute, walk
+from soap.tracing.forms import FORMS, Fake, value_of
 
 aten = torch.ops.aten
 
 _DROPPED = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_COPIES = {"contiguous", "alias", "lift_fresh_copy", "_to_copy", "to", "lift_fresh", "view_as"}
+_FUNCTIONAL = {("normal_", "default"): "normal_functional", ("bernoulli_", "float"): "bernoulli.p"}
+"""Out-of-place forms that are not called like the in-place ones."""
 
 
 class Reader:
@@ -26,250 +29,300 @@ class Reader:
 
     def __init__(self, exported: ExportedProgram, dtype: torch.dtype | None) -> None:
         self.exported = exported
-        self.dtype = dtype
-        self.names: dict[str, str] = {}  # value that a node's name now stands for (dropped copies, in-place updates)
-        self.several: dict[str, list[str]] = {}  # outputs of calls with more than one
-        self.buffer_values: dict[str, str] = {}
-        self.views: dict[str, str] = {}  # view -> the value whose storage it shares
+        self._dtype = dtype
+        self._at: dict[torch.fx.Node, Any] = {}  # node -> value name, or names, that it now stands for
+        self._aliasing = Aliasing()
+        self._buffers: dict[str, str] = {}  # value -> state-dict name
+        self._used_names: set[str] = set()
         self.program = Program([], {}, [], {}, {}, {}, "")
 
     def read(self) -> Program:
         """The program; raises ModelError in one line for what cannot be planned."""
         self._check()
         self._placeholders()
-        for node in self.exported.graph.nodes:
-            if node.op == "call_function":
-                self._node(node)
-            elif node.op not in ("placeholder", "output"):
-                raise ModelError(f"exported graph has a {node.op!r} node {node.name!r}; expected a flat program as torch.export makes it")
+        self._nodes(self.exported.graph, gradients=True)
         self.program.loss = self._loss()
         self._freeze_buffers()
+        self._warn_of_unread_inputs()
         return self.program
 
-    def convert(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that the program is to use where the export has ``dtype``."""
-        return self.dtype if self.dtype is not None and dtype in _FLOATS else dtype
+    # What ``forms.Writer`` asks for
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a value."""
+        return self.program.values[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a value."""
+        return self.program.values[name].dtype
+
+    def emit(self, call: Call, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """Write a call with one output, named as the call, and return that name."""
+        self.program.calls.append(call)
+        return self._value(call.outputs[0], shape, dtype)
+
+    def updated_buffer(self, leaf: Any) -> BufferRef | None:
+        """The buffer behind an argument, which the program changes; None for None."""
+        if leaf is None:
+            return None
+        if not isinstance(leaf, Ref) or leaf.name not in self._buffers:
+            raise ModelError(f"running statistics are {leaf}; expected buffers of the module")
+        name = self._buffers[leaf.name]
+        self.program.buffers.setdefault(name, self._buffer(name))
+        return BufferRef(name)
+
+    # Inputs, parameters, buffers
 
     def _check(self) -> None:
         if self.exported.range_constraints:
             symbol = next(iter(self.exported.range_constraints))
             raise ModelError(f"the program has a dynamic shape ({symbol}); expected static shapes: export without dynamic_shapes")
-        for node in self.exported.graph.nodes:
-            if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
-                raise ModelError(
-                    f"the program has data-dependent control flow or a wrapped call ({node.target.name()} at {node.name!r}); "
-                    "expected straight-line code: remove it or export without it"
-                )
 
-    def _value(self, name: str, fake: torch.Tensor) -> str:
-        if any(not isinstance(size, int) for size in fake.shape):
-            raise ModelError(f"{name!r} has a shape that depends on data ({tuple(fake.shape)}); expected static shapes")
-        self.program.values[name] = Value(name, tuple(fake.shape), self.convert(fake.dtype))
-        self.names[name] = name
+    def _convert(self, dtype: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None and dtype in _FLOATS else dtype
+
+    def _value(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
+        self.program.values[name] = value_of(name, shape, self._convert(dtype))
         return name
 
     def _placeholders(self) -> None:
-        fakes = {n.name: n.meta.get("val") for n in self.exported.graph.nodes if n.op == "placeholder"}
+        nodes = {n.name: n for n in self.exported.graph.nodes if n.op == "placeholder"}
         canonical = canonical_names(self.exported.state_dict)
         for spec in self.exported.graph_signature.input_specs:
-            name, fake = spec.arg.name, fakes.get(spec.arg.name)
-            if spec.kind is InputKind.USER_INPUT:
-                if isinstance(fake, torch.Tensor):
-                    self.program.inputs.append(self._value(name, fake))
-                continue
-            if not isinstance(fake, torch.Tensor):
+            name, node = spec.arg.name, nodes.get(spec.arg.name)
+            fake = node.meta.get("val") if node is not None else None
+            if spec.kind is not InputKind.USER_INPUT and not isinstance(fake, torch.Tensor):
                 raise ModelError(f"input {name!r} is a {type(fake).__name__}, not a tensor; export without custom objects")
-            value, target = self._value(name, fake), str(spec.target)
-            if spec.kind is InputKind.PARAMETER:
-                self.program.parameters[value] = canonical[target]
-            elif spec.kind is InputKind.BUFFER:
-                self.buffer_values[value] = target
-            else:
-                self.program.constants[value] = self._tensor(self.exported.constants[target])
+            if node is None or not isinstance(fake, torch.Tensor):
+                continue
+            self._at[node] = self._value(self._unique(name), fake.shape, fake.dtype)
+            self._place(spec.kind, self._at[node], str(spec.target), canonical)
+
+    def _place(self, kind: InputKind, value: str, target: str, canonical: Mapping[str, str]) -> None:
+        if kind is InputKind.USER_INPUT:
+            self.program.inputs.append(value)
+        elif kind is InputKind.PARAMETER:
+            self.program.parameters[value] = canonical[target]
+        elif kind is InputKind.BUFFER:
+            self._buffers[value] = target
+        else:
+            self.program.constants[value] = self._tensor(self.exported.constants[target])
+
+    def _unique(self, name: str) -> str:
+        """The name, or, if an inlined part of the graph uses it too, another one like it."""
+        candidate, number = name, 1
+        while candidate in self._used_names:
+            candidate, number = f"{name}_{number}", number + 1
+        self._used_names.add(candidate)
+        return candidate
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.convert(tensor.dtype))
+        return tensor.detach().to(self._convert(tensor.dtype))
 
     def _buffer(self, name: str) -> torch.Tensor:
         state = self.exported.state_dict
         return self._tensor(state[name] if name in state else self.exported.constants[name])
 
-    def _node(self, node: torch.fx.Node) -> None:
-        if node.target is operator.getitem:
-            self.names[node.name] = self._getitem(node)
-            return
-        kind = _kind(node.target)
-        if kind in _DROPPED:
-            return
-        if not isinstance(node.target, torch._ops.OpOverload):
-            raise ModelError(f"call {node.name!r} of {node.target}: expected an ATen operator; the program depends on data or Python values")
-        call = self._call(node)
-        if kind in ("split", "split_with_sizes", "chunk", "unbind", "tensor_split"):
-            self._split(call, node)
-        elif kind == "batch_norm" and argument(call, "training"):
-            self._batch_norm(call)
-        elif _mutates(node.target):
-            self._in_place(call)
-        else:
-            self._append(call, node)
+    # Calls
 
-    def _call(self, node: torch.fx.Node) -> Call:
+    def _nodes(self, graph: torch.fx.Graph, *, gradients: bool) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._node(node, gradients=gradients)
+            elif node.op not in ("placeholder", "output", "get_attr"):
+                raise ModelError(f"exported graph has a {node.op!r} node {node.name!r}; expected a flat program as torch.export makes it")
+
+    def _node(self, node: torch.fx.Node, *, gradients: bool) -> None:
+        target = node.target
+        if target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, torch.fx.Node)
+            self._at[node] = self._at[source][index]
+            self._aliasing.view(node, source, identical=False)
+        elif isinstance(target, torch._ops.HigherOrderOperator):
+            self._higher_order(node, target, gradients=gradients)
+        elif not isinstance(target, torch._ops.OpOverload):
+            raise ModelError(f"call {node.name!r} of {target}: expected an ATen operator; the program depends on data or Python values")
+        elif _kind(target) not in _DROPPED:
+            call = self._call(node, target)
+            if _mutates(target):
+                self._in_place(node, call, gradients=gradients)
+            else:
+                self._append(node, call)
+                self._aliasing.follow(node)
+
+    def _call(self, node: torch.fx.Node, target: torch._ops.OpOverload) -> Call:
         def change(leaf: Any) -> Any:
             if isinstance(leaf, torch.fx.Node):
-                name = self.names.get(leaf.name, leaf.name)
-                if name not in self.program.values:
-                    return leaf.meta.get("val")
-                return Ref(name)
-            return self.convert(leaf) if isinstance(leaf, torch.dtype) else leaf
+                self._aliasing.check(leaf)
+                return Ref(self._at[leaf]) if leaf in self._at else leaf.meta.get("val")
+            return self._convert(leaf) if isinstance(leaf, torch.dtype) else leaf
 
         args = substitute(tuple(_plain(a) for a in node.args), change)
         kwargs = {k: substitute(_plain(v), change) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")}
         if "device" in kwargs:
             kwargs["device"] = None
-        return Call(node.name, node.target, args, kwargs, (node.name,), _module_path(node))  # type: ignore[arg-type]
+        name = self._unique(node.name)
+        return Call(name, target, args, kwargs, (name,), _module_path(node))
 
-    def _append(self, call: Call, node: torch.fx.Node) -> None:
+    def _append(self, node: torch.fx.Node, call: Call) -> None:
         fake = node.meta.get("val")
-        if isinstance(fake, (tuple, list)):
-            outputs = tuple(self._value(f"{call.name}:{i}", f) for i, f in enumerate(fake) if isinstance(f, torch.Tensor))
-            self.several[call.name] = [f"{call.name}:{i}" for i in range(len(fake))]
-            call = Call(call.name, call.target, call.args, call.kwargs, outputs, call.path)
-        elif isinstance(fake, torch.Tensor):
-            self._value(call.name, fake)
-            if self._is_copy(call):
-                self.names[node.name] = call.operands[0]
-                return
-            if _is_view(node.target) and call.operands:
-                self.views[call.name] = call.operands[0]
-        else:
+        several = isinstance(fake, (tuple, list))
+        tensors = [f for f in fake if isinstance(f, torch.Tensor)] if several else [fake]
+        if not all(isinstance(f, torch.Tensor) for f in tensors):
             raise ModelError(
                 f"call {call.name!r} of {call.kind} returns a {type(fake).__name__} that depends on data; expected tensors of static shape"
             )
-        self.program.calls.append(call)
-
-    def _is_copy(self, call: Call) -> bool:
-        """Whether the call changes neither shape nor dtype nor gradient (casts that became no-ops, contiguous)."""
-        if call.kind not in _COPIES or not call.operands:
-            return False
-        source, out = self.program.values[call.operands[0]], self.program.values[call.name]
-        return source.shape == out.shape and source.dtype == out.dtype
-
-    def _getitem(self, node: torch.fx.Node) -> str:
-        source, index = node.args
-        return self.several[source.name][index]  # type: ignore[union-attr,index]
-
-    def _split(self, call: Call, node: torch.fx.Node) -> None:
-        """Each part becomes a slice (or a select) of its own, so that parts are planned apart."""
-        parts: list[torch.Tensor] = node.meta["val"]
-        source = call.operands[0]
-        dim = int(argument(call, "dim", 0) or 0) % len(self.program.values[source].shape)
-        names, start = [], 0
-        for i, fake in enumerate(parts):
-            name = self._value(f"{call.name}:{i}", fake)
-            if call.kind == "unbind":
-                target, args = aten.select.int, (Ref(source), dim, i)
-            else:
-                target, args = aten.slice.Tensor, (Ref(source), dim, start, start + fake.shape[dim])
-                start += fake.shape[dim]
-            self.program.calls.append(Call(name, target, args, {}, (name,), call.path))
-            self.views[name] = source
-            names.append(name)
-        self.several[call.name] = names
-
-    def _batch_norm(self, call: Call) -> None:
-        """Statistics over the whole batch, then a pointwise application: see ``rules.norm``."""
-        x = argument(call, "input")
-        shape = self.program.values[x.name].shape
-        buffers = tuple(self._buffer_name(argument(call, name)) for name in ("running_mean", "running_var"))
-        for name in buffers:
-            if name is not None:
-                self.program.buffers.setdefault(name, self._buffer(name))
-        affine = (argument(call, "weight"), argument(call, "bias"))
-        sums = f"{call.name}:sums"
-        self.program.values[sums] = Value(sums, (2, shape[1]), torch.float64)
-        self.program.calls.append(Call(sums, batch_norm_statistics, (x,), {}, (sums,), call.path))
-        out = self._value(call.name, torch.empty(shape, dtype=self.program.values[x.name].dtype, device="meta"))
-        count = 1
-        for size in (shape[0], *shape[2:]):
-            count *= size
-        options: Mapping[str, Any] = {
-            "buffers": tuple(BufferRef(n) if n else None for n in buffers),
-            "affine": tuple(a is not None for a in affine),
-            "count": count,
-            "momentum": argument(call, "momentum"),
-            "eps": argument(call, "eps"),
-        }
-        operands = (x, Ref(sums), *(a for a in affine if a is not None))
-        self.program.calls.append(Call(out, batch_norm_apply, operands, options, (out,), call.path))
-
-    def _buffer_name(self, leaf: Any) -> str | None:
-        if leaf is None:
-            return None
-        if not isinstance(leaf, Ref) or leaf.name not in self.buffer_values:
-            raise ModelError(f"batch norm's running statistics are {leaf}; expected buffers of the module")
-        return self.buffer_values[leaf.name]
-
-    def _in_place(self, call: Call) -> None:
-        """``x.add_(y)`` as ``x = x + y``: later uses of x, and of what shares its storage, mean the new value."""
-        changed = call.operands[0]
-        if changed in self.buffer_values:
-            if len(call.operands) > 1:
-                raise ModelError(
-                    f"call {call.name!r} updates buffer {self.buffer_values[changed]!r} from an activation; "
-                    "only batch norm's statistics and counters are supported"
-                )
-            name = self.buffer_values[changed]
-            self.program.buffers.setdefault(name, self._buffer(name))
-            args = (BufferRef(name), *call.args[1:])
-            self.program.end_step.append(Call(call.name, call.target, args, call.kwargs, (), call.path))
-            self.names[call.name] = changed
+        fakes = [Fake(value_of(call.name, f.shape, f.dtype).shape, self._convert(f.dtype)) for f in tensors]
+        if call.kind in FORMS:
+            self._at[node] = FORMS[call.kind](self, call, fakes if several else fakes[0])
             return
-        sharing = [v for view, base in self.views.items() if changed in (view, base) for v in (view, base) if self._used_after(v, call.name, changed)]
-        if sharing:
-            raise ModelError(f"call {call.name!r} changes {changed!r} in place while {sharing[0]!r} shares its memory; write it out of place")
-        functional = _functional(call)
-        self.program.calls.append(functional)
-        value = self.program.values[changed]
-        self.program.values[call.name] = Value(call.name, value.shape, value.dtype)
-        self.names = {old: call.name if new == changed else new for old, new in self.names.items()}
-        self.names[call.name] = call.name
+        names = [f"{call.name}:{i}" for i in range(len(fake))] if several else [call.name]
+        kept = [name for name, f in zip(names, fake if several else [fake], strict=True) if isinstance(f, torch.Tensor)]
+        for name, f in zip(kept, fakes, strict=True):
+            self._value(name, f.shape, f.dtype)
+        self.program.calls.append(Call(call.name, call.target, call.args, call.kwargs, tuple(kept), call.path))
+        self._at[node] = names if several else call.name
 
-    def _used_after(self, value: str, place: str, changed: str) -> bool:
-        """Whether a node that stands for ``value`` (not for ``changed``) is read after the node ``place``."""
-        nodes = {node.name: i for i, node in enumerate(self.exported.graph.nodes)}
-        standing = [n for n in self.exported.graph.nodes if self.names.get(n.name) == value and value != changed]
-        return any(nodes[user.name] > nodes[place] for node in standing for user in node.users)
+    def _higher_order(self, node: torch.fx.Node, target: torch._ops.HigherOrderOperator, *, gradients: bool) -> None:
+        """Blocks under ``torch.no_grad`` are read in place, their results detached; anything else is control flow."""
+        kind = str(getattr(target, "_name", target))
+        if kind == "wrap_with_set_grad_enabled":
+            enabled, part, *operands = node.args
+            detached = not enabled
+        elif kind == "wrap_with_autocast" and not node.args[2]:
+            part, *operands = node.args[4:]
+            detached = False
+        else:
+            raise ModelError(
+                f"the program has data-dependent control flow or a wrapped call ({kind} at {node.name!r}); "
+                "expected straight-line code: remove it or export without it"
+            )
+        if not gradients and not detached:
+            raise ModelError(f"gradients are enabled inside torch.no_grad at {node.name!r}; expected no nesting: move that part out")
+        assert isinstance(part, torch.fx.Node)
+        graph = getattr(node.graph.owning_module, str(part.target)).graph
+        inner = [n for n in graph.nodes if n.op == "placeholder"]
+        for placeholder, operand in zip(inner, operands, strict=True):
+            assert isinstance(operand, torch.fx.Node)
+            self._aliasing.check(operand)
+            self._at[placeholder] = self._at[operand]
+            self._aliasing.view(placeholder, operand, identical=True)
+        self._nodes(graph, gradients=gradients and not detached)
+        output = next(n for n in graph.nodes if n.op == "output").args[0]
+        leaves = list(output) if isinstance(output, (tuple, list)) else [output]
+        names = [self._at.get(leaf) for leaf in leaves]
+        if detached:
+            names = [self._detached(name, node) for name in names]
+        self._at[node] = names
+
+    def _detached(self, name: str | None, node: torch.fx.Node) -> str | None:
+        if name is None or not self.dtype(name).is_floating_point:
+            return name
+        result = self._unique(f"{node.name}_detach")
+        call = Call(result, aten.detach.default, (Ref(name),), {}, (result,), _module_path(node))
+        return self.emit(call, self.shape(name), self.dtype(name))
+
+    # In-place calls
+
+    def _in_place(self, node: torch.fx.Node, call: Call, *, gradients: bool) -> None:
+        """``x.add_(y)`` as ``x = x + y``: later uses of x mean the new value."""
+        changed = node.args[0]
+        assert isinstance(changed, torch.fx.Node)
+        root = str(self._at[self._aliasing.root(changed)])
+        if root in self._buffers:
+            self._update_buffer(node, call, changed, root)
+            return
+        if root in self.program.parameters:
+            raise ModelError(f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does")
+        if not gradients and self._aliasing.root(changed).graph is not node.graph:
+            raise ModelError(f"call {call.name!r} changes a tensor in place under torch.no_grad; write it out of place")
+        value = self.program.values[call.operands[0]]
+        functional = _functional(call)
+        self._value(self._written(functional, value.dtype), value.shape, value.dtype)
+        for meant in self._aliasing.change(node, changed):
+            self._at[meant] = call.name
+
+    def _written(self, functional: Call, dtype: torch.dtype) -> str:
+        """Write the out-of-place call, and back to the dtype that the changed tensor keeps."""
+        meta = [torch.empty(self.shape(n), dtype=self.dtype(n), device="meta") for n in functional.operands]
+        following = iter(meta)
+        fill = lambda leaf: next(following) if isinstance(leaf, Ref) else leaf  # noqa: E731
+        result = functional.target(*substitute(functional.args, fill), **substitute(dict(functional.kwargs), fill))
+        if result.dtype == dtype:
+            self.program.calls.append(functional)
+            return functional.name
+        name = f"{functional.name}:promoted"
+        first = Call(name, functional.target, functional.args, functional.kwargs, (name,), functional.path)
+        self.emit(first, result.shape, result.dtype)
+        self.program.calls.append(Call(functional.name, aten.to.dtype, (Ref(name), dtype), {}, functional.outputs, functional.path))
+        return functional.name
+
+    def _update_buffer(self, node: torch.fx.Node, call: Call, changed: torch.fx.Node, root: str) -> None:
+        name = self._buffers[root]
+        if len(call.operands) > 1 or self._at[changed] != root:
+            raise ModelError(
+                f"call {call.name!r} updates buffer {name!r} from an activation or in part; "
+                "only batch norm's statistics and counters are supported"
+            )
+        self.updated_buffer(Ref(root))
+        self.program.end_step.append(Call(call.name, call.target, (BufferRef(name), *call.args[1:]), call.kwargs, (), call.path))
+        self._at[node] = root
+
+    # Outputs
 
     def _loss(self) -> str:
         """The scalar to minimise: the output called ``loss``, else the first output."""
-        outputs = [self.names.get(leaf.name) for leaf in walk(_plain(self._output_args())) if isinstance(leaf, torch.fx.Node)]
-        index, known = 0, False
-        spec = self.exported.module_call_graph[0].signature
-        keys = getattr(spec.out_spec, "context", None) if spec is not None else None
-        if isinstance(keys, (list, tuple)) and "loss" in keys:
-            index, known = list(keys).index("loss"), True
-        loss = outputs[index] if index < len(outputs) else None
-        if loss is None or loss not in self.program.values:
+        leaves = list(walk(_plain(next(n for n in self.exported.graph.nodes if n.op == "output").args)))
+        index = self._loss_position()
+        node = leaves[index or 0] if leaves else None
+        loss = self._at.get(node) if isinstance(node, torch.fx.Node) else None
+        if not isinstance(loss, str):
             raise ModelError("the program returns no tensor; expected the scalar training loss as output")
-        value = self.program.values[loss]
-        if value.shape not in ((), (1,)) or not value.dtype.is_floating_point:
-            what = "output 'loss'" if known else "the first output"
+        shape, dtype = self.shape(loss), self.dtype(loss)
+        if shape not in ((), (1,)) or not dtype.is_floating_point:
             raise ModelError(
-                f"{what} has shape {list(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}; "
+                f"{'the first output' if index is None else 'output loss'} has shape {list(shape)} and dtype "
+                f"{str(dtype).removeprefix('torch.')}; "
                 "expected a scalar floating-point loss: pass loss=… to soap.export, or return it first"
             )
+        if not any(loss in call.outputs for call in self.program.calls):
+            raise ModelError("the loss is an input or a constant; expected a loss that the model computes")
+        if shape == (1,):
+            name = self._unique(f"{loss}_scalar")
+            loss = self.emit(Call(name, aten.reshape.default, (Ref(loss), []), {}, (name,)), (), dtype)
         return loss
 
-    def _output_args(self) -> Any:
-        return next(n for n in self.exported.graph.nodes if n.op == "output").args
+    def _loss_position(self) -> int | None:
+        """Which flat output is called ``loss``, if the outputs have names."""
+        signature = self.exported.module_call_graph[0].signature
+        spec = signature.out_spec if signature is not None else None
+        keys = getattr(spec, "context", None)
+        if spec is None or not isinstance(keys, (list, tuple)) or "loss" not in keys:
+            return None
+        before = spec.children()[: list(keys).index("loss")]
+        return sum(child.num_leaves for child in before)
 
     def _freeze_buffers(self) -> None:
         """Buffers that nothing updates are constants."""
-        for value, name in self.buffer_values.items():
+        for value, name in self._buffers.items():
             if name not in self.program.buffers:
                 self.program.constants[value] = self._buffer(name)
-            elif any(value in call.operands for call in self.program.calls):
-                self.program.constants[value] = self._buffer(name)
+                continue
+            reader = next((call for call in self.program.calls if value in call.operands), None)
+            if reader is not None:
+                raise ModelError(f"call {reader.name!r} reads buffer {name!r}, which the program also updates; expected that no call does both")
+
+    def _warn_of_unread_inputs(self) -> None:
+        read = {name for call in self.program.calls for name in call.operands}
+        for name in self.program.inputs:
+            if name not in read and name != self.program.loss:
+                warnings.warn(
+                    f"the program does not read input {name!r}: what is given for it has no effect (torch.export joins inputs that are one "
+                    "tensor; export with separate tensors)",
+                    SoapWarning,
+                    stacklevel=2,
+                )
 
 
 def canonical_names(state: Mapping[str, Any]) -> dict[str, str]:
@@ -278,16 +331,13 @@ def canonical_names(state: Mapping[str, Any]) -> dict[str, str]:
     result: dict[str, str] = {}
     for name, tensor in state.items():
         key: Any = name
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta" and not _is_fake(tensor):
-            key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if tensor.numel() else name
-        elif isinstance(tensor, torch.Tensor):
-            key = id(tensor)
+        if isinstance(tensor, torch.Tensor):
+            if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
+                key = id(tensor)
+            elif tensor.numel():
+                key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         result[name] = first.setdefault(key, name)
     return result
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 def _plain(nest: Any) -> Any:
@@ -299,25 +349,23 @@ def _plain(nest: Any) -> Any:
     return nest
 
 
-def _kind(target: Any) -> str:
-    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else str(target)
+def _kind(target: torch._ops.OpOverload) -> str:
+    return str(target._schema.name.split("::")[-1])
 
 
 def _mutates(target: torch._ops.OpOverload) -> bool:
-    arguments = target._schema.arguments
-    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
-
-
-def _is_view(target: Any) -> bool:
-    arguments = target._schema.arguments
-    return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write
+    """Whether the call changes its first argument. Calls that change any other are refused."""
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
+    if any(writes[1:]):
+        raise ModelError(f"call of {target} changes an argument in place; write it out of place")
+    return bool(writes) and writes[0]
 
 
 def _functional(call: Call) -> Call:
     """The out-of-place form of an in-place call."""
-    name = call.kind.removesuffix("_")
-    packet = getattr(aten, name, None)
     overload = call.target._overloadname  # type: ignore[attr-defined]
+    name, _, other = _FUNCTIONAL.get((call.kind, overload), call.kind.removesuffix("_")).partition(".")
+    packet, overload = getattr(aten, name, None), other or overload
     if packet is None or overload not in packet.overloads():
         raise ModelError(f"in-place call {call.name!r} of {call.kind} has no functional form; write it out of place")
     return Call(call.name, getattr(packet, overload), call.args, call.kwargs, (call.name,), call.path)
@@ -327,5 +375,3 @@ def _module_path(node: torch.fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [entry[0] for entry in stack.values()]
     return str(paths[-1]) if paths else ""
-
-

@@ -84,7 +84,9 @@ class _Alone:
     def step(self, inputs: Sequence[torch.Tensor], step: int) -> tuple[float, dict[str, torch.Tensor]]:
         for value in self.parameters.values():
             value.grad = None
-        loss = self.model.reference_loss(inputs, self.parameters, TileContext(0, step, self.buffers))
+        context = TileContext(0, step, self.buffers)
+        loss = self.model.reference_loss(inputs, self.parameters, context)
+        self.model.end_step(context)
         if self.optimizer is not None:
             loss.backward()
             self.optimizer.step()

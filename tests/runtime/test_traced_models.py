@@ -1,4 +1,4 @@
-"""Real models under real strategies on four ranks train like one process: the zoo, and models of ``transformers`` exported as documented."""
+"""Real models under real strategies on four ranks train like one process: the zoo, and ``transformers`` models exported as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalisation and softmax. Training batch norm is imported as two calls of our own, so that its statistics cover the whole batch.
+"""Normalisation, softmax, and what else needs some dimensions whole. Training batch norm is imported as two calls of our own, so that its statistics cover the whole batch.
 
 ``batch_norm_statistics`` sums x and x² per channel: a sum over sample and space like any other, so that splitting them gives partial sums that are
 reduced; ``batch_norm_apply`` is pointwise. Backward through both is synchronized batch norm's backward by linearity.
@@ -6,49 +6,59 @@ reduced; ``batch_norm_apply`` is pointwise. Backward through both is synchronize
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 
 from soap.graph import WHOLE, DimMap
-from soap.tracing.rules.notation import Local, Scope, Tiled, View, einsum
+from soap.regions import Interval
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, einsum
 from soap.tracing.rules.registry import rule
 
 
 def batch_norm_statistics(x: torch.Tensor) -> torch.Tensor:
     """Sums of x and of x² over all but dimension 1, in float64 so that the variance survives the subtraction: shape (2, channels)."""
     dims = [0, *range(2, x.dim())]
-    return torch.stack([x.sum(dims, dtype=torch.float64), (x * x).sum(dims, dtype=torch.float64)])
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    return torch.stack([wide.sum(dims, dtype=torch.float64), (wide * wide).sum(dims, dtype=torch.float64)])
+
+
+def batch_norm_moments(sums: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance that ``sums`` over ``count`` elements give."""
+    mean = sums[0] / count
+    return mean, (sums[1] / count - mean * mean).clamp_min(0.0)
 
 
 def batch_norm_apply(
-    x: torch.Tensor,
-    sums: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    count: int,
-    momentum: float,
-    eps: float,
-    update: bool = True,
+    x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """Normalise with the mean and biased variance that ``sums`` over ``count`` elements give; move the running statistics (in place)."""
-    mean = sums[0] / count
-    var = (sums[1] / count - mean * mean).clamp_min(0.0)
-    if update and running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_((var * (count / max(count - 1, 1))).to(running_var.dtype), momentum)
+    """Normalise, scale and shift each channel (dimension 1)."""
     shape = [1, -1] + [1] * (x.dim() - 2)
-    scale = torch.rsqrt(var + eps)
+    scale = torch.rsqrt(variance + eps)
     shift = -mean * scale
     if weight is not None:
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
     return x * scale.to(x.dtype).view(shape) + shift.to(x.dtype).view(shape)
+
+
+def move_running_statistics(
+    running: Sequence[torch.Tensor | None], found: Sequence[tuple[Interval, torch.Tensor, torch.Tensor]], count: int, momentum: float
+) -> None:
+    """Move running mean and variance (in place) towards what tiles have found for their channels; each channel once."""
+    mean, variance = running
+    if mean is None or variance is None:
+        return
+    moved = torch.zeros(mean.shape, dtype=torch.bool, device=mean.device)
+    for (start, stop), new_mean, new_variance in found:
+        span = slice(start, stop)
+        unbiased = new_variance * (count / max(count - 1, 1))
+        for buffer, value in ((mean, new_mean), (variance, unbiased)):
+            buffer[span] = torch.where(moved[span], buffer[span], buffer[span].lerp(value.to(buffer.dtype), momentum))
+        moved[span] = True
 
 
 @rule("soap.batch_norm_statistics")
@@ -59,15 +69,12 @@ def statistics(view: View) -> Tiled:
 
 
 def _run_apply(local: Local) -> torch.Tensor:
-    channels = local.boxes[0][1]
-    operands = iter(local.tensors)
+    options, operands = local.call.kwargs, iter(local.tensors)
     x, sums = next(operands), next(operands)
-    weight, bias = (next(operands) if present else None for present in local.call.kwargs["affine"])
-    options = local.call.kwargs
-    buffers = [local.buffers[ref.name][slice(*channels)] if ref else None for ref in options["buffers"]]
-    return batch_norm_apply(
-        x, sums, weight, bias, buffers[0], buffers[1], options["count"], options["momentum"], options["eps"], local.update_buffers
-    )
+    weight, bias = (next(operands) if present else None for present in options["affine"])
+    mean, variance = batch_norm_moments(sums, options["count"])
+    local.note_statistics(local.boxes[0][1], mean.detach(), variance.detach())
+    return batch_norm_apply(x, mean, variance, weight, bias, options["eps"])
 
 
 @rule("soap.batch_norm_apply")
@@ -80,13 +87,28 @@ def apply(view: View) -> Tiled:
     return Tiled(tuple(scope.factors), (maps, (WHOLE, maps[1]), *affine), (maps,), run=_run_apply, flops=4 * prod(shape))
 
 
+def _channelwise(view: View) -> tuple[Scope, Maps]:
+    shape = view.output_shapes[0]
+    scope = Scope()
+    return scope, tuple(scope.factor(n, s) for n, s in zip(("b", "c", "h", "w", "d"), shape, strict=False))
+
+
 @rule("aten.batch_norm")
 def batch_norm_inference(view: View) -> Tiled:
     """Batch norm with fixed statistics (the training form never reaches the rules)."""
-    shape = view.output_shapes[0]
+    scope, maps = _channelwise(view)
+    rest = [(maps[1],)] * (len(view.shapes) - 1)
+    return Tiled(tuple(scope.factors), (maps, *rest), (maps,), flops=4 * prod(view.shapes[0]))
+
+
+@rule("aten.instance_norm")
+def instance_norm(view: View) -> Tiled:
+    """Every channel of every sample by itself."""
+    shape = view.shapes[0]
     scope = Scope()
-    maps = tuple(scope.factor(n, s) for n, s in zip(("b", "c", "h", "w", "d"), shape, strict=False))
-    return Tiled(tuple(scope.factors), (maps, *([(maps[1],)] * (len(view.shapes) - 1))), (maps,), flops=4 * prod(shape))
+    maps = (scope.factor("b", shape[0]), scope.factor("c", shape[1]), *(WHOLE,) * (len(shape) - 2))
+    rest = [(maps[1],)] * (len(view.shapes) - 1)
+    return Tiled(tuple(scope.factors), (maps, *rest), (maps,), flops=8 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
 
 
 @rule("aten.layer_norm", "aten.rms_norm")
@@ -102,8 +124,8 @@ def layer_norm(view: View) -> Tiled:
 
 def _run_group_norm(local: Local) -> torch.Tensor:
     groups = local.get("num_groups")
-    share = (local.boxes[0][1][1] - local.boxes[0][1][0]) / local.shapes[0][1]
-    out: torch.Tensor = local.plain(num_groups=max(1, round(groups * share)))
+    start, stop = local.boxes[0][1]
+    out: torch.Tensor = local.plain(num_groups=(stop - start) * groups // local.shapes[0][1])
     return out
 
 
@@ -116,19 +138,36 @@ def group_norm(view: View) -> Tiled:
     span = shape[1] // groups
     channels = DimMap(g.factor, span, 0, span) if g.factor is not None else WHOLE
     maps = (b, channels, *(WHOLE,) * (len(shape) - 2))
-    return Tiled(tuple(scope.factors), (maps, *([(channels,)] * (len(view.shapes) - 1))), (maps,), run=_run_group_norm, flops=8 * prod(shape))
+    return Tiled(tuple(scope.factors), (maps, *([(channels,)] * (len(view.shapes) - 1))), (maps,), run=_run_group_norm, flops=8 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
 
 
 def along(view: View, whole_dims: set[int], **options: Any) -> Tiled:
-    """Shape-preserving call that needs some dimensions whole."""
+    """One tensor in, and tensors out that have the same sizes but in some dimensions, which are needed whole."""
     shape = view.shapes[0]
     scope = Scope()
     maps = tuple(WHOLE if i in whole_dims else scope.factor(f"d{i}", size) for i, size in enumerate(shape))
     return Tiled(tuple(scope.factors), (maps,), (maps,) * len(view.output_shapes), **options)
 
 
+def _dim(view: View, default: int | None = None) -> set[int]:
+    rank = len(view.shapes[0])
+    return {int(view.get("dim", default)) % rank} if rank else set()
+
+
 @rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax", "aten.cumsum", "aten.cumprod", "aten.logcumsumexp")
 def softmax(view: View) -> Tiled:
     """One dimension is needed whole."""
-    shape = view.shapes[0]
-    return along(view, {view.get("dim") % max(1, len(shape))}, flops=5 * prod(shape))
+    return along(view, _dim(view), flops=5 * prod(view.shapes[0]))
+
+
+@rule("aten.sort", "aten.argsort", "aten.topk", "aten.glu")
+def ordered(view: View) -> Tiled:
+    """One dimension is needed whole, the last if none is named."""
+    return along(view, _dim(view, -1), flops=5 * prod(view.shapes[0]))
+
+
+@rule("aten.flip", "aten.roll")
+def moved(view: View) -> Tiled:
+    """Elements travel along whole dimensions; a roll without dimensions along all of them."""
+    dims, rank = view.get("dims"), len(view.shapes[0])
+    return along(view, {int(d) % rank for d in ([dims] if isinstance(dims, int) else dims)} if dims else set(range(rank)))

@@ -13,14 +13,14 @@ the size in this operand may be 1 (broadcast). Dimensions of size 1 never become
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from soap.graph import WHOLE, DimMap
 from soap.regions import Box, Interval, lengths
-from soap.tracing.calls import BufferRef, Call, Ref, Value, argument, substitute
+from soap.tracing.calls import Call, Ref, Value, argument, substitute
 
 Maps = tuple[DimMap, ...]
 
@@ -31,8 +31,9 @@ class Tiled:
 
     ``factors``: (name, size). ``operands``: one map per tensor operand, in ``Call.operands`` order. ``outputs``: one per output; must be exact or
     whole in every dimension, or, for calls that select (slices), clipped. ``summed``: indices of factors that no output follows and whose split gives partial sums.
-    ``light``: may be fused into neighbours (views and pointwise calls). ``linear``: commutes with summing partial results (views). ``run``: computes the local
-    outputs from a ``Local``; None runs the call's target on the local operands. ``flops``: of the whole call. ``saved_bytes``: kept for backward beside operands and outputs.
+    ``light``: may be fused into neighbours (views and pointwise calls). ``linear``: commutes with summing partial results (views).
+    ``run``: computes the local outputs from a ``Local``; None runs the call's target on the local operands. ``flops``: of the whole call.
+    ``saved_bytes``: kept for the backward pass beside operands and outputs. ``known``: False if no rule covers the call.
     """
 
     factors: tuple[tuple[str, int], ...]
@@ -78,12 +79,16 @@ class View:
         return isinstance(self.get(name), Ref)
 
 
+def _forget(channels: Interval, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    """The ``Local.note_statistics`` of calls that have none."""
+
+
 @dataclass(slots=True)
 class Local:
     """One tile of one call at run time: local operands, where they lie, and what is wanted.
 
-    ``boxes`` and ``output_boxes`` are global coordinates; ``shapes`` and ``output_shapes`` the whole tensors'. ``random_seed`` is a function
-    of (seed, step, call), the same on every tile.
+    ``boxes`` and ``output_boxes`` are global coordinates; ``shapes`` and ``output_shapes`` the whole tensors'. ``random_seed`` is a
+    function of (seed, step, call), the same on every tile. ``note_statistics`` takes batch norm's mean and variance of some channels.
     """
 
     call: Call
@@ -93,29 +98,19 @@ class Local:
     shapes: Sequence[tuple[int, ...]]
     output_shapes: Sequence[tuple[int, ...]]
     random_seed: int = 0
-    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    update_buffers: bool = True
+    note_statistics: Callable[[Interval, torch.Tensor, torch.Tensor], None] = _forget
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An argument by schema name, with tensors replaced by local ones and buffers by this rank's copies."""
-        return self._fill(argument(self.call, name, default), iter(()), by_name=True)
-
-    def _fill(self, nest: Any, tensors: Any, *, by_name: bool) -> Any:
-        position = {name: i for i, name in reversed(list(enumerate(self.call.operands)))} if by_name else {}
-
-        def change(leaf: Any) -> Any:
-            if isinstance(leaf, Ref):
-                return self.tensors[position[leaf.name]] if by_name else next(tensors)
-            return self.buffers[leaf.name] if isinstance(leaf, BufferRef) else leaf
-
-        return substitute(nest, change)
+        """An argument by schema name, with tensors replaced by local ones."""
+        local = dict(reversed(list(zip(self.call.operands, self.tensors, strict=True))))
+        return substitute(argument(self.call, name, default), lambda leaf: local[leaf.name] if isinstance(leaf, Ref) else leaf)
 
     def plain(self, tensors: Sequence[torch.Tensor] | None = None, **changes: Any) -> Any:
         """Call the target with local operands; ``changes`` replace arguments by schema name."""
-        args, kwargs = self._fill(
-            (list(self.call.args), dict(self.call.kwargs)), iter(self.tensors if tensors is None else tensors), by_name=False
-        )
-        args = list(args)
+        following = iter(self.tensors if tensors is None else tensors)
+        fill: Callable[[Any], Any] = lambda leaf: next(following) if isinstance(leaf, Ref) else leaf  # noqa: E731
+        args = substitute(list(self.call.args), fill)
+        kwargs = substitute(dict(self.call.kwargs), fill)
         schema = getattr(self.call.target, "_schema", None)
         names = [p.name for p in schema.arguments] if schema is not None else []
         for name, value in changes.items():

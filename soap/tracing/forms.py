@@ -1,0 +1,218 @@
+"""Plain forms of calls: several ATen calls that mean the same are written as one, so that the rules need to know fewer of them.
+
+Splits become slices, stacks concatenations, other names for permutations permutations, tensors that depend on a shape alone factories, casts and
+copies plain casts (or nothing), training batch norm statistics and application.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from soap.errors import ModelError
+from soap.tracing.calls import BufferRef, Call, Ref, Value, argument
+from soap.tracing.rules.norm import batch_norm_apply, batch_norm_statistics
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Fake:
+    """Shape and dtype of a call's result."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Writer(Protocol):
+    """What a form needs of the reader: the values so far, and a place to write calls to."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a value."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a value."""
+
+    def emit(self, call: Call, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """Write a call with one output, named as the call, and return that name."""
+
+    def updated_buffer(self, leaf: Any) -> BufferRef | None:
+        """The buffer behind an argument, which the program changes; None for None."""
+
+
+Form = Callable[[Writer, Call, Any], Any]
+"""From (writer, call, fake result) to the names of the values that the call's result is: a string, or a list of them."""
+
+FORMS: dict[str, Form] = {}
+
+
+def form(*kinds: str) -> Callable[[Form], Form]:
+    """Register the decorated function for calls of these kinds."""
+
+    def decorate(function: Form) -> Form:
+        FORMS.update(dict.fromkeys(kinds, function))
+        return function
+
+    return decorate
+
+
+@form("split", "split_with_sizes", "chunk", "tensor_split")
+def split(writer: Writer, call: Call, fakes: Sequence[Fake]) -> list[str]:
+    """Each part becomes a slice of its own, so that parts are planned apart."""
+    source = call.operands[0]
+    dim = int(argument(call, "dim", 0) or 0) % len(writer.shape(source))
+    stops = list(accumulate(fake.shape[dim] for fake in fakes))
+    return [
+        _view(writer, call, i, aten.slice.Tensor, (Ref(source), dim, stop - fake.shape[dim], stop), fake.shape)
+        for i, (fake, stop) in enumerate(zip(fakes, stops, strict=True))
+    ]
+
+
+@form("unbind")
+def unbind(writer: Writer, call: Call, fakes: Sequence[Fake]) -> list[str]:
+    """Each part becomes a select."""
+    source = call.operands[0]
+    dim = int(argument(call, "dim", 0) or 0) % len(writer.shape(source))
+    return [_view(writer, call, i, aten.select.int, (Ref(source), dim, i), fake.shape) for i, fake in enumerate(fakes)]
+
+
+@form("broadcast_tensors")
+def broadcast_tensors(writer: Writer, call: Call, fakes: Sequence[Fake]) -> list[str]:
+    """Each tensor is expanded."""
+    return [
+        _view(writer, call, i, aten.expand.default, (Ref(source), list(fake.shape)), fake.shape)
+        for i, (source, fake) in enumerate(zip(call.operands, fakes, strict=True))
+    ]
+
+
+def _view(writer: Writer, call: Call, number: int, target: Any, args: tuple[Any, ...], shape: Sequence[int]) -> str:
+    """Write a call that makes output ``number`` from the value that its first argument names."""
+    name = f"{call.name}:{number}"
+    return writer.emit(Call(name, target, args, {}, (name,), call.path), tuple(shape), writer.dtype(args[0].name))
+
+
+@form("stack")
+def stack(writer: Writer, call: Call, fake: Fake) -> str:
+    """Operands get the new dimension, then follow one another along it."""
+    dim = int(argument(call, "dim", 0) or 0) % len(fake.shape)
+    parts = [_unsqueezed(writer, call, i, source, dim) for i, source in enumerate(call.operands)]
+    return _cat(writer, call, parts, dim, fake)
+
+
+@form("hstack", "vstack")
+def hstack(writer: Writer, call: Call, fake: Fake) -> str:
+    """Concatenation along dimension 1 or 0 of at least two; vectors are one row, or follow one another."""
+    ranks = {len(writer.shape(source)) for source in call.operands}
+    if ranks & {0}:
+        return writer.emit(call, fake.shape, fake.dtype)
+    parts = list(call.operands)
+    if call.kind == "vstack":
+        parts = [s if len(writer.shape(s)) > 1 else _unsqueezed(writer, call, i, s, 0) for i, s in enumerate(parts)]
+    return _cat(writer, call, parts, 0 if call.kind == "vstack" or ranks == {1} else 1, fake)
+
+
+def _unsqueezed(writer: Writer, call: Call, number: int, source: str, dim: int) -> str:
+    shape = writer.shape(source)
+    return _view(writer, call, number, aten.unsqueeze.default, (Ref(source), dim), (*shape[:dim], 1, *shape[dim:]))
+
+
+def _cat(writer: Writer, call: Call, parts: Sequence[str], dim: int, fake: Fake) -> str:
+    refs = [Ref(part) for part in parts]
+    return writer.emit(Call(call.name, aten.cat.default, (refs, dim), {}, (call.name,), call.path), fake.shape, fake.dtype)
+
+
+@form("zeros_like", "new_zeros", "ones_like", "new_ones", "full_like", "new_full", "empty_like", "new_empty")
+def filled(writer: Writer, call: Call, fake: Fake) -> str:
+    """Only the shape and dtype of the operand count: a constant. Memory that nobody has written to is taken as zero."""
+    value = {"zeros": 0, "ones": 1, "empty": 0}.get(call.kind.removesuffix("_like").removeprefix("new_"))
+    value = argument(call, "fill_value") if value is None else value
+    options = {"dtype": fake.dtype}
+    full = Call(call.name, aten.full.default, (list(fake.shape), value), options, (call.name,), call.path)
+    return writer.emit(full, fake.shape, fake.dtype)
+
+
+@form("movedim", "moveaxis", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint")
+def permuted(writer: Writer, call: Call, fake: Fake) -> str:
+    """Found out by moving dimensions of sizes that tell them apart."""
+    source = call.operands[0]
+    marks = torch.empty(tuple(range(2, 2 + len(writer.shape(source)))), device="meta")
+    if call.kind == "adjoint" and writer.dtype(source).is_complex:
+        raise ModelError(f"call {call.name!r} is the adjoint of a complex tensor; expected real tensors")
+    order = [size - 2 for size in call.target(marks, *call.args[1:], **call.kwargs).shape]
+    plain = Call(call.name, aten.permute.default, (Ref(source), order), {}, (call.name,), call.path)
+    return writer.emit(plain, fake.shape, fake.dtype)
+
+
+@form("contiguous", "alias", "lift_fresh", "lift_fresh_copy", "to", "_to_copy", "type_as")
+def cast(writer: Writer, call: Call, fake: Fake) -> str:
+    """The device and memory layout of the export are not kept, and a cast to the dtype that is there already is nothing."""
+    source = call.operands[0]
+    if writer.dtype(source) == fake.dtype:
+        return source
+    plain = Call(call.name, aten.to.dtype, (Ref(source), fake.dtype), {}, (call.name,), call.path)
+    return writer.emit(plain, fake.shape, fake.dtype)
+
+
+@form("view_as", "reshape_as")
+def view_as(writer: Writer, call: Call, fake: Fake) -> str:
+    """A shape written out: the other operand gives nothing else."""
+    return _view_named(writer, call, aten.reshape.default, fake)
+
+
+@form("expand_as")
+def expand_as(writer: Writer, call: Call, fake: Fake) -> str:
+    """A shape written out: the other operand gives nothing else."""
+    return _view_named(writer, call, aten.expand.default, fake)
+
+
+def _view_named(writer: Writer, call: Call, target: Any, fake: Fake) -> str:
+    plain = Call(call.name, target, (Ref(call.operands[0]), list(fake.shape)), {}, (call.name,), call.path)
+    return writer.emit(plain, fake.shape, fake.dtype)
+
+
+@form("batch_norm")
+def batch_norm(writer: Writer, call: Call, fake: Fake) -> str:
+    """In training, statistics over the whole batch and then a pointwise application: see ``rules.norm``."""
+    if not argument(call, "training"):
+        return writer.emit(call, fake.shape, fake.dtype)
+    x = argument(call, "input")
+    shape = writer.shape(x.name)
+    buffers = tuple(writer.updated_buffer(argument(call, name)) for name in ("running_mean", "running_var"))
+    affine = (argument(call, "weight"), argument(call, "bias"))
+    name = f"{call.name}:sums"
+    sums = writer.emit(Call(name, batch_norm_statistics, (x,), {}, (name,), call.path), (2, shape[1]), torch.float64)
+    options = {
+        "buffers": buffers,
+        "affine": tuple(a is not None for a in affine),
+        "count": prod((shape[0], *shape[2:])),
+        "momentum": argument(call, "momentum"),
+        "eps": argument(call, "eps"),
+    }
+    operands = (x, Ref(sums), *(a for a in affine if a is not None))
+    return writer.emit(Call(call.name, batch_norm_apply, operands, options, (call.name,), call.path), fake.shape, fake.dtype)
+
+
+@form("instance_norm")
+def instance_norm(writer: Writer, call: Call, fake: Fake) -> str:
+    """Running statistics would be moved by every sample: refused."""
+    if argument(call, "running_mean") is not None or argument(call, "running_var") is not None:
+        raise ModelError(f"call {call.name!r}: instance norm with running statistics; expected track_running_stats=False")
+    return writer.emit(call, fake.shape, fake.dtype)
+
+
+@form("as_strided", "as_strided_", "set_", "resize_", "view_as_real", "view_as_complex", "_reshape_alias")
+def by_memory(writer: Writer, call: Call, fake: Fake) -> str:
+    """Regions of tensors do not lie in memory as the whole tensors do."""
+    raise ModelError(f"call {call.name!r} of {call.kind} depends on how a tensor lies in memory; expected view, reshape or slices: rewrite it")
+
+
+def value_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Value:
+    """The value of this name; raises ModelError if its shape is not known."""
+    if any(not isinstance(size, int) for size in shape):
+        raise ModelError(f"{name!r} has a shape that depends on data ({tuple(shape)}); expected static shapes")
+    return Value(name, tuple(shape), dtype)
