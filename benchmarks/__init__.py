@@ -1,0 +1,1 @@
+"""One script per claim; ``docs/benchmarks.md`` holds dated results."""

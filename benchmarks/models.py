@@ -1,0 +1,65 @@
+"""The zoo's models in sizes whose training step takes 50 to 500 ms on two cores: large enough to time, small enough to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import soap
+from soap.zoo.alexnet import AlexNet, AlexNetConfig
+from soap.zoo.dlrm import DLRM, DLRMConfig
+from soap.zoo.gpt import GPT, GPTConfig
+from soap.zoo.recipe import labelled_images, tokens
+from soap.zoo.recurrent import LanguageModel, RecurrentConfig
+
+Made = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+def export_model(name: str, folder: Path) -> Path:
+    """Write the model of this name to ``folder``; the same weights and example batch every time."""
+    torch.manual_seed(0)
+    module, args = MODELS[name]()
+    path = folder / f"{name}.pt2"
+    soap.export(module, args, path=path)
+    return path
+
+
+def _text(batch: int, length: int, vocabulary: int) -> tuple[Tensor, ...]:
+    text = tokens(batch, length + 1, vocabulary)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def _recurrent(vocabulary: int, width: int, steps: int, chunk: int, batch: int) -> Made:
+    config = RecurrentConfig(vocabulary=vocabulary, width=width, layers=2, steps=steps, chunk=chunk, outputs=vocabulary)
+    return LanguageModel(config), _text(batch, steps, vocabulary)
+
+
+def _gpt(vocabulary: int, context: int, width: int, layers: int, batch: int) -> Made:
+    config = GPTConfig(vocabulary=vocabulary, context=context, width=width, heads=4, layers=layers, dropout=0.0)
+    return GPT(config), _text(batch, context, vocabulary)
+
+
+def _dlrm(batch: int) -> Made:
+    config = DLRMConfig(rows=(80_000, 40_000, 20_000, 1000, 100, 20), bottom=(13, 512, 256, 64), top=(512, 256, 1))
+    categories = torch.stack([torch.randint(rows, (batch,)) for rows in config.rows], dim=1)
+    return DLRM(config), (torch.rand(batch, config.bottom[0]), categories, torch.randint(2, (batch,)).float())
+
+
+def _alexnet(batch: int) -> Made:
+    config = AlexNetConfig(hidden=1024, classes=100)
+    return AlexNet(config), labelled_images(batch, config.image, config.classes)
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "lm": partial(_recurrent, vocabulary=24_000, width=512, steps=8, chunk=8, batch=16),
+    "rnnlm": partial(_recurrent, vocabulary=4000, width=512, steps=24, chunk=8, batch=16),
+    "gpt-wide": partial(_gpt, vocabulary=2000, context=32, width=512, layers=3, batch=4),
+    "gpt-long": partial(_gpt, vocabulary=2000, context=256, width=192, layers=4, batch=4),
+    "dlrm": partial(_dlrm, batch=128),
+    "alexnet": partial(_alexnet, batch=8),
+}
+"""lm and dlrm: much in tables; gpt-wide: much in dense layers; gpt-long, rnnlm: much to compute; alexnet: convolutions, then dense layers."""
