@@ -61,34 +61,31 @@ def benchmark(name: str, devices: int, args: argparse.Namespace, folder: Path) -
     predicted = {strategy: outcome.simulator.run(value) for strategy, value in strategies.items()}
     rounds = [measured(path, outcome.simulator, strategies, predicted, args) for _ in range(args.rounds)]
     times = {strategy: list(chain.from_iterable(one[strategy] for one in rounds)) for strategy in strategies}
-    return [
-        Result(name, strategy, predicted[strategy].makespan_ns, int(median(times[strategy])), min(times[strategy])) for strategy in strategies
-    ]
+    return [Result(name, own, predicted[own].makespan_ns, int(median(times[own])), min(times[own])) for own in strategies]
 
 
 def contenders(simulator: Simulator, found: Strategy) -> dict[str, Strategy]:
     """The found strategy and the classical ones, without those that do not fit and those that say the same as an earlier one."""
-    candidates = {BASELINE: CLASSICAL[BASELINE], **CLASSICAL}
-    made = {name: make(simulator.graph, simulator.topology) for name, make in candidates.items()} | {FOUND: found}
+    makers = {BASELINE: CLASSICAL[BASELINE], **CLASSICAL}  # the baseline first
+    made = {name: make(simulator.graph, simulator.topology) for name, make in makers.items()}
     distinct: dict[str, Strategy] = {}
     for name, strategy in made.items():
-        fits = simulator.cost(strategy)[1] == 0
-        if name in (BASELINE, FOUND) or (fits and strategy not in distinct.values()):
+        _, overflow_bytes = simulator.cost(strategy)
+        if name == BASELINE or (overflow_bytes == 0 and strategy not in distinct.values()):
             distinct[name] = strategy
-    return distinct
+    return {**distinct, FOUND: found}
 
 
 def measured(
     path: Path, simulator: Simulator, strategies: Mapping[str, Strategy], predicted: Mapping[str, Simulation], args: argparse.Namespace
 ) -> Mapping[str, Sequence[int]]:
     """Times of the steps of all strategies, in nanoseconds, one strategy after the other in the same processes."""
+    orders = {name: tuple(execution_order(simulation.tasks, simulation.schedule)) for name, simulation in predicted.items()}
     job = Job(
         model=str(path),
         batch_dims=None,
         topology=simulator.topology,
-        strategies={
-            name: (strategy, tuple(execution_order(predicted[name].tasks, predicted[name].schedule))) for name, strategy in strategies.items()
-        },
+        strategies={name: (strategy, orders[name]) for name, strategy in strategies.items()},
         steps=args.steps,
         seed=args.seed,
         dtype=None,
@@ -128,8 +125,8 @@ def conclusion(results: Sequence[Result]) -> str:
     return (
         f"Found over data parallelism, measured: {geometric_mean(gains):.2f} times as fast on (geometric) average, "
         f"from {min(gains):.2f} to {max(gains):.2f}. Measured / predicted: median {median(ratios):.2f}, from {min(ratios):.2f} to "
-        f"{max(ratios):.2f}. Of {len(pairs)} pairs of strategies of one model whose predictions differ by more than 10%, {right} are measured "
-        "in the predicted order."
+        f"{max(ratios):.2f}. Of {len(pairs)} pairs of strategies of one model whose predictions differ by more than 10%, {right} are "
+        "measured in the predicted order."
     )
 
 
@@ -144,7 +141,8 @@ def _pairs(results: Sequence[Result]) -> Iterator[tuple[Result, Result]]:
 def machine() -> str:
     """What the numbers belong to."""
     load = f", load average {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else ""
-    return f"{date.today()}: {cpu_model()}, {cpu_cores()} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}{load}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{date.today()}: {cpu_model()}, {cpu_cores()} cores, {platform.system()}, {versions}{load}"
 
 
 def options() -> argparse.ArgumentParser:

@@ -62,4 +62,4 @@ MODELS: dict[str, Callable[[], Made]] = {
     "dlrm": partial(_dlrm, batch=128),
     "alexnet": partial(_alexnet, batch=8),
 }
-"""lm and dlrm: much in tables; gpt-wide: much in dense layers; gpt-long, rnnlm: much to compute; alexnet: convolutions, then dense layers."""
+"""lm, dlrm: large tables; gpt-wide: wide dense layers; gpt-long, rnnlm: much to compute; alexnet: convolutions, then dense layers."""

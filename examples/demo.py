@@ -54,17 +54,22 @@ class Step:
 def steps(args: argparse.Namespace) -> list[Step]:
     """The demo's commands; ``run.json`` is what the last one measured."""
     model, strategy, timeline = (str(args.output / name) for name in ("model.pt2", "strategy.json", "timeline.json"))
-    export = [shown(sys.executable), "-m", "examples.language_model", model]
-    sizes = ["--vocabulary", str(args.vocabulary), "--width", str(args.width)] if (args.vocabulary, args.width) != (VOCABULARY, WIDTH) else []
+    sizes = [*changed("--vocabulary", args.vocabulary, VOCABULARY), *changed("--width", args.width, WIDTH)]
+    export = [shown(sys.executable), "-m", "examples.language_model", model, *sizes]
     search = [*program("soap-search"), model, "--cluster", f"local:{args.processes}", "--budget", str(args.budget), "-o", strategy]
     training = ["--data", "examples.language_model:batches", "--optimizer", "adam", "--lr", "0.002", "--steps", str(args.steps)]
     looked_at = ["--check", "--compare-data-parallel", "--timeline", timeline, "--json"]
     run = [*program("soap-run"), strategy, "--model", model, *training, *looked_at]
     return [
-        Step("Export a language model with a large vocabulary, as a user would write it (examples/language_model.py).", [*export, *sizes]),
+        Step("Export a language model with a large vocabulary, as a user would write it (examples/language_model.py).", export),
         Step("Search: which way of spreading it over the processes of this machine has the shortest predicted iteration?", search),
         Step("Train with it, compare with one process and with data parallelism, and measure.", run, args.output / "run.json"),
     ]
+
+
+def changed(option: str, value: int, default: int) -> list[str]:
+    """An option, if it has another value than by default."""
+    return [] if value == default else [option, str(value)]
 
 
 def program(name: str) -> list[str]:

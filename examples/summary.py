@@ -21,7 +21,7 @@ def verdict(report: Mapping[str, Any]) -> str:
             f"Here and now the found strategy is NOT faster than data parallelism: measured {gain:.2f} times as fast, predicted "
             f"{promised:.2f} times. Other programs at work on this machine are the usual reason; try again when it is idle."
         )
-    return f"{first} An iteration takes {_off(found)} of the prediction, with data parallelism {_off(usual)}."
+    return f"{first} An iteration takes {_off(found)} the prediction, with data parallelism {_off(usual)}."
 
 
 def summary(report: Mapping[str, Any], commands: Sequence[str]) -> str:
@@ -63,7 +63,7 @@ def _typed(commands: Sequence[str]) -> str:
 
 
 def _off(entry: Mapping[str, Any]) -> str:
-    return f"{entry['measured_ns'] / entry['predicted_ns']:.0%}"
+    return f"{entry['measured_ns'] / entry['predicted_ns']:.2f} times"
 
 
 def _ms(nanoseconds: int) -> str:

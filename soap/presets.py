@@ -80,7 +80,7 @@ def local_topology(
     for device in devices if n > 1 else ():
         for source, target in ((device.name, "local/switch"), ("local/switch", device.name)):
             links.append(Link(len(links), f"{source}->{target}", source, target, bandwidth, latency / 2))
-    return Topology(f"local:{n}", devices, (Host("local", cores, memory_bytes),), tuple(links))
+    return Topology(f"local:{n}", devices, (Host("local", cores, memory_bytes),), tuple(links), measured=True)
 
 
 def _local_count(name: str, number: str) -> int:

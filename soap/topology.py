@@ -128,13 +128,16 @@ class Link:
 class Topology:
     """Devices, hosts and links of a cluster. Immutable and checked: every device reaches every other.
 
-    A route is the path with the fewest seconds for a reference message; ``routes`` says what that means.
+    A route is the path with the fewest seconds for a reference message; ``routes`` says what that means. ``measured``: the
+    figures come from measuring the machine at hand, so that they are no part of the cluster's identity: measuring again must not
+    make its strategies another cluster's.
     """
 
     name: str
     devices: tuple[Device, ...]
     hosts: tuple[Host, ...]
     links: tuple[Link, ...]
+    measured: bool = False
 
     def __post_init__(self) -> None:
         for attribute in ("devices", "hosts", "links"):
@@ -149,7 +152,7 @@ class Topology:
         self._check_connected()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Topology, (self.name, self.devices, self.hosts, self.links))
+        return (Topology, (self.name, self.devices, self.hosts, self.links, self.measured))
 
     @property
     def device_count(self) -> int:
@@ -183,6 +186,9 @@ class Topology:
     @cached_property
     def hash(self) -> str:
         """Identity of devices, hosts and links (not of the cluster's name): 16 hex digits of SHA-256."""
+        if self.measured:
+            parts = [[[d.name, d.host, d.type.kind] for d in self.devices], [[x.source, x.target] for x in self.links]]
+            return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         devices = [[d.name, d.host, d.type.identity] for d in self.devices]
         hosts = [[h.name, h.cpu_cores, h.memory_bytes] for h in self.hosts]
         links = [[x.name, x.source, x.target, float(x.bandwidth_bytes_per_second), float(x.latency_seconds)] for x in self.links]

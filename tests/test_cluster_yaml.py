@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,7 @@ def test_a_file_and_a_preset_are_told_apart(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("spec", ["local:3", "p100-4x4", "k80-16x4", "titanxp-8x6", "h200-8"])
 def test_dump_reads_back_to_the_same_cluster(spec):
-    t = load_cluster(spec)
+    t = replace(load_cluster(spec), measured=False)  # written down, figures are what the file says they are
     back = parse_cluster(dump_cluster(t))
     assert back.hash == t.hash and back == t
 

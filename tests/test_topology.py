@@ -173,3 +173,12 @@ def test_parallel_links_are_refused():
 def test_import_is_light():
     code = "import sys, soap.cluster_yaml; print([m for m in ('torch', 'networkx', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_measured_figures_are_no_part_of_the_identity():
+    wires = both("d0", "d1")
+    measured = replace(topology(2, wires), measured=True)
+    again = replace(topology(2, wires, device_type=replace(CPU, memory_bandwidth_bytes_per_second=1e9)), measured=True)
+    assert measured.hash == again.hash != topology(2, wires).hash
+    assert measured.hash != replace(topology(3, both("d0", "d1") + both("d1", "d2")), measured=True).hash
+    assert pickle.loads(pickle.dumps(measured)).measured

@@ -59,7 +59,8 @@ class RooflineCosts:
         types = {device.type.name: device.type for device in topology.devices}
         self._types = tuple(types[name] for name in sorted(types))
         self._tiles: dict[TileKey, int] = {}
-        self._rings: dict[tuple[str, tuple[int, ...]], Ring] = {}
+        self._links = topology.links
+        self._rings: dict[tuple[int, ...], Ring] = {}
 
     @property
     def description(self) -> str:
@@ -76,7 +77,8 @@ class RooflineCosts:
         """16 hex digits over every figure and constant that enters an answer."""
         figures = [[device.identity, is_measured(device)] for device in self._types]
         constants = [PEAK_SHARE, REDUCE_TRAFFIC, SAVED_TRAFFIC, sorted(LOOKUP_KINDS), self.optimizer_states]
-        text = json.dumps(["roofline", 1, constants, figures])
+        links = [[float(x.bandwidth_bytes_per_second), float(x.latency_seconds)] for x in self._links]
+        text = json.dumps(["roofline", 1, constants, figures, links])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
@@ -101,7 +103,9 @@ class RooflineCosts:
 
     def allreduce_ns(self, reduced_bytes: int, topology: Topology, devices: Sequence[int]) -> int:
         """All-reduce over a ring (``simulator.collectives``)."""
-        key = (topology.hash, tuple(devices))
+        if topology.links is not self._links:
+            return nanoseconds(ring(topology, devices).seconds(reduced_bytes))
+        key = tuple(devices)
         found = self._rings.get(key)
         if found is None:
             found = self._rings[key] = ring(topology, devices)

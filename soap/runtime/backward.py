@@ -97,7 +97,8 @@ class BackwardPass:
         return one if total is None else total + one
 
     def _collect(self, holding: int) -> torch.Tensor | None:
-        """All gradients for a holding: from this rank's own segments, then from other ranks."""
+        """All gradients for a holding, whose value is needed no longer: from this rank's own segments, then from other ranks."""
+        self.state.leaves.pop(("holding", holding), None)
         held = self.plan.holdings[holding]
         total = self._contributions.pop(("holding", holding), None)
         returned = self._returning.pop(holding, ())

@@ -105,11 +105,12 @@ class ForwardPass:
         """Put a tile's outputs where their consumers look for them, and note those whose gradients will come from outside."""
         activity = self.program.activity
         for output, holding in self.program.index.direct.get(number, ()):
-            tensor, name, carries = outputs[output], self.plan.holdings[holding].tensor, holding in activity.holdings
+            tensor, name = outputs[output], self.plan.holdings[holding].tensor
             self._attached[holding] = tensor
-            self.state.leaves["holding", holding] = self._leaf(tensor, name, carries)
+            if holding in self.program.kept:
+                self.state.leaves["holding", holding] = self._leaf(tensor, name, holding in activity.holdings)
             seed = number in activity.seeds and name == self.state.graph.loss
-            if seed or (carries and self._consumed_outside(holding)):
+            if seed or holding in self.program.answered:
                 self._note(Output(tensor, holding, None, seed))
 
     def _keep_partial(self, number: int, outputs: Sequence[torch.Tensor]) -> None:
@@ -125,16 +126,6 @@ class ForwardPass:
 
     def _note(self, output: Output) -> None:
         self.state.outputs.setdefault(self._segment, []).append(output)
-
-    def _consumed_outside(self, holding: int) -> bool:
-        """Whether an active consumer of the holding lies in another segment than the one under way."""
-        program = self.program
-        return any(
-            program.segment_of[tile] != self._segment
-            for fetch in program.index.fetches_from[holding]
-            for tile, _ in self.plan.fetches[fetch].consumers
-            if tile in program.activity.tiles
-        )
 
     def _held(self, holding: int) -> torch.Tensor:
         """The detached value of a holding of this rank."""

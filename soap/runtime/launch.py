@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -129,7 +130,10 @@ def _environment_for_ranks(threads: int) -> Iterator[None]:
 
 @contextmanager
 def _same_signals_afterwards() -> Iterator[None]:
-    """The launcher replaces signal handlers and does not put them back."""
+    """The launcher replaces signal handlers and does not put them back. Only the main thread has to do with signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     try:

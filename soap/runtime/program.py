@@ -11,7 +11,7 @@ segments can run backward by decreasing start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -91,6 +91,10 @@ class Program:
     segments: tuple[Segment, ...]
     segment_of: dict[int, int]
     """Tile -> its segment."""
+    kept: frozenset[int]
+    """Holdings that a tile of another segment or device reads, and the loss: their values outlive their segment."""
+    answered: frozenset[int]
+    """Holdings to which a gradient comes from another segment or device."""
     transfers: tuple[Transfer, ...]
     transfer_of: dict[tuple[int, int], int]
     """(fetch, position of the piece) -> transfer."""
@@ -135,6 +139,8 @@ def compile_program(
         order,
         segments,
         segment_of,
+        frozenset(_read_elsewhere(plan, segment_of, None)) | {i for i, held in enumerate(plan.holdings) if held.tensor == plan.graph.loss},
+        frozenset(_read_elsewhere(plan, segment_of, activity)),
         transfers,
         {(transfer.fetch, transfer.piece): i for i, transfer in enumerate(transfers)},
         buckets,
@@ -193,6 +199,17 @@ def _cut(plan: Plan, index: PlanIndex, order: Sequence[int], segment_bytes: int,
         tiles.append(tile)
         held.update(uses.get(tile, ()))
     return tuple(Segment(device, place, tuple(tiles)) for device, place, tiles in segments)
+
+
+def _read_elsewhere(plan: Plan, segment_of: Mapping[int, int], activity: Activity | None) -> Iterator[int]:
+    """Holdings with a consumer outside their tile's segment; with an activity, only where a gradient comes back from one."""
+    for number, fetch in enumerate(plan.fetches):
+        if activity is not None and number not in activity.fetches:
+            continue
+        segments = {segment_of[tile] for tile, _ in fetch.consumers if activity is None or tile in activity.tiles}
+        for piece in fetch.pieces:
+            if segments - {segment_of[plan.holdings[piece.holding].tile]}:
+                yield piece.holding
 
 
 def _begins(plan: Plan, index: PlanIndex, tile: int, started: set[int]) -> bool:

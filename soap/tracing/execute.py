@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from soap.errors import ModelError
 from soap.graph import OperatorGraph
-from soap.regions import Box, contains, lengths, relative, whole
+from soap.regions import Box, contains, lengths, relative, volume, whole
 from soap.simulator.tiling import Tile
-from soap.tracing.calls import BufferRef, Call, Program, Ref, substitute
+from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, substitute
 from soap.tracing.model import TileContext
-from soap.tracing.rules.norm import batch_norm_apply
+from soap.tracing.rules import tiled
+from soap.tracing.rules.attention import run_attention
+from soap.tracing.rules.norm import batch_norm_apply, move_running_statistics
 from soap.tracing.rules.notation import Local, Maps, Tiled
-from soap.tracing.rules.random import keep_mask
+from soap.tracing.rules.random import run_drawn, run_dropout, seeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,6 @@ class ExecutableModel:
         ):
             external[key] = (tensor, box)
         made: dict[str, tuple[torch.Tensor, Box]] = {}
-        # Replicas compute the same values; only one copy per device moves the running statistics, and they all move alike.
         for step in program.steps:
             self._step(step, tile, external, made, context)
         return tuple(made[value][0] for value in program.outputs)
@@ -85,9 +87,7 @@ class ExecutableModel:
             box = tuple(dim.interval(tile.intervals, size) for dim, size in zip(maps, values[name].shape, strict=True))
             tensor, held = made[name] if name in made else external[(name, maps)]
             if held != box:
-                if not contains(held, box) and all(a < b for a, b in box):
-                    raise ModelError(f"internal: {step.call.name} needs {box} of {name}, only {held} was computed")
-                tensor = tensor[relative(box, held)]
+                tensor = _region(tensor, held, box, step.call.name)
             tensors.append(tensor)
             boxes.append(box)
         output_boxes = [
@@ -102,20 +102,19 @@ class ExecutableModel:
             shapes=[values[name].shape for name in step.call.operands],
             output_shapes=[values[name].shape for name in step.call.outputs],
             random_seed=random_seed(context, step.call.name),
-            buffers=context.buffers,
-            update_buffers=context.update_buffers,
+            note_statistics=partial(context.note_statistics, step.call.name),
         )
-        result = step.rule.run(local) if step.rule.run is not None else local.plain()
+        result = step.rule.run(local) if step.rule.run is not None else _plain(local)
         results = list(result) if isinstance(result, (tuple, list)) else [result]
         for name, tensor, box in zip(step.call.outputs, results, output_boxes, strict=False):
             if tuple(tensor.shape) != lengths(box):
-                raise ModelError(f"internal: {step.call.name} gave shape {tuple(tensor.shape)} for region {box}")
+                raise ModelError(f"internal: {step.call.name} gave shape {tuple(tensor.shape)} for region {box}; please report this")
             made[name] = (tensor, box)
 
     def reference_loss(
         self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext
     ) -> torch.Tensor:
-        """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but dropout's masks."""
+        """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but random numbers."""
         values: dict[str, torch.Tensor] = dict(self.program.constants)
         values.update(zip(self.program.inputs, inputs, strict=True))
         values.update({value: parameters[name] for value, name in self.program.parameters.items() if name in parameters})
@@ -138,42 +137,51 @@ class ExecutableModel:
         args, kwargs = substitute(list(call.args), change), substitute(dict(call.kwargs), change)
         if call.target is batch_norm_apply:
             return _plain_batch_norm(args, kwargs, context)
-        if call.kind in ("dropout", "dropout_", "scaled_dot_product_attention"):
-            return self._random(call, args, kwargs, context)
+        if is_random(call):
+            return self._random(call, [values[name] for name in call.operands], context)
         if call.target is torch.ops.aten.view.default:  # copies that made memory contiguous were dropped
             return args[0].reshape(args[1])
-        if kwargs.get("device", 0) is None:
-            kwargs["device"] = next(iter(values.values())).device
         return call.target(*args, **kwargs)
 
-    def _random(self, call: Call, args: list[Any], kwargs: dict[str, Any], context: TileContext) -> Any:
-        """Calls with dropout draw the same masks as tiles do; everything else about them is ATen's own."""
-        local = Local(
-            call=call,
-            tensors=[a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)],
-            boxes=[whole(self.program.values[n].shape) for n in call.operands],
-            output_boxes=[whole(self.program.values[n].shape) for n in call.outputs],
-            shapes=[self.program.values[n].shape for n in call.operands],
-            output_shapes=[self.program.values[n].shape for n in call.outputs],
-            random_seed=random_seed(context, call.name),
-        )
-        if call.kind == "scaled_dot_product_attention":
-            if not local.get("dropout_p", 0.0):
-                return call.target(*args, **kwargs)
-            from soap.tracing.rules.attention import _run_attention
-
-            return _run_attention(local)
-        x, probability = local.tensors[0], float(local.get("p"))
-        if not local.get("train") or probability == 0.0:
-            return x
-        return x * keep_mask(local, x.shape, whole(x.shape), probability, x)
+    def _random(self, call: Call, tensors: list[torch.Tensor], context: TileContext) -> Any:
+        """Calls that draw random numbers draw the same as tiles do."""
+        shapes = [self.program.values[name].shape for name in call.operands]
+        out_shapes = [self.program.values[name].shape for name in call.outputs]
+        boxes, out_boxes = [whole(shape) for shape in shapes], [whole(shape) for shape in out_shapes]
+        local = Local(call, tensors, boxes, out_boxes, shapes, out_shapes, random_seed(context, call.name))
+        run = tiled(call, self.program.values).run
+        return run(local) if run in (run_attention, run_dropout, run_drawn) else _plain(local)
 
     def end_step(self, context: TileContext) -> None:
-        """See ``TracedModel.end_step``."""
+        """See ``TracedModel.end_step``. Statistics move in the order of the program, whatever order the tiles ran in."""
+
+        def change(leaf: Any) -> Any:
+            return context.buffers[leaf.name] if isinstance(leaf, BufferRef) else leaf
+
         with torch.no_grad():
-            for call in self.program.end_step:
-                change = lambda leaf: context.buffers[leaf.name] if isinstance(leaf, BufferRef) else leaf  # noqa: E731
+            for call in self.program.calls:
+                if call.name in context.statistics:
+                    buffers, options = substitute(call.kwargs["buffers"], change), call.kwargs
+                    move_running_statistics(buffers, context.statistics.pop(call.name), options["count"], options["momentum"])
+            for call in self.program.end_step if context.update_buffers else ():
                 call.target(*substitute(list(call.args), change), **substitute(dict(call.kwargs), change))
+
+
+def _region(tensor: torch.Tensor, held: Box, box: Box, call: str) -> torch.Tensor:
+    """The part ``box`` of a tensor that holds ``held``; empty parts may lie anywhere."""
+    if volume(box) == 0:
+        return tensor.new_empty(lengths(box))
+    if not contains(held, box):
+        raise ModelError(f"internal: {call} needs region {box} of an operand, only {held} was computed; please report this")
+    return tensor[relative(box, held)]
+
+
+def _plain(local: Local) -> Any:
+    """The call's target on local operands; random numbers start from the call's seed."""
+    if not is_random(local.call):
+        return local.plain()
+    with seeded(local.random_seed, local.tensors[0].device if local.tensors else torch.device("cpu")):
+        return local.plain()
 
 
 def _plain_batch_norm(args: list[Any], kwargs: dict[str, Any], context: TileContext) -> torch.Tensor:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from soap.tracing.calls import Call, Program, Ref, substitute
-
-_RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "dropout", "normal"}
-
+from soap.tracing.calls import Call, Program, Ref, is_random, substitute
 
 def fold(program: Program, *, plan_only: bool) -> None:
     """Evaluate calls that depend on nothing but constants (masks, position ids); drop calls that the loss does not need.
@@ -17,7 +14,7 @@ def fold(program: Program, *, plan_only: bool) -> None:
     known = set(program.constants)
     kept: list[Call] = []
     for call in program.calls:
-        if call.kind in _RANDOM or not all(name in known for name in call.operands):
+        if is_random(call) or not all(name in known for name in call.operands):
             kept.append(call)
             continue
         known.update(call.outputs)

@@ -15,7 +15,8 @@ from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGr
 from soap.tracing.calls import Program
 from soap.tracing.execute import ExecutableModel, OperatorProgram, ProgramStep
 from soap.tracing.fold import fold
-from soap.tracing.fuse import Fuser, Group, Step, compose_all, simplified, unsplit
+from soap.tracing.fuse import Fuser
+from soap.tracing.match import Group, Step, compose_all, simplified, unsplit
 from soap.tracing.reader import Reader, canonical_names
 from soap.tracing.rules.registry import target_name
 from soap.tracing.rules.notation import Maps

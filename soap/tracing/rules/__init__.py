@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from soap.tracing.rules import attention, convolution, linear, loss, norm, random, recurrent, reduce, shape
+from soap.tracing.rules import attention, convolution, index, linear, loss, norm, pointwise, pooling, random, recurrent, reduce, shape
 from soap.tracing.rules.registry import registered, tiled
 
-__all__ = ["attention", "convolution", "linear", "loss", "norm", "random", "recurrent", "reduce", "registered", "shape", "tiled"]
+__all__ = [
+    "attention", "convolution", "index", "linear", "loss", "norm", "pointwise", "pooling", "random", "recurrent", "reduce", "registered", "shape",
+    "tiled",
+]  # fmt: skip

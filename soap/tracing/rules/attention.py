@@ -13,7 +13,8 @@ from soap.tracing.rules.random import keep_mask
 from soap.tracing.rules.registry import rule
 
 
-def _run_attention(local: Local) -> torch.Tensor:
+def run_attention(local: Local) -> torch.Tensor:
+    """Attention of some queries; the triangle of a causal mask and dropout's mask lie where they do in the whole."""
     q, k, v = local.tensors[:3]
     mask = local.get("attn_mask")
     dropout, scale, grouped = local.get("dropout_p", 0.0), local.get("scale"), bool(local.get("enable_gqa", False))
@@ -42,13 +43,17 @@ def attention(view: View) -> Tiled:
     q, k, v = view.shapes[:3]
     out = view.output_shapes[0]
     scope = Scope()
-    names = ["b", "h"][-(len(q) - 2) :] if len(q) <= 4 else [f"b{i}" for i in range(len(q) - 2)]
+    if k[:-2] != v[:-2] or len(view.shapes) > 4 or len(q) < 3:
+        raise NotImplementedError("keys and values with different leading dimensions")
+    names = ["b", "h"][: len(q) - 2] if len(q) <= 4 else [f"b{i}" for i in range(len(q) - 2)]
     lead: list[DimMap] = []
     key_lead: list[DimMap] = []
     for name, q_size, k_size in zip(names, q[:-2], k[:-2], strict=True):
         if q_size == k_size:
             lead.append(scope.factor(name, q_size))
             key_lead.append(lead[-1])
+        elif q_size % k_size:
+            raise NotImplementedError("fewer queries than keys")
         else:  # several query heads share one key head
             shared = scope.factor(name, k_size)
             share = q_size // k_size
@@ -62,4 +67,4 @@ def attention(view: View) -> Tiled:
         operands.append(broadcast((*lead, rows, WHOLE), scores, view.shapes[3]))
     flops = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
     saved = 3 * view.itemsize * prod(q[:-1]) * k[-2]  # scores, weights and mask of the unfused form: an upper bound
-    return Tiled(tuple(scope.factors), tuple(operands), ((*lead, rows, *(WHOLE,) * (len(out) - len(q) + 1)),), run=_run_attention, flops=flops, saved_bytes=saved)
+    return Tiled(tuple(scope.factors), tuple(operands), ((*lead, rows, *(WHOLE,) * (len(out) - len(q) + 1)),), run=run_attention, flops=flops, saved_bytes=saved)

@@ -74,7 +74,8 @@ def matmul(view: View) -> Tiled:
     """``a @ b`` with broadcasting."""
     a, b = view.shapes
     plain = einsum_matmul(view, a, b)
-    return Tiled(plain.factors, plain.operands, plain.outputs, summed=plain.summed, flops=_matmul_flops(view, a[-1]))
+    copies = view.itemsize * (prod(a) + prod(b) + sum(prod((*view.output_shapes[0][:-2], *s[-2:])) for s in (a, b)))  # expanded, made contiguous
+    return Tiled(plain.factors, plain.operands, plain.outputs, summed=plain.summed, flops=_matmul_flops(view, a[-1]), saved_bytes=copies)
 
 
 def _run_embedding(local: Local) -> torch.Tensor:
@@ -82,27 +83,42 @@ def _run_embedding(local: Local) -> torch.Tensor:
     start, stop = local.boxes[0][0]
     padding = local.get("padding_idx", -1)
     if (start, stop) == (0, local.shapes[0][0]):
-        return local.plain()
+        return F.embedding(indices, weight, padding if padding >= 0 else None)
     # Rows of other tiles give zero here; the sum over the tiles is the lookup. An index lies in exactly one tile.
     inside = (indices >= start) & (indices < stop)
     here = (indices - start).clamp(0, stop - start - 1)
-    if padding >= 0:
-        rows = weight.index_select(0, here.reshape(-1)).reshape(*here.shape, weight.shape[1])
-        rows = torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows)  # the padding row takes no gradient
-    else:
-        rows = F.embedding(here, weight)
-    return rows * inside.unsqueeze(-1).to(rows.dtype)
+    rows = F.embedding(here, weight)
+    if padding >= 0:  # the padding row takes no gradient
+        rows = torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows)
+    return torch.where(inside.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
 
 @rule("aten.embedding")
 def embedding(view: View) -> Tiled:
-    """Rows of a table: v reduction (masked lookup and sum), d parameter."""
-    return einsum(view, "v d, *b -> *b d", run=_run_embedding, flops=prod(view.output_shapes[0]))
+    """Rows of a table: v reduction (masked lookup and sum), d parameter. Gradients are dense."""
+    if view.get("scale_grad_by_freq", False):
+        raise NotImplementedError("gradients that depend on how often an index occurs in the batch")
+    out = prod(view.output_shapes[0])
+    return einsum(view, "v d, *b -> *b d", run=_run_embedding, flops=out, saved_bytes=17 * prod(view.shapes[1]) + 2 * view.itemsize * out)
+
+
+@rule("aten.einsum")
+def contraction(view: View) -> Tiled:
+    """``torch.einsum``: its own notation is the rule's. A letter that occurs twice in one operand (a trace) is not split by regions."""
+    equation = str(view.get("equation")).replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if "." in equation or any(len(set(term)) != len(term) for term in (*terms, right)):
+        raise NotImplementedError("ellipsis or repeated letter")
+    if not arrow:
+        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
+    notation = f"{', '.join(' '.join(term) for term in terms)} -> {' '.join(right)}"
+    sizes = {c: n for term, shape in zip(terms, view.shapes, strict=True) for c, n in zip(term, shape, strict=True) if n > 1}
+    saved = 2 * view.itemsize * sum(map(prod, view.shapes))  # permuted copies
+    return einsum(view, notation, flops=2 * prod(sizes.values()), saved_bytes=saved)
 
 
 @rule("aten.outer")
 def outer(view: View) -> Tiled:
     """Outer product of two vectors."""
     return einsum(view, "m, n -> m n", flops=prod(view.output_shapes[0]))
-
-

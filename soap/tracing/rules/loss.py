@@ -81,18 +81,27 @@ def _run_pointwise_loss(local: Local) -> torch.Tensor:
         out: torch.Tensor = local.plain()
         return out
     loss: torch.Tensor = local.plain(reduction=SUM)
-    count = prod(torch.broadcast_shapes(*local.shapes[:2]))
+    count = prod(torch.broadcast_shapes(*local.shapes))
     return loss / count if reduction == MEAN else loss
 
 
-@rule("aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.binary_cross_entropy",
-      "aten.binary_cross_entropy_with_logits", "aten.soft_margin_loss")
+@rule(
+    "aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.binary_cross_entropy", "aten.soft_margin_loss",
+    "aten.binary_cross_entropy_with_logits", "aten.kl_div", "aten.poisson_nll_loss", "aten.margin_ranking_loss", "aten.hinge_embedding_loss",
+)  # fmt: skip
 def pointwise_loss(view: View) -> Tiled:
-    """A pointwise function of two tensors (and weights), then a sum or a mean over all elements."""
-    shape = tuple(torch.broadcast_shapes(*view.shapes[:2]))
+    """A pointwise function of some tensors, then a sum or a mean over all elements."""
+    shape = tuple(torch.broadcast_shapes(*view.shapes))
     scope = Scope()
     maps = scope.like(shape)
     none = view.get("reduction", MEAN) == 0
     operands = tuple(broadcast(maps, shape, s) for s in view.shapes)
-    summed = () if none else tuple(range(len(scope.factors)))
-    return Tiled(tuple(scope.factors), operands, (maps if none else (),), summed=summed, run=_run_pointwise_loss, flops=4 * prod(shape))
+    return Tiled(
+        tuple(scope.factors),
+        operands,
+        (maps if none else (),),
+        summed=() if none else tuple(range(len(scope.factors))),
+        run=_run_pointwise_loss,
+        flops=4 * prod(shape),
+        saved_bytes=6 * view.itemsize * prod(shape),
+    )

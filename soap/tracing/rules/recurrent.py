@@ -15,6 +15,8 @@ def recurrent(view: View) -> Tiled:
     if view.get("train") and float(view.get("dropout") or 0.0) > 0.0:
         raise NotImplementedError("dropout between recurrent layers draws random numbers inside the call")
     x = view.shapes[0]
+    if len(x) != 3:
+        raise NotImplementedError("unbatched sequence")
     batch_dim = 0 if view.get("batch_first") else 1
     scope = Scope()
     b = scope.factor("b", x[batch_dim])

@@ -29,9 +29,9 @@ def _run_mean(local: Local) -> torch.Tensor:
     dtype = local.get("dtype")
     rank = len(local.shapes[0])
     axes = list(range(rank)) if dims is None or dims == [] else [dims] if isinstance(dims, int) else list(dims)
+    if rank == 0:
+        return x if dtype is None else x.to(dtype)
     count = prod(local.shapes[0][d] for d in axes)
-    if not axes:
-        return x
     return x.sum(axes, bool(local.get("keepdim", False)), dtype=dtype) / count
 
 
@@ -48,8 +48,10 @@ def total(view: View) -> Tiled:
     return Tiled(tuple(scope.factors), (tuple(maps),), (out,), summed=summed, run=run, flops=prod(shape))
 
 
-@rule("aten.amax", "aten.amin", "aten.argmax", "aten.argmin", "aten.logsumexp", "aten.max.dim", "aten.min.dim", "aten.prod.dim_int",
-      "aten.any.dim", "aten.all.dim", "aten.linalg_vector_norm", "aten.var.correction", "aten.var.dim", "aten.std.correction", "aten.std.dim")
+@rule(
+    "aten.amax", "aten.amin", "aten.argmax", "aten.argmin", "aten.logsumexp", "aten.max.dim", "aten.min.dim", "aten.max.default", "aten.min.default",
+    "aten.prod", "aten.any", "aten.all", "aten.linalg_vector_norm", "aten.var", "aten.std", "aten.var_mean", "aten.std_mean", "aten.median.dim",
+)  # fmt: skip
 def reduce_whole(view: View) -> Tiled:
     """Reductions whose partial results do not simply add up: the reduced dimensions are needed whole."""
     shape = view.shapes[0]
@@ -57,4 +59,4 @@ def reduce_whole(view: View) -> Tiled:
     scope = Scope()
     maps = [WHOLE if i in reduced else scope.factor(f"d{i}", size) for i, size in enumerate(shape)]
     out = _output(maps, reduced, bool(view.get("keepdim", False)))
-    return Tiled(tuple(scope.factors), (tuple(maps),), (out,) * len(view.output_shapes), flops=prod(shape))
+    return Tiled(tuple(scope.factors), (tuple(maps),), (out,) * len(view.output_shapes), flops=prod(shape), saved_bytes=8 * prod(shape))

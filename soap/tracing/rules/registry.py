@@ -1,18 +1,20 @@
 """The registry of operator rules: from an ATen call to what may be split in it.
 
 Adding an operator is one line (``register("aten.linear", einsum…)``) or one small function decorated with ``@rule("aten.name", …)``. A name
-covers all overloads; ``aten.name.overload`` covers one and wins. Calls without a rule but with ATen's ``pointwise`` tag follow
-broadcasting; any other call is kept whole.
+covers all overloads; ``aten.name.overload`` covers one and wins. A rule raises ValueError or NotImplementedError for a form of the operator that it does
+not describe. Calls without a rule but with ATen's ``pointwise`` tag follow broadcasting; any other call is kept whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
+from typing import Any
 
 import torch
 
 from soap.graph import WHOLE, DimMap
-from soap.tracing.calls import Call, Value
+from soap.tracing.calls import Call, Value, is_random
 from soap.tracing.rules.notation import Rule, Scope, Tiled, View, broadcast, einsum
 
 _RULES: dict[str, Rule] = {}
@@ -29,7 +31,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return decorate
 
 
-def register(name: str, notation: str, **options: object) -> None:
+def register(name: str, notation: str, **options: Any) -> None:
     """Register a rule that is one line of notation."""
     _RULES[name] = lambda view: einsum(view, notation, **options)
 
@@ -54,23 +56,25 @@ def tiled(call: Call, values: dict[str, Value]) -> Tiled:
     if found is not None:
         try:
             return found(view)
-        except (ValueError, IndexError, NotImplementedError):
+        except (ValueError, RuntimeError):
             return unsplit(view)  # a form of the operator that its rule does not describe
-    if torch.Tag.pointwise in getattr(call.target, "tags", ()):
-        return pointwise(view)
+    if torch.Tag.pointwise in getattr(call.target, "tags", ()) and not is_random(call):
+        try:
+            return pointwise(view)
+        except ValueError:
+            return unsplit(view)
     return unsplit(view)
 
 
-def pointwise(view: View, **options: object) -> Tiled:
-    """Every output dimension is a factor; operands follow by broadcasting."""
+def pointwise(view: View, **options: Any) -> Tiled:
+    """Every output dimension is a factor; operands follow by broadcasting. Raises ValueError if they do not broadcast to the outputs."""
     shape = view.output_shapes[0]
+    if any(out != shape for out in view.output_shapes) or (view.shapes and tuple(torch.broadcast_shapes(*view.shapes)) != shape):
+        raise ValueError("shapes that do not broadcast")
     scope = Scope()
     out = scope.like(shape)
-    elements = 1
-    for size in shape:
-        elements *= size
     operands = tuple(broadcast(out, shape, operand) for operand in view.shapes)
-    return Tiled(tuple(scope.factors), operands, (out,) * len(view.output_shapes), light=True, flops=elements, **options)  # type: ignore[arg-type]
+    return Tiled(tuple(scope.factors), operands, (out,) * len(view.output_shapes), light=True, flops=prod(shape), **options)
 
 
 def unsplit(view: View) -> Tiled:

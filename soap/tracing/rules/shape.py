@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ def _run_reshape(local: Local) -> torch.Tensor:
     return local.tensors[0].reshape(local.output_lengths)
 
 
-@rule("aten.view.default", "aten.reshape", "aten.flatten", "aten.unflatten", "aten._unsafe_view", "aten.squeeze", "aten.unsqueeze")
+@rule("aten.view.default", "aten.reshape", "aten.flatten", "aten.unflatten", "aten.ravel", "aten._unsafe_view", "aten.squeeze", "aten.unsqueeze")
 def reshape(view: View) -> Tiled:
     """Any change of shape: groups of dimensions with equal products; each group is split along its major factor."""
     source, target = view.shapes[0], view.output_shapes[0]
@@ -86,7 +85,7 @@ def _run_expand(local: Local) -> torch.Tensor:
     return local.tensors[0].expand(local.output_lengths)
 
 
-@rule("aten.expand", "aten.expand_as")
+@rule("aten.expand", "aten.broadcast_to")
 def expand(view: View) -> Tiled:
     """Broadcast to a larger shape."""
     shape = view.output_shapes[0]
@@ -137,9 +136,7 @@ def select(view: View) -> Tiled:
 
 
 def _run_cat(local: Local) -> torch.Tensor:
-    dim = local.get("dim", 0) % len(local.output_shapes[0])
-    kept = [x for x, shape in zip(local.tensors, local.shapes, strict=True) if x.numel() or len(shape) == len(local.output_shapes[0])]
-    return torch.cat(kept, dim)
+    return torch.cat(list(local.tensors), local.get("dim", 0) % len(local.output_shapes[0]))
 
 
 @rule("aten.cat")
@@ -202,25 +199,14 @@ def _shifted(dim: DimMap, left: int) -> DimMap:
     return DimMap(dim.factor, 1, -left, 1 - left) if dim.factor is not None else WHOLE
 
 
-def _run_cast(local: Local) -> torch.Tensor:
-    dtype: Any = local.get("dtype")
-    x = local.tensors[0]
-    return x.to(dtype) if isinstance(dtype, torch.dtype) else x
-
-
-@rule("aten.to", "aten._to_copy", "aten.contiguous", "aten.clone", "aten.alias", "aten.lift_fresh_copy", "aten.view_as", "aten.type_as")
+@rule("aten.to.dtype", "aten.clone")
 def cast(view: View) -> Tiled:
-    """Copies and casts; the device and memory layout of the export are not kept."""
+    """Copies and casts. Partial sums may be cast one by one only where nothing is cut off."""
     scope = Scope()
     maps = scope.like(view.output_shapes[0])
-    if view.call.kind == "view_as" and view.shapes[0] != view.output_shapes[0]:
-        raise NotImplementedError("view_as with another shape")
-    run = _run_type_as if view.call.kind == "type_as" else _run_cast
-    return Tiled(tuple(scope.factors), (maps,) * len(view.shapes), (maps,), light=True, linear=True, run=run)
-
-
-def _run_type_as(local: Local) -> torch.Tensor:
-    return local.tensors[0].to(local.tensors[1].dtype)
+    source, target = (view.values[name].dtype for name in (view.call.operands[0], view.call.outputs[0]))
+    linear = source == target or target.is_floating_point
+    return Tiled(tuple(scope.factors), (maps,), (maps,), light=True, linear=linear)
 
 
 def _run_detach(local: Local) -> torch.Tensor:
@@ -233,5 +219,3 @@ def detach(view: View) -> Tiled:
     scope = Scope()
     maps = scope.like(view.output_shapes[0])
     return Tiled(tuple(scope.factors), (maps,), (maps,), light=True, linear=True, run=_run_detach)
-
-

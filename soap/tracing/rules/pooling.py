@@ -1,0 +1,122 @@
+"""Pooling: windows over the attribute dimensions, with halos."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from soap.graph import WHOLE, DimMap
+from soap.regions import Box
+from soap.tracing.rules.convolution import SPACE, each, pad_windows, window
+from soap.tracing.rules.notation import Local, Scope, Tiled, View
+from soap.tracing.rules.registry import rule
+
+
+def _rank(call: View | Local) -> int:
+    return int(call.call.kind[-2])
+
+
+def _pool_windows(get: Any, rank: int) -> list[tuple[int, int, int]]:
+    kernel = each(get("kernel_size"), rank)
+    stride = each(get("stride") or kernel, rank)
+    padding, dilation = each(get("padding", 0), rank), each(get("dilation", 1) or 1, rank)
+    return [(s, p, d * (k - 1) + 1) for s, p, d, k in zip(stride, padding, dilation, kernel, strict=True)]
+
+
+def _pooling(view: View, rank: int, run: Any) -> Tiled:
+    out = view.output_shapes[0]
+    scope = Scope()
+    leading = [scope.factor(name, size) for name, size in zip(("b", "c")[-(len(out) - rank) :], out[:-rank], strict=True)]
+    space = [scope.factor(name, size) for name, size in zip(SPACE[rank], out[-rank:], strict=True)]
+    windows = _pool_windows(view.get, rank)
+    inputs = (*leading, *(window(s.factor, *w) for s, w in zip(space, windows, strict=True)))
+    flops = prod(out) * prod(w[2] for w in windows)
+    return Tiled(tuple(scope.factors), (inputs,), ((*leading, *space),), run=run, flops=flops, saved_bytes=8 * prod(out))
+
+
+def _run_max_pool(local: Local) -> torch.Tensor:
+    rank = _rank(local)
+    windows = _pool_windows(local.get, rank)
+    kernel, stride = each(local.get("kernel_size"), rank), [w[0] for w in windows]
+    dilation = each(local.get("dilation", 1), rank)
+    function: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
+    out: torch.Tensor = function(pad_windows(local, windows, float("-inf")), kernel, stride, 0, dilation)
+    return out
+
+
+@rule("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d")
+def max_pool(view: View) -> Tiled:
+    """Maximum over windows."""
+    return _pooling(view, _rank(view), _run_max_pool)
+
+
+def _window_counts(out: tuple[int, int], size: int, window: tuple[int, int, int], include_pad: bool) -> torch.Tensor:
+    """Elements that average pooling divides by, for each output of one dimension."""
+    stride, padding, kernel = window
+    start = torch.arange(*out) * stride - padding
+    stop = torch.clamp(start + kernel, max=size + padding)
+    if not include_pad:
+        start, stop = start.clamp(min=0), stop.clamp(max=size)
+    return stop - start
+
+
+def _run_avg_pool(local: Local) -> torch.Tensor:
+    rank = _rank(local)
+    windows = _pool_windows(local.get, rank)
+    kernel, stride = [w[2] for w in windows], [w[0] for w in windows]
+    x = pad_windows(local, windows, 0.0)
+    if rank == 1:
+        total = F.avg_pool1d(x, kernel, stride) * kernel[0]
+    else:
+        total = F.avg_pool2d(x, kernel, stride, divisor_override=1)
+    if rank == 2 and (divisor := local.get("divisor_override")):
+        return total / divisor
+    count = torch.ones((), dtype=torch.int64)
+    include_pad = bool(local.get("count_include_pad", True))
+    for span, size, win in zip(local.output_boxes[0][-rank:], local.shapes[0][-rank:], windows, strict=True):
+        count = count.unsqueeze(-1) * _window_counts(span, size, win, include_pad)
+    return total / count.to(total.device, total.dtype)
+
+
+@rule("aten.avg_pool1d", "aten.avg_pool2d")
+def avg_pool(view: View) -> Tiled:
+    """Mean over windows; padding counts as the call says, at the global borders only."""
+    return _pooling(view, _rank(view), _run_avg_pool)
+
+
+def _run_adaptive(local: Local) -> Any:
+    rank = _rank(local)
+    result = local.plain(output_size=[stop - start for start, stop in local.output_boxes[0][-rank:]])
+    if isinstance(result, torch.Tensor):
+        return result
+    values, indices = result
+    return values, _global_indices(indices, local.boxes[0][-rank:], local.shapes[0][-rank:])
+
+
+def _global_indices(flat: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
+    """Flat positions inside a region as flat positions in the whole."""
+    result, stride = torch.zeros_like(flat), 1
+    for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
+        result += (flat % (stop - start) + start) * stride
+        flat, stride = flat // (stop - start), stride * size
+    return result
+
+
+@rule("aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d", "aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_avg_pool3d")
+def adaptive_pool(view: View) -> Tiled:
+    """Windows chosen by the output's size: split where they are equal, whole otherwise."""
+    rank = _rank(view)
+    x, out = view.shapes[0], view.output_shapes[0]
+    scope = Scope()
+    leading = [scope.factor(name, size) for name, size in zip(("b", "c")[-(len(out) - rank) :], out[:-rank], strict=True)]
+    space, windows = [], []
+    for name, size, parts in zip(SPACE[rank], x[-rank:], out[-rank:], strict=True):
+        even = size % parts == 0
+        dim = scope.factor(name, parts) if even else WHOLE
+        space.append(dim)
+        windows.append(DimMap(dim.factor, size // parts, 0, size // parts) if dim.factor is not None else WHOLE)
+    outputs = ((*leading, *space),) * len(view.output_shapes)
+    return Tiled(tuple(scope.factors), ((*leading, *windows),), outputs, run=_run_adaptive, flops=prod(x), saved_bytes=8 * prod(out))

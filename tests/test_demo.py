@@ -1,0 +1,163 @@
+"""``make demo`` on a small model: real commands, real processes; and what its summary says of good and bad numbers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import soap
+from examples import demo, language_model
+from examples.summary import summary, verdict
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--processes", "2", "--budget", "20", "--steps", "4", "--vocabulary", "4000", "--width", "128"]
+
+REPORT: dict[str, Any] = {
+    "model": "model.pt2",
+    "cluster": "local:2",
+    "processes": 2,
+    "backend": "gloo",
+    "steps": 4,
+    "strategies": {
+        "strategy": {
+            "predicted_ns": 40_000_000,
+            "measured_ns": 50_000_000,
+            "steps_ns": [48_000_000, 52_000_000],
+            "losses": [9.5, 9.0, 8.5, 8.25],
+        },
+        "data_parallel": {
+            "predicted_ns": 80_000_000,
+            "measured_ns": 90_000_000,
+            "steps_ns": [85_000_000, 95_000_000],
+            "losses": [9.5, 9.0, 8.5, 8.25],
+        },
+    },
+    "check": {
+        "steps": 2,
+        "compared": 46,
+        "tolerance": 1e-4,
+        "worst": {"step": 1, "kind": "gradient of", "name": "lstm.weight", "error": 5e-7},
+        "passed": True,
+    },
+}
+
+
+def measured(found_ns: int, usual_ns: int) -> dict[str, Any]:
+    """The report with other measured times."""
+    report = copy.deepcopy(REPORT)
+    report["strategies"]["strategy"]["measured_ns"] = found_ns
+    report["strategies"]["data_parallel"]["measured_ns"] = usual_ns
+    return report
+
+
+def test_verdict_says_how_much_faster() -> None:
+    assert verdict(REPORT) == (
+        "The found strategy trains 1.80 times as fast as data parallelism (predicted: 2.00 times). "
+        "An iteration takes 1.25 times the prediction, with data parallelism 1.12 times."
+    )
+
+
+@pytest.mark.parametrize(("found_ns", "usual_ns", "gain"), [(100, 80, "0.80"), (100, 100, "1.00"), (100, 104, "1.04")])
+def test_verdict_says_so_if_it_is_not_faster(found_ns: int, usual_ns: int, gain: str) -> None:
+    text = verdict(measured(found_ns, usual_ns))
+    assert "NOT faster than data parallelism" in text
+    assert f"measured {gain} times as fast, predicted 2.00 times" in text
+
+
+def test_summary_holds_numbers_check_and_commands() -> None:
+    text = summary(REPORT, ["soap-search model.pt2 --cluster local:2"])
+    assert text.startswith("# 2 processes on this machine (local:2, gloo)\n\n" + verdict(REPORT))
+    assert "| strategy | 40.0 ms | 50.0 ms | 48.0 ms to 52.0 ms | 1.25 |" in text
+    assert "| data_parallel | 80.0 ms | 90.0 ms | 85.0 ms to 95.0 ms | 1.12 |" in text
+    assert "agree with those of one process: 46 tensors in 2 steps, largest relative difference 5.0e-07" in text
+    assert "Loss: 9.500 in step 1, 8.250 in step 4." in text
+    assert text.endswith("## Commands\n\n    soap-search model.pt2 --cluster local:2\n")
+
+
+def test_summary_does_not_hide_a_failed_check() -> None:
+    report = copy.deepcopy(REPORT)
+    report["check"] |= {"passed": False, "worst": {"step": 0, "kind": "loss", "name": "loss", "error": 0.5}}
+    assert "do NOT agree with those of one process" in summary(report, [])
+
+
+def test_text_to_train_on_is_the_same_on_all_ranks() -> None:
+    first, second = language_model.batches(), language_model.batches()
+    for _ in range(3):
+        (words, next_words), (others, _) = next(first), next(second)
+        assert words.equal(others)
+        assert words.shape == next_words.shape == (language_model.BATCH, language_model.LENGTH)
+        assert words[:, 1:].equal(next_words[:, :-1])
+        assert 0 <= int(words.min()) <= int(words.max()) < language_model.FREQUENT_WORDS
+
+
+@pytest.mark.slow
+def test_demo_on_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    output = tmp_path / "out"
+    assert demo.main([*SMALL, "--output", str(output)]) == 0
+    said = capfd.readouterr().out
+    assert {path.name for path in output.iterdir()} == set(demo.RESULTS)
+    # Every command is shown before it runs, and what soap-search finds after it.
+    lines = [line for line in said.splitlines() if line.startswith("$ ")]
+    assert len(lines) == 3
+    assert "examples.language_model" in lines[0]
+    assert "--cluster local:2" in lines[1]
+    assert "--check --compare-data-parallel" in lines[2]
+    assert said.index(lines[1]) < said.index("speed-up over it") < said.index(lines[2])
+    # Results belong together.
+    report = json.loads((output / "run.json").read_text())
+    assert report["check"]["passed"]
+    assert len(report["strategies"]["strategy"]["losses"]) == 4
+    written = (output / "summary.md").read_text()
+    assert verdict(report) in written
+    assert verdict(report) in said
+    model, cluster = soap.load(output / "model.pt2", plan_only=True), soap.load_cluster("local:2")
+    strategy = soap.load_strategy(output / "strategy.json", model, cluster)
+    assert soap.simulate(model, cluster, strategy).makespan_ns == report["strategies"]["strategy"]["predicted_ns"]
+    _expect_side_by_side(json.loads((output / "timeline.json").read_text())["traceEvents"])
+
+
+def _expect_side_by_side(events: list[dict[str, Any]]) -> None:
+    """Two processes in the trace, with the same computations under the same names."""
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(processes.values()) == ["measured", "predicted"]
+    computed = {
+        name: sorted(e["name"] for e in events if e["pid"] == pid and e["ph"] == "X" and e["cat"] in ("forward", "backward"))
+        for pid, name in processes.items()
+    }
+    assert computed["predicted"] == computed["measured"] != []
+
+
+def test_stops_at_the_first_command_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    failing = demo.Step("fails", [sys.executable, "-c", "raise SystemExit(7)"])
+    monkeypatch.setattr(demo, "steps", lambda args: [failing, demo.Step("never", ["no-such-program"])])
+    (tmp_path / "run.json").write_text("{}")  # of an earlier run
+    assert demo.main(["--output", str(tmp_path)]) == 7
+    captured = capfd.readouterr()
+    assert captured.err == "demo: the last command ended with exit code 7\n"
+    assert "never" not in captured.out
+    assert not (tmp_path / "run.json").exists()
+    assert not (tmp_path / "summary.md").exists()
+
+
+def test_unusable_output_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert demo.main(["--output", str(tmp_path / "file")]) == 1
+    assert re.fullmatch(r"demo: error: .*\n", capsys.readouterr().err)
+
+
+def test_commands_are_the_installed_scripts_if_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    assert demo.program("soap-run") == [".venv/bin/python", "-m", "soap.cli.run"]
+    (folder / "soap-run").touch()
+    assert demo.program("soap-run") == [".venv/bin/soap-run"]
