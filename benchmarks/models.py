@@ -44,7 +44,7 @@ def _gpt(vocabulary: int, context: int, width: int, layers: int, batch: int) -> 
 
 
 def _dlrm(batch: int) -> Made:
-    config = DLRMConfig(rows=(80_000, 40_000, 20_000, 1000, 100, 20), bottom=(13, 512, 256, 64), top=(512, 256, 1))
+    config = DLRMConfig(rows=(400_000, 200_000, 100_000, 5000, 100, 20), bottom=(13, 512, 256, 64), top=(512, 256, 1))
     categories = torch.stack([torch.randint(rows, (batch,)) for rows in config.rows], dim=1)
     return DLRM(config), (torch.rand(batch, config.bottom[0]), categories, torch.randint(2, (batch,)).float())
 
@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "rnnlm": partial(_recurrent, vocabulary=4000, width=512, steps=24, chunk=8, batch=16),
     "gpt-wide": partial(_gpt, vocabulary=2000, context=32, width=512, layers=3, batch=4),
     "gpt-long": partial(_gpt, vocabulary=2000, context=256, width=192, layers=4, batch=4),
-    "dlrm": partial(_dlrm, batch=128),
+    "dlrm": partial(_dlrm, batch=512),
     "alexnet": partial(_alexnet, batch=8),
 }
 """lm, dlrm: large tables; gpt-wide: wide dense layers; gpt-long, rnnlm: much to compute; alexnet: convolutions, then dense layers."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from soap.cli.options import positive
 from soap.cli.run import text
 from soap.errors import INTERRUPTED_EXIT_CODE, SoapError
 from soap.files import write_text_atomically
+from soap.profiles.measure_machine import cpu_cores, cpu_model
 
 RESULTS = ("model.pt2", "strategy.json", "timeline.json", "run.json", "summary.md")
 COMMANDS = {"soap-search": "soap.cli.search", "soap-run": "soap.cli.run"}
@@ -89,17 +91,23 @@ def demonstrate(args: argparse.Namespace) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     for name in RESULTS:
         (args.output / name).unlink(missing_ok=True)  # nobody should take an earlier run's results for this one's
-    todo = steps(args)
+    todo, before = steps(args), machine()
     code = next((code for step in todo if (code := step.run())), 0)
     report = read_report(args.output / "run.json")
     if report is not None:
-        write_text_atomically(args.output / "summary.md", summary(report, [step.line for step in todo]))
+        write_text_atomically(args.output / "summary.md", summary(report, before, [step.line for step in todo]))
         print(f"{text(report)}\n\n{verdict(report)}\n")
         print(f"{args.output} holds {', '.join(sorted(path.name for path in args.output.iterdir()))}")
         print("timeline.json opens in https://ui.perfetto.dev: one iteration, predicted and measured side by side")
     if code:
         print(f"demo: the last command ended with exit code {code}", file=sys.stderr)
     return code
+
+
+def machine() -> str:
+    """What this machine is, and how busy: measured times say little without it."""
+    busy = f", load average {os.getloadavg()[0]:.1f} before the demo" if hasattr(os, "getloadavg") else ""
+    return f"{cpu_model()}, {cpu_cores()} cores{busy}"
 
 
 def read_report(path: Path) -> dict[str, Any] | None:

@@ -24,9 +24,9 @@ def verdict(report: Mapping[str, Any]) -> str:
     return f"{first} An iteration takes {_off(found)} the prediction, with data parallelism {_off(usual)}."
 
 
-def summary(report: Mapping[str, Any], commands: Sequence[str]) -> str:
+def summary(report: Mapping[str, Any], machine: str, commands: Sequence[str]) -> str:
     """The whole document. ``report``: what ``soap-run --json`` printed; ``commands``: what was typed."""
-    head = f"# {report['processes']} processes on this machine ({report['cluster']}, {report['backend']})"
+    head = f"# {report['processes']} processes on one machine ({report['backend']})\n\n{machine}."
     parts = [head, verdict(report), _times(report), _checked(report["check"]), _losses(report), _typed(commands)]
     return "\n\n".join(parts) + "\n"
 

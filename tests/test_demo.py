@@ -71,8 +71,8 @@ def test_verdict_says_so_if_it_is_not_faster(found_ns: int, usual_ns: int, gain:
 
 
 def test_summary_holds_numbers_check_and_commands() -> None:
-    text = summary(REPORT, ["soap-search model.pt2 --cluster local:2"])
-    assert text.startswith("# 2 processes on this machine (local:2, gloo)\n\n" + verdict(REPORT))
+    text = summary(REPORT, "a processor, 2 cores", ["soap-search model.pt2 --cluster local:2"])
+    assert text.startswith("# 2 processes on one machine (gloo)\n\na processor, 2 cores.\n\n" + verdict(REPORT))
     assert "| strategy | 40.0 ms | 50.0 ms | 48.0 ms to 52.0 ms | 1.25 |" in text
     assert "| data_parallel | 80.0 ms | 90.0 ms | 85.0 ms to 95.0 ms | 1.12 |" in text
     assert "agree with those of one process: 46 tensors in 2 steps, largest relative difference 5.0e-07" in text
@@ -83,7 +83,7 @@ def test_summary_holds_numbers_check_and_commands() -> None:
 def test_summary_does_not_hide_a_failed_check() -> None:
     report = copy.deepcopy(REPORT)
     report["check"] |= {"passed": False, "worst": {"step": 0, "kind": "loss", "name": "loss", "error": 0.5}}
-    assert "do NOT agree with those of one process" in summary(report, [])
+    assert "do NOT agree with those of one process" in summary(report, "", [])
 
 
 def test_text_to_train_on_is_the_same_on_all_ranks() -> None:

@@ -19,7 +19,10 @@ SEED_STRIDE = 1_000_003
 
 
 class DrawnBatches:
-    """Batches whose elements are drawn from those of the example inputs: in range for labels, indices and probabilities alike."""
+    """Batches whose elements are drawn from the example inputs' at the same place in any sample.
+
+    So all are in range: labels, probabilities, and indices into tables of different sizes.
+    """
 
     def __init__(self, model: TracedModel, seed: int) -> None:
         self._examples = [example.detach().cpu() for example in model.example_inputs]
@@ -77,10 +80,9 @@ class UserBatches:
 
 
 def _drawn(example: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    values = example.reshape(-1)
-    if values.numel() == 0:
+    if example.dim() == 0 or example.numel() == 0:
         return example
-    return values[torch.randint(values.numel(), (values.numel(),), generator=generator)].reshape(example.shape)
+    return example.gather(0, torch.randint(len(example), example.shape, generator=generator))
 
 
 def _callable(spec: str) -> Callable[[], Any]:

@@ -17,9 +17,11 @@ from soap.tracing.model import TileContext
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest difference per tensor, relative to its largest element: rounding, amplified by a deep model's backward pass."""
-SMALL = 1e-6
+SMALL: Mapping[torch.dtype, float] = {torch.float64: 1e-4, torch.float32: 1e-2}
 """Tensors whose largest element is below this share of the largest of their kind (loss, gradients, …) are compared with that share:
-the gradient of a bias in front of a normalization, for example, is zero but for rounding."""
+the gradient of a bias in front of a normalization, for example, is zero but for rounding, which has the size of what cancels."""
+SMALL_ELSE = 1e-1
+"""The same for all other types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def _differences(
     for name, tensor in expected.items():
         mine = found.get(name)
         mine = torch.zeros_like(tensor) if mine is None else mine.to(tensor.device)
-        result.append(Difference(step, kind, name, _error(mine, tensor, SMALL * largest)))
+        result.append(Difference(step, kind, name, _error(mine, tensor, SMALL.get(tensor.dtype, SMALL_ELSE) * largest)))
     return result
 
 

@@ -1,4 +1,4 @@
-"""Which nodes of an exported graph share memory: what an in-place call changes besides the tensor that it names."""
+"""In-place calls: their out-of-place forms, and which nodes of an exported graph share the memory that they change."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 import torch
 
 from soap.errors import ModelError
+from soap.tracing.calls import Call
+
+_FUNCTIONAL = {("normal_", "default"): "normal_functional", ("bernoulli_", "float"): "bernoulli.p"}
+"""Out-of-place forms that are not called like the in-place ones."""
 
 
 class Aliasing:
@@ -56,8 +60,8 @@ class Aliasing:
         """Raise ModelError if the node's value was changed through another view of its memory."""
         if node in self._stale:
             raise ModelError(
-                f"{node.name!r} is read after {self._stale[node]!r} has changed memory that it shares; expected no in-place calls on views: "
-                "write it out of place"
+                f"{node.name!r} is read after {self._stale[node]!r} has changed memory that it shares; expected no in-place calls on "
+                "views: write it out of place"
             )
 
 
@@ -74,3 +78,21 @@ def _meta(leaf: Any) -> Any:
     if isinstance(leaf, (list, tuple)):
         return [_meta(item) for item in leaf]
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+def mutates(target: torch._ops.OpOverload) -> bool:
+    """Whether the call changes its first argument. Calls that change any other are refused."""
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
+    if any(writes[1:]):
+        raise ModelError(f"call of {target} changes an argument in place; write it out of place")
+    return bool(writes) and writes[0]
+
+
+def functional(call: Call) -> Call:
+    """The out-of-place form of an in-place call."""
+    overload = call.target._overloadname  # type: ignore[attr-defined]
+    name, _, other = _FUNCTIONAL.get((call.kind, overload), call.kind.removesuffix("_")).partition(".")
+    packet, overload = getattr(torch.ops.aten, name, None), other or overload
+    if packet is None or overload not in packet.overloads():
+        raise ModelError(f"in-place call {call.name!r} of {call.kind} has no functional form; write it out of place")
+    return Call(call.name, getattr(packet, overload), call.args, call.kwargs, (call.name,), call.path)

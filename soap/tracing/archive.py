@@ -1,9 +1,10 @@
 """A ``.pt2`` archive made safe and plain before torch reads it.
 
-Files come from outside. ``torch.export.load`` unpickles some parts of an archive and evaluates symbolic shapes, so every pickled part is first read with
-torch's weights-only unpickler, which runs no code, and an archive with custom objects, code or symbolic shapes is not opened at all. It also knows output classes
-(such as those of ``transformers``) only if the package that defines them was imported; they are rewritten to plain dictionaries, so that
-a model loads without the library it came from.
+Files come from outside. ``torch.export.load`` unpickles some parts of an archive, evaluates symbolic shapes and looks functions up by name, so every
+pickled part is first read with torch's weights-only unpickler, which runs no code, and an archive with custom objects, code, symbolic shapes, calls of
+anything but operators, or entries that do not belong there is not opened at all. It also knows output classes (such as those of
+``transformers``) only if the package that defines them was imported; they are rewritten to plain dictionaries, so that a model loads without
+the library it came from.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import json
 import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,13 @@ _KNOWN_TYPES = {
     "collections.defaultdict",
     "collections.deque",
 }
+_LAYOUT = re.compile(
+    r"[^/]+/(data/(weights|constants|sample_inputs|extra)/.+|extra/.+|models/model\.json|archive_format|archive_version|byteorder|\.data/\w+"
+    r"|\.format_version|\.storage_alignment)"
+)
+"""What ``torch.export.save`` puts into an archive."""
+_TARGET = re.compile(r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\.sym_\w+|_operator\.getitem")
+"""What a program may call: registered operators, and picking one of several outputs."""
 MAX_ARCHIVE_ENTRIES = 1_000_000
 
 
@@ -38,20 +47,31 @@ def plain_archive(path: Path) -> io.BytesIO:
     result = io.BytesIO()
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(result, "w", zipfile.ZIP_STORED) as plain:
         names = archive.namelist()
-        if len(names) > MAX_ARCHIVE_ENTRIES:
-            raise ModelError(f"model file {str(path)!r} has {len(names)} entries; expected at most {MAX_ARCHIVE_ENTRIES}")
+        _check_names(path, names)
         pickled = _pickled_parts(path, archive)
         for name in names:
             leaf, content = name.rsplit("/", 1)[-1], archive.read(name)
-            if leaf.startswith(("custom_obj", "opaque_obj")) or leaf.endswith((".so", ".py")):
-                raise ModelError(f"model file {str(path)!r} holds a custom object or code ({leaf}); expected tensors only")
             if content and (leaf in pickled or leaf.endswith(".pt")):
                 _weights_only(path, leaf, content)
-            if "/models/" in name and leaf.endswith(".json"):
+            if "/models/" in name:
                 content = _plain_program(path, content)
             plain.writestr(name, content)
     result.seek(0)
     return result
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    """Entries under one name, in the layout that is expected, and none of them twice: readers differ in which of two they take."""
+    if len(names) > MAX_ARCHIVE_ENTRIES:
+        raise ModelError(f"model file {str(path)!r} has {len(names)} entries; expected at most {MAX_ARCHIVE_ENTRIES}")
+    for name in names:
+        leaf = name.rsplit("/", 1)[-1]
+        if leaf.startswith(("custom_obj", "opaque_obj")) or leaf.endswith((".so", ".py")):
+            raise ModelError(f"model file {str(path)!r} holds a custom object or code ({leaf}); expected tensors only")
+        if not _LAYOUT.fullmatch(name) or ".." in name.split("/"):
+            raise ModelError(f"model file {str(path)!r} has the entry {name!r}; expected an archive as torch.export.save writes it")
+    if len({name.casefold() for name in names}) != len(names) or len({name.split("/")[0] for name in names}) > 1:
+        raise ModelError(f"model file {str(path)!r} has entries of the same name; expected an archive as torch.export.save writes it")
 
 
 def _pickled_parts(path: Path, archive: zipfile.ZipFile) -> set[str]:
@@ -72,14 +92,14 @@ def _weights_only(path: Path, leaf: str, content: bytes) -> None:
     try:
         torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:
-        raise ModelError(f"model file {str(path)!r}: part {leaf} is not plain tensors; expected an archive without pickled objects") from error
+        raise ModelError(
+            f"model file {str(path)!r}: part {leaf} is not plain tensors; expected an archive without pickled objects"
+        ) from error
 
 
 def _plain_program(path: Path, content: bytes) -> bytes:
-    text = content.decode()
-    if re.search(r'"expr_str"\s*:', text):
-        raise ModelError(f"model file {str(path)!r} has dynamic shapes; expected static shapes: export without dynamic_shapes")
-    program = json.loads(text)
+    program = json.loads(content)
+    _check_program(path, program)
     for entry in program["graph_module"]["module_call_graph"]:
         signature = entry.get("signature") or {}
         for key in ("in_spec", "out_spec"):
@@ -87,6 +107,22 @@ def _plain_program(path: Path, content: bytes) -> bytes:
                 protocol, spec = json.loads(signature[key])
                 signature[key] = json.dumps([protocol, _plain_spec(spec)])
     return json.dumps(program).encode()
+
+
+def _check_program(path: Path, program: Any) -> None:
+    """Raise ModelError for symbolic shapes, which torch evaluates, and for calls of anything but operators."""
+    waiting = [program]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            waiting += item.values()
+            if "expr_str" in item:
+                raise ModelError(f"model file {str(path)!r} has dynamic shapes; expected static shapes: export without dynamic_shapes")
+            target = item.get("as_operator", item.get("target") if "metadata" in item else None)
+            if target is not None and not _TARGET.fullmatch(str(target)):
+                raise ModelError(f"model file {str(path)!r} calls {str(target)!r}; expected ATen operators only")
 
 
 def _plain_spec(spec: Any) -> Any:

@@ -111,9 +111,7 @@ class ExecutableModel:
                 raise ModelError(f"internal: {step.call.name} gave shape {tuple(tensor.shape)} for region {box}; please report this")
             made[name] = (tensor, box)
 
-    def reference_loss(
-        self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext
-    ) -> torch.Tensor:
+    def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but random numbers."""
         values: dict[str, torch.Tensor] = dict(self.program.constants)
         values.update(zip(self.program.inputs, inputs, strict=True))

@@ -48,7 +48,7 @@ def export_model(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign
-            exported = torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False)
+            exported = torch.export.export(module, *_separate(tuple(args), dict(kwargs or {})), strict=False)
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(f"torch.export cannot trace {type(model).__name__}: {first}; see torch.export's documentation") from error
@@ -58,3 +58,17 @@ def export_model(
     buffer = io.BytesIO()
     torch.export.save(exported, buffer)
     write_bytes_atomically(path, buffer.getvalue())
+
+
+def _separate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with a copy of each tensor that occurs again: torch.export would take both for one input (ids and labels)."""
+    seen: set[int] = set()
+
+    def separate(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and id(leaf) in seen:
+            return leaf.clone()
+        seen.add(id(leaf))
+        return leaf
+
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = torch.utils._pytree.tree_map(separate, (args, kwargs))
+    return changed

@@ -6,6 +6,7 @@ import torch
 
 from soap.tracing.calls import Call, Program, Ref, is_random, substitute
 
+
 def fold(program: Program, *, plan_only: bool) -> None:
     """Evaluate calls that depend on nothing but constants (masks, position ids); drop calls that the loss does not need.
 

@@ -208,7 +208,9 @@ def instance_norm(writer: Writer, call: Call, fake: Fake) -> str:
 @form("as_strided", "as_strided_", "set_", "resize_", "view_as_real", "view_as_complex", "_reshape_alias")
 def by_memory(writer: Writer, call: Call, fake: Fake) -> str:
     """Regions of tensors do not lie in memory as the whole tensors do."""
-    raise ModelError(f"call {call.name!r} of {call.kind} depends on how a tensor lies in memory; expected view, reshape or slices: rewrite it")
+    raise ModelError(
+        f"call {call.name!r} of {call.kind} depends on how a tensor lies in memory; expected view, reshape or slices: rewrite it"
+    )
 
 
 def value_of(name: str, shape: Sequence[int], dtype: torch.dtype) -> Value:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
 from torch.export import ExportedProgram
 
-from soap.errors import ModelError
+from soap.errors import ModelError, SoapWarning
 from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
 from soap.tracing.calls import Program
 from soap.tracing.execute import ExecutableModel, OperatorProgram, ProgramStep
 from soap.tracing.fold import fold
 from soap.tracing.fuse import Fuser
-from soap.tracing.match import Group, Step, compose_all, simplified, unsplit
-from soap.tracing.reader import Reader, canonical_names
-from soap.tracing.rules.registry import target_name
+from soap.tracing.labels import batch_dimensions, gradients
+from soap.tracing.match import Group, compose_all, simplified, unsplit
+from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
+from soap.tracing.reader import Reader
 from soap.tracing.rules.notation import Maps
+from soap.tracing.rules.registry import target_name
 
 
 def import_program(
@@ -32,14 +34,47 @@ def import_program(
 ) -> ExecutableModel:
     """The traced model of an exported training program that returns its scalar loss.
 
-    ``batch_dims``: input name -> its batch dimension (default 0; -1: the input has none). ``plan_only``: shapes suffice, no values are computed or kept.
-    ``dtype`` replaces every floating-point dtype. Raises ModelError in one line for programs that cannot be planned; warns once per
-    operator kind without a rule.
+    ``batch_dims``: input name -> its batch dimension (default 0; -1: the input has none). ``plan_only``: shapes suffice, no values are
+    computed or kept. ``dtype`` replaces every floating-point dtype. Raises ModelError in one line for programs that cannot be planned; warns
+    once per kind of call without a rule.
     """
     program = Reader(exported, dtype).read()
     fold(program, plan_only=plan_only)
     groups = Fuser(program).run()
-    return _Builder(exported, program, groups, name, batch_dims or {}, dtype).build()
+    if not groups:
+        raise ModelError("the loss is a constant; expected a loss that depends on the inputs or parameters")
+    graph, programs = _Builder(exported, program, groups, name, batch_dims or {}).build()
+    wanted = {t.name for t in graph.parameters}
+    state = {n: exported.state_dict[n] for n in dict.fromkeys(program.parameters.values()) if n in wanted}
+    return ExecutableModel(
+        graph=graph,
+        parameters={n: _converted(tensor, dtype) for n, tensor in state.items()},
+        buffers=program.buffers,
+        constants=program.constants,
+        input_names=tuple(program.inputs),
+        example_inputs=_examples(exported, program, dtype),
+        programs=programs,
+        program=program,
+    )
+
+
+def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _examples(exported: ExportedProgram, program: Program, dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:
+    """The tensors that the program was exported with, in the order of its inputs; none if the file holds none."""
+    if exported.example_inputs is None:
+        return ()
+    leaves, _ = torch.utils._pytree.tree_flatten(exported.example_inputs)
+    tensors = tuple(_converted(leaf, dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    if [tuple(t.shape) for t in tensors] != [program.values[v].shape for v in program.inputs]:
+        raise ModelError(
+            f"the example inputs have shapes {[list(t.shape) for t in tensors]}, not those of inputs {', '.join(program.inputs)}; "
+            "expected the arguments in the order of forward's signature: export again"
+        )
+    return tensors
 
 
 @dataclass
@@ -49,163 +84,76 @@ class _Builder:
     groups: list[Group]
     name: str
     batch_dims: Mapping[str, int]
-    dtype: torch.dtype | None
+    warned: set[str] = field(default_factory=set)
 
-    def build(self) -> ExecutableModel:
+    def build(self) -> tuple[OperatorGraph, dict[str, OperatorProgram]]:
+        """The graph, and each operator's calls."""
         program = self.program
-        unknown = [name for name in self.batch_dims if name not in program.inputs]
-        if unknown:
-            raise ModelError(f"batch dimension given for {unknown[0]!r}; the model's inputs are {', '.join(program.inputs)}")
-        self.names = self._operator_names()
-        self.tensor_names = self._tensor_names()
-        self.grads = self._gradients()
-        self.samples = self._batch()
+        names = operator_names(program, self.groups)
+        outputs = group_outputs(program, self.groups)
+        self.tensor_names = tensor_names(program, names, outputs)
+        self.grads = gradients(program, {n: self.exported.state_dict[n].requires_grad for n in program.parameters.values()})
+        self.samples = batch_dimensions(program, self.groups, self.batch_dims)
         operators, programs = [], {}
-        for group, op_name in zip(self.groups, self.names, strict=True):
-            operator, steps = self._operator(group, op_name)
+        for group, name, made in zip(self.groups, names, outputs, strict=True):
+            operator, programs[name] = self._operator(group, name, made)
             operators.append(operator)
-            programs[op_name] = steps
-        graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), self.tensor_names[program.loss], self._aliases())
-        state = self.exported.state_dict
-        wanted = {t.name for t in graph.parameters}
-        parameters = {n: self._converted(state[n]) for n in dict.fromkeys(program.parameters.values()) if n in wanted}
-        return ExecutableModel(
-            graph=graph,
-            parameters=parameters,
-            buffers=program.buffers,
-            constants={self.tensor_names[v]: t for v, t in program.constants.items()},
-            input_names=tuple(self.tensor_names[v] for v in program.inputs),
-            example_inputs=self._examples(),
-            programs=programs,
-            program=program,
-        )
+        aliases = {
+            alias: n for alias, n in canonical_names(self.exported.state_dict).items() if alias != n and n in self.tensor_names.values()
+        }
+        graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), self.tensor_names[program.loss], aliases)
+        return graph, programs
 
-    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
-        return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
-
-    def _examples(self) -> tuple[torch.Tensor, ...]:
-        if self.exported.example_inputs is None:
-            return ()
-        args, kwargs = self.exported.example_inputs
-        leaves, _ = torch.utils._pytree.tree_flatten((args, kwargs))
-        return tuple(self._converted(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-    def _operator_names(self) -> list[str]:
-        """Module path of the anchor, with the kind where a module holds several operators, numbered where that is not unique."""
-        anchors = [_anchor(group) for group in self.groups]
-        paths = [step.call.path for step in anchors]
-        taken = {value.name for value in self.program.values.values()} & set(self.program.inputs)
-        names: list[str] = []
-        for path, step in zip(paths, anchors, strict=True):
-            name = path if path and paths.count(path) == 1 else f"{path}.{step.call.kind}".lstrip(".")
-            candidate, number = name, 1
-            while candidate in taken:
-                candidate, number = f"{name}_{number}", number + 1
-            taken.add(candidate)
-            names.append(candidate)
-        return names
-
-    def _tensor_names(self) -> dict[str, str]:
-        """Value -> tensor name: parameters by state-dict name, activations by their operator."""
-        result = {value: value for value in (*self.program.inputs, *self.program.constants)}
-        result.update(self.program.parameters)
-        needed = {name for group in self.groups for name in group.reads()} | {self.program.loss}
-        for group, name in zip(self.groups, self.names, strict=True):
-            made = [value for value in group.made if value in needed and value not in self._derived_only(group)]
-            for i, value in enumerate(made):
-                result[value] = name if len(made) == 1 else f"{name}:{i}"
-        return result
-
-    def _derived_only(self, group: Group) -> set[str]:
-        """Values that this group recomputes for itself while other groups do too: never exchanged."""
-        return {v for v in group.made if sum(v in other.made for other in self.groups) > 1}
-
-    def _gradients(self) -> set[str]:
-        """Values that carry a gradient."""
-        trainable = {v for v in self.program.parameters if self.exported.state_dict[self._target(v)].requires_grad}
-        result = set(trainable)
-        for call in self.program.calls:
-            if call.kind == "detach" or not any(name in result for name in call.operands):
-                continue
-            result.update(name for name in call.outputs if self.program.values[name].dtype.is_floating_point)
-        return result
-
-    def _target(self, value: str) -> str:
-        return self.program.parameters[value]
-
-    def _batch(self) -> dict[str, int]:
-        """Value -> the dimension that carries the batch (as its major part), followed from the inputs through the groups."""
-        labels: dict[str, int] = {}
-        sizes: list[int] = []
-        for value in self.program.inputs:
-            shape = self.program.values[value].shape
-            dim = self.batch_dims.get(value, 0)
-            if dim >= len(shape):
-                if value in self.batch_dims:
-                    raise ModelError(f"batch dimension {dim} of input {value!r} does not exist; its shape is {list(shape)}")
-                continue
-            if dim >= 0 and (value in self.batch_dims or not sizes or shape[dim] == sizes[0]):
-                labels[value] = dim
-                sizes.append(shape[dim])
-        for group in self.groups:
-            for step in group.steps:
-                marked = {
-                    maps[labels[v]].factor for v, maps in zip(step.call.operands, step.operands, strict=True) if v in labels and maps
-                } - {None}
-                for value, maps in zip(step.call.outputs, step.outputs, strict=True):
-                    for i, dim in enumerate(maps):
-                        if dim.factor in marked and value not in labels:
-                            labels[value] = i
-        return labels
-
-    def _operator(self, group: Group, name: str) -> tuple[Operator, OperatorProgram]:
-        outputs = [v for v in group.made if v in self.tensor_names and self.tensor_names[v].split(":")[0] == name.split(":")[0]]
-        outputs = [v for v in outputs if self.tensor_names[v] == name or self.tensor_names[v].startswith(f"{name}:")]
+    def _operator(self, group: Group, name: str, outputs: Sequence[str]) -> tuple[Operator, OperatorProgram]:
         partitionable = all(step.rule.known for step in group.steps)
         if not partitionable:
             self._warn(group)
         numbers = self._factors(group, outputs) if partitionable else []
-        change = {f: DimMap(numbers.index(f)) if f in numbers else unsplit(size) for f, size in group.sizes.items()}
-        steps = [
-            ProgramStep(s.call, s.rule, self._over(change, s.call.operands, s.operands), self._over(change, s.call.outputs, s.outputs))
-            for s in group.steps
-        ]
+        steps = self._steps(group, numbers)
         made = {value: maps for step in steps for value, maps in zip(step.call.outputs, step.outputs, strict=True)}
-        reads: dict[tuple[str, Maps], None] = {}
-        for step in steps:
-            for value, maps in zip(step.call.operands, step.operands, strict=True):
-                if value not in made:
-                    reads[(value, maps)] = None
-        inputs = [(v, m) for v, m in reads if v not in self.program.parameters]
-        parameters = [(v, m) for v, m in reads if v in self.program.parameters]
-        factors = self._named_factors(group, numbers, inputs, parameters, {v: made[v] for v in outputs})
-        values = self.program.values
-        kept = [s for s in steps if not s.rule.linear]
+        reads = dict.fromkeys(
+            (value, maps) for step in steps for value, maps in zip(step.call.operands, step.operands, strict=True) if value not in made
+        )
+        inputs = tuple((v, m) for v, m in reads if v not in self.program.parameters)
+        parameters = tuple((v, m) for v, m in reads if v in self.program.parameters)
         operator = Operator(
             name=name,
-            kind=_anchor(group).call.kind,
-            factors=factors,
+            kind=anchor(group).call.kind,
+            factors=self._named_factors(group, numbers, inputs, parameters, {v: made[v] for v in outputs}),
             inputs=tuple(Operand(self.tensor_names[v], m) for v, m in inputs),
             parameters=tuple(Operand(self.tensor_names[v], m) for v, m in parameters),
             outputs=tuple(Operand(self.tensor_names[v], made[v]) for v in outputs),
             flops=sum(s.rule.flops for s in steps),
-            saved_bytes=sum(s.rule.saved_bytes for s in steps)
-            + sum(prod(values[v].shape) * values[v].dtype.itemsize for s in kept for v in s.call.outputs if v not in outputs),
+            saved_bytes=self._saved_bytes(steps, outputs),
             calls=tuple(s.call.name for s in steps),
             partitionable=partitionable,
         )
-        return operator, OperatorProgram(tuple(steps), tuple(inputs), tuple(parameters), tuple(outputs))
+        return operator, OperatorProgram(tuple(steps), inputs, parameters, tuple(outputs))
 
-    def _over(self, change: Mapping[int, DimMap], names: Sequence[str], maps: Sequence[Maps]) -> tuple[Maps, ...]:
-        shapes = [self.program.values[name].shape for name in names]
-        return tuple(simplified(compose_all(m, change), shape) for m, shape in zip(maps, shapes, strict=True))
+    def _steps(self, group: Group, numbers: Sequence[int]) -> list[ProgramStep]:
+        """The group's calls over the factors that stay."""
+        change = {f: DimMap(numbers.index(f)) if f in numbers else unsplit(size) for f, size in group.sizes.items()}
+
+        def over(names: Sequence[str], maps: Sequence[Maps]) -> tuple[Maps, ...]:
+            shapes = [self.program.values[name].shape for name in names]
+            return tuple(simplified(compose_all(m, change), shape) for m, shape in zip(maps, shapes, strict=True))
+
+        return [ProgramStep(s.call, s.rule, over(s.call.operands, s.operands), over(s.call.outputs, s.outputs)) for s in group.steps]
+
+    def _saved_bytes(self, steps: Sequence[ProgramStep], outputs: Sequence[str]) -> int:
+        """All that the calls keep, and all that they pass to each other, views included: a region may have to be copied."""
+        values = self.program.values
+        between = [v for s in steps for v in s.call.outputs if v not in outputs]
+        return sum(s.rule.saved_bytes for s in steps) + sum(prod(values[v].shape) * values[v].dtype.itemsize for v in between)
 
     def _warn(self, group: Group) -> None:
         for step in group.steps:
-            if not step.rule.known:
+            name = target_name(step.call.target)
+            if not step.rule.known and name not in self.warned:
+                self.warned.add(name)
                 warnings.warn(
-                    f"no rule for {target_name(step.call.target)} (at {step.call.path or step.call.name}): kept whole, on one device at a time",
+                    f"no rule for {name} (first at {step.call.path or step.call.name}): kept whole, on one device at a time",
+                    SoapWarning,
                     stacklevel=2,
                 )
 
@@ -248,28 +196,20 @@ class _Builder:
         return tuple(result)
 
     def _tensors(self, operators: Sequence[Operator]) -> dict[str, Tensor]:
+        program = self.program
         used = {o.tensor for op in operators for o in (*op.inputs, *op.parameters, *op.outputs)}
         result: dict[str, Tensor] = {}
-        for value, info in self.program.values.items():
+        for value, info in program.values.items():
             name = self.tensor_names.get(value)
-            if name is None or (name not in used and value not in self.program.inputs):
+            if name is None or (name not in used and value not in program.inputs):
                 continue
-            if value in self.program.parameters:
-                kind = TensorKind.PARAMETER
-            elif value in self.program.inputs:
-                kind = TensorKind.INPUT
-            elif value in self.program.constants:
-                kind = TensorKind.CONSTANT
-            else:
-                kind = TensorKind.ACTIVATION
             dtype = str(info.dtype).removeprefix("torch.")
-            result[name] = Tensor(name, info.shape, dtype, info.dtype.itemsize, kind, value in self.grads)
+            result[name] = Tensor(name, info.shape, dtype, info.dtype.itemsize, self._kind(value), value in self.grads)
         return result
 
-    def _aliases(self) -> dict[str, str]:
-        return {alias: name for alias, name in canonical_names(self.exported.state_dict).items() if alias != name}
-
-
-def _anchor(group: Group) -> Step:
-    anchors = [step for step in group.steps if not step.rule.light]
-    return anchors[0] if anchors else group.steps[-1]
+    def _kind(self, value: str) -> TensorKind:
+        if value in self.program.parameters:
+            return TensorKind.PARAMETER
+        if value in self.program.inputs:
+            return TensorKind.INPUT
+        return TensorKind.CONSTANT if value in self.program.constants else TensorKind.ACTIVATION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,9 +36,7 @@ def load_model(
         exported, name = export_zoo(text, plan_only=plan_only)
     else:
         exported, name = read_pt2(Path(spec)), Path(spec).stem
-    return import_program(
-        exported, name=name, batch_dims=batch_dims, plan_only=plan_only, dtype=None if dtype is None else DTYPES[dtype]
-    )
+    return import_program(exported, name=name, batch_dims=batch_dims, plan_only=plan_only, dtype=None if dtype is None else DTYPES[dtype])
 
 
 def export_zoo(spec: str, *, plan_only: bool) -> tuple[ExportedProgram, str]:
@@ -52,17 +51,21 @@ def export_zoo(spec: str, *, plan_only: bool) -> tuple[ExportedProgram, str]:
 def read_pt2(path: Path) -> ExportedProgram:
     """The exported program in a file, without running any code that the file might hold."""
     if not path.exists():
-        raise ModelError(f"model file {str(path)!r} does not exist; expected a .pt2 file made by soap.export or torch.export.save, or zoo:NAME")
+        raise ModelError(
+            f"model file {str(path)!r} does not exist; expected a .pt2 file made by soap.export or torch.export.save, or zoo:NAME"
+        )
     try:
         archive = plain_archive(path)
-        with warnings.catch_warnings(), _quiet("torch.export"):
+        with warnings.catch_warnings(), _quiet("torch.export"), _weights_only():
             warnings.simplefilter("ignore")
             return torch.export.load(archive)
     except ModelError:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"model file {str(path)!r} cannot be read ({reason}); expected a .pt2 file that torch.export.save wrote") from error
+        raise ModelError(
+            f"model file {str(path)!r} cannot be read ({reason}); expected a .pt2 file that torch.export.save wrote"
+        ) from error
 
 
 @contextmanager
@@ -75,3 +78,18 @@ def _quiet(logger: str) -> Iterator[None]:
         yield
     finally:
         target.setLevel(level)
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Torch's own switch that no ``torch.load`` inside may run code: a second lock behind the checks of the archive."""
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ[names[0]] = "1"
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

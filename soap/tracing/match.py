@@ -86,7 +86,8 @@ def unsplit(size: int) -> DimMap:
 def simplified(maps: Maps, shape: Sequence[int]) -> Maps:
     """The same maps with constant intervals that cover a whole dimension written as such."""
     return tuple(
-        WHOLE if dim.factor is None and (dim.scale or (dim.lo <= 0 and dim.hi >= size)) else dim for dim, size in zip(maps, shape, strict=True)
+        WHOLE if dim.factor is None and (dim.scale or (dim.lo <= 0 and dim.hi >= size)) else dim
+        for dim, size in zip(maps, shape, strict=True)
     )
 
 
@@ -138,7 +139,9 @@ def _identify(result: Match, producer: Group, consumer: Group, mine: DimMap, the
         return False
     p, c = mine.factor, theirs.factor
     if c in result.same or p in result.same.values():
-        return result.same.get(c) == p and result.coarsen_producer.get(p, 1) * mine.scale == result.coarsen_consumer.get(c, 1) * theirs.scale
+        return (
+            result.same.get(c) == p and result.coarsen_producer.get(p, 1) * mine.scale == result.coarsen_consumer.get(c, 1) * theirs.scale
+        )
     step = max(mine.scale, theirs.scale)
     if step % mine.scale or step % theirs.scale:
         return False

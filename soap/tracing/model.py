@@ -58,9 +58,7 @@ class TracedModel(Protocol):
         these are partial results. Inputs must not be modified by the caller before the backward pass.
         """
 
-    def reference_loss(
-        self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext
-    ) -> torch.Tensor:
+    def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """The scalar loss by running the whole exported program in this process, call by call: the oracle for checks. Differentiable."""
 
     def end_step(self, context: TileContext) -> None:

@@ -12,16 +12,15 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from soap.errors import ModelError, SoapWarning
-from soap.tracing.aliasing import Aliasing
-from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, substitute, walk
+from soap.tracing.aliasing import Aliasing, functional, mutates
+from soap.tracing.calls import BufferRef, Call, Program, Ref, substitute, walk
 from soap.tracing.forms import FORMS, Fake, value_of
+from soap.tracing.naming import canonical_names
 
 aten = torch.ops.aten
 
 _DROPPED = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_FUNCTIONAL = {("normal_", "default"): "normal_functional", ("bernoulli_", "float"): "bernoulli.p"}
-"""Out-of-place forms that are not called like the in-place ones."""
 
 
 class Reader:
@@ -82,7 +81,7 @@ class Reader:
         return self._dtype if self._dtype is not None and dtype in _FLOATS else dtype
 
     def _value(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
-        self.program.values[name] = value_of(name, shape, self._convert(dtype))
+        self.program.values[name] = value_of(name, shape, dtype)
         return name
 
     def _placeholders(self) -> None:
@@ -95,7 +94,7 @@ class Reader:
                 raise ModelError(f"input {name!r} is a {type(fake).__name__}, not a tensor; export without custom objects")
             if node is None or not isinstance(fake, torch.Tensor):
                 continue
-            self._at[node] = self._value(self._unique(name), fake.shape, fake.dtype)
+            self._at[node] = self._value(self._unique(name), fake.shape, self._convert(fake.dtype))
             self._place(spec.kind, self._at[node], str(spec.target), canonical)
 
     def _place(self, kind: InputKind, value: str, target: str, canonical: Mapping[str, str]) -> None:
@@ -145,7 +144,7 @@ class Reader:
             raise ModelError(f"call {node.name!r} of {target}: expected an ATen operator; the program depends on data or Python values")
         elif _kind(target) not in _DROPPED:
             call = self._call(node, target)
-            if _mutates(target):
+            if mutates(target):
                 self._in_place(node, call, gradients=gradients)
             else:
                 self._append(node, call)
@@ -168,8 +167,9 @@ class Reader:
     def _append(self, node: torch.fx.Node, call: Call) -> None:
         fake = node.meta.get("val")
         several = isinstance(fake, (tuple, list))
-        tensors = [f for f in fake if isinstance(f, torch.Tensor)] if several else [fake]
-        if not all(isinstance(f, torch.Tensor) for f in tensors):
+        every: list[Any] = list(fake) if isinstance(fake, (tuple, list)) else [fake]
+        tensors = [f for f in every if isinstance(f, torch.Tensor)]
+        if not several and not tensors:
             raise ModelError(
                 f"call {call.name!r} of {call.kind} returns a {type(fake).__name__} that depends on data; expected tensors of static shape"
             )
@@ -177,8 +177,8 @@ class Reader:
         if call.kind in FORMS:
             self._at[node] = FORMS[call.kind](self, call, fakes if several else fakes[0])
             return
-        names = [f"{call.name}:{i}" for i in range(len(fake))] if several else [call.name]
-        kept = [name for name, f in zip(names, fake if several else [fake], strict=True) if isinstance(f, torch.Tensor)]
+        names = [f"{call.name}:{i}" for i in range(len(every))] if several else [call.name]
+        kept = [name for name, f in zip(names, every, strict=True) if isinstance(f, torch.Tensor)]
         for name, f in zip(kept, fakes, strict=True):
             self._value(name, f.shape, f.dtype)
         self.program.calls.append(Call(call.name, call.target, call.args, call.kwargs, tuple(kept), call.path))
@@ -234,12 +234,13 @@ class Reader:
             self._update_buffer(node, call, changed, root)
             return
         if root in self.program.parameters:
-            raise ModelError(f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does")
+            raise ModelError(
+                f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does"
+            )
         if not gradients and self._aliasing.root(changed).graph is not node.graph:
             raise ModelError(f"call {call.name!r} changes a tensor in place under torch.no_grad; write it out of place")
         value = self.program.values[call.operands[0]]
-        functional = _functional(call)
-        self._value(self._written(functional, value.dtype), value.shape, value.dtype)
+        self._value(self._written(functional(call), value.dtype), value.shape, value.dtype)
         for meant in self._aliasing.change(node, changed):
             self._at[meant] = call.name
 
@@ -301,7 +302,7 @@ class Reader:
         if spec is None or not isinstance(keys, (list, tuple)) or "loss" not in keys:
             return None
         before = spec.children()[: list(keys).index("loss")]
-        return sum(child.num_leaves for child in before)
+        return int(sum(child.num_leaves for child in before))
 
     def _freeze_buffers(self) -> None:
         """Buffers that nothing updates are constants."""
@@ -311,7 +312,9 @@ class Reader:
                 continue
             reader = next((call for call in self.program.calls if value in call.operands), None)
             if reader is not None:
-                raise ModelError(f"call {reader.name!r} reads buffer {name!r}, which the program also updates; expected that no call does both")
+                raise ModelError(
+                    f"call {reader.name!r} reads buffer {name!r}, which the program also updates; expected that no call does both"
+                )
 
     def _warn_of_unread_inputs(self) -> None:
         read = {name for call in self.program.calls for name in call.operands}
@@ -325,21 +328,6 @@ class Reader:
                 )
 
 
-def canonical_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """State-dict name -> the first name with the same storage (tied weights have one canonical name)."""
-    first: dict[Any, str] = {}
-    result: dict[str, str] = {}
-    for name, tensor in state.items():
-        key: Any = name
-        if isinstance(tensor, torch.Tensor):
-            if tensor.device.type == "meta" or isinstance(tensor, torch._subclasses.FakeTensor):
-                key = id(tensor)
-            elif tensor.numel():
-                key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        result[name] = first.setdefault(key, name)
-    return result
-
-
 def _plain(nest: Any) -> Any:
     """fx's immutable lists and dicts as ordinary ones."""
     if isinstance(nest, (list, tuple)):
@@ -351,24 +339,6 @@ def _plain(nest: Any) -> Any:
 
 def _kind(target: torch._ops.OpOverload) -> str:
     return str(target._schema.name.split("::")[-1])
-
-
-def _mutates(target: torch._ops.OpOverload) -> bool:
-    """Whether the call changes its first argument. Calls that change any other are refused."""
-    writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
-    if any(writes[1:]):
-        raise ModelError(f"call of {target} changes an argument in place; write it out of place")
-    return bool(writes) and writes[0]
-
-
-def _functional(call: Call) -> Call:
-    """The out-of-place form of an in-place call."""
-    overload = call.target._overloadname  # type: ignore[attr-defined]
-    name, _, other = _FUNCTIONAL.get((call.kind, overload), call.kind.removesuffix("_")).partition(".")
-    packet, overload = getattr(aten, name, None), other or overload
-    if packet is None or overload not in packet.overloads():
-        raise ModelError(f"in-place call {call.name!r} of {call.kind} has no functional form; write it out of place")
-    return Call(call.name, getattr(packet, overload), call.args, call.kwargs, (call.name,), call.path)
 
 
 def _module_path(node: torch.fx.Node) -> str:

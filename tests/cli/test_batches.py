@@ -25,6 +25,13 @@ def test_drawn_batches_look_like_the_examples() -> None:
             assert set(tensor.reshape(-1).tolist()) <= set(example.reshape(-1).tolist())
 
 
+def test_drawn_elements_stay_at_their_place_in_a_sample() -> None:
+    for step in range(5):
+        columns = drawn(1)(step)[0].T.tolist()  # indices into tables of different sizes
+        assert set(columns[0]) <= {0.5, 2.5}
+        assert set(columns[1]) <= {1.5, 3.5}
+
+
 def test_drawn_batches_depend_on_seed_and_step_alone() -> None:
     def text(seed: int, step: int) -> str:
         return str([tensor.tolist() for tensor in drawn(seed)(step)])

@@ -34,7 +34,9 @@ def run_attention(local: Local) -> torch.Tensor:
         weights = weights.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else weights + mask
     shape = (*local.output_shapes[0][:-1], local.shapes[1][-2])
     box = (*local.output_boxes[0][:-1], (0, shape[-1]))
-    return (weights.softmax(-1) * keep_mask(local, shape, box, dropout, weights)) @ v
+    weights = torch.ops.aten._safe_softmax.default(weights, -1)  # a query that sees no key gives zero, as in torch's own kernels
+    out: torch.Tensor = (weights * keep_mask(local, shape, box, dropout, weights)) @ v
+    return out
 
 
 @rule("aten.scaled_dot_product_attention")
@@ -67,4 +69,11 @@ def attention(view: View) -> Tiled:
         operands.append(broadcast((*lead, rows, WHOLE), scores, view.shapes[3]))
     flops = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
     saved = 3 * view.itemsize * prod(q[:-1]) * k[-2]  # scores, weights and mask of the unfused form: an upper bound
-    return Tiled(tuple(scope.factors), tuple(operands), ((*lead, rows, *(WHOLE,) * (len(out) - len(q) + 1)),), run=run_attention, flops=flops, saved_bytes=saved)
+    return Tiled(
+        tuple(scope.factors),
+        tuple(operands),
+        ((*lead, rows, *(WHOLE,) * (len(out) - len(q) + 1)),),
+        run=run_attention,
+        flops=flops,
+        saved_bytes=saved,
+    )

@@ -13,7 +13,6 @@ from soap.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Scope, Tiled, View, clipped_padding
 from soap.tracing.rules.registry import rule
 
-
 SPACE = {1: ("l",), 2: ("h", "w"), 3: ("d", "h", "w")}
 """Names of the dimensions of space, by their number."""
 
@@ -39,7 +38,9 @@ def pad_windows(local: Local, windows: Sequence[tuple[int, int, int]], value: fl
         amounts += clipped_padding(out, DimMap(0, stride, -padding, extent - padding), inside)
     x = local.tensors[0]
     # A window beyond the last output's may have been given (dimension kept whole): cut what no output sees.
-    for i, ((stride, padding, extent), out, inside) in enumerate(zip(windows, local.output_boxes[0][-rank:], local.boxes[0][-rank:], strict=True)):
+    for i, ((stride, padding, extent), out, inside) in enumerate(
+        zip(windows, local.output_boxes[0][-rank:], local.boxes[0][-rank:], strict=True)
+    ):
         first, last = out[0] * stride - padding, (out[1] - 1) * stride - padding + extent
         low, high = max(first, inside[0]), min(last, inside[1])
         if (low, high) != inside and low < high:
@@ -59,7 +60,11 @@ def _convolution_windows(get: Any, x: Sequence[int], weight: Sequence[int], out:
     extents = [d * (k - 1) + 1 for d, k in zip(dilation, weight[2:], strict=True)]
     padding = get("padding", 0)
     if isinstance(padding, str):
-        pads = [0] * rank if padding == "valid" else [_same_padding(n, o, 1, e) for n, o, e in zip(x[-rank:], out[-rank:], extents, strict=True)]
+        pads = (
+            [0] * rank
+            if padding == "valid"
+            else [_same_padding(n, o, 1, e) for n, o, e in zip(x[-rank:], out[-rank:], extents, strict=True)]
+        )
     else:
         pads = each(padding, rank)
     return list(zip(stride, pads, extents, strict=True))

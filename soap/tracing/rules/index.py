@@ -8,7 +8,7 @@ import torch
 
 from soap.graph import WHOLE, DimMap
 from soap.tracing.calls import Ref
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast, broadcast_shape
 from soap.tracing.rules.registry import rule
 
 
@@ -30,9 +30,7 @@ def gather(view: View) -> Tiled:
     dim = view.get("dim") % max(1, len(source))
     scope = Scope()
     maps = scope.like(out)
-    operand = tuple(
-        WHOLE if i == dim else m if m.factor is not None else DimMap(None, 0, 0, out[i]) for i, m in enumerate(maps)
-    )
+    operand = tuple(WHOLE if i == dim else m if m.factor is not None else DimMap(None, 0, 0, out[i]) for i, m in enumerate(maps))
     return Tiled(tuple(scope.factors), (operand, maps), (maps,), flops=prod(out))
 
 
@@ -44,7 +42,7 @@ def index(view: View) -> Tiled:
     if any(isinstance(p, Ref) and view.values[p.name].dtype in (torch.bool, torch.uint8) for p in picks):
         raise NotImplementedError("masks select a number of elements that depends on data")
     picked = [i for i, p in enumerate(picks) if p is not None]
-    shape = tuple(torch.broadcast_shapes(*view.shapes[1:]))
+    shape = broadcast_shape(view.shapes[1:])
     place = picked[0] if picked == list(range(picked[0], picked[-1] + 1)) else 0
     scope = Scope()
     rest = {i: scope.factor(f"d{i}", size) for i, size in enumerate(source) if i not in picked}

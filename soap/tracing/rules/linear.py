@@ -74,7 +74,9 @@ def matmul(view: View) -> Tiled:
     """``a @ b`` with broadcasting."""
     a, b = view.shapes
     plain = einsum_matmul(view, a, b)
-    copies = view.itemsize * (prod(a) + prod(b) + sum(prod((*view.output_shapes[0][:-2], *s[-2:])) for s in (a, b)))  # expanded, made contiguous
+    copies = view.itemsize * (
+        prod(a) + prod(b) + sum(prod((*view.output_shapes[0][:-2], *s[-2:])) for s in (a, b))
+    )  # expanded, made contiguous
     return Tiled(plain.factors, plain.operands, plain.outputs, summed=plain.summed, flops=_matmul_flops(view, a[-1]), saved_bytes=copies)
 
 

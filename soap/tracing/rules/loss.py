@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from soap.graph import WHOLE
-from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast, broadcast_shape
 from soap.tracing.rules.registry import rule
 
 MEAN, SUM = 1, 2
@@ -31,7 +31,9 @@ def _denominator(local: Local, targets: torch.Tensor, weight: torch.Tensor | Non
     kept = targets != ignore_index
     if weight is None:
         return kept.sum()
-    return weight[targets.where(kept, torch.zeros_like(targets))].where(kept, torch.zeros((), dtype=weight.dtype, device=weight.device)).sum()
+    return (
+        weight[targets.where(kept, torch.zeros_like(targets))].where(kept, torch.zeros((), dtype=weight.dtype, device=weight.device)).sum()
+    )
 
 
 def _run_cross_entropy(local: Local) -> torch.Tensor:
@@ -81,7 +83,7 @@ def _run_pointwise_loss(local: Local) -> torch.Tensor:
         out: torch.Tensor = local.plain()
         return out
     loss: torch.Tensor = local.plain(reduction=SUM)
-    count = prod(torch.broadcast_shapes(*local.shapes))
+    count = prod(broadcast_shape(local.shapes))
     return loss / count if reduction == MEAN else loss
 
 
@@ -91,7 +93,7 @@ def _run_pointwise_loss(local: Local) -> torch.Tensor:
 )  # fmt: skip
 def pointwise_loss(view: View) -> Tiled:
     """A pointwise function of some tensors, then a sum or a mean over all elements."""
-    shape = tuple(torch.broadcast_shapes(*view.shapes))
+    shape = broadcast_shape(view.shapes)
     scope = Scope()
     maps = scope.like(shape)
     none = view.get("reduction", MEAN) == 0

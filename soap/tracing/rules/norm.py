@@ -138,7 +138,14 @@ def group_norm(view: View) -> Tiled:
     span = shape[1] // groups
     channels = DimMap(g.factor, span, 0, span) if g.factor is not None else WHOLE
     maps = (b, channels, *(WHOLE,) * (len(shape) - 2))
-    return Tiled(tuple(scope.factors), (maps, *([(channels,)] * (len(view.shapes) - 1))), (maps,), run=_run_group_norm, flops=8 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
+    return Tiled(
+        tuple(scope.factors),
+        (maps, *([(channels,)] * (len(view.shapes) - 1))),
+        (maps,),
+        run=_run_group_norm,
+        flops=8 * prod(shape),
+        saved_bytes=2 * view.itemsize * prod(shape),
+    )
 
 
 def along(view: View, whole_dims: set[int], **options: Any) -> Tiled:

@@ -144,6 +144,18 @@ class Scope:
         return tuple(self.factor(f"{prefix}{i}", size) for i, size in enumerate(shape))
 
 
+def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that tensors of these shapes broadcast to; raises ValueError if they do not."""
+    rank = max(map(len, shapes), default=0)
+    result = [1] * rank
+    for shape in shapes:
+        for i, size in enumerate(shape, rank - len(shape)):
+            if size != 1 and result[i] not in (1, size):
+                raise ValueError(f"shapes {list(shapes)} do not broadcast")
+            result[i] = size if size != 1 else result[i]
+    return tuple(result)
+
+
 def broadcast(maps: Maps, target_shape: Sequence[int], shape: Sequence[int]) -> Maps:
     """Maps of an operand that is broadcast (aligned at the right) to a tensor with ``maps``."""
     offset = len(target_shape) - len(shape)

@@ -68,10 +68,7 @@ def _run_avg_pool(local: Local) -> torch.Tensor:
     windows = _pool_windows(local.get, rank)
     kernel, stride = [w[2] for w in windows], [w[0] for w in windows]
     x = pad_windows(local, windows, 0.0)
-    if rank == 1:
-        total = F.avg_pool1d(x, kernel, stride) * kernel[0]
-    else:
-        total = F.avg_pool2d(x, kernel, stride, divisor_override=1)
+    total: torch.Tensor = F.avg_pool1d(x, kernel, stride) * kernel[0] if rank == 1 else F.avg_pool2d(x, kernel, stride, divisor_override=1)
     if rank == 2 and (divisor := local.get("divisor_override")):
         return total / divisor
     count = torch.ones((), dtype=torch.int64)
@@ -105,7 +102,13 @@ def _global_indices(flat: torch.Tensor, box: Box, shape: tuple[int, ...]) -> tor
     return result
 
 
-@rule("aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d", "aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_avg_pool3d")
+@rule(
+    "aten.adaptive_avg_pool1d",
+    "aten.adaptive_avg_pool2d",
+    "aten.adaptive_max_pool1d",
+    "aten.adaptive_max_pool2d",
+    "aten.adaptive_avg_pool3d",
+)
 def adaptive_pool(view: View) -> Tiled:
     """Windows chosen by the output's size: split where they are equal, whole otherwise."""
     rank = _rank(view)

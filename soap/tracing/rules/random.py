@@ -64,9 +64,7 @@ def run_drawn(local: Local) -> torch.Tensor:
     shapes = iter(local.shapes)
     with seeded(local.random_seed, torch.device("cpu")):
         blank = lambda leaf: torch.zeros(next(shapes), dtype=like.dtype) if isinstance(leaf, Ref) else leaf  # noqa: E731
-        drawn: torch.Tensor = local.call.target(
-            *substitute(local.call.args, blank), **substitute(dict(local.call.kwargs), blank)
-        )
+        drawn: torch.Tensor = local.call.target(*substitute(local.call.args, blank), **substitute(dict(local.call.kwargs), blank))
     return drawn[_region(local.output_boxes[0])].to(like.device)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from soap.graph import WHOLE, DimMap
 from soap.tracing.calls import Call, Value, is_random
-from soap.tracing.rules.notation import Rule, Scope, Tiled, View, broadcast, einsum
+from soap.tracing.rules.notation import Rule, Scope, Tiled, View, broadcast, broadcast_shape, einsum
 
 _RULES: dict[str, Rule] = {}
 
@@ -69,7 +69,7 @@ def tiled(call: Call, values: dict[str, Value]) -> Tiled:
 def pointwise(view: View, **options: Any) -> Tiled:
     """Every output dimension is a factor; operands follow by broadcasting. Raises ValueError if they do not broadcast to the outputs."""
     shape = view.output_shapes[0]
-    if any(out != shape for out in view.output_shapes) or (view.shapes and tuple(torch.broadcast_shapes(*view.shapes)) != shape):
+    if any(out != shape for out in view.output_shapes) or (view.shapes and broadcast_shape(view.shapes) != shape):
         raise ValueError("shapes that do not broadcast")
     scope = Scope()
     out = scope.like(shape)

@@ -17,7 +17,16 @@ def _run_reshape(local: Local) -> torch.Tensor:
     return local.tensors[0].reshape(local.output_lengths)
 
 
-@rule("aten.view.default", "aten.reshape", "aten.flatten", "aten.unflatten", "aten.ravel", "aten._unsafe_view", "aten.squeeze", "aten.unsqueeze")
+@rule(
+    "aten.view.default",
+    "aten.reshape",
+    "aten.flatten",
+    "aten.unflatten",
+    "aten.ravel",
+    "aten._unsafe_view",
+    "aten.squeeze",
+    "aten.unsqueeze",
+)
 def reshape(view: View) -> Tiled:
     """Any change of shape: groups of dimensions with equal products; each group is split along its major factor."""
     source, target = view.shapes[0], view.output_shapes[0]

@@ -1,0 +1,56 @@
+"""What is known of a program's values by following them through its calls: which carry a gradient, and where the batch lies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from soap.errors import ModelError
+from soap.tracing.calls import Program
+from soap.tracing.match import Group
+
+
+def gradients(program: Program, trainable: Mapping[str, bool]) -> set[str]:
+    """Values that carry a gradient. ``trainable``: by canonical parameter name."""
+    result = {value for value, name in program.parameters.items() if trainable[name]}
+    for call in program.calls:
+        if call.kind == "detach" or not any(name in result for name in call.operands):
+            continue
+        result.update(name for name in call.outputs if program.values[name].dtype.is_floating_point)
+    return result
+
+
+def batch_dimensions(program: Program, groups: Sequence[Group], given: Mapping[str, int]) -> dict[str, int]:
+    """Value -> the dimension that carries the batch (as its major part), followed from the inputs through the groups.
+
+    ``given``: input name -> batch dimension, -1 for none. By default it is dimension 0 of the inputs in which that has the most common size.
+    """
+    labels = _input_dimensions(program, given)
+    for group in groups:
+        for step in group.steps:
+            operands = zip(step.call.operands, step.operands, strict=True)
+            marked = {maps[labels[v]].factor for v, maps in operands if v in labels and maps} - {None}
+            for value, maps in zip(step.call.outputs, step.outputs, strict=True):
+                for dim, m in enumerate(maps):
+                    if m.factor in marked:
+                        labels.setdefault(value, dim)
+    return labels
+
+
+def _input_dimensions(program: Program, given: Mapping[str, int]) -> dict[str, int]:
+    shapes = {value: program.values[value].shape for value in program.inputs}
+    for value, dim in given.items():
+        if value not in shapes:
+            raise ModelError(f"batch dimension given for {value!r}; the model's inputs are {', '.join(program.inputs)}")
+        if not -1 <= dim < len(shapes[value]):
+            raise ModelError(
+                f"batch dimension {dim} of input {value!r} does not exist; its shape is {list(shapes[value])}: "
+                "give 0 or more, or -1 if it has none"
+            )
+    labels = {value: dim for value, dim in given.items() if dim >= 0}
+    others = [value for value, shape in shapes.items() if value not in given and shape]
+    counted = Counter([shapes[v][d] for v, d in labels.items()] or [shapes[v][0] for v in others])
+    if counted:
+        batch = counted.most_common(1)[0][0]
+        labels.update({value: 0 for value in others if shapes[value][0] == batch})
+    return labels
