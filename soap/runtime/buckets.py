@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from soap.regions import subtract, volume, whole
+from soap.regions import volume
 from soap.simulator.plan import Plan, Shard
 
 
@@ -19,24 +19,6 @@ class Bucket:
     shards: tuple[int, ...]
     devices: tuple[int, ...]
     start: int
-
-
-def complete_shards(plan: Plan) -> Plan:
-    """The plan with shards for what no tile reads of its trainable parameters, on the device of the parameter's first shard.
-
-    One process would keep such elements with a gradient of zero, and weight decay would change them.
-    """
-    kept: dict[str, list[Shard]] = {}
-    for shard in plan.shards:
-        kept.setdefault(shard.parameter, []).append(shard)
-    unread: list[Shard] = []
-    for name, shards in kept.items():
-        rest = [whole(plan.graph.tensors[name].shape)]
-        for shard in shards:
-            rest = [piece for box in rest for piece in subtract(box, shard.box)]
-        for i, box in enumerate(rest):
-            unread.append(Shard(name, len(shards) + i, box, shards[0].devices[:1], (), shards[0].trainable))
-    return replace(plan, shards=(*plan.shards, *unread)) if unread else plan
 
 
 def shards_without_gradient(plan: Plan, buckets: Sequence[Bucket]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from enum import Enum, auto
 from soap.errors import RuntimeFailure
 from soap.regions import Box
 from soap.runtime.activity import Activity, PlanIndex, find_activity
-from soap.runtime.buckets import Bucket, complete_shards, make_buckets, shard_bytes, shards_without_gradient
+from soap.runtime.buckets import Bucket, make_buckets, shard_bytes, shards_without_gradient
 from soap.simulator.plan import Plan
 
 BUCKET_BYTES = 25 * 2**20
@@ -79,10 +79,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Program:
-    """A plan together with the order of everything. Positions in the tuples are the subjects of actions.
-
-    ``plan`` may have more shards than the plan that was given, behind its own: see ``complete_shards``.
-    """
+    """A plan together with the order of everything. Positions in the tuples are the subjects of actions."""
 
     plan: Plan
     index: PlanIndex
@@ -122,7 +119,6 @@ def compile_program(
 
     ``single_tiles`` makes every tile a segment of its own and every shard a bucket of its own, so that each task can be timed.
     """
-    plan = complete_shards(plan)
     order = tuple(range(len(plan.tiles))) if order is None else tuple(order)
     index = PlanIndex(plan)
     places = _check_order(plan, index, order)

@@ -71,7 +71,8 @@ class Shard:
     """A region of a parameter with one owner set: every device of ``devices`` (sorted, distinct) keeps a copy of it.
 
     Shards of one parameter are disjoint, so that operators that split a shared parameter differently are served alike. Gradients
-    are summed over ``uses``, (position in ``Plan.tiles``, parameter position), then over the devices.
+    are summed over ``uses``, (position in ``Plan.tiles``, parameter position), then over the devices. What no tile reads of a
+    trainable parameter is a shard without uses, on the first device of the parameter's first shard.
     """
 
     parameter: str

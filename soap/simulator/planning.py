@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 
 from soap.graph import OperatorGraph, TensorKind
-from soap.regions import Box, cells, contains, volume
+from soap.regions import Box, cells, contains, subtract, volume, whole
 from soap.simulator.coverage import HolderIndex
 from soap.simulator.plan import Fetch, Holding, Piece, Plan, Reduction, Shard
 from soap.simulator.tiling import Tile, tiles_of
@@ -142,7 +142,17 @@ class PlanBuilder:
             users = needed[cell] if disjoint else [use for box, uses in needed.items() if contains(box, cell) for use in uses]
             devices = tuple(sorted({device for *_, device in users}))
             result.append((cell, devices, tuple(sorted((position, tile, place) for position, tile, place, _ in users))))
+        if result and self.graph.tensors[parameter].requires_grad:
+            result += [(box, result[0][1][:1], ()) for box in _unread(whole(self.graph.tensors[parameter].shape), grid)]
         return tuple(result)
+
+
+def _unread(box: Box, read: Sequence[Box]) -> list[Box]:
+    """What no tile reads of a parameter. One process would keep it with a gradient of zero, and weight decay would change it."""
+    rest = [box]
+    for cell in read:
+        rest = [piece for part in rest for piece in subtract(part, cell)]
+    return rest
 
 
 def build_plan(graph: OperatorGraph, strategy: Strategy, topology: Topology) -> Plan:

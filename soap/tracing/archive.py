@@ -1,10 +1,10 @@
 """A ``.pt2`` archive made safe and plain before torch reads it.
 
-Files come from outside. ``torch.export.load`` unpickles some parts of an archive, evaluates symbolic shapes and looks functions up by name, so every
-pickled part is first read with torch's weights-only unpickler, which runs no code, and an archive with custom objects, code, symbolic shapes, calls of
-anything but operators, or entries that do not belong there is not opened at all. It also knows output classes (such as those of
-``transformers``) only if the package that defines them was imported; they are rewritten to plain dictionaries, so that a model loads without
-the library it came from.
+Files come from outside. ``torch.export.load`` unpickles some parts of an archive, evaluates symbolic shapes and looks functions up by
+name, so every pickled part is first read with torch's weights-only unpickler, which runs no code, and an archive with custom objects,
+code, symbolic shapes, calls of anything but operators, or entries that do not belong there is not opened at all. It also knows output
+classes (such as those of ``transformers``) only if the package that defines them was imported; they are rewritten to plain dictionaries,
+so that a model loads without the library it came from.
 """
 
 from __future__ import annotations

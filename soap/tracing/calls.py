@@ -1,7 +1,7 @@
 """Traced calls: an exported program as a flat list of ATen calls in plain, functional form.
 
-The list is what the rules look at and what tiles execute. ``read_calls`` brings an ``ExportedProgram`` into this form: in-place calls become
-functional ones, several outputs of one call get names of their own, splits become slices, training batch norm becomes statistics
+The list is what the rules look at and what tiles execute. ``read_calls`` brings an ``ExportedProgram`` into this form: in-place calls
+become functional ones, several outputs of one call get names of their own, splits become slices, training batch norm becomes statistics
 and application, asserts and no-op casts disappear (``forms``).
 """
 

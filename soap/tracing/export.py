@@ -39,7 +39,8 @@ def export_model(
     """Export a training model with example inputs to ``path``, atomically.
 
     The model returns the scalar loss, or ``loss(output)`` does. Batch sizes and all other shapes of the example inputs become fixed. The
-    model's mode (training or not) is exported as it is. Raises ModelError if torch.export cannot trace the model or the output is no scalar.
+    model's mode (training or not) is exported as it is. Raises ModelError if torch.export cannot trace the model or the output is no
+    scalar.
     """
     from soap.tracing.importer import import_program
 

@@ -1,7 +1,7 @@
 """Plain forms of calls: several ATen calls that mean the same are written as one, so that the rules need to know fewer of them.
 
-Splits become slices, stacks concatenations, other names for permutations permutations, tensors that depend on a shape alone factories, casts and
-copies plain casts (or nothing), training batch norm statistics and application.
+Splits become slices, stacks concatenations, other names for permutations permutations, tensors that depend on a shape alone factories,
+casts and copies plain casts (or nothing), training batch norm statistics and application.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def import_program(
     """The traced model of an exported training program that returns its scalar loss.
 
     ``batch_dims``: input name -> its batch dimension (default 0; -1: the input has none). ``plan_only``: shapes suffice, no values are
-    computed or kept. ``dtype`` replaces every floating-point dtype. Raises ModelError in one line for programs that cannot be planned; warns
-    once per kind of call without a rule.
+    computed or kept. ``dtype`` replaces every floating-point dtype. Raises ModelError in one line for programs that cannot be planned;
+    warns once per kind of call without a rule.
     """
     program = Reader(exported, dtype).read()
     fold(program, plan_only=plan_only)

@@ -23,7 +23,8 @@ def gradients(program: Program, trainable: Mapping[str, bool]) -> set[str]:
 def batch_dimensions(program: Program, groups: Sequence[Group], given: Mapping[str, int]) -> dict[str, int]:
     """Value -> the dimension that carries the batch (as its major part), followed from the inputs through the groups.
 
-    ``given``: input name -> batch dimension, -1 for none. By default it is dimension 0 of the inputs in which that has the most common size.
+    ``given``: input name -> batch dimension, -1 for none. By default it is dimension 0 of the inputs in which that has the most common
+    size.
     """
     labels = _input_dimensions(program, given)
     for group in groups:

@@ -17,9 +17,9 @@ from soap.simulator.tiling import Tile
 class TileContext:
     """What a tile's computation may depend on besides its operands; one per rank and training step.
 
-    ``seed`` and ``step`` make random numbers (dropout) a function of the global element position, equal on every tiling. ``buffers``: this rank's
-    full-size copies by state-dict name. Tiles note in ``statistics`` what they found, by call: (channels, mean, variance); ``end_step`` moves the
-    buffers by it, each channel once however many tiles have met it. ``update_buffers`` False leaves buffers alone.
+    ``seed`` and ``step`` make random numbers (dropout) a function of the global element position, equal on every tiling. ``buffers``:
+    this rank's full-size copies by state-dict name. Tiles note in ``statistics`` what they found, by call: (channels, mean, variance);
+    ``end_step`` moves the buffers by it, each channel once however many tiles have met it. ``update_buffers`` False leaves buffers alone.
     """
 
     seed: int

@@ -240,7 +240,12 @@ class Reader:
         if not gradients and self._aliasing.root(changed).graph is not node.graph:
             raise ModelError(f"call {call.name!r} changes a tensor in place under torch.no_grad; write it out of place")
         value = self.program.values[call.operands[0]]
-        self._value(self._written(functional(call), value.dtype), value.shape, value.dtype)
+        if call.kind == "copy_":  # the source in the target's shape and dtype
+            source = Ref(call.operands[1])
+            plain = Call(call.name, aten.expand.default, (source, list(value.shape)), {}, call.outputs, call.path)
+        else:
+            plain = functional(call)
+        self._value(self._written(plain, value.dtype), value.shape, value.dtype)
         for meant in self._aliasing.change(node, changed):
             self._at[meant] = call.name
 

@@ -1,7 +1,7 @@
 """Executes a strategy's tiles in one process: the rules and fusion apart from the runtime.
 
-Every tile gets its regions cut from whole tensors, its outputs are put together to whole tensors (summed where they are partial), and autograd
-runs through all of it, so that loss and gradients can be compared with the plain program.
+Every tile gets its regions cut from whole tensors, its outputs are put together to whole tensors (summed where they are partial), and
+autograd runs through all of it, so that loss and gradients can be compared with the plain program.
 """
 
 from __future__ import annotations
@@ -95,3 +95,33 @@ def compare(model: ExecutableModel, configs: Mapping[str, OpConfig], tolerance: 
         worst = max(worst, error)
     assert worst <= tolerance, f"loss: {float(expected)} expected, {float(found)} by tiles"
     return worst
+
+
+def kept_bytes(model: ExecutableModel) -> tuple[int, int]:
+    """What autograd keeps when the whole program runs on one device, and the graph's upper bound for it.
+
+    The bound: what the operators say, with all inputs, constants, parameters and activations.
+    """
+    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = (storage, storage.nbytes())
+        return tensor
+
+    graph = model.graph
+    parameters = {n: p.detach().clone().requires_grad_(graph.tensors[n].requires_grad) for n, p in model.parameters.items()}
+    whole_ops = {op.name: OpConfig((1,) * len(op.factors), (0,)) for op in graph.operators}
+    tensors = {**dict(zip(model.input_names, model.example_inputs, strict=True)), **model.constants, **parameters}
+    context = TileContext(0, 0, {n: b.clone() for n, b in model.buffers.items()}, update_buffers=False)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for position, op in enumerate(graph.operators):
+            (tile,) = tiles_of(graph, position, whole_ops[op.name])
+            regions = [
+                tensors[o.tensor][relative(box, whole(graph.tensors[o.tensor].shape))]
+                for o, box in zip((*op.inputs, *op.parameters), (*tile.inputs, *tile.parameters), strict=True)
+            ]
+            results = model.run_tile(tile, regions[: len(op.inputs)], regions[len(op.inputs) :], context)
+            tensors.update(zip((o.tensor for o in op.outputs), results, strict=True))
+    bound = sum(op.saved_bytes for op in graph.operators) + sum(t.bytes for t in graph.tensors.values())
+    return sum(size for _, size in storages.values()), bound

@@ -6,6 +6,6 @@ from soap.tracing.rules import attention, convolution, index, linear, loss, norm
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
-    "attention", "convolution", "index", "linear", "loss", "norm", "pointwise", "pooling", "random", "recurrent", "reduce", "registered", "shape",
-    "tiled",
+    "attention", "convolution", "index", "linear", "loss", "norm", "pointwise", "pooling", "random", "recurrent", "reduce", "registered",
+    "shape", "tiled",
 ]  # fmt: skip

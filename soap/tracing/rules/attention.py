@@ -41,7 +41,8 @@ def run_attention(local: Local) -> torch.Tensor:
 
 @rule("aten.scaled_dot_product_attention")
 def attention(view: View) -> Tiled:
-    """``softmax(q kᵀ) v``: leading dimensions (sample, heads) and queries are free; keys are needed whole. Grouped queries split by key head."""
+    """``softmax(q kᵀ) v``: leading dimensions (sample, heads) and queries are free; keys are needed whole. Grouped queries split by key
+    head."""
     q, k, v = view.shapes[:3]
     out = view.output_shapes[0]
     scope = Scope()

@@ -122,7 +122,7 @@ def _run_transposed(local: Local) -> torch.Tensor:
 @rule("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
 def transposed(view: View) -> Tiled:
     """b sample, o parameter, c reduction; space is needed whole."""
-    x, weight, out = view.shapes[0], view.shapes[1], view.output_shapes[0]
+    x, weight = view.shapes[0], view.shapes[1]
     if int(view.get("groups", 1)) != 1 or len(x) != len(weight):
         raise NotImplementedError("grouped or unbatched transposed convolution")
     space = (WHOLE,) * (len(weight) - 2)

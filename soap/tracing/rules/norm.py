@@ -1,7 +1,8 @@
-"""Normalisation, softmax, and what else needs some dimensions whole. Training batch norm is imported as two calls of our own, so that its statistics cover the whole batch.
+"""Normalisation, softmax, and what else needs some dimensions whole. Training batch norm is imported as two calls of our own, so that
+its statistics cover the whole batch.
 
-``batch_norm_statistics`` sums x and x² per channel: a sum over sample and space like any other, so that splitting them gives partial sums that are
-reduced; ``batch_norm_apply`` is pointwise. Backward through both is synchronized batch norm's backward by linearity.
+``batch_norm_statistics`` sums x and x² per channel: a sum over sample and space like any other, so that splitting them gives partial
+sums that are reduced; ``batch_norm_apply`` is pointwise. Backward through both is synchronized batch norm's backward by linearity.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ run a tile of it. ``einsum`` notation covers most rules in one line::
     "*b k, n k, n -> *b n"        linear: k is summed (not in the output)
     "*b [h], [h], [h] -> *b [h]"  layer norm: h must be whole
 
-Tokens: a letter or word is a factor; ``*b`` is any number of leading factors; ``[x]`` is a dimension that is needed whole; ``^x`` is a factor of which
-the size in this operand may be 1 (broadcast). Dimensions of size 1 never become factors.
+Tokens: a letter or word is a factor; ``*b`` is any number of leading factors; ``[x]`` is a dimension that is needed whole; ``^x`` is a
+factor of which the size in this operand may be 1 (broadcast). Dimensions of size 1 never become factors.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Maps = tuple[DimMap, ...]
 class Tiled:
     """What a rule says of one call.
 
-    ``factors``: (name, size). ``operands``: one map per tensor operand, in ``Call.operands`` order. ``outputs``: one per output; must be exact or
-    whole in every dimension, or, for calls that select (slices), clipped. ``summed``: indices of factors that no output follows and whose split gives partial sums.
-    ``light``: may be fused into neighbours (views and pointwise calls). ``linear``: commutes with summing partial results (views).
-    ``run``: computes the local outputs from a ``Local``; None runs the call's target on the local operands. ``flops``: of the whole call.
-    ``saved_bytes``: kept for the backward pass beside operands and outputs. ``known``: False if no rule covers the call.
+    ``factors``: (name, size). ``operands``: one map per tensor operand, in ``Call.operands`` order. ``outputs``: one per output; must be
+    exact or whole in every dimension, or, for calls that select (slices), clipped. ``summed``: indices of factors that no output follows
+    and whose split gives partial sums. ``light``: may be fused into neighbours (views and pointwise calls). ``linear``: commutes with
+    summing partial results (views). ``run``: computes the local outputs from a ``Local``; None runs the call's target on the local
+    operands. ``flops``: of the whole call. ``saved_bytes``: kept for the backward pass beside operands and outputs. ``known``: False if
+    no rule covers the call.
     """
 
     factors: tuple[tuple[str, int], ...]

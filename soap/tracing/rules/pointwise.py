@@ -7,12 +7,13 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
+from soap.graph import WHOLE
 from soap.tracing.rules.notation import Local, Scope, Tiled, View
 from soap.tracing.rules.registry import pointwise, rule
 
 
 @rule(
-    "aten.__and__", "aten.__or__", "aten.__xor__", "aten.hardswish", "aten.log_sigmoid", "aten.where", "aten.fill", "aten.zero", "aten.copy",
+    "aten.__and__", "aten.__or__", "aten.__xor__", "aten.hardswish", "aten.log_sigmoid", "aten.where", "aten.fill", "aten.zero",
     "aten.multiply", "aten.subtract", "aten.divide", "aten.negative", "aten.absolute", "aten.fix",
     "aten.greater", "aten.less", "aten.greater_equal", "aten.less_equal", "aten.not_equal", "aten.isclose", "aten.isreal",
     "aten.arccos", "aten.arcsin", "aten.arctan", "aten.arccosh", "aten.arcsinh", "aten.arctanh", "aten.arctan2",
@@ -34,7 +35,6 @@ def prelu(view: View) -> Tiled:
     shape = view.shapes[0]
     scope = Scope()
     maps = scope.like(shape)
-    slope = (maps[1],) if len(shape) > 1 and view.shapes[1] == (shape[1],) else tuple(maps[:0])
-    if len(slope) != len(view.shapes[1]):
-        raise ValueError("slopes that are no channels")
+    slopes = view.shapes[1]
+    slope = (maps[1],) if len(shape) > 1 and slopes == (shape[1],) else (WHOLE,) * len(slopes)
     return Tiled(tuple(scope.factors), (maps, slope), (maps,), run=_run_prelu, flops=2 * prod(shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -63,6 +64,15 @@ def _window_counts(out: tuple[int, int], size: int, window: tuple[int, int, int]
     return stop - start
 
 
+def _counts(local: Local, windows: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    """What each of the local outputs divides by."""
+    include_pad, rank = bool(local.get("count_include_pad", True)), len(windows)
+    count = torch.ones((), dtype=torch.int64)
+    for span, size, win in zip(local.output_boxes[0][-rank:], local.shapes[0][-rank:], windows, strict=True):
+        count = count.unsqueeze(-1) * _window_counts(span, size, win, include_pad)
+    return count
+
+
 def _run_avg_pool(local: Local) -> torch.Tensor:
     rank = _rank(local)
     windows = _pool_windows(local.get, rank)
@@ -70,12 +80,11 @@ def _run_avg_pool(local: Local) -> torch.Tensor:
     x = pad_windows(local, windows, 0.0)
     total: torch.Tensor = F.avg_pool1d(x, kernel, stride) * kernel[0] if rank == 1 else F.avg_pool2d(x, kernel, stride, divisor_override=1)
     if rank == 2 and (divisor := local.get("divisor_override")):
-        return total / divisor
-    count = torch.ones((), dtype=torch.int64)
-    include_pad = bool(local.get("count_include_pad", True))
-    for span, size, win in zip(local.output_boxes[0][-rank:], local.shapes[0][-rank:], windows, strict=True):
-        count = count.unsqueeze(-1) * _window_counts(span, size, win, include_pad)
-    return total / count.to(total.device, total.dtype)
+        count = torch.tensor(int(divisor))
+    else:
+        count = _counts(local, windows)
+    mean: torch.Tensor = total / count.to(total.device, total.dtype)
+    return mean
 
 
 @rule("aten.avg_pool1d", "aten.avg_pool2d")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from soap.graph import WHOLE
+from soap.tracing.calls import is_random
 from soap.tracing.rules.notation import Scope, Tiled, View
-from soap.tracing.rules.registry import rule
+from soap.tracing.rules.registry import rule, unsplit
 
 
 @rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
 def recurrent(view: View) -> Tiled:
     """A whole stack over a whole sequence: samples are independent, everything else is tied together by the recurrence."""
-    if view.get("train") and float(view.get("dropout") or 0.0) > 0.0:
-        raise NotImplementedError("dropout between recurrent layers draws random numbers inside the call")
     x = view.shapes[0]
     if len(x) != 3:
         raise NotImplementedError("unbatched sequence")
@@ -30,4 +30,6 @@ def recurrent(view: View) -> Tiled:
     # Gates, cell states and layer outputs of every step stay for the backward pass: 2.1 to 2.3 times the gates' size for 64 to 1024
     # units on a CPU, more for fewer units.
     saved = 5 * view.itemsize * steps * sum(p[0] for p in parameters if len(p) == 2) // 2
+    if is_random(view.call):  # dropout between layers draws its numbers inside the call
+        return replace(unsplit(view), flops=flops, saved_bytes=2 * saved)
     return Tiled(tuple(scope.factors), operands, (sequence, *(state,) * states), flops=flops, saved_bytes=saved)

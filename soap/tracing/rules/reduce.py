@@ -49,8 +49,9 @@ def total(view: View) -> Tiled:
 
 
 @rule(
-    "aten.amax", "aten.amin", "aten.argmax", "aten.argmin", "aten.logsumexp", "aten.max.dim", "aten.min.dim", "aten.max.default", "aten.min.default",
-    "aten.prod", "aten.any", "aten.all", "aten.linalg_vector_norm", "aten.var", "aten.std", "aten.var_mean", "aten.std_mean", "aten.median.dim",
+    "aten.amax", "aten.amin", "aten.argmax", "aten.argmin", "aten.logsumexp", "aten.max.dim", "aten.min.dim", "aten.max.default",
+    "aten.min.default", "aten.prod", "aten.any", "aten.all", "aten.linalg_vector_norm", "aten.var", "aten.std", "aten.var_mean",
+    "aten.std_mean", "aten.median.dim",
 )  # fmt: skip
 def reduce_whole(view: View) -> Tiled:
     """Reductions whose partial results do not simply add up: the reduced dimensions are needed whole."""

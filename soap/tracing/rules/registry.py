@@ -1,8 +1,9 @@
 """The registry of operator rules: from an ATen call to what may be split in it.
 
 Adding an operator is one line (``register("aten.linear", einsum…)``) or one small function decorated with ``@rule("aten.name", …)``. A name
-covers all overloads; ``aten.name.overload`` covers one and wins. A rule raises ValueError or NotImplementedError for a form of the operator that it does
-not describe. Calls without a rule but with ATen's ``pointwise`` tag follow broadcasting; any other call is kept whole.
+covers all overloads; ``aten.name.overload`` covers one and wins. A rule raises ValueError or NotImplementedError for a form of the
+operator that it does not describe. Calls without a rule but with ATen's ``pointwise`` tag follow broadcasting; any other call is kept
+whole.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def pointwise(view: View, **options: Any) -> Tiled:
 
 
 def unsplit(view: View) -> Tiled:
-    """The call as one piece."""
+    """The call as one piece. What it keeps for the backward pass is not known: several times all that it touches is taken for it."""
+    touched = (view.values[name] for name in (*view.call.operands, *view.call.outputs))
+    saved = 4 * sum(prod(value.shape) * value.dtype.itemsize for value in touched)
     whole: Callable[[tuple[int, ...]], tuple[DimMap, ...]] = lambda shape: (WHOLE,) * len(shape)  # noqa: E731
-    return Tiled((), tuple(map(whole, view.shapes)), tuple(map(whole, view.output_shapes)), known=False)
+    return Tiled((), tuple(map(whole, view.shapes)), tuple(map(whole, view.output_shapes)), known=False, saved_bytes=saved)
