@@ -2,7 +2,8 @@
 
     python -m benchmarks.end_to_end --devices 2
 
-trains each model by each strategy that fits, in turn and several times over, and prints Markdown. Run it on an idle machine.
+trains each model by each strategy that fits, in turn and several times over, and prints Markdown. Run it on an idle machine; ``--wait``
+says for how long it may wait for one.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, median
+from typing import TypeVar
 
 import torch
 
 import soap
 from benchmarks.models import MODELS, export_model
+from benchmarks.quiet import Watch, wait_until_quiet
 from soap import api
 from soap.cli.options import not_negative, positive
 from soap.cli.training import Job, train
@@ -34,6 +38,9 @@ from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
 
 BASELINE, FOUND = "data_parallel", "found"
+DISTURBED = 0.08
+"""Share of the cores that other programs may use while times are measured."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,24 @@ def benchmark(name: str, devices: int, args: argparse.Namespace, folder: Path) -
     outcome = api.search(path, topology, budget=args.budget, seed=args.seed, optimizer_states=0)
     strategies = contenders(outcome.simulator, outcome.strategy)
     predicted = {strategy: outcome.simulator.run(value) for strategy, value in strategies.items()}
-    rounds = [measured(path, outcome.simulator, strategies, predicted, args) for _ in range(args.rounds)]
+    rounds = [quietly(lambda: measured(path, outcome.simulator, strategies, predicted, args), args.wait) for _ in range(args.rounds)]
     times = {strategy: list(chain.from_iterable(one[strategy] for one in rounds)) for strategy in strategies}
     return [Result(name, own, predicted[own].makespan_ns, int(median(times[own])), min(times[own])) for own in strategies]
+
+
+def quietly(measure: Callable[[], T], wait_seconds: float) -> T:
+    """Measure while other programs leave the machine alone; say so if they never did."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        wait_until_quiet(DISTURBED, deadline)
+        watch = Watch()
+        result = measure()
+        share = watch.others_share()
+        if share is None or share <= DISTURBED:
+            return result
+        if time.monotonic() > deadline:
+            print(f"\nDisturbed: during a round of the following table other programs used {share:.0%} of the cores.", flush=True)
+            return result
 
 
 def contenders(simulator: Simulator, found: Strategy) -> dict[str, Strategy]:
@@ -153,6 +175,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=positive, default=300, help="of each search (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=10, help="per strategy and round, with two to warm up (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=2, help="over all strategies (default %(default)s)")
+    parser.add_argument("--wait", type=not_negative, default=0, help="seconds to wait for an idle machine, per round (default %(default)s)")
     parser.add_argument("--seed", type=not_negative, default=0, help="of search and data (default %(default)s)")
     return parser
 

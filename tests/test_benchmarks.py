@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import soap
+from benchmarks import end_to_end
 from benchmarks.end_to_end import Result, conclusion, contenders, table
 from benchmarks.models import MODELS, export_model
+from benchmarks.quiet import Watch
 from soap import api
 
 RESULTS = [
@@ -57,3 +60,21 @@ def test_models_can_be_planned_in_full(name: str, tmp_path: Path) -> None:
     model = soap.load(export_model(name, tmp_path), plan_only=True)
     assert all(op.partitionable for op in model.graph.operators)
     assert soap.simulate(model, soap.load_cluster("h200-8"), "single_device", optimizer_states=0).fits
+
+
+def test_own_work_is_not_others_work() -> None:
+    watch = Watch()
+    share = watch.others_share()
+    assert share is None or 0 <= share <= 1
+
+
+def test_a_disturbed_round_is_repeated_and_in_the_end_confessed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shares = iter([0.5, 0.02])
+    monkeypatch.setattr(end_to_end, "Watch", lambda: SimpleNamespace(others_share=lambda: next(shares)))
+    monkeypatch.setattr(end_to_end, "wait_until_quiet", lambda limit, deadline: True)
+    rounds = iter(["first", "second", "third"])
+    assert end_to_end.quietly(lambda: next(rounds), wait_seconds=100) == "second"
+    assert capsys.readouterr().out == ""
+    shares = iter([0.5])
+    assert end_to_end.quietly(lambda: next(rounds), wait_seconds=-1) == "third"
+    assert "other programs used 50% of the cores" in capsys.readouterr().out

@@ -16,6 +16,8 @@ from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
 
 FOUR = local_topology(4)
+LARGE = ("inception_v3", "resnet50", "resnet101")
+"""Many operators even when tiny."""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,7 @@ def transformers_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     return paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_transformers_models_train_like_one_process(four: Pool, transformers_models: dict[str, str], name: str, dtype: str) -> None:
@@ -65,7 +68,7 @@ def test_transformers_models_train_like_one_process(four: Pool, transformers_mod
         assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LARGE else ()) for n in names()])
 def test_zoo_models_train_like_one_process(four: Pool, name: str) -> None:
     spec = f"zoo:{name}:tiny"
     graph = traced(spec, "float64").graph

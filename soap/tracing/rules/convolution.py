@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -10,11 +11,24 @@ import torch
 import torch.nn.functional as F
 
 from soap.graph import WHOLE, DimMap
-from soap.tracing.rules.notation import Local, Scope, Tiled, View, clipped_padding
+from soap.tracing.rules.notation import Local, Scope, Tiled, View
 from soap.tracing.rules.registry import rule
 
 SPACE = {1: ("l",), 2: ("h", "w"), 3: ("d", "h", "w")}
 """Names of the dimensions of space, by their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One dimension of a window: step from one output to the next, padding before the first, and how many inputs it spans."""
+
+    stride: int
+    padding: int
+    extent: int
+
+    def over(self, out: DimMap) -> DimMap:
+        """The inputs that outputs ``[a, b)`` see: ``[a*stride - padding, (b-1)*stride - padding + extent)``."""
+        return DimMap(out.factor, self.stride, -self.padding, self.extent - self.padding) if out.factor is not None else WHOLE
 
 
 def each(value: Any, rank: int) -> list[int]:
@@ -23,38 +37,47 @@ def each(value: Any, rank: int) -> list[int]:
     return [int(v) for v in (items * rank if len(items) == 1 else items)]
 
 
-def window(factor: int | None, stride: int, padding: int, extent: int) -> DimMap:
-    """The inputs that outputs ``[a, b)`` see: ``[a*stride - padding, (b-1)*stride - padding + extent)``."""
-    return DimMap(factor, stride, -padding, extent - padding) if factor is not None else WHOLE
+def pad_windows(local: Local, windows: Sequence[Window], value: float) -> tuple[torch.Tensor, list[int]]:
+    """The local input as its windows need it, and the padding that is left to the call itself.
 
-
-def pad_windows(local: Local, windows: Sequence[tuple[int, int, int]], value: float) -> torch.Tensor:
-    """The local input, padded by what its windows (stride, padding, extent) lack at the tensor's borders."""
-    rank = len(windows)
-    amounts: list[int] = []
-    for (stride, padding, extent), out, inside in zip(
-        reversed(windows), reversed(local.output_boxes[0][-rank:]), reversed(local.boxes[0][-rank:]), strict=True
-    ):
-        amounts += clipped_padding(out, DimMap(0, stride, -padding, extent - padding), inside)
-    x = local.tensors[0]
-    # A window beyond the last output's may have been given (dimension kept whole): cut what no output sees.
-    for i, ((stride, padding, extent), out, inside) in enumerate(
-        zip(windows, local.output_boxes[0][-rank:], local.boxes[0][-rank:], strict=True)
-    ):
-        first, last = out[0] * stride - padding, (out[1] - 1) * stride - padding + extent
+    That is all of it where each dimension lacks as much before as after, as in a tile of samples: nothing is copied then. Else the input is
+    padded with ``value`` by what it lacks at the tensor's borders.
+    """
+    x, rank = local.tensors[0], len(windows)
+    lacking: list[tuple[int, int]] = []
+    for i, (win, out, inside) in enumerate(zip(windows, local.output_boxes[0][-rank:], local.boxes[0][-rank:], strict=True)):
+        first, last = out[0] * win.stride - win.padding, (out[1] - 1) * win.stride - win.padding + win.extent
         low, high = max(first, inside[0]), min(last, inside[1])
-        if (low, high) != inside and low < high:
+        if low >= high:  # nothing but padding is seen
+            x = x.narrow(x.dim() - rank + i, 0, 0)
+            lacking.append((last - first, 0))
+            continue
+        if high < inside[1] or low > inside[0]:  # a dimension that was kept whole: cut what no output sees
             x = x.narrow(x.dim() - rank + i, low - inside[0], high - low)
-            amounts[2 * (rank - 1 - i)] = max(0, low - first)
-            amounts[2 * (rank - 1 - i) + 1] = max(0, last - high)
-    return F.pad(x, amounts, value=value) if any(amounts) else x
+        lacking.append((low - first, last - high))
+    if all(before == after <= win.padding for (before, after), win in zip(lacking, windows, strict=True)):
+        return x, [before for before, _ in lacking]
+    return F.pad(x, [n for pair in reversed(lacking) for n in pair], value=value), [0] * rank
+
+
+def padded_bytes(view: View, windows: Sequence[Window]) -> int:
+    """Upper bound of the copies that padding the input by hand takes, whatever tiles there are; 0 if there is no padding."""
+    x, out, rank = view.shapes[0], view.output_shapes[0], len(windows)
+    seen = [(n - 1) * win.stride + win.extent for n, win in zip(out[-rank:], windows, strict=True)]
+    beyond = any(size > n for size, n in zip(seen, x[-rank:], strict=True))
+    # With halos each tile copies its own; tiles of one output see most.
+    return (
+        view.itemsize * prod(x[:-rank]) * prod(map(max, seen, (n + 2 * w.padding for n, w in zip(x[-rank:], windows, strict=True))))
+        if beyond
+        else 0
+    )
 
 
 def _same_padding(size: int, out: int, stride: int, extent: int) -> int:
     return max(0, (out - 1) * stride + extent - size) // 2
 
 
-def _convolution_windows(get: Any, x: Sequence[int], weight: Sequence[int], out: Sequence[int]) -> list[tuple[int, int, int]]:
+def _convolution_windows(get: Any, x: Sequence[int], weight: Sequence[int], out: Sequence[int]) -> list[Window]:
     rank = len(weight) - 2
     stride, dilation = each(get("stride", 1), rank), each(get("dilation", 1), rank)
     extents = [d * (k - 1) + 1 for d, k in zip(dilation, weight[2:], strict=True)]
@@ -67,7 +90,7 @@ def _convolution_windows(get: Any, x: Sequence[int], weight: Sequence[int], out:
         )
     else:
         pads = each(padding, rank)
-    return list(zip(stride, pads, extents, strict=True))
+    return [Window(*w) for w in zip(stride, pads, extents, strict=True)]
 
 
 def _run_convolution(local: Local) -> torch.Tensor:
@@ -81,7 +104,8 @@ def _run_convolution(local: Local) -> torch.Tensor:
     bias = local.tensors[2] if len(local.tensors) > 2 and first else None
     stride, dilation = each(local.get("stride", 1), rank), each(local.get("dilation", 1), rank)
     function: Any = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
-    out: torch.Tensor = function(pad_windows(local, windows, 0.0), local.tensors[1], bias, stride, 0, dilation, groups)
+    padded, padding = pad_windows(local, windows, 0.0)
+    out: torch.Tensor = function(padded, local.tensors[1], bias, stride, padding, dilation, groups)
     return out
 
 
@@ -107,10 +131,10 @@ def convolution(view: View) -> Tiled:
     names = SPACE[rank]
     space = [scope.factor(name, size) for name, size in zip(names, out[2:], strict=True)]
     windows = _convolution_windows(view.get, x, weight, out)
-    inputs = (b, channels_in, *(window(s.factor, *w) for s, w in zip(space, windows, strict=True)))
+    inputs = (b, channels_in, *(w.over(s) for s, w in zip(space, windows, strict=True)))
     operands = (inputs, (weight_o, weight_c, *(WHOLE,) * rank), *([(o,)] if view.has("bias") else []))
-    flops = 2 * prod(out) * prod(weight[1:])
-    return Tiled(tuple(scope.factors), operands, ((b, o, *space),), summed=summed, run=_run_convolution, flops=flops)
+    flops, saved = 2 * prod(out) * prod(weight[1:]), padded_bytes(view, windows)
+    return Tiled(tuple(scope.factors), operands, ((b, o, *space),), summed=summed, run=_run_convolution, flops=flops, saved_bytes=saved)
 
 
 def _run_transposed(local: Local) -> torch.Tensor:

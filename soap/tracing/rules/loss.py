@@ -73,7 +73,7 @@ def cross_entropy(view: View) -> Tiled:
         summed=() if none else tuple(range(len(scope.factors))),
         run=_run_cross_entropy,
         flops=6 * prod(shape),
-        saved_bytes=view.itemsize * prod(shape),
+        saved_bytes=2 * view.itemsize * prod(shape) + 9 * prod(view.shapes[1]) + 64,
     )
 
 
@@ -89,7 +89,8 @@ def _run_pointwise_loss(local: Local) -> torch.Tensor:
 
 @rule(
     "aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.binary_cross_entropy", "aten.soft_margin_loss",
-    "aten.binary_cross_entropy_with_logits", "aten.kl_div", "aten.poisson_nll_loss", "aten.margin_ranking_loss", "aten.hinge_embedding_loss",
+    "aten.binary_cross_entropy_with_logits", "aten.kl_div", "aten.poisson_nll_loss", "aten.margin_ranking_loss",
+    "aten.hinge_embedding_loss",
 )  # fmt: skip
 def pointwise_loss(view: View) -> Tiled:
     """A pointwise function of some tensors, then a sum or a mean over all elements."""

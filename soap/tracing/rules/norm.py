@@ -85,7 +85,9 @@ def apply(view: View) -> Tiled:
     scope = Scope()
     maps = tuple(scope.factor(n, s) for n, s in zip(("b", "c", "h", "w", "d"), shape, strict=False))
     affine = [(maps[1],)] * (len(view.shapes) - 2)
-    return Tiled(tuple(scope.factors), (maps, (WHOLE, maps[1]), *affine), (maps,), run=_run_apply, flops=4 * prod(shape))
+    return Tiled(
+        tuple(scope.factors), (maps, (WHOLE, maps[1]), *affine), (maps,), run=_run_apply, flops=4 * prod(shape), saved_bytes=64 * shape[1]
+    )
 
 
 def _channelwise(view: View) -> tuple[Scope, Maps]:

@@ -204,13 +204,4 @@ def _dimension(token: str, size: int, scope: Scope, known: dict[str, DimMap]) ->
     return known[name]
 
 
-def clipped_padding(out: Interval, window: DimMap, inside: Interval) -> tuple[int, int]:
-    """How many elements of the window of outputs ``out`` were clipped off before and after ``inside`` (what the local region has)."""
-    start = out[0] * window.scale + window.lo
-    stop = (out[1] - 1) * window.scale + window.hi
-    if inside[0] >= inside[1]:
-        return stop - start, 0
-    return max(0, inside[0] - start), max(0, stop - inside[1])
-
-
 Rule = Callable[[View], Tiled]

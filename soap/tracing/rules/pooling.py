@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from soap.graph import WHOLE, DimMap
 from soap.regions import Box
-from soap.tracing.rules.convolution import SPACE, each, pad_windows, window
+from soap.tracing.rules.convolution import SPACE, Window, each, pad_windows, padded_bytes
 from soap.tracing.rules.notation import Local, Scope, Tiled, View
 from soap.tracing.rules.registry import rule
 
@@ -20,11 +20,11 @@ def _rank(call: View | Local) -> int:
     return int(call.call.kind[-2])
 
 
-def _pool_windows(get: Any, rank: int) -> list[tuple[int, int, int]]:
+def _pool_windows(get: Any, rank: int) -> list[Window]:
     kernel = each(get("kernel_size"), rank)
     stride = each(get("stride") or kernel, rank)
     padding, dilation = each(get("padding", 0), rank), each(get("dilation", 1) or 1, rank)
-    return [(s, p, d * (k - 1) + 1) for s, p, d, k in zip(stride, padding, dilation, kernel, strict=True)]
+    return [Window(s, p, d * (k - 1) + 1) for s, p, d, k in zip(stride, padding, dilation, kernel, strict=True)]
 
 
 def _pooling(view: View, rank: int, run: Any) -> Tiled:
@@ -33,18 +33,20 @@ def _pooling(view: View, rank: int, run: Any) -> Tiled:
     leading = [scope.factor(name, size) for name, size in zip(("b", "c")[-(len(out) - rank) :], out[:-rank], strict=True)]
     space = [scope.factor(name, size) for name, size in zip(SPACE[rank], out[-rank:], strict=True)]
     windows = _pool_windows(view.get, rank)
-    inputs = (*leading, *(window(s.factor, *w) for s, w in zip(space, windows, strict=True)))
-    flops = prod(out) * prod(w[2] for w in windows)
-    return Tiled(tuple(scope.factors), (inputs,), ((*leading, *space),), run=run, flops=flops, saved_bytes=8 * prod(out))
+    inputs = (*leading, *(w.over(s) for s, w in zip(space, windows, strict=True)))
+    saved = 8 * prod(out) + padded_bytes(view, windows) + 8 * prod(out[-rank:])  # indices; what averages divide by
+    flops = prod(out) * prod(w.extent for w in windows)
+    return Tiled(tuple(scope.factors), (inputs,), ((*leading, *space),), run=run, flops=flops, saved_bytes=saved)
 
 
 def _run_max_pool(local: Local) -> torch.Tensor:
     rank = _rank(local)
     windows = _pool_windows(local.get, rank)
-    kernel, stride = each(local.get("kernel_size"), rank), [w[0] for w in windows]
+    kernel, stride = each(local.get("kernel_size"), rank), [w.stride for w in windows]
     dilation = each(local.get("dilation", 1), rank)
     function: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
-    out: torch.Tensor = function(pad_windows(local, windows, float("-inf")), kernel, stride, 0, dilation)
+    x, padding = pad_windows(local, windows, float("-inf"))
+    out: torch.Tensor = function(x, kernel, stride, padding, dilation)
     return out
 
 
@@ -54,17 +56,16 @@ def max_pool(view: View) -> Tiled:
     return _pooling(view, _rank(view), _run_max_pool)
 
 
-def _window_counts(out: tuple[int, int], size: int, window: tuple[int, int, int], include_pad: bool) -> torch.Tensor:
+def _window_counts(out: tuple[int, int], size: int, win: Window, include_pad: bool) -> torch.Tensor:
     """Elements that average pooling divides by, for each output of one dimension."""
-    stride, padding, kernel = window
-    start = torch.arange(*out) * stride - padding
-    stop = torch.clamp(start + kernel, max=size + padding)
+    start = torch.arange(*out) * win.stride - win.padding
+    stop = torch.clamp(start + win.extent, max=size + win.padding)
     if not include_pad:
         start, stop = start.clamp(min=0), stop.clamp(max=size)
     return stop - start
 
 
-def _counts(local: Local, windows: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+def _counts(local: Local, windows: Sequence[Window]) -> torch.Tensor:
     """What each of the local outputs divides by."""
     include_pad, rank = bool(local.get("count_include_pad", True)), len(windows)
     count = torch.ones((), dtype=torch.int64)
@@ -76,13 +77,15 @@ def _counts(local: Local, windows: Sequence[tuple[int, int, int]]) -> torch.Tens
 def _run_avg_pool(local: Local) -> torch.Tensor:
     rank = _rank(local)
     windows = _pool_windows(local.get, rank)
-    kernel, stride = [w[2] for w in windows], [w[0] for w in windows]
-    x = pad_windows(local, windows, 0.0)
-    total: torch.Tensor = F.avg_pool1d(x, kernel, stride) * kernel[0] if rank == 1 else F.avg_pool2d(x, kernel, stride, divisor_override=1)
-    if rank == 2 and (divisor := local.get("divisor_override")):
-        count = torch.tensor(int(divisor))
+    kernel, stride = [w.extent for w in windows], [w.stride for w in windows]
+    x, padding = pad_windows(local, windows, 0.0)
+    total: torch.Tensor
+    if rank == 1:
+        total = F.avg_pool1d(x, kernel, stride, padding) * kernel[0]
     else:
-        count = _counts(local, windows)
+        total = F.avg_pool2d(x, kernel, stride, padding, divisor_override=1)
+    divisor = local.get("divisor_override") if rank == 2 else None
+    count = torch.tensor(divisor) if divisor else _counts(local, windows)
     mean: torch.Tensor = total / count.to(total.device, total.dtype)
     return mean
 
