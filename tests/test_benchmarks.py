@@ -68,7 +68,7 @@ def test_own_work_is_not_others_work() -> None:
     assert share is None or 0 <= share <= 1
 
 
-def test_a_disturbed_round_is_repeated_and_in_the_end_confessed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disturbed_round_is_repeated_and_confessed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shares = iter([0.5, 0.02])
     monkeypatch.setattr(end_to_end, "Watch", lambda: SimpleNamespace(others_share=lambda: next(shares)))
     monkeypatch.setattr(end_to_end, "wait_until_quiet", lambda limit, deadline: True)

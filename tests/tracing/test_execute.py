@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import pytest
 from soap import zoo
 from soap.simulator.tiling import tiles_of
 from soap.strategy import OpConfig
@@ -132,11 +134,12 @@ def test_bias_is_added_once_when_the_inner_dimension_and_others_are_split() -> N
 def test_batched_constants_are_cut_as_the_batch_is() -> None:
     mask = torch.tril(torch.ones(5, 5)).expand(3, 1, 5, 5).contiguous().bool()
     mask[1, :, :, 2] = False
-    attend = lambda self, x: (
-        F.scaled_dot_product_attention(*(w(x).unflatten(-1, (2, 2)).transpose(1, 2) for w in self.qkv), self.mask).pow(2).sum()
-    )  # noqa: E731
+
+    def attend(self: Any, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (2, 2)).transpose(1, 2) for w in self.qkv)
+        return F.scaled_dot_product_attention(q, k, v, self.mask).pow(2).sum()
+
     module = Lambda(attend, qkv=nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), mask=mask).double()
-    module.mask = mask
     model = imported(module, torch.randn(3, 5, 4, dtype=torch.float64))
     (op,) = [op for op in model.graph.operators if op.kind == "scaled_dot_product_attention"]
     configs = {o.name: OpConfig((1,) * len(o.factors), (0,)) for o in model.graph.operators}

@@ -64,13 +64,10 @@ def padded_bytes(view: View, windows: Sequence[Window]) -> int:
     """Upper bound of the copies that padding the input by hand takes, whatever tiles there are; 0 if there is no padding."""
     x, out, rank = view.shapes[0], view.output_shapes[0], len(windows)
     seen = [(n - 1) * win.stride + win.extent for n, win in zip(out[-rank:], windows, strict=True)]
-    beyond = any(size > n for size, n in zip(seen, x[-rank:], strict=True))
-    # With halos each tile copies its own; tiles of one output see most.
-    return (
-        view.itemsize * prod(x[:-rank]) * prod(map(max, seen, (n + 2 * w.padding for n, w in zip(x[-rank:], windows, strict=True))))
-        if beyond
-        else 0
-    )
+    if all(size <= n for size, n in zip(seen, x[-rank:], strict=True)):
+        return 0
+    padded = [max(size, n + 2 * win.padding) for size, n, win in zip(seen, x[-rank:], windows, strict=True)]
+    return view.itemsize * prod(x[:-rank]) * prod(padded)
 
 
 def _same_padding(size: int, out: int, stride: int, extent: int) -> int:

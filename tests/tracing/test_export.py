@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from soap.errors import ModelError, SoapError
+from soap.tracing.export import export_model
+from soap.tracing.load import load_model
+from soap.tracing.model import TileContext
+from tests.tracing.programs import Lambda
+
+
+class Trained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.inner(x), labels)
+
+
+INPUTS = (torch.linspace(0, 1, 12).reshape(4, 3), torch.tensor([0, 1, 1, 0]))
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    module, path = Trained(), tmp_path / "model.pt2"
+    export_model(module, INPUTS, path=path)
+    model = load_model(path)
+    assert model.graph.name == "model"
+    assert sorted(model.parameters) == ["inner.bias", "inner.weight"]
+    loss = model.reference_loss(model.example_inputs, model.parameters, TileContext(0, 0, {}))
+    torch.testing.assert_close(loss, module(*INPUTS))
+    assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
+
+
+def test_loss_on_top_of_the_model(tmp_path: Path) -> None:
+    export_model(nn.Linear(3, 2), INPUTS[:1], path=tmp_path / "m.pt2", loss=lambda y: y.square().mean())
+    model = load_model(tmp_path / "m.pt2")
+    assert model.graph.tensors[model.graph.loss].shape == ()
+    assert [op.kind for op in model.graph.operators][0] == "linear"
+
+
+def test_one_tensor_given_twice_makes_two_inputs(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    ids = torch.tensor([[1, 2], [0, 1]])
+    module = Lambda(lambda self, ids, labels: F.cross_entropy(self.table(ids).flatten(0, 1), labels.flatten()), table=nn.Embedding(3, 3))
+    export_model(module, (ids, ids), path=tmp_path / "m.pt2")
+    model = load_model(tmp_path / "m.pt2")
+    read = {o.tensor for op in model.graph.operators for o in op.inputs}
+    assert len(model.input_names) == 2 and set(model.input_names) <= read
+    assert [w for w in recwarn if "does not read" in str(w.message)] == []
+
+
+def test_a_model_without_scalar_loss_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"expected a scalar floating-point loss: pass loss=… to soap\.export"):
+        export_model(nn.Linear(3, 2), INPUTS[:1], path=tmp_path / "m.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_torch_cannot_trace_is_one_line(tmp_path: Path) -> None:
+    module = Lambda(lambda self, x: self.w.sum() if x.sum() > 0 else self.w.mean(), w=nn.Parameter(torch.ones(3)))
+    with pytest.raises(ModelError, match=r"torch\.export cannot trace Lambda") as caught:
+        export_model(module, INPUTS[:1], path=tmp_path / "m.pt2")
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_path_is_found_before_the_export(tmp_path: Path) -> None:
+    with pytest.raises(SoapError, match="missing"):
+        export_model(Trained(), INPUTS, path=tmp_path / "missing" / "m.pt2")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SoapError):
+        export_model(Trained(), INPUTS, path=tmp_path / "folder")
+
+
+def test_an_existing_file_stays_when_the_export_fails(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    path.write_bytes(b"before")
+    with pytest.raises(ModelError):
+        export_model(nn.Linear(3, 2), INPUTS[:1], path=path)
+    assert path.read_bytes() == b"before"

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.tracing.programs import Lambda, described, imported
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.view(4, 6, 2, 4).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(8, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(4, 6, 8))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def test_transformer_block() -> None:
+    model = imported(Lambda(lambda self, x: self.block(x).square().mean(), block=Block()), torch.ones(4, 6, 8))
+    operators = described(model.graph.operators)
+    print("\n".join(operators))
+    assert operators == [
+        "block.norm1 layer_norm b=4s b1=6a",
+        "block.qkv linear b=4s b1=6a k=8r+ n=24p",
+        "block.scaled_dot_product_attention scaled_dot_product_attention b=4s h=2a q=6a",
+        "block.proj linear b=4s b1=6a k=2r+ n=8p",
+        "block.norm2 layer_norm b=4s b1=6a",
+        "block.up linear b=4s b1=6a k=8r+ n=32p",
+        "block.down linear b=4s b1=6a k=32r+ n=8p",
+        "mean mean b=4s+ d1=6r+ d2=8r+",
+    ]
+
+
+def test_convolution_norm_and_activation() -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+    model = imported(Lambda(lambda self, x: self.layers(x).flatten(1).sum(), layers=layers), torch.ones(4, 3, 6, 6))
+    assert described(model.graph.operators) == [
+        "layers.0 conv2d b=4s c=3r+ o=8p h=6a w=6a",
+        "layers.1.batch_norm_statistics batch_norm_statistics b=4s+ c=8a h=6r+ w=6r+",
+        "layers.1.batch_norm_apply batch_norm_apply b=4s c=8p h=6a w=6a",
+        "layers.3 max_pool2d b=4s c=8a h=3a w=3a",
+        "sum sum b=4s+ d1=8r+",
+    ]
+    calls = {op.name: op.calls for op in model.graph.operators}
+    assert calls["layers.1.batch_norm_apply"] == ("batch_norm", "relu_")
+
+
+def test_a_partial_sum_is_not_followed_by_what_is_not_linear() -> None:
+    module = Lambda(lambda self, x: self.inner(x).relu().sum(), inner=nn.Linear(4, 6))
+    model = imported(module, torch.ones(2, 4))
+    assert [op.calls for op in model.graph.operators] == [("linear",), ("relu", "sum_1")]
+    assert [f.name for f in model.graph.operators[0].factors if f.summed] == ["k"]
+
+
+def test_views_follow_a_partial_sum() -> None:
+    module = Lambda(lambda self, x: self.inner(x).view(2, 3, 2).transpose(1, 2).softmax(-1).square().sum(), inner=nn.Linear(4, 6))
+    model = imported(module, torch.ones(2, 4))
+    assert model.graph.operators[0].calls == ("linear", "view", "transpose")
+    assert described(model.graph.operators)[0] == "inner linear m=2s k=4r+ n=3p" or [f.size for f in model.graph.operators[0].factors] == [
+        2,
+        4,
+        3,
+    ]
+
+
+def test_calls_on_inputs_and_parameters_are_repeated_in_every_reader() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = x * 2
+        return (F.linear(y, self.w * 3) + F.linear(y, self.v)).sum()
+
+    model = imported(Lambda(forward, w=nn.Parameter(torch.ones(3, 4)), v=nn.Parameter(torch.ones(3, 4))), torch.ones(2, 4))
+    assert sum("mul" in op.calls for op in model.graph.operators) == 2
+    assert [op.kind for op in model.graph.operators].count("linear") == 2
+    assert {o.tensor for op in model.graph.operators for o in op.inputs if o.tensor in model.input_names} == {"x"} or len(
+        model.input_names
+    ) == 1
+
+
+def test_a_residual_joins_the_operator_that_comes_last() -> None:
+    module = Lambda(lambda self, x: (self.b(self.a(x).relu()) + self.a(x)).tanh().sum(), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    model = imported(module, torch.ones(2, 4))
+    names = [name for op in model.graph.operators for name in op.calls]
+    assert sorted(names) == sorted(call.name for call in model.program.calls)  # every call in one operator
+
+
+def test_pointwise_calls_move_over_a_halo_into_the_convolution() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = F.conv1d(x, self.w).relu()
+        return F.conv1d(y, self.v, padding=1).sum()
+
+    model = imported(Lambda(forward, w=nn.Parameter(torch.ones(4, 3, 1)), v=nn.Parameter(torch.ones(2, 4, 3))), torch.ones(2, 3, 6))
+    assert [op.calls[:2] for op in model.graph.operators][:2] == [("conv1d",), ("relu", "conv1d_1")]
+    (source,) = model.graph.operators[1].inputs
+    halo = source.dims[2]
+    assert (halo.scale, halo.lo, halo.hi) == (1, -1, 2)
