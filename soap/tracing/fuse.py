@@ -69,7 +69,7 @@ class Fuser:
                 continue
             source = self.derived[name]
             shape = self.program.values[name].shape
-            reads = group.reads()[name]
+            reads = group.uses()[name]  # one derived value may have come in with another already
             found = match(source, group, source.made[name], reads, shape)
             if found is None or found.drop_consumer:
                 found = Match(drop_producer=set(source.sizes))  # compute all of it, read the region

@@ -46,11 +46,14 @@ class Group:
 
     def reads(self) -> dict[str, list[Maps]]:
         """External values with the maps of every read."""
+        return {name: maps for name, maps in self.uses().items() if name not in self.made}
+
+    def uses(self) -> dict[str, list[Maps]]:
+        """Values that the calls read, external or not, with the maps of every read."""
         result: dict[str, list[Maps]] = {}
         for step in self.steps:
             for name, maps in zip(step.call.operands, step.operands, strict=True):
-                if name not in self.made:
-                    result.setdefault(name, []).append(maps)
+                result.setdefault(name, []).append(maps)
         return result
 
     def rewrite(self, change: Mapping[int, DimMap]) -> None:
@@ -202,20 +205,20 @@ def copy(group: Group) -> Group:
 
 
 def without_repeats(group: Group) -> Group:
-    """Derived calls that came in along several ways are kept once, computing the union that all reads need."""
-    seen: dict[str, Step] = {}
-    kept: list[Step] = []
+    """Derived calls that came in along several ways are kept once; where the ways need different regions, all of it is computed."""
+    kept: dict[str, Step] = {}
+    differ: list[Step] = []
     for step in group.steps:
-        first = seen.get(step.call.name)
-        if first is None:
-            seen[step.call.name] = step
-            kept.append(step)
-            continue
+        first = kept.setdefault(step.call.name, step)
         if first.outputs != step.outputs or first.operands != step.operands:
-            # Two different regions of one derived value: compute it whole, every reader takes its part.
-            first.operands = [tuple(WHOLE for _ in maps) for maps in first.operands]
-            first.outputs = [tuple(WHOLE for _ in maps) for maps in first.outputs]
-            for name, maps in zip(first.call.outputs, first.outputs, strict=True):
-                group.made[name] = maps
-    group.steps = kept
+            differ.append(first)
+    group.steps = list(kept.values())
+    makers = {value: step for step in group.steps for value in step.call.outputs}
+    while differ:  # what is computed whole needs its operands whole
+        step = differ.pop()
+        step.operands = [(WHOLE,) * len(maps) for maps in step.operands]
+        step.outputs = [(WHOLE,) * len(maps) for maps in step.outputs]
+        group.made.update(zip(step.call.outputs, step.outputs, strict=True))
+        needed = (makers[value] for value in step.call.operands if value in makers)
+        differ += [maker for maker in needed if any(dim != WHOLE for maps in maker.outputs for dim in maps)]
     return group

@@ -11,6 +11,7 @@ import pytest
 
 import soap
 from soap.cli.run import main
+from tests.cli.refusals import assert_refused
 
 MODEL = "zoo:gpt:tiny"
 CLUSTER = "p100-4x4"
@@ -35,30 +36,14 @@ def edited(path: Path, folder: Path, edit: Edit) -> str:
     return str(copy)
 
 
-def expect(capsys: pytest.CaptureFixture[str], command: list[str], code: int, *words: str) -> None:
-    """The command ends with this code and one line that has these words, and prints nothing else."""
-    try:
-        ended = main(command)
-    except SystemExit as ending:  # argparse
-        assert isinstance(ending.code, int)
-        ended = ending.code
-    captured = capsys.readouterr()
-    assert ended == code, captured.err
-    assert captured.out == ""
-    assert captured.err.startswith("soap-run: error: ")
-    assert captured.err.count("\n") == 1
-    for word in words:
-        assert word in captured.err
-
-
 def test_missing_strategy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    expect(capsys, [str(tmp_path / "no.json"), "--model", MODEL], 5, "no.json", "cannot be read", "check the path")
+    assert_refused(capsys, main, [str(tmp_path / "no.json"), "--model", MODEL], 5, "no.json", "cannot be read", "check the path")
 
 
 def test_no_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     path.write_text('{"format": ')
-    expect(capsys, [str(path), "--model", MODEL], 5, str(path), "not valid JSON", "soap-search")
+    assert_refused(capsys, main, [str(path), "--model", MODEL], 5, str(path), "not valid JSON", "soap-search")
 
 
 def _version(document: dict[str, Any]) -> None:
@@ -93,17 +78,17 @@ def _factor(document: dict[str, Any]) -> None:
 )
 def test_broken_strategy(edit: Edit, words: list[str], strategy_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = edited(strategy_file, tmp_path, edit)
-    expect(capsys, [path, "--model", MODEL], 5, path, *words)
+    assert_refused(capsys, main, [path, "--model", MODEL], 5, path, *words)
 
 
 def test_strategy_of_another_model(strategy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [str(strategy_file), "--model", "zoo:gpt:tiny@4"]
-    expect(capsys, command, 5, "another model", "blocks.0.attention.query has b of size 8 instead of 4", "search again")
+    assert_refused(capsys, main, command, 5, "another model", "blocks.0.attention.query has b of size 8 instead of 4", "search again")
 
 
 def test_strategy_of_another_cluster(strategy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [str(strategy_file), "--model", MODEL, "--cluster", "h200-8"]
-    expect(capsys, command, 5, "another cluster", "'p100-4x4'", "'h200-8'", "node0/gpu0", "search again")
+    assert_refused(capsys, main, command, 5, "another cluster", "'p100-4x4'", "'h200-8'", "node0/gpu0", "search again")
 
 
 def test_cluster_that_is_no_preset_must_be_given(strategy_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -111,11 +96,11 @@ def test_cluster_that_is_no_preset_must_be_given(strategy_file: Path, capsys: py
         document["cluster"]["name"] = "basement"
 
     path = edited(strategy_file, tmp_path, rename)
-    expect(capsys, [path, "--model", MODEL], 5, "'basement'", "--cluster FILE")
+    assert_refused(capsys, main, [path, "--model", MODEL], 5, "'basement'", "--cluster FILE")
 
 
 def test_missing_model(strategy_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    expect(capsys, [str(strategy_file), "--model", str(tmp_path / "no.pt2")], 3, "no.pt2", "does not exist")
+    assert_refused(capsys, main, [str(strategy_file), "--model", str(tmp_path / "no.pt2")], 3, "no.pt2", "does not exist")
 
 
 @pytest.mark.parametrize(
@@ -129,16 +114,16 @@ def test_missing_model(strategy_file: Path, capsys: pytest.CaptureFixture[str], 
     ],
 )
 def test_usage_errors(arguments: list[str], words: list[str], strategy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expect(capsys, [str(strategy_file), "--model", MODEL, *arguments], 2, *words)
+    assert_refused(capsys, main, [str(strategy_file), "--model", MODEL, *arguments], 2, *words)
 
 
 def test_unwritable_timeline_is_found_before_the_work(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = [str(tmp_path / "no.json"), "--model", MODEL, "--timeline", str(tmp_path / "no" / "t.json")]
-    expect(capsys, command, 1, "cannot write", "create the folder")
+    assert_refused(capsys, main, command, 1, "cannot write", "create the folder")
 
 
 def test_fewer_processes_than_devices(strategy_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     command = [str(strategy_file), "--model", MODEL, "--device", "cpu"]
-    expect(capsys, command, 8, "2 processes", "16 devices", "torchrun with 16 processes")
+    assert_refused(capsys, main, command, 8, "2 processes", "16 devices", "torchrun with 16 processes")

@@ -14,6 +14,7 @@ import pytest
 
 import soap
 from soap.cli.search import main
+from tests.cli.refusals import assert_refused
 
 MODEL = "zoo:gpt:tiny"
 CLUSTER = "p100-4x4"
@@ -57,43 +58,26 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert report["strategy"] == str(tmp_path / "s.json")
 
 
-def expect(capsys: pytest.CaptureFixture[str], command: list[str], code: int, *words: str) -> None:
-    """The command ends with this code and one line that has these words, and prints nothing else."""
-    try:
-        ended = main(command)
-    except SystemExit as ending:  # argparse
-        assert isinstance(ending.code, int)
-        ended = ending.code
-    captured = capsys.readouterr()
-    assert ended == code, captured.err
-    assert captured.out == ""
-    assert captured.err.startswith("soap-search: error: ")
-    assert captured.err.count("\n") == 1
-    assert "Traceback" not in captured.err
-    for word in words:
-        assert word in captured.err
-
-
 def test_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "s.json"
     command = [str(tmp_path / "no.pt2"), "--cluster", CLUSTER, "-o", str(out)]
-    expect(capsys, command, 3, "no.pt2", "does not exist")
+    assert_refused(capsys, main, command, 3, "no.pt2", "does not exist")
     assert not out.exists()
 
 
 def test_corrupt_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = tmp_path / "model.pt2"
     model.write_bytes(b"PK\x03\x04 not really an archive")
-    expect(capsys, [str(model), "--cluster", CLUSTER, "-o", str(tmp_path / "s.json")], 3, str(model), "torch.export.save")
+    assert_refused(capsys, main, [str(model), "--cluster", CLUSTER, "-o", str(tmp_path / "s.json")], 3, str(model), "torch.export.save")
 
 
 def test_unknown_zoo_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    expect(capsys, ["zoo:gtp", "--cluster", CLUSTER, "-o", str(tmp_path / "s.json")], 3, "gtp", "gpt")
+    assert_refused(capsys, main, ["zoo:gtp", "--cluster", CLUSTER, "-o", str(tmp_path / "s.json")], 3, "gtp", "gpt")
 
 
 @pytest.mark.parametrize("cluster", ["p100-4x5", "local:0", "local:four"])
 def test_unknown_cluster(cluster: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    expect(capsys, [MODEL, "--cluster", cluster, "-o", str(tmp_path / "s.json")], 4, cluster, "expected")
+    assert_refused(capsys, main, [MODEL, "--cluster", cluster, "-o", str(tmp_path / "s.json")], 4, cluster, "expected")
 
 
 YAML = """
@@ -114,7 +98,7 @@ hosts:
 def test_bad_cluster_file(device: str, bandwidth: str, words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text(YAML.replace("TYPE", device).replace("BANDWIDTH", bandwidth))
-    expect(capsys, [MODEL, "--cluster", str(cluster), "-o", str(tmp_path / "s.json")], 4, "cluster.yaml", *words)
+    assert_refused(capsys, main, [MODEL, "--cluster", str(cluster), "-o", str(tmp_path / "s.json")], 4, "cluster.yaml", *words)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +113,11 @@ def test_bad_cluster_file(device: str, bandwidth: str, words: list[str], capsys:
     ],
 )
 def test_usage_errors(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    expect(capsys, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), *arguments], 2, *words)
+    assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), *arguments], 2, *words)
 
 
 def test_missing_output_option(capsys: pytest.CaptureFixture[str]) -> None:
-    expect(capsys, [MODEL, "--cluster", CLUSTER], 2, "-o/--output")
+    assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER], 2, "-o/--output")
 
 
 @pytest.mark.parametrize("option", ["-o", "--timeline"])
@@ -141,7 +125,7 @@ def test_unwritable_output_is_found_before_the_work(option: str, capsys: pytest.
     other = [] if option == "-o" else ["-o", str(tmp_path / "s.json")]
     # The model does not exist either: that this is not what is said shows that outputs are looked at first.
     command = [str(tmp_path / "no.pt2"), "--cluster", CLUSTER, *other, option, str(tmp_path / "no" / "s.json")]
-    expect(capsys, command, 1, "cannot write", "create the folder")
+    assert_refused(capsys, main, command, 1, "cannot write", "create the folder")
 
 
 def test_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -150,7 +134,8 @@ def test_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], tmp_path: P
         "device_types: {chip: {kind: cuda, flops: {float32: 1 TFLOP/s}, memory_bandwidth: 1 GB/s, memory: 16 KiB, kernel_overhead: 1 us}}"
     )
     cluster.write_text(types + YAML.replace("TYPE", "chip").replace("BANDWIDTH", "1 GB/s"))
-    expect(capsys, [MODEL, "--cluster", str(cluster), "-o", str(out), "--budget", "5"], 7, "does not fit", "16.0 KiB", "smaller batch")
+    command = [MODEL, "--cluster", str(cluster), "-o", str(out), "--budget", "5"]
+    assert_refused(capsys, main, command, 7, "does not fit", "16.0 KiB", "smaller batch")
     assert not out.exists()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import soap
 from soap.cli.simulate import main
+from tests.cli.refusals import assert_refused
 
 COMMAND = ["zoo:gpt:tiny", "--cluster", "p100-4x4"]
 
@@ -56,13 +57,4 @@ def test_prices_a_strategy_file(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        ended: object = main([*COMMAND, *arguments])
-    except SystemExit as ending:
-        ended = ending.code
-    captured = capsys.readouterr()
-    assert ended == code
-    assert captured.out == ""
-    assert captured.err.startswith("soap-simulate: error: ")
-    assert captured.err.count("\n") == 1
-    assert word in captured.err
+    assert_refused(capsys, main, [*COMMAND, *arguments], code, word)
