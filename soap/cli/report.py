@@ -106,14 +106,15 @@ def _resources(report: Mapping[str, Any]) -> str:
 def _unlike(differences: Sequence[Mapping[str, Any]], operators: int) -> str:
     if not differences:
         return f"all {operators} operators are configured as in data parallelism"
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for entry in differences:
+        now = f"{entry['split']} on {devices(entry['devices'])}"
+        usual = f"{entry['data_parallel_split']} on {devices(entry['data_parallel_devices'])}"
+        alike.setdefault((entry["kind"], now, usual), []).append(entry["operator"])
     rows = [
-        (
-            entry["operator"],
-            f"{entry['split']} on {devices(entry['devices'])}",
-            f"instead of {entry['data_parallel_split']} on {devices(entry['data_parallel_devices'])}",
-        )
-        for entry in differences[:MOST_OPERATORS]
+        (names[0] + (f" and {len(names) - 1} more {kind}" if len(names) > 1 else ""), now, f"instead of {usual}")
+        for (kind, now, usual), names in list(alike.items())[:MOST_OPERATORS]
     ]
-    more = len(differences) - len(rows)
+    more = len(differences) - sum(len(names) for names in list(alike.values())[:MOST_OPERATORS])
     head = f"{len(differences)} of {operators} operators are configured unlike data parallelism:"
     return "\n".join([head, listed(rows), *([f"  and {more} more; the strategy file has all"] if more else [])])

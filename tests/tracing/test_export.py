@@ -41,7 +41,7 @@ def test_loss_on_top_of_the_model(tmp_path: Path) -> None:
     export_model(nn.Linear(3, 2), INPUTS[:1], path=tmp_path / "m.pt2", loss=lambda y: y.square().mean())
     model = load_model(tmp_path / "m.pt2")
     assert model.graph.tensors[model.graph.loss].shape == ()
-    assert [op.kind for op in model.graph.operators][0] == "linear"
+    assert model.graph.operators[0].kind == "linear"
 
 
 def test_one_tensor_given_twice_makes_two_inputs(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -26,16 +26,16 @@ class Block(nn.Module):
 def test_transformer_block() -> None:
     model = imported(Lambda(lambda self, x: self.block(x).square().mean(), block=Block()), torch.ones(4, 6, 8))
     operators = described(model.graph.operators)
-    print("\n".join(operators))
     assert operators == [
-        "block.norm1 layer_norm b=4s b1=6a",
+        "block.norm1 layer_norm b0=4s b1=6a",
         "block.qkv linear b=4s b1=6a k=8r+ n=24p",
-        "block.scaled_dot_product_attention scaled_dot_product_attention b=4s h=2a q=6a",
-        "block.proj linear b=4s b1=6a k=2r+ n=8p",
+        "block.scaled_dot_product_attention scaled_dot_product_attention b=4s q=6a h=2a",
+        "block.proj linear b=4s b1=6a k=8r+ n=8p",
+        "block.add add d0=4s d1=6a d2=8a",  # proj gives partial sums, which layer norm's input is not
         "block.norm2 layer_norm b=4s b1=6a",
         "block.up linear b=4s b1=6a k=8r+ n=32p",
         "block.down linear b=4s b1=6a k=32r+ n=8p",
-        "mean mean b=4s+ d1=6r+ d2=8r+",
+        "mean mean d0=4s+ d1=6r+ d2=8r+",
     ]
 
 
@@ -47,7 +47,7 @@ def test_convolution_norm_and_activation() -> None:
         "layers.1.batch_norm_statistics batch_norm_statistics b=4s+ c=8a h=6r+ w=6r+",
         "layers.1.batch_norm_apply batch_norm_apply b=4s c=8p h=6a w=6a",
         "layers.3 max_pool2d b=4s c=8a h=3a w=3a",
-        "sum sum b=4s+ d1=8r+",
+        "sum sum d0=4s+ d1=8r+",
     ]
     calls = {op.name: op.calls for op in model.graph.operators}
     assert calls["layers.1.batch_norm_apply"] == ("batch_norm", "relu_")
@@ -64,11 +64,7 @@ def test_views_follow_a_partial_sum() -> None:
     module = Lambda(lambda self, x: self.inner(x).view(2, 3, 2).transpose(1, 2).softmax(-1).square().sum(), inner=nn.Linear(4, 6))
     model = imported(module, torch.ones(2, 4))
     assert model.graph.operators[0].calls == ("linear", "view", "transpose")
-    assert described(model.graph.operators)[0] == "inner linear m=2s k=4r+ n=3p" or [f.size for f in model.graph.operators[0].factors] == [
-        2,
-        4,
-        3,
-    ]
+    assert described(model.graph.operators)[0] == "inner linear b=2s k=4r+ n=3p"
 
 
 def test_calls_on_inputs_and_parameters_are_repeated_in_every_reader() -> None:
@@ -79,9 +75,6 @@ def test_calls_on_inputs_and_parameters_are_repeated_in_every_reader() -> None:
     model = imported(Lambda(forward, w=nn.Parameter(torch.ones(3, 4)), v=nn.Parameter(torch.ones(3, 4))), torch.ones(2, 4))
     assert sum("mul" in op.calls for op in model.graph.operators) == 2
     assert [op.kind for op in model.graph.operators].count("linear") == 2
-    assert {o.tensor for op in model.graph.operators for o in op.inputs if o.tensor in model.input_names} == {"x"} or len(
-        model.input_names
-    ) == 1
 
 
 def test_a_residual_joins_the_operator_that_comes_last() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -148,7 +148,13 @@ def _check(net: Net, seed: int) -> None:
         compare(model, draw_configs(model.graph, random.Random(3 * seed + number)), tolerance=1e-8)
 
 
-OPTIONS = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
+OPTIONS = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "derandomize": True,
+    "database": None,
+    "phases": [Phase.explicit, Phase.generate],
+}
 
 
 @settings(max_examples=15, **OPTIONS)

@@ -264,7 +264,7 @@ def test_programs_that_cannot_be_planned(name: str) -> None:
 def test_dynamic_shapes_are_refused() -> None:
     module, batch = Lambda(lambda self, x: (x @ self.w).sum(), w=_square()), torch.export.Dim("batch", min=2)
     exported = torch.export.export(module, (torch.ones(4, 3),), dynamic_shapes={"args": ({0: batch},)}, strict=False)
-    with pytest.raises(ModelError, match="dynamic shape .*; expected static shapes: export without dynamic_shapes"):
+    with pytest.raises(ModelError, match=r"dynamic shape .*; expected static shapes: export without dynamic_shapes"):
         import_program(exported, name="m")
 
 
@@ -321,8 +321,12 @@ def test_batch_dimensions() -> None:
     names = import_program(exported, name="m").input_names
     assert samples(batch_dims={names[1]: 1})["matmul"] == ["5"]
     assert samples(batch_dims=dict.fromkeys(names, -1))["matmul"] == []
-    for wrong, message in (({"nobody": 0}, "given for 'nobody'; the model's inputs are"), ({names[1]: 3}, "batch dimension 3 .* does not exist"),
-                           ({names[1]: -2}, "batch dimension -2 .* does not exist")):  # fmt: skip
+    wrongs: list[tuple[dict[str, int], str]] = [
+        ({"nobody": 0}, "given for 'nobody'; the model's inputs are"),
+        ({names[1]: 3}, "batch dimension 3 .* does not exist"),
+        ({names[1]: -2}, "batch dimension -2 .* does not exist"),
+    ]
+    for wrong, message in wrongs:
         with pytest.raises(ModelError, match=message):
             import_program(exported, name="m", batch_dims=wrong)
 
