@@ -45,13 +45,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Result:
-    """One strategy of one model. ``measured_ns``: the median of all rounds' steps."""
+    """One strategy of one model. ``measured_ns``: the median of all rounds' steps. ``others``: share of the cores that others used then."""
 
     model: str
     strategy: str
     predicted_ns: int
     measured_ns: int
     fastest_ns: int
+    others: float
 
     @property
     def ratio(self) -> float:
@@ -67,23 +68,23 @@ def benchmark(name: str, devices: int, args: argparse.Namespace, folder: Path) -
     strategies = contenders(outcome.simulator, outcome.strategy)
     predicted = {strategy: outcome.simulator.run(value) for strategy, value in strategies.items()}
     rounds = [quietly(lambda: measured(path, outcome.simulator, strategies, predicted, args), args.wait) for _ in range(args.rounds)]
-    times = {strategy: list(chain.from_iterable(one[strategy] for one in rounds)) for strategy in strategies}
-    return [Result(name, own, predicted[own].makespan_ns, int(median(times[own])), min(times[own])) for own in strategies]
+    times = {strategy: list(chain.from_iterable(one[strategy] for one, _ in rounds)) for strategy in strategies}
+    others = max(share for _, share in rounds)
+    return [Result(name, own, predicted[own].makespan_ns, int(median(times[own])), min(times[own]), others) for own in strategies]
 
 
-def quietly(measure: Callable[[], T], wait_seconds: float) -> T:
-    """Measure while other programs leave the machine alone; say so if they never did."""
+def quietly(measure: Callable[[], T], wait_seconds: float) -> tuple[T, float]:
+    """Measure again and again until other programs leave the machine alone, or time is up: the least disturbed result, and their share."""
     deadline = time.monotonic() + wait_seconds
-    while True:
+    best: tuple[T, float] | None = None
+    while best is None or (best[1] > DISTURBED and time.monotonic() < deadline):
         wait_until_quiet(DISTURBED, deadline)
         watch = Watch()
         result = measure()
-        share = watch.others_share()
-        if share is None or share <= DISTURBED:
-            return result
-        if time.monotonic() > deadline:
-            print(f"\nDisturbed: during a round of the following table other programs used {share:.0%} of the cores.", flush=True)
-            return result
+        share = watch.others_share() or 0.0
+        if best is None or share < best[1]:
+            best = (result, share)
+    return best
 
 
 def contenders(simulator: Simulator, found: Strategy) -> dict[str, Strategy]:
@@ -124,16 +125,16 @@ def measured(
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: one line per strategy, the baseline of its model first."""
+    """Markdown: one line per strategy, the baseline of its model first. "Others": share of the cores that other programs used."""
     lines = [
-        "| model | strategy | predicted | measured | fastest step | measured / predicted | speed-up predicted | speed-up measured |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| model | strategy | predicted | measured | fastest step | measured / predicted | speed-up predicted | speed-up measured | others |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for own in results:
         usual = next(other for other in results if other.model == own.model and other.strategy == BASELINE)
         gains = f"{usual.predicted_ns / own.predicted_ns:.2f} | {usual.measured_ns / own.measured_ns:.2f}"
         times = " | ".join(f"{value / 1e6:.1f} ms" for value in (own.predicted_ns, own.measured_ns, own.fastest_ns))
-        lines.append(f"| {own.model} | {own.strategy} | {times} | {own.ratio:.2f} | {gains} |")
+        lines.append(f"| {own.model} | {own.strategy} | {times} | {own.ratio:.2f} | {gains} | {own.others:.0%} |")
     return "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ def test_transformer_block() -> None:
         "block.scaled_dot_product_attention scaled_dot_product_attention b=4s q=6a h=2a",
         "block.proj linear b=4s b1=6a k=8r+ n=8p",
         "block.add add d0=4s d1=6a d2=8a",  # proj gives partial sums, which layer norm's input is not
-        "block.norm2 layer_norm b=4s b1=6a",
+        "block.norm2 layer_norm b0=4s b1=6a",
         "block.up linear b=4s b1=6a k=8r+ n=32p",
         "block.down linear b=4s b1=6a k=32r+ n=8p",
         "mean mean d0=4s+ d1=6r+ d2=8r+",
