@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,7 +63,7 @@ def launch(processes: int, entry: Callable[..., Result], args: Sequence[Any] = (
     )
     threads = max(1, (os.cpu_count() or 1) // processes)
     try:
-        with _quiet_launcher(), _same_signals_afterwards(), _environment_for_ranks(threads):
+        with _quiet_launcher(), _same_signals_afterwards(), _environment_for_ranks(threads), _own_temporary_folder():
             results: dict[int, Result] = elastic_launch(config, _rank_main)(entry, tuple(args), threads)
             return results
     except ChildFailedError as error:
@@ -126,6 +127,18 @@ def _environment_for_ranks(threads: int) -> Iterator[None]:
             del os.environ[name]
         if handled is None:
             os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+
+
+@contextmanager
+def _own_temporary_folder() -> Iterator[None]:
+    """The launcher leaves logs and error files where temporary files go: give it a folder that is removed."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="soap-run-", ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,10 +21,12 @@ from tests.strategies import CPU, cluster
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_rank_returns_its_result() -> None:
+def test_every_rank_returns_its_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = dict(os.environ), signal.getsignal(signal.SIGINT)
     assert launch(2, add_ranks, (5,)) == {0: 11, 1: 11}
     assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before
+    assert list(tmp_path.iterdir()) == []  # the launcher's logs and error files are gone
 
 
 def test_training_on_launched_ranks() -> None:
