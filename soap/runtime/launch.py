@@ -47,7 +47,22 @@ def launch(processes: int, entry: Callable[..., Result], args: Sequence[Any] = (
                 f"use torchrun with {processes} processes in total"
             )
         return {int(os.environ["RANK"]): entry(*args)}
-    config = LaunchConfig(
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    try:
+        with _quiet_launcher(), _same_signals_afterwards(), _environment_for_ranks(threads), _own_temporary_folder():
+            results: dict[int, Result] = elastic_launch(_config(processes), _rank_main)(entry, tuple(args), threads)
+            return results
+    except ChildFailedError as error:
+        raise RuntimeFailure(describe_failure(error.failures)) from None
+    except SignalException as error:
+        if error.sigval is signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise RuntimeFailure(f"stopped by {error.sigval.name}; all ranks have ended") from None
+
+
+def _config(processes: int) -> LaunchConfig:
+    """How torchrun's launcher starts the ranks; made where temporary files go to our own folder."""
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
@@ -61,17 +76,6 @@ def launch(processes: int, entry: Callable[..., Result], args: Sequence[Any] = (
         start_method="spawn",
         shutdown_timeout=SHUTDOWN_S,
     )
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    try:
-        with _quiet_launcher(), _same_signals_afterwards(), _environment_for_ranks(threads), _own_temporary_folder():
-            results: dict[int, Result] = elastic_launch(config, _rank_main)(entry, tuple(args), threads)
-            return results
-    except ChildFailedError as error:
-        raise RuntimeFailure(describe_failure(error.failures)) from None
-    except SignalException as error:
-        if error.sigval is signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise RuntimeFailure(f"stopped by {error.sigval.name}; all ranks have ended") from None
 
 
 def describe_failure(failures: dict[int, ProcessFailure]) -> str:
