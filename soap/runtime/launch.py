@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -49,13 +50,19 @@ def launch(processes: int, entry: Callable[..., Result], args: Sequence[Any] = (
         return {int(os.environ["RANK"]): entry(*args)}
     threads = max(1, (os.cpu_count() or 1) // processes)
     try:
-        with _quiet_launcher(), _same_signals_afterwards(), _environment_for_ranks(threads), _own_temporary_folder():
+        with (
+            _quiet_launcher(),
+            _same_signals_afterwards(),
+            _environment_for_ranks(threads),
+            _interrupts_for_launcher_alone() as interrupted,
+            _own_temporary_folder(),
+        ):
             results: dict[int, Result] = elastic_launch(_config(processes), _rank_main)(entry, tuple(args), threads)
             return results
     except ChildFailedError as error:
         raise RuntimeFailure(describe_failure(error.failures)) from None
     except SignalException as error:
-        if error.sigval is signal.SIGINT:
+        if error.sigval is signal.SIGINT or interrupted.is_set():
             raise KeyboardInterrupt from None
         raise RuntimeFailure(f"stopped by {error.sigval.name}; all ranks have ended") from None
 
@@ -131,6 +138,41 @@ def _environment_for_ranks(threads: int) -> Iterator[None]:
             del os.environ[name]
         if handled is None:
             os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+
+
+@contextmanager
+def _interrupts_for_launcher_alone() -> Iterator[threading.Event]:
+    """Ranks are born with Ctrl-C blocked and keep it so: one that is still starting would print where it was.
+
+    A thread takes Ctrl-C in the launcher's stead and ends the launcher by SIGTERM, which it hands on to the ranks. The event
+    tells that it was Ctrl-C.
+    """
+    interrupted, done = threading.Event(), threading.Event()
+    if not hasattr(signal, "sigtimedwait") or threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        raise SignalException("stopped before the ranks have started", signal.Signals(number))
+
+    def take() -> None:
+        while not done.is_set():
+            if signal.sigtimedwait({signal.SIGINT}, 0.1) is not None:
+                interrupted.set()
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    resource_tracker.ensure_running()  # or it is started with the first rank, and unblocks what is blocked here
+    signal.signal(signal.SIGTERM, terminate)  # until the launcher sets its own
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    try:
+        yield interrupted
+    finally:
+        done.set()
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -96,6 +96,17 @@ def _view(writer: Writer, call: Call, number: int, target: Any, args: tuple[Any,
     return writer.emit(Call(name, target, args, {}, (name,), call.path), tuple(shape), writer.dtype(args[0].name))
 
 
+@form("cat", "concat", "concatenate")
+def cat(writer: Writer, call: Call, fake: Fake) -> str:
+    """Without operands that are empty (a key-value cache begins with one); a single one left is the result itself."""
+    parts = [source for source in call.operands if prod(writer.shape(source)) > 0]
+    if len(parts) == 1 and writer.shape(parts[0]) == fake.shape and writer.dtype(parts[0]) == fake.dtype:
+        return parts[0]
+    if len(parts) == len(call.operands) or len(parts) < 2:
+        return writer.emit(call, fake.shape, fake.dtype)
+    return _cat(writer, call, parts, int(argument(call, "dim", 0) or 0), fake)
+
+
 @form("stack")
 def stack(writer: Writer, call: Call, fake: Fake) -> str:
     """Operands get the new dimension, then follow one another along it."""

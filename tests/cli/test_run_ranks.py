@@ -126,3 +126,17 @@ def test_interrupt_ends_all_ranks(everybody: bool, folder: Path) -> None:
     assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []
     assert not (folder / "t.json").exists()
     assert list(folder.glob("*.tmp")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="signals are taken by a thread")
+@pytest.mark.parametrize("after_s", [3.0, 5.0, 7.0])
+def test_interrupt_while_ranks_start_is_one_line(after_s: float, folder: Path) -> None:
+    arguments = command("--steps", "100000000", "--data", "mydata:batches")
+    with subprocess.Popen(
+        arguments, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        time.sleep(after_s)
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stdout, stderr) == (130, "", "soap-run: interrupted\n")

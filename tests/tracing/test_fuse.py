@@ -39,6 +39,13 @@ def test_transformer_block() -> None:
     ]
 
 
+def test_empty_parts_of_a_concatenation_are_dropped() -> None:
+    """A key-value cache begins with an empty tensor."""
+    program = Lambda(lambda self, x: torch.cat([torch.empty(0), self.fc(x)], -2).mean(), fc=nn.Linear(4, 6))
+    model = imported(program, torch.ones(5, 4))
+    assert described(model.graph.operators) == ["fc linear b=5s k=4r+ n=6p", "mean mean d0=5s+ d1=6r+"]
+
+
 def test_convolution_norm_and_activation() -> None:
     layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
     model = imported(Lambda(lambda self, x: self.layers(x).flatten(1).sum(), layers=layers), torch.ones(4, 3, 6, 6))
