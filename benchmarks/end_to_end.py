@@ -127,7 +127,7 @@ def measured(
 def table(results: Sequence[Result]) -> str:
     """Markdown: one line per strategy, the baseline of its model first. "Others": share of the cores that other programs used."""
     lines = [
-        "| model | strategy | predicted | measured | fastest step | measured / predicted | speed-up predicted | speed-up measured | others |",
+        "| model | strategy | predicted | measured | fastest step | measured / predicted | predicted gain | measured gain | others |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for own in results:

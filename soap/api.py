@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from soap import cluster_yaml, strategy_json
-from soap.errors import StrategyError
+from soap.errors import ModelError, StrategyError
 from soap.files import read_text, write_text_atomically
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
@@ -63,6 +63,8 @@ def load(
     """
     from soap.tracing.load import load_model
 
+    if str(spec) and Path(spec).is_dir():
+        raise ModelError(f"model {str(spec)!r} is a folder; expected a .pt2 file or zoo:NAME: name the file in it")
     return load_model(str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype)
 
 

@@ -55,7 +55,7 @@ def load_cluster(spec: str | Path) -> Topology:
     A name that ends in ``.yaml``, ``.yml`` or ``.json``, has a folder in it or is an existing file's is a file; others are presets.
     """
     if isinstance(spec, str) and not _is_file_name(spec):
-        return preset(spec)
+        return _preset(spec)
     text = read_text(spec, what="cluster file", error=TopologyError, limit_bytes=LIMIT_BYTES)
     return parse_cluster(text, Path(spec).name)
 
@@ -70,6 +70,8 @@ def parse_cluster(text: str, where: str = "cluster.yaml") -> Topology:
         raise TopologyError(f"{where}: no valid YAML{line} ({problem}); mend it there") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise TopologyError(f"{where}: no valid YAML ({' '.join(str(error).split())}); expected a cluster description") from None
+    if description is None:
+        raise TopologyError(f"{where}: the file is empty; expected a cluster description with name and hosts")
     return build_cluster(description, device_types(), where)
 
 
@@ -106,6 +108,16 @@ def dump_cluster(topology: Topology) -> str:
     if links:
         description |= {"switches": list(topology.switches), "links": links}
     return yaml.safe_dump(description, sort_keys=False, default_flow_style=None, width=140, allow_unicode=True)
+
+
+def _preset(name: str) -> Topology:
+    """The preset of this name, even if a folder has it too."""
+    try:
+        return preset(name)
+    except TopologyError:
+        if name and Path(name).is_dir():
+            raise TopologyError(f"cluster {name!r} is a folder; expected a cluster.yaml or a preset: name the file in it") from None
+        raise
 
 
 def _is_file_name(spec: str) -> bool:

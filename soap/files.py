@@ -98,5 +98,7 @@ def _unwritable(path: Path, cause: Exception, error: type[SoapError]) -> SoapErr
 
 
 def _reason(cause: Exception) -> str:
+    if isinstance(cause, IsADirectoryError):
+        return "it is a folder"
     text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
     return text[:1].lower() + text[1:]

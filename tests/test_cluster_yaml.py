@@ -180,7 +180,7 @@ def test_what_yaml_cannot_say_is_not_dumped():
 
 
 MISTAKES = [
-    ("", "cluster.yaml: None; expected a mapping with the keys name, device_types, hosts, network, switches, links"),
+    ("", "cluster.yaml: the file is empty; expected a cluster description with name and hosts"),
     ("- 1", "cluster.yaml: a list of 1 elements; expected a mapping with the keys name, device_types, hosts, network, switches, links"),
     ("a: [", "cluster.yaml: no valid YAML at line 1 (expected the node content, but found '<stream end>'); mend it there"),
     ("name: a\nname: b\n", "cluster.yaml: no valid YAML at line 2 (key 'name' occurs twice); mend it there"),

@@ -130,7 +130,7 @@ def test_unreadable_inputs_are_named_in_one_line(tmp_path: Path):
     assert str(missing.value) == f"cluster file {str(path)!r} cannot be read: no such file or directory; check the path"
     with pytest.raises(SoapError) as folder:
         read_text(tmp_path)
-    assert str(folder.value) == f"file {str(tmp_path)!r} cannot be read: is a directory; check the path"
+    assert str(folder.value) == f"file {str(tmp_path)!r} cannot be read: it is a folder; check the path"
     (tmp_path / "binary").write_bytes(b"ab\xff")
     with pytest.raises(SoapError) as binary:
         read_text(tmp_path / "binary")

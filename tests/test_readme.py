@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,7 @@ def test_cluster_description() -> None:
 
 
 def test_python_from_export_to_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export, use = blocks("python")
+    export, use = blocks("python")[:2]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("soap.api.load_cluster", lambda spec: parse_cluster(blocks("yaml")[0]))  # local:4 would measure this machine
     monkeypatch.setitem(vars(soap), "load_cluster", soap.api.load_cluster)
@@ -33,3 +36,17 @@ def test_python_from_export_to_strategy(tmp_path: Path, monkeypatch: pytest.Monk
     exec(export, names)
     exec("import soap\n" + use.replace("budget=500", "budget=20"), names)
     assert soap.load_strategy("strategy.json", "model.pt2", parse_cluster(blocks("yaml")[0])) == names["found"].strategy  # type: ignore[attr-defined]
+
+
+def test_classical_strategy_trainer_and_hugging_face(tmp_path: Path) -> None:
+    export, _, classical, train, hugging_face = blocks("python")
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    (tmp_path / "prepare.py").write_text(export + classical + hugging_face)
+    (tmp_path / "train.py").write_text(train)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    for command in (["prepare.py"], launcher):
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "trained.pt").exists() and (tmp_path / "gpt2.pt2").exists()
+    assert float(done.stdout) > 0

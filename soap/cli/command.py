@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from soap.errors import INTERRUPTED_EXIT_CODE, SoapError
 
 USAGE_EXIT_CODE = 2
 OTHER_EXIT_CODE = 1
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+"""What a stream that takes no more answers."""
 
 EXIT_CODES = """exit codes:
   0 success            3 model             6 profile
   1 any other error    4 cluster           7 nothing fits into memory
   2 usage              5 strategy          8 run failed, or --check did not hold
-  130 interrupted (Ctrl-C)
+  130 interrupted (Ctrl-C); soap-search saves first, on SIGTERM too (143)
 """
+
+
+class UsageError(SoapError):
+    """Options that are right by themselves but not together."""
+
+    exit_code = USAGE_EXIT_CODE
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,9 +50,13 @@ class Parser(argparse.ArgumentParser):
 def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
     """Parse, execute, and answer with an exit code whatever happens."""
     args = parser.parse_args(argv)
+    if sys.stdout is None:  # ``>&-``; a file opened next could even take its place
+        return _fail(parser.prog, "standard output is closed; expected a place for the result: redirect it, to /dev/null if need be", 1)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: note(parser.prog, f"warning: {one_line(str(message))}")
-        return _execute(parser, execute, args)
+        code = _execute(parser, execute, args)
+        _settle_output()
+        return code
 
 
 def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
@@ -56,9 +70,19 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
         note(parser.prog, "interrupted")
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        return _reader_left()
+        _drop_output()  # whoever read our output has what they wanted (``| head``)
+        return OTHER_EXIT_CODE
+    except OSError as error:  # files are written elsewhere, with errors of their own: standard output, or a bug
+        if error.errno not in FULL:
+            return _fail(parser.prog, _unexpected(error), OTHER_EXIT_CODE)
+        reason = (error.strerror or str(error)).lower()
+        return _fail(parser.prog, f"cannot write to standard output: {reason}; redirect it elsewhere", OTHER_EXIT_CODE)
     except Exception as error:  # a bug, or a failure of something below: still one line
-        return _fail(parser.prog, f"{type(error).__name__}: {one_line(str(error))} (SOAP_DEBUG=1 shows the traceback)", OTHER_EXIT_CODE)
+        return _fail(parser.prog, _unexpected(error), OTHER_EXIT_CODE)
+
+
+def _unexpected(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(str(error))} (SOAP_DEBUG=1 shows the traceback)"
 
 
 def one_line(text: str) -> str:
@@ -68,17 +92,29 @@ def one_line(text: str) -> str:
 
 def note(prog: str, text: str) -> None:
     """Tell people something without touching standard output, which belongs to the result."""
-    print(f"{prog}: {text}", file=sys.stderr)
+    _say(f"{prog}: {text}")
 
 
 def _fail(prog: str, message: str, code: int) -> int:
     if os.environ.get("SOAP_DEBUG"):
         traceback.print_exc()
-    print(f"{prog}: error: {message}", file=sys.stderr)
+    _say(f"{prog}: error: {message}")
     return code
 
 
-def _reader_left() -> int:
-    # Whoever read our output has what they wanted (``| head``); the interpreter must not complain when it flushes at exit.
+def _say(line: str) -> None:
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(line, file=sys.stderr)
+
+
+def _settle_output() -> None:
+    """The interpreter must not complain when it flushes at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+
+
+def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return OTHER_EXIT_CODE

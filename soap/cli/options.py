@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from math import isfinite
 
-from soap.cli.command import Parser
+from soap.cli.command import Parser, UsageError
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:tiny][@BATCH]"
 CLUSTER_HELP = "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8"
@@ -38,6 +39,17 @@ def add_outputs(parser: Parser, *, timeline: str) -> None:
     """``--timeline FILE`` and ``--json``."""
     parser.add_argument("--timeline", metavar="FILE", help=timeline)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, str | None]) -> None:
+    """UsageError if an output is a file that is read, or that another output is written to. Both: option -> path, None if not given."""
+    taken = {os.path.realpath(path): option for option, path in inputs.items() if path is not None and os.path.exists(path)}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        other = taken.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise UsageError(f"{option} {path!r} is the same file as {other}, and would overwrite it; choose another path for {option}")
 
 
 def batch_dims(pairs: Sequence[tuple[str, int]]) -> Mapping[str, int] | None:
@@ -78,11 +90,21 @@ def batch_dim(text: str) -> tuple[str, int]:
     return name, dim
 
 
+def data_spec(text: str) -> str:
+    """``package.module:callable``; whether it can be imported shows later."""
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected PACKAGE.MODULE:CALLABLE, such as mydata:batches")
+    return text
+
+
 def _whole(text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError:
         value = least - 1
-    if not least <= value <= LARGEST_COUNT:
+    if value > LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number of at most {LARGEST_COUNT}")
+    if value < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a whole number of at least {least}")
     return value

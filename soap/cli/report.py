@@ -13,9 +13,13 @@ from soap.simulator.simulate import Simulation, Simulator
 from soap.simulator.timeline import busy_time_ns
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
+from soap.topology import Topology
 from soap.units import format_bytes
 
 BASELINE = "data_parallel"
+SINGLE = "single_device"
+FOUND = "found"
+"""What soap-search calls its strategy."""
 MOST_OPERATORS = 16
 """Rows of the list of operators; the strategy file has all."""
 
@@ -27,7 +31,13 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation) -
     baselines = _baselines(simulator)
     return {
         "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
-        "cluster": {"name": topology.name, "hash": topology.hash, "devices": [device.name for device in topology.devices]},
+        "cluster": {
+            "name": topology.name,
+            "hash": topology.hash,
+            "devices": [device.name for device in topology.devices],
+            "shared_cores": shared_cores(topology),
+        },
+        "same_as": next((name for name, make in CLASSICAL.items() if make(graph, topology) == strategy), None),
         "costs": {"description": simulator.costs.description, "hash": simulator.costs.hash},
         "predicted_ns": simulation.makespan_ns,
         "fits": simulation.fits,
@@ -45,14 +55,28 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation) -
 def text(report: Mapping[str, Any], name: str) -> str:
     """The document as a short table; ``name`` is what the strategy is called in it."""
     model, cluster = report["model"], report["cluster"]
+    alike, crowd = _same(report, name), report["cluster"]["shared_cores"]
     sections = [
         f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
-        f"costs: {report['costs']['description']}",
+        f"costs: {report['costs']['description']}" + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else ""),
         _times(report, name),
         _resources(report),
-        _unlike(report["unlike_data_parallel"], model["operators"]),
+        *([alike] if alike else []),
+        *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
     ]
     return "\n\n".join(sections)
+
+
+def shared_cores(topology: Topology) -> int | None:
+    """Number of this machine's cores if more processes share them than there are; None otherwise."""
+    cores = sum(host.cpu_cores for host in topology.hosts)
+    alone = topology.device_count <= cores or not topology.name.startswith("local:") or topology.devices[0].type.kind != "cpu"
+    return None if alone else cores
+
+
+def crowded(processes: int, cores: int) -> str:
+    """One line that says so."""
+    return f"note: {processes} processes share {cores} core{'s' if cores > 1 else ''} of this machine"
 
 
 def dump(report: Mapping[str, Any]) -> str:
@@ -76,6 +100,16 @@ def _differences(graph: OperatorGraph, strategy: Strategy, baseline: Strategy) -
             entry = {"operator": op.name, "kind": op.kind, "split": split(op, config), "devices": list(config.devices)}
             found.append({**entry, "data_parallel_split": split(op, usual), "data_parallel_devices": list(usual.devices)})
     return found
+
+
+def _same(report: Mapping[str, Any], name: str) -> str:
+    """One line if the strategy is a classical one that the reader would not recognize."""
+    same = report["same_as"]
+    if same is None or same == name or len(report["cluster"]["devices"]) == 1:
+        return ""
+    if name != FOUND:
+        return f"{name} is {same}"
+    return f"the best found is {same}" + (": splitting does not pay here" if same == SINGLE else "")
 
 
 def _times(report: Mapping[str, Any], name: str) -> str:

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from soap import api
-from soap.cli.command import Parser, run_command
-from soap.cli.options import add_cluster, add_model, add_outputs, batch_dims, not_negative, positive, positive_number
+from soap.cli.command import Parser, note, run_command
+from soap.cli.options import (
+    add_cluster,
+    add_model,
+    add_outputs,
+    batch_dims,
+    data_spec,
+    not_negative,
+    positive,
+    positive_number,
+    refuse_overwriting,
+)
+from soap.cli.report import crowded, shared_cores
 from soap.cli.tables import aligned, listed, milliseconds, speed_up
-from soap.errors import StrategyError
+from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.presets import preset_names
 from soap.simulator.reference import execution_order
@@ -47,7 +60,7 @@ def make_parser() -> Parser:
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="default %(default)s")
     parser.add_argument("--lr", metavar="X", type=positive_number, default=0.01, help="learning rate (default %(default)s)")
     data_help = "yields one sequence of tensors per step, the same on all ranks (default: drawn like the example inputs)"
-    parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", help=data_help)
+    parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
     parser.add_argument("--compare-data-parallel", action="store_true", help="train by data parallelism as well, and measure it")
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="of data and dropout (default %(default)s)")
     add_outputs(parser, timeline="write one iteration for Perfetto, predicted and measured side by side")
@@ -56,6 +69,9 @@ def make_parser() -> Parser:
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, train, report."""
+    refuse_overwriting({"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}, {"--timeline": args.timeline})
+    if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 says it for all
+        warnings.simplefilter("ignore", SoapWarning)
     if args.timeline:
         check_writable(args.timeline)
     job, predicted = prepare(args)
@@ -110,8 +126,26 @@ def start(job: Job) -> Outcome | None:
     """Run the job on all ranks; None under torchrun on all but rank 0, which reports."""
     from soap.cli.training import train
     from soap.runtime.launch import launch
+    from soap.runtime.world import under_launcher, world_size
 
-    return launch(processes=job.topology.device_count, entry=train, args=(job,)).get(0)
+    devices = job.topology.device_count
+    require_devices(job)
+    if under_launcher(os.environ) and world_size(os.environ) > devices and os.environ["RANK"] == "0":
+        note(PROG, f"{world_size(os.environ)} processes for {devices} devices: {world_size(os.environ) - devices} stay idle")
+    return launch(processes=devices, entry=train, args=(job,)).get(0)
+
+
+def require_devices(job: Job) -> None:
+    """RuntimeFailure, before any rank is started, if this machine lacks the GPUs that the job asks for."""
+    import torch
+
+    from soap.runtime.world import choose_backend
+
+    kind = job.device_kind or job.topology.devices[0].type.kind
+    if kind == "cuda" and not torch.cuda.is_available():
+        asked = "--device cuda" if job.device_kind else f"cluster {job.topology.name!r} has GPUs"
+        raise RuntimeFailure(f"{asked}: expected GPUs, but this machine has none that torch can use; use --device cpu")
+    choose_backend(job.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", job.topology.device_count)))
 
 
 def document(job: Job, predicted: Mapping[str, Simulation], outcome: Outcome) -> dict[str, Any]:
@@ -129,6 +163,7 @@ def document(job: Job, predicted: Mapping[str, Simulation], outcome: Outcome) ->
         "model": job.model,
         "cluster": job.topology.name,
         "processes": job.topology.device_count,
+        "shared_cores": shared_cores(job.topology),
         "backend": outcome.backend,
         "steps": job.steps,
         "strategies": strategies,
@@ -151,6 +186,8 @@ def text(report: Mapping[str, Any]) -> str:
     if report["check"]:
         facts.append(("check", _checked(report["check"])))
     head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"
+    if report["shared_cores"]:
+        head += "\n" + crowded(report["processes"], report["shared_cores"])
     return "\n\n".join([head, aligned(rows), listed(facts)])
 
 

@@ -10,8 +10,17 @@ from collections.abc import Sequence
 from soap import api
 from soap.cli import report
 from soap.cli.command import Parser, note, run_command
-from soap.cli.options import add_cluster, add_model, add_outputs, batch_dims, not_negative, positive, positive_number
-from soap.errors import INTERRUPTED_EXIT_CODE
+from soap.cli.options import (
+    add_cluster,
+    add_model,
+    add_outputs,
+    batch_dims,
+    not_negative,
+    positive,
+    positive_number,
+    refuse_overwriting,
+)
+from soap.cli.stopping import Stopping
 from soap.files import check_writable, write_text_atomically
 from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.timeline import chrome_trace
@@ -24,7 +33,7 @@ def make_parser() -> Parser:
     """The command's options."""
     parser = Parser(
         PROG,
-        "Find the parallelization strategy with the shortest predicted training iteration. Ctrl-C saves the best one so far.",
+        "Find the parallelization strategy with the shortest predicted training iteration. Ctrl-C or SIGTERM saves the best one so far.",
         f"{PROG} zoo:rnnlm:tiny --cluster local:4 --budget 200 -o strategy.json",
     )
     add_model(parser, positional=True)
@@ -53,26 +62,37 @@ def make_parser() -> Parser:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Search, save, report."""
+    """Search, save, report; stopped by Ctrl-C or SIGTERM, save and report the best so far."""
+    refuse_overwriting({"MODEL": args.model, "--cluster": args.cluster}, {"--output": args.output, "--timeline": args.timeline})
+    with Stopping() as stopping:
+        try:
+            return _search(args, stopping)
+        except KeyboardInterrupt:
+            note(PROG, "interrupted")
+            return stopping.exit_code
+
+
+def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     for path in filter(None, (args.output, args.timeline)):
         check_writable(path)
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, batch_dims=batch_dims(args.batch_dim)).graph
     outcome = api.search(graph, topology, budget=args.budget, seed=args.seed, beta=args.beta, starts=args.start, progress=True)
-    outcome.save(args.output)
-    if args.timeline:
-        trace = chrome_trace(outcome.simulation.tasks, outcome.simulation.schedule)
-        write_text_atomically(args.timeline, json.dumps(trace) + "\n")
+    with stopping.saving():
+        outcome.save(args.output)
+        if args.timeline:
+            trace = chrome_trace(outcome.simulation.tasks, outcome.simulation.schedule)
+            write_text_atomically(args.timeline, json.dumps(trace) + "\n")
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)
     if args.json:
         searched = {key: outcome.record["search"][key] for key in ("seed", "budget", "beta", "evaluations", "interrupted")}
         print(report.dump({**summary, "search": searched, "strategy": args.output}))
     else:
-        print(report.text(summary, "found"))
+        print(report.text(summary, report.FOUND))
         print(f"\nwrote {args.output}" + (f" and {args.timeline}" if args.timeline else ""))
     if outcome.result.interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
-        return INTERRUPTED_EXIT_CODE
+        return stopping.exit_code
     return 0
 
 

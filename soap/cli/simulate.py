@@ -11,7 +11,7 @@ from pathlib import Path
 from soap import api
 from soap.cli import report
 from soap.cli.command import Parser, run_command
-from soap.cli.options import add_cluster, add_model, add_outputs, batch_dims
+from soap.cli.options import add_cluster, add_model, add_outputs, batch_dims, refuse_overwriting
 from soap.files import check_writable, write_text_atomically
 from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
@@ -37,6 +37,9 @@ def make_parser() -> Parser:
 
 def execute(args: argparse.Namespace) -> int:
     """Simulate and report."""
+    refuse_overwriting(
+        {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}, {"--timeline": args.timeline}
+    )
     if args.timeline:
         check_writable(args.timeline)
     topology = api.load_cluster(args.cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from tqdm import tqdm
 
 from soap import api
 from soap.cli.batches import Batches, DrawnBatches, UserBatches
+from soap.errors import SoapWarning
 from soap.runtime.check import CheckResult, check
 from soap.runtime.measure import WARM_UP_STEPS, StepTimes, measure_steps
 from soap.runtime.trainer import OptimizerFactory, Trainer
@@ -63,7 +65,9 @@ class Outcome:
 
 def train(job: Job) -> Outcome:
     """Train by each strategy in turn, each from the model's own parameters."""
-    model = api.load(job.model, batch_dims=job.batch_dims, dtype=job.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SoapWarning)  # the command has said it, once for all ranks
+        model = api.load(job.model, batch_dims=job.batch_dims, dtype=job.dtype)
     batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data)
     kind = job.device_kind or job.topology.devices[0].type.kind
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers

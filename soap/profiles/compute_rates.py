@@ -23,7 +23,10 @@ COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Above the last cache level of usual processors; all cores together, but at least ``LEAST_COPY_BYTES`` each."""
 LEAST_COPY_BYTES = 4 * 2**20
 DTYPES = {"cpu": ("float32", "float64"), "cuda": ("float32", "float64", "bfloat16", "float16")}
-TINY_CALLS = 200
+TINY_LAYERS = 40
+"""Length of the chain of tiny layers whose calls are timed."""
+TINY_CALLS = TINY_LAYERS * (3 + 4)
+"""Calls of a forward and backward pass over it, as ``roofline`` counts them: linear, relu and add, and linear's backward pass twice."""
 FINE_CLOCK_SECONDS = 1e-4
 """A thread's processor time is used where the system counts it at least this finely; elsewhere the clock on the wall."""
 
@@ -32,7 +35,10 @@ Action = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one core (or one GPU) reaches while its neighbours work as well. ``memory_bytes_per_second``: read and written."""
+    """What one core (or one GPU) reaches while its neighbours work as well. ``memory_bytes_per_second``: read and written.
+
+    ``kernel_seconds``: what a small call costs in a forward and backward pass in eager mode, with the recording of the graph.
+    """
 
     flops_per_second: dict[str, float]
     memory_bytes_per_second: float
@@ -153,15 +159,19 @@ def _copy(kind: str, size_bytes: int) -> Callable[[], Action]:
 
 
 def _tiny_calls(kind: str) -> Callable[[], Action]:
-    """Calls on a tiny tensor, recorded for the backward pass as in training."""
+    """A forward and backward pass over tiny layers, ``TINY_CALLS`` calls, as in training."""
     import torch
 
     def make() -> Action:
-        tiny = torch.ones(8, device=kind, requires_grad=True)
+        features, bias = torch.ones(4, 8, device=kind), torch.zeros(8, device=kind, requires_grad=True)
+        weight = torch.zeros(8, 8, device=kind, requires_grad=True)
 
         def calls() -> None:
-            for _ in range(TINY_CALLS):
-                torch.add(tiny, tiny)
+            hidden = features
+            with torch.enable_grad():
+                for _ in range(TINY_LAYERS):
+                    hidden = torch.add(torch.relu(torch.nn.functional.linear(hidden, weight, bias)), features)
+            torch.autograd.grad(hidden, (weight, bias), features)
 
         return calls
 

@@ -19,8 +19,8 @@ from soap.files import read_text, write_text_atomically
 from soap.profiles.link_probe import LinkRates
 from soap.topology import DeviceType
 
-VERSION = 1
-"""Of the file format and of what is measured; part of every key."""
+VERSION = 2
+"""Of the file format and of what is measured; part of every key. Since 2 ``kernel_seconds`` is that of a call in training."""
 
 Key = Mapping[str, str | int]
 Measurement = tuple[DeviceType, LinkRates | None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from soap.errors import RuntimeFailure
+from soap.errors import RuntimeFailure, SoapWarning
 from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
 from soap.runtime.segment import StepRunner
@@ -80,6 +81,7 @@ class Trainer:
         self._first_buffers = {name: tensor.clone() for name, tensor in self.buffers.items()}
         self._constants = {name: self._own(tensor) for name, tensor in model.constants.items()}
         self.steps = 0
+        self._batch_compared = False
         self._runner = StepRunner(self.program, model, self.comm, self.shards, self._dtype_of)
         self.optimizer_factory = optimizer
         trainable = [self.shards.tensors[i] for i in self.shards.tensors if plan.shards[i].trainable]
@@ -118,9 +120,12 @@ class Trainer:
         return full if self.rank == 0 else {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters and buffers in full by the names of the user's model, on rank 0 (empty elsewhere)."""
+        """All parameters and buffers in full by the names of the user's model, on rank 0 (empty elsewhere).
+
+        It has every entry of the exported model's state dict: the model itself can load it.
+        """
         full: dict[str, torch.Tensor] = {}
-        for name, tensor in self.model.parameters.items() if self.rank == 0 else ():
+        for name, tensor in (*self.model.parameters.items(), *self.model.unchanged.items()) if self.rank == 0 else ():
             full[name] = self._own(tensor.detach()).to(tensor.device)
         wanted = list(range(len(self.plan.shards)))
         gather_regions(self.comm, self.plan, self.shards.tensors, wanted, full)
@@ -139,6 +144,7 @@ class Trainer:
         for name, tensor in self.buffers.items():
             tensor.copy_(state[name])
             self._first_buffers[name].copy_(state[name])
+        self._warn_of_unchanged(state)
 
     @property
     def traffic(self) -> Traffic:
@@ -158,6 +164,7 @@ class Trainer:
 
     def _run(self, runner: StepRunner, inputs: Sequence[torch.Tensor]) -> float:
         context = TileContext(self.seed, self.steps, self.buffers)
+        self._compare_batches(inputs)
         loss = runner.run({**self._constants, **self._check_inputs(inputs)}, context)
         self.model.end_step(context)
         return loss
@@ -167,10 +174,52 @@ class Trainer:
         if len(inputs) != len(names):
             raise RuntimeFailure(f"{len(inputs)} tensors given to a step: expected {len(names)} ({', '.join(names)})")
         for name, tensor in zip(names, inputs, strict=True):
+            self._check_type(name, tensor)
             expected = self.plan.graph.tensors[name].shape
             if tuple(tensor.shape) != expected:
                 raise RuntimeFailure(f"input {name!r} has shape {tuple(tensor.shape)}: expected {expected}, the whole batch, on every rank")
         return {name: self.place(tensor) for name, tensor in zip(names, inputs, strict=True)}
+
+    def _check_type(self, name: str, tensor: object) -> None:
+        """A tensor of the dtype that the model was exported with, or of the one that replaces it."""
+        own = self.plan.graph.tensors[name].dtype
+        allowed = dict.fromkeys((own, _dtype_name(self._dtype_of(name))))
+        found = _dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else None
+        if found not in allowed:
+            what = f"is a {type(tensor).__name__}" if found is None else f"has dtype {found}"
+            raise RuntimeFailure(f"input {name!r} {what}: expected a tensor of dtype {' or '.join(allowed)}; convert it first")
+
+    def _compare_batches(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Before the first step: ranks that load different data would train on silently. A rank's failure is raised on all of them."""
+        if self._batch_compared:
+            return
+        try:
+            self._check_inputs(inputs)
+            outcome = ("", _digest(inputs))
+        except RuntimeFailure as error:
+            outcome = (str(error), "")
+        outcomes = self.comm.gather(outcome)
+        if outcome[0]:
+            raise RuntimeFailure(outcome[0])
+        for rank, (failure, digest) in enumerate(outcomes):
+            if failure:
+                raise RuntimeFailure(f"rank {rank}: {failure}")
+            if digest != outcomes[0][1]:
+                raise RuntimeFailure(
+                    f"rank {rank} was given another batch than rank 0: every rank gets the whole global batch; seed the loader equally"
+                )
+        self._batch_compared = True
+
+    def _warn_of_unchanged(self, state: Mapping[str, torch.Tensor]) -> None:
+        """What the program only reads was fixed when it was imported."""
+        for name, tensor in self.model.unchanged.items():
+            if name in state and not torch.equal(state[name].detach().to(tensor.device, tensor.dtype), tensor):
+                warnings.warn(
+                    f"{name!r} keeps the value that was exported: training does not change it, and loading another has no effect; "
+                    "export the model with that value",
+                    SoapWarning,
+                    stacklevel=3,
+                )
 
     def _set_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
         for number, tensor in self.shards.tensors.items():
@@ -224,3 +273,16 @@ class Trainer:
 
     def _home(self, name: str) -> torch.device:
         return self.model.parameters[name].device
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> str:
+    """What tells batches apart: dtype, shape and bytes of each tensor."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class ExecutableModel:
     example_inputs: Sequence[torch.Tensor]
     programs: Mapping[str, OperatorProgram]
     program: Program
+    unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext

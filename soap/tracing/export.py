@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +17,29 @@ from soap.errors import ModelError
 from soap.files import check_writable, write_bytes_atomically
 
 
-class _WithLoss(nn.Module):
-    """A model followed by a loss; parameter names stay the model's own."""
+def _with_loss(model: nn.Module, loss: Callable[..., torch.Tensor]) -> nn.Module:
+    """A shallow copy of the model whose forward ends in the loss: no module is wrapped, so that all names stay the model's own.
 
-    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor] | None) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
+    The state of a loss that is a module is exported as the submodule ``loss`` (``loss_`` if the model has that name).
+    """
+    kind = type(model)
+    copied = object.__new__(kind)
+    copied.__dict__.update(model.__dict__)
+    own_forward = copied.__dict__.pop("forward", None)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = self.model(*args, **kwargs)
-        return out if self.loss is None else self.loss(out)
+    @functools.wraps(own_forward or kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return loss(own_forward(*args, **kwargs) if own_forward else kind.forward(self, *args, **kwargs))
+
+    if own_forward:  # bound already: torch.export reads the names of the inputs from a signature that begins with self
+        own = inspect.signature(own_forward)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+    if isinstance(loss, nn.Module):
+        name = "loss_" if hasattr(model, "loss") else "loss"
+        copied.__dict__["_modules"] = {**model._modules, name: loss}
+    copied.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return copied
 
 
 def export_model(
@@ -38,14 +52,14 @@ def export_model(
 ) -> None:
     """Export a training model with example inputs to ``path``, atomically.
 
-    The model returns the scalar loss, or ``loss(output)`` does. Batch sizes and all other shapes of the example inputs become fixed. The
-    model's mode (training or not) is exported as it is. Raises ModelError if torch.export cannot trace the model or the output is no
-    scalar.
+    The model returns the scalar loss, or ``loss(output)`` does; names are the model's own either way. Batch sizes and all other shapes
+    of the example inputs become fixed. The model's mode (training or not) is exported as it is. Raises ModelError if torch.export cannot
+    trace the model or the output is no scalar.
     """
     from soap.tracing.importer import import_program
 
     check_writable(path)
-    module = model if loss is None else _WithLoss(model, loss)
+    module = model if loss is None else _with_loss(model, loss)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign

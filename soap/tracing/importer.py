@@ -44,6 +44,7 @@ def import_program(
     if not groups:
         raise ModelError("the loss is a constant; expected a loss that depends on the inputs or parameters")
     graph, programs = _Builder(exported, program, groups, name, batch_dims or {}).build()
+    _warn_if_untrained(graph)
     wanted = {t.name for t in graph.parameters}
     state = {n: exported.state_dict[n] for n in dict.fromkeys(program.parameters.values()) if n in wanted}
     return ExecutableModel(
@@ -55,7 +56,19 @@ def import_program(
         example_inputs=_examples(exported, program, dtype),
         programs=programs,
         program=program,
+        unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
     )
+
+
+def _unchanged(exported: ExportedProgram, program: Program, graph: OperatorGraph) -> dict[str, torch.Tensor]:
+    """The entries of the state dict that training does not change: neither parameters of the graph nor buffers that are updated."""
+    changed = {*(t.name for t in graph.parameters), *graph.aliases, *program.buffers}
+    return {name: tensor for name, tensor in exported.state_dict.items() if name not in changed}
+
+
+def _warn_if_untrained(graph: OperatorGraph) -> None:
+    if not graph.tensors[graph.loss].requires_grad:
+        warnings.warn("the loss depends on no trainable parameter: nothing will be trained", SoapWarning, stacklevel=3)
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

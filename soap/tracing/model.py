@@ -45,6 +45,8 @@ class TracedModel(Protocol):
     """Full tensors by state-dict name."""
     constants: Mapping[str, torch.Tensor]
     """Full tensors of the graph's CONSTANT tensors, by tensor name."""
+    unchanged: Mapping[str, torch.Tensor]
+    """The rest of the state dict, which training leaves as it is: buffers that are only read, parameters and buffers that nothing uses."""
     input_names: Sequence[str]
     """The graph's INPUT tensors in the order of the user's flattened tensor arguments."""
     example_inputs: Sequence[torch.Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -114,3 +115,13 @@ sys.exit(run_command(Parser("soap-test", "", ""), execute, []))
 
 def test_one_line() -> None:
     assert one_line(" a\n  b\tc ") == "a b c"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+@pytest.mark.parametrize(("redirection", "words"), [(">/dev/full", "no space left"), (">&-", "standard output is closed")])
+def test_standard_output_full_or_closed_is_one_line(redirection: str, words: str) -> None:
+    program = "import sys; from soap.cli.command import *; sys.exit(run_command(Parser('soap-test', '', ''), lambda _: print(1) or 0, []))"
+    done = subprocess.run(f'"{sys.executable}" -c "{program}" {redirection}', shell=True, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("soap-test: error: ") and words in done.stderr
+    assert done.stderr.count("\n") == 1

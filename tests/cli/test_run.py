@@ -127,3 +127,38 @@ def test_fewer_processes_than_devices(strategy_file: Path, capsys: pytest.Captur
         monkeypatch.setenv(name, value)
     command = [str(strategy_file), "--model", MODEL, "--device", "cpu"]
     assert_refused(capsys, main, command, 8, "2 processes", "16 devices", "torchrun with 16 processes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--data", "mydata"], 2, ["--data", "MODULE:CALLABLE"]),
+        (["--device", "cuda"], 8, ["--device cuda", "--device cpu"]),
+        (["--device", "cpu", "--backend", "nccl"], 8, ["'nccl'", "--backend gloo"]),
+        ([], 8, ["'p100-4x4' has GPUs", "--device cpu"]),
+    ],
+)
+def test_refused_before_ranks_start(
+    arguments: list[str],
+    code: int,
+    words: list[str],
+    strategy_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("soap.runtime.launch.launch", lambda **_: pytest.fail("ranks were started"))
+    assert_refused(capsys, main, [str(strategy_file), "--model", MODEL, *arguments], code, *words)
+
+
+def test_timeline_may_not_overwrite_the_strategy(strategy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [str(strategy_file), "--model", MODEL, "--timeline", str(strategy_file)]
+    assert_refused(capsys, main, command, 2, "--timeline", "same file as STRATEGY")
+
+
+def test_idle_processes_are_told_of(strategy_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "18", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "18"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("soap.runtime.launch.launch", lambda **_: {})
+    assert main([str(strategy_file), "--model", MODEL, "--device", "cpu"]) == 0
+    assert capsys.readouterr().err == "soap-run: 18 processes for 16 devices: 2 stay idle\n"

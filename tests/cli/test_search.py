@@ -169,3 +169,56 @@ sys.exit(search.main(sys.argv[1:]))
     strategy = soap.load_strategy(out, soap.load(MODEL, plan_only=True), CLUSTER)
     assert strategy.operators
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_terminated_while_searching_and_again_while_saving(tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    program = """
+import os, signal, sys
+from soap import api, files
+from soap.cli import search
+from soap.search import chains
+real, write, calls = chains._Run._show, api.write_text_atomically, []
+def show(self, done=0):
+    calls.append(done)
+    if len(calls) == 5:
+        os.kill(os.getpid(), signal.SIGTERM)
+    real(self, done)
+def slow(*args):
+    os.kill(os.getpid(), signal.SIGINT)
+    write(*args)
+chains._Run._show, api.write_text_atomically = show, slow
+sys.exit(search.main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", program, MODEL, "--cluster", CLUSTER, "--budget", "1000", "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 143, done.stderr
+    assert done.stderr.endswith(f"the best strategy so far is in {out}\n")
+    assert soap.load_strategy(out, MODEL, CLUSTER).operators
+
+
+def test_output_may_not_overwrite_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = tmp_path / "m.pt2"
+    model.write_bytes(b"precious")
+    assert_refused(capsys, main, [str(model), "--cluster", CLUSTER, "-o", str(model)], 2, "--output", "same file as MODEL")
+    both = str(tmp_path / "o.json")
+    assert_refused(capsys, main, [str(model), "--cluster", CLUSTER, "-o", both, "--timeline", both], 2, "same file as --output")
+    assert model.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_folders_are_called_folders(
+    inside: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "things").mkdir()
+    name = "things" if inside else str(tmp_path / "things")
+    assert_refused(capsys, main, [name, "--cluster", CLUSTER, "-o", "s.json"], 3, name, "folder")
+    assert_refused(capsys, main, [MODEL, "--cluster", name, "-o", "s.json"], 4, name, "folder")
+
+
+def test_empty_cluster_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("# later\n")
+    assert_refused(capsys, main, [MODEL, "--cluster", str(cluster), "-o", str(tmp_path / "s.json")], 4, "cluster.yaml", "is empty")

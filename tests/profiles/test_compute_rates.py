@@ -56,3 +56,16 @@ def test_a_failure_reaches_the_caller_instead_of_a_deadlock() -> None:
 
     with pytest.raises((MemoryError, threading.BrokenBarrierError)):
         compute_rates._together(2, make)
+
+
+def test_a_call_is_timed_in_a_forward_and_backward_pass_over_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
+    monkeypatch.setattr(torch.autograd, "grad", lambda output, inputs, _: asked.append((output, inputs)))
+    compute_rates._tiny_calls("cpu")()()
+    [(output, inputs)] = asked
+    node, length = output.grad_fn, 0
+    while node is not None and node.next_functions:
+        length += 1
+        node = next((before for before, _ in node.next_functions if before is not None and before.next_functions), None)
+    assert length >= 3 * compute_rates.TINY_LAYERS
+    assert [tensor.requires_grad for tensor in inputs] == [True, True]

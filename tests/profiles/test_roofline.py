@@ -9,9 +9,10 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 
-from soap.graph import OperatorGraph
+from soap.graph import WHOLE, DimMap, Factor, FactorKind, OperatorGraph
 from soap.presets import device_types, preset
-from soap.profiles.roofline import PEAK_SHARE, RooflineCosts
+from soap.profiles import roofline
+from soap.profiles.roofline import LSTM_CALLS, PEAK_SHARE, STEP_CALLS, TILE_CALLS, RooflineCosts
 from soap.simulator.collectives import ring_allreduce_seconds
 from soap.simulator.simulate import Simulator
 from soap.simulator.tiling import Tile, tiles_of
@@ -25,6 +26,7 @@ from tests.strategies import cases, cluster
 SLOW_COMPUTE = DeviceType("slow-compute", "cpu", {"float32": 1e9}, 1e15, 2**30, 0.0, "measured in a thought experiment")
 SLOW_MEMORY = DeviceType("slow-memory", "cpu", {"float32": 1e18}, 1e9, 2**30, 0.0, "measured in a thought experiment")
 SLOW_CALLS = DeviceType("slow-calls", "cpu", {"float32": 1e18}, 1e18, 2**30, 1e-7, "measured in a thought experiment")
+RUNTIME_NS = 100 * TILE_CALLS
 
 COSTS = RooflineCosts(cluster([2], SLOW_COMPUTE))
 
@@ -40,6 +42,17 @@ def two_layers(saved_bytes: int = 0) -> OperatorGraph:
     x = g.linear(g.input("x", 4, 8), 16, bias=False, name="first")
     graph = g.build(g.mean(g.linear(x, 2, bias=False, name="second"), name="loss"))
     return replace(graph, operators=tuple(replace(op, saved_bytes=saved_bytes) for op in graph.operators))
+
+
+def recurrent(kind: str, steps: int, samples: int, layers: int) -> OperatorGraph:
+    """A stack of recurrent layers, split over samples only, of 8 units each."""
+    g = GraphBuilder()
+    names = [f"layer.{i}" for i in range(2 * layers)]
+    parameters = [(g.parameter(name, 8, 8), [WHOLE, WHOLE]) for name in names]
+    sequence = [WHOLE, DimMap(0), WHOLE]
+    x, factors = g.linear(g.input("x", steps, samples, 8), 8), [Factor("b", samples, FactorKind.SAMPLE)]
+    out = g.operator(kind, factors, [(x, sequence)], parameters, [((steps, samples, 8), sequence)], name="layer")[0]
+    return g.build(g.mean(g.elementwise(out)))
 
 
 def test_operations_decide_where_compute_is_slow() -> None:
@@ -68,9 +81,23 @@ def test_what_lies_between_fused_calls_is_written_and_read() -> None:
 def test_every_call_costs() -> None:
     graph = two_layers()
     called = replace(graph, operators=tuple(replace(op, calls=("a", "b", "c")) for op in graph.operators))
-    assert COSTS.forward_ns(graph, whole(graph, "second"), SLOW_CALLS) == pytest.approx(100, abs=1)
-    assert COSTS.forward_ns(called, whole(called, "second"), SLOW_CALLS) == pytest.approx(300, abs=1)
-    assert COSTS.backward_ns(called, whole(called, "second"), SLOW_CALLS) == pytest.approx(600, abs=1)
+    assert COSTS.forward_ns(graph, whole(graph, "second"), SLOW_CALLS) == pytest.approx(100 + RUNTIME_NS, abs=1)
+    assert COSTS.forward_ns(called, whole(called, "second"), SLOW_CALLS) == pytest.approx(300 + RUNTIME_NS, abs=1)
+    assert COSTS.backward_ns(called, whole(called, "second"), SLOW_CALLS) == pytest.approx(600 + RUNTIME_NS, abs=1)
+
+
+def test_the_runtime_costs_nothing_where_the_host_runs_ahead() -> None:
+    graph = two_layers()
+    assert COSTS.forward_ns(graph, whole(graph, "second"), replace(SLOW_CALLS, kind="cuda")) == pytest.approx(100, abs=1)
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("lstm", 1 + 2 * LSTM_CALLS), ("gru", 1 + 2 * 6 * STEP_CALLS)])
+def test_recurrent_layers_call_much(kind: str, calls: int) -> None:
+    graph = recurrent(kind, steps=6, samples=4, layers=2)
+    layer = whole(graph, "layer")
+    assert COSTS.forward_ns(graph, layer, SLOW_CALLS) == pytest.approx(100 * calls + RUNTIME_NS, abs=1)
+    assert COSTS.backward_ns(graph, layer, SLOW_CALLS) == pytest.approx(200 * calls + RUNTIME_NS, abs=1)
+    assert COSTS.forward_ns(graph, layer, replace(SLOW_CALLS, kind="cuda")) == pytest.approx(100, abs=1)
 
 
 def test_frozen_weights_need_no_gradient() -> None:
@@ -125,7 +152,7 @@ def test_update_reads_and_writes_states() -> None:
     topology = cluster([1], SLOW_MEMORY)
     assert RooflineCosts(topology, 0).update_ns(1000, SLOW_MEMORY) == 3000
     assert RooflineCosts(topology, 2).update_ns(1000, SLOW_MEMORY) == 7000
-    assert RooflineCosts(topology, 2).update_ns(1000, SLOW_CALLS) == pytest.approx(300, abs=1)
+    assert RooflineCosts(topology, 2).update_ns(1000, SLOW_CALLS) == pytest.approx(700, abs=1)
 
 
 def test_transfers_wait_for_every_latency_and_the_narrowest_link() -> None:
@@ -162,6 +189,13 @@ def test_hash_follows_the_figures() -> None:
     ]
     assert len({base.hash, *(costs.hash for costs in others)}) == 6
     assert len(base.hash) == 16
+
+
+@pytest.mark.parametrize("constant", ["TILE_CALLS", "UPDATE_CALLS_PER_STATE", "LSTM_CALLS", "STEP_CALLS"])
+def test_hash_follows_the_constants(constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = COSTS.hash
+    monkeypatch.setattr(roofline, constant, 1000)
+    assert COSTS.hash != before
 
 
 def test_survives_pickling() -> None:

@@ -33,6 +33,7 @@ class HandModel:
         self.constants = {t.name: random_tensor(t.name, t.shape) for t in tensors if t.kind is TensorKind.CONSTANT}
         counted = [op for op in graph.operators if op.kind == "counted"]
         self.buffers = {op.name: torch.zeros(graph.tensors[op.outputs[0].tensor].shape[-1], dtype=torch.float64) for op in counted}
+        self.unchanged: dict[str, torch.Tensor] = {}
         self.input_names = [t.name for t in tensors if t.kind is TensorKind.INPUT]
         self.limit = limit
         self.example_inputs = self.inputs(0)

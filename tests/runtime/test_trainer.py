@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from soap.errors import RuntimeFailure
+from soap.errors import RuntimeFailure, SoapWarning
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.check import CheckResult, Difference, check
 from soap.runtime.measure import StepTimes, measure_steps
@@ -17,12 +18,15 @@ from soap.simulator.lowering import lower
 from soap.simulator.plan import Plan, backward_name, forward_name, update_name
 from soap.simulator.tasks import TaskKind
 from soap.strategy import OpConfig, Strategy
+from soap.tracing.export import export_model
+from soap.tracing.load import load_model
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.runtime.cases import optimizer, train
 from tests.runtime.handmade import HandModel
 from tests.runtime.plans import plan_of, split
 from tests.runtime.pool import Pool
 from tests.strategies import CPU, cluster
+from tests.tracing.test_export import INPUTS, Plain
 
 MIXED = plan_of(transformer(layers=1), split((0, 1), b=2), embedding=split((0, 1, 2), v=3), head=split((2, 0), n=2))
 
@@ -156,6 +160,19 @@ def test_measured_steps(pool: Pool) -> None:
     assert all(result[0] == times for result in results)
 
 
+def _wrong_inputs(what: str, inputs: list[Any], rank: int) -> list[Any]:
+    x, y = inputs
+    changed = {
+        "count": [x],
+        "shape": [x[:4], y],
+        "one shape": [x[:4] if rank == 1 else x, y],
+        "list": [x.tolist(), y],
+        "float": [x, y.double()],
+        "half": [x.half(), y],
+    }
+    return changed.get(what, inputs)
+
+
 def run_failing(what: str) -> str:
     graph = mlp()
     model, plan = HandModel(graph), plan_of(graph, split((0, 1), b=2))
@@ -171,8 +188,7 @@ def run_failing(what: str) -> str:
                 elif what == "state":
                     trainer.load_state_dict({})
                 else:
-                    inputs = model.inputs(0)
-                    trainer.step(*inputs[:1]) if what == "count" else trainer.step(inputs[0][:4], inputs[1])
+                    trainer.step(*_wrong_inputs(what, model.inputs(trainer.rank if what == "batch" else 0), trainer.rank))
     except RuntimeFailure as error:
         return str(error)
     return "nothing raised"
@@ -185,6 +201,13 @@ def run_failing(what: str) -> str:
         ("model", "plan is for model 'mlp' ("),
         ("count", "1 tensors given to a step: expected 2 (x, y)"),
         ("shape", "input 'x' has shape (4, 16): expected (8, 16), the whole batch, on every rank"),
+        ("list", "input 'x' is a list: expected a tensor of dtype float32 or float64; convert it first"),
+        ("float", "input 'y' has dtype float64: expected a tensor of dtype int64; convert it first"),
+        ("half", "input 'x' has dtype float16: expected a tensor of dtype float32 or float64; convert it first"),
+        (
+            "batch",
+            "rank 1 was given another batch than rank 0: every rank gets the whole global batch; seed the loader equally",
+        ),
         ("state", "state lacks 'fc0.weight' (and 5 more): expected every parameter and buffer by name"),
         ("order", "rank 1 has another model, strategy or order than rank 0; expected the same on all ranks"),
     ],
@@ -193,6 +216,11 @@ def test_one_line_for_what_users_get_wrong(pool: Pool, what: str, message: str) 
     for found in pool.run(run_failing, what):
         assert found.startswith(message)
         assert "\n" not in found
+
+
+def test_a_rank_that_fails_first_does_not_leave_the_others_waiting(pool: Pool) -> None:
+    message = "input 'x' has shape (4, 16): expected (8, 16), the whole batch, on every rank"
+    assert pool.run(run_failing, "one shape") == [f"rank 1: {message}", message, f"rank 1: {message}"]
 
 
 def run_wrong_shape(graph: Any) -> str:
@@ -229,3 +257,26 @@ def test_one_process_without_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses == sorted(losses, reverse=True)
     with pytest.raises(RuntimeFailure, match=r"^1 process for a strategy of 2 devices"):
         Trainer(model, (strategy, cluster([2], CPU)))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_the_user_s_model_loads_the_trained_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype | None) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    module, fresh = Plain(), Plain()
+    export_model(module, INPUTS[:1], {"scale": torch.ones(3)}, path=tmp_path / "m.pt2", loss=lambda y: y.square().mean())
+    model = load_model(tmp_path / "m.pt2")
+    strategy = Strategy({op.name: OpConfig((1,) * len(op.factors), (0,)) for op in model.graph.operators})
+    with Trainer(model, (strategy, cluster([1], CPU)), dtype=dtype) as trainer:
+        trainer.step(*model.example_inputs)
+        state = trainer.state_dict()
+        trainer.load_state_dict(state)
+        with pytest.warns(SoapWarning, match=r"^'table' keeps the value that was exported"):
+            trainer.load_state_dict({**state, "table": torch.zeros(3)})
+    fresh.load_state_dict(state, strict=True)
+    assert set(state) == set(module.state_dict())
+    assert not torch.equal(fresh.norm.bias, module.norm.bias)
+    assert torch.equal(fresh.second.weight, state["first.weight"].float())
+    for name in ("unused", "table", "never"):
+        torch.testing.assert_close(state[name], module.state_dict()[name], check_dtype=False)
+    assert state["norm.num_batches_tracked"] == 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soap.errors import ModelError, SoapError
+from soap.errors import ModelError, SoapError, SoapWarning
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
@@ -42,6 +43,73 @@ def test_loss_on_top_of_the_model(tmp_path: Path) -> None:
     model = load_model(tmp_path / "m.pt2")
     assert model.graph.tensors[model.graph.loss].shape == ()
     assert model.graph.operators[0].kind == "linear"
+
+
+class Plain(nn.Module):
+    """With state of every kind: tied, only read, unused, updated, not persistent."""
+
+    table: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.second.weight = self.first.weight
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.arange(3.0))
+        self.register_buffer("never", torch.arange(4))
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        return self.norm(self.second(self.first(x))) * scale + self.table * self.mask
+
+
+def test_a_loss_on_top_changes_no_names_and_not_the_model(tmp_path: Path) -> None:
+    module = Plain()
+    before = dict(module.__dict__)
+    modules = dict(module._modules)
+    target = torch.ones(4, 3)
+    export_model(module, INPUTS[:1], {"scale": torch.ones(3)}, path=tmp_path / "m.pt2", loss=lambda y: (y - target).square().mean())
+    model = load_model(tmp_path / "m.pt2")
+    assert type(module) is Plain and module.__dict__ == before and module._modules == modules
+    assert {*model.parameters, *model.buffers, *model.unchanged, *model.graph.aliases} == set(module.state_dict())
+    assert set(model.unchanged) == {"unused", "table", "never"}
+    assert list(model.input_names) == ["x", "scale"]
+    names = [op.name for op in model.graph.operators]
+    assert "first" in names and not any(name.startswith("model") for name in names)
+
+
+def test_a_loss_that_is_a_module_keeps_its_state(tmp_path: Path) -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, y: Tensor) -> Tensor:
+            return (y.square() * self.weight).mean()
+
+    module = nn.Linear(3, 2)
+    export_model(module, INPUTS[:1], path=tmp_path / "m.pt2", loss=Learned())
+    assert set(load_model(tmp_path / "m.pt2").parameters) == {"weight", "bias", "loss.weight"}
+    assert not module._modules
+
+
+def test_a_loss_on_top_of_a_forward_of_the_instance(tmp_path: Path) -> None:
+    module = nn.Linear(3, 2)
+    usual = module.forward
+    module.forward = lambda data: usual(data) * 2  # type: ignore[assignment,method-assign]
+    export_model(module, INPUTS[:1], path=tmp_path / "m.pt2", loss=lambda y: y.mean())
+    model = load_model(tmp_path / "m.pt2")
+    loss = model.reference_loss(model.example_inputs, model.parameters, TileContext(0, 0, {}))
+    torch.testing.assert_close(loss, module(INPUTS[0]).mean())
+    assert (list(model.input_names), set(model.parameters)) == (["data"], {"weight", "bias"})
+
+
+@pytest.mark.parametrize("loss", [lambda y: y.detach().mean(), lambda y: y.argmax(-1).float().mean()])
+def test_a_loss_that_trains_nothing_is_warned_of(tmp_path: Path, loss: Callable[[Tensor], Tensor]) -> None:
+    export_model(nn.Linear(3, 2), INPUTS[:1], path=tmp_path / "m.pt2", loss=loss)
+    with pytest.warns(SoapWarning, match=r"^the loss depends on no trainable parameter: nothing will be trained$"):
+        load_model(tmp_path / "m.pt2")
 
 
 def test_one_tensor_given_twice_makes_two_inputs(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -1,0 +1,39 @@
+"""What a report says besides its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import soap
+from soap.cli import report
+from soap.presets import preset
+
+MODEL = "zoo:gpt:tiny"
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [("single_device", "the best found is single_device: splitting does not pay here"), ("megatron", "the best found is megatron")],
+)
+def test_a_classical_strategy_is_called_by_its_name(found: str, line: str) -> None:
+    simulator = soap.api.simulator_for(MODEL, preset("p100-4x4"))
+    strategy = soap.api.classical(found, simulator.graph, simulator.topology)
+    summary = report.document(simulator, strategy, simulator.run(strategy))
+    lines = report.text(summary, report.FOUND).splitlines()
+    assert summary["same_as"] == found and line in lines
+    assert ("unlike data parallelism" in "\n".join(lines)) == (found != "single_device")
+    assert f"s.json is {found}" in report.text(summary, "s.json").splitlines()
+    assert line not in report.text(summary, found)
+
+
+def test_shared_cores() -> None:
+    topology = preset("local:4")
+    if topology.devices[0].type.kind != "cpu":
+        pytest.skip("this machine's devices are GPUs")
+    crowd = replace(topology, hosts=(replace(topology.hosts[0], cpu_cores=2),))
+    assert report.shared_cores(crowd) == 2
+    assert report.shared_cores(replace(topology, hosts=(replace(topology.hosts[0], cpu_cores=4),))) is None
+    assert report.shared_cores(replace(crowd, name="basement")) is None
+    assert report.crowded(4, 2) == "note: 4 processes share 2 cores of this machine"
