@@ -38,6 +38,7 @@ def test_python_from_export_to_strategy(tmp_path: Path, monkeypatch: pytest.Monk
     assert soap.load_strategy("strategy.json", "model.pt2", parse_cluster(blocks("yaml")[0])) == names["found"].strategy  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_classical_strategy_trainer_and_hugging_face(tmp_path: Path) -> None:
     export, _, classical, train, hugging_face = blocks("python")
     root = str(Path(__file__).parent.parent)

@@ -39,9 +39,7 @@ def make_parser() -> Parser:
     add_model(parser, positional=True)
     add_cluster(parser, required=True)
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the strategy goes (JSON)")
-    parser.add_argument(
-        "--budget", metavar="N", type=positive, default=api.DEFAULT_BUDGET, help="strategies to try (default %(default)s)"
-    )
+    parser.add_argument("--budget", metavar="N", type=positive, default=api.DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="equal seeds give equal results (default %(default)s)")
     parser.add_argument(
         "--beta",

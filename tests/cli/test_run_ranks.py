@@ -106,7 +106,8 @@ def test_bad_data_is_one_line(spec: str, words: str, folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("everybody", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("everybody", [True, False])
 def test_interrupt_ends_all_ranks(everybody: bool, folder: Path) -> None:
     """Ctrl-C in a terminal reaches every process; ``kill -INT`` only the command itself."""
     arguments = command("--steps", "100000000", "--data", "mydata:batches", "--timeline", "t.json")

@@ -172,6 +172,7 @@ sys.exit(search.main(sys.argv[1:]))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.slow
 def test_terminated_while_searching_and_again_while_saving(tmp_path: Path) -> None:
     out = tmp_path / "s.json"
     program = """

@@ -42,13 +42,13 @@ def examples(four: Pool, seed: int, folder: Path) -> None:
         assert result.passed, (seed, number, result.worst)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_random_models(four: Pool, seed: int, tmp_path: Path) -> None:
     examples(four, seed, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 31))
+@pytest.mark.parametrize("seed", range(1, 31))
 def test_many_random_models(four: Pool, seed: int, tmp_path: Path) -> None:
-    """With the two above: 31 models, 124 examples."""
+    """With the one above: 31 models, 124 examples."""
     examples(four, seed, tmp_path)
