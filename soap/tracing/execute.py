@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
-from soap.errors import ModelError
 from soap.graph import OperatorGraph
-from soap.regions import Box, contains, lengths, relative, volume, whole
+from soap.regions import Interval, whole
 from soap.simulator.tiling import Tile
 from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, substitute
+from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.model import TileContext
 from soap.tracing.rules import tiled
 from soap.tracing.rules.attention import run_attention
 from soap.tracing.rules.norm import batch_norm_apply, move_running_statistics
-from soap.tracing.rules.notation import Local, Maps, Tiled
+from soap.tracing.rules.notation import Local
 from soap.tracing.rules.random import run_drawn, run_dropout, seeded
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramStep:
-    """One call of an operator, with its maps over the operator's factors."""
-
-    call: Call
-    rule: Tiled
-    operands: tuple[Maps, ...]
-    outputs: tuple[Maps, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorProgram:
-    """An operator's calls in order. ``inputs`` and ``parameters``: (value, maps) in the order of the operator's operands."""
-
-    steps: tuple[ProgramStep, ...]
-    inputs: tuple[tuple[str, Maps], ...]
-    parameters: tuple[tuple[str, Maps], ...]
-    outputs: tuple[str, ...]
 
 
 @dataclass
@@ -56,61 +34,18 @@ class ExecutableModel:
     programs: Mapping[str, OperatorProgram]
     program: Program
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    _compiled: dict[tuple[int, tuple[Interval, ...]], CompiledTile] = field(default_factory=dict, init=False, repr=False)
 
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
         """See ``TracedModel.run_tile``."""
-        program = self.programs[self.graph.operators[tile.operator].name]
-        external: dict[tuple[str, Maps], tuple[torch.Tensor, Box]] = {}
-        for (key, tensor), box in zip(
-            (*zip(program.inputs, inputs, strict=True), *zip(program.parameters, parameters, strict=True)),
-            (*tile.inputs, *tile.parameters),
-            strict=True,
-        ):
-            external[key] = (tensor, box)
-        made: dict[str, tuple[torch.Tensor, Box]] = {}
-        for step in program.steps:
-            self._step(step, tile, external, made, context)
-        return tuple(made[value][0] for value in program.outputs)
-
-    def _step(
-        self,
-        step: ProgramStep,
-        tile: Tile,
-        external: Mapping[tuple[str, Maps], tuple[torch.Tensor, Box]],
-        made: dict[str, tuple[torch.Tensor, Box]],
-        context: TileContext,
-    ) -> None:
-        values = self.program.values
-        tensors, boxes = [], []
-        for name, maps in zip(step.call.operands, step.operands, strict=True):
-            box = tuple(dim.interval(tile.intervals, size) for dim, size in zip(maps, values[name].shape, strict=True))
-            tensor, held = made[name] if name in made else external[(name, maps)]
-            if held != box:
-                tensor = _region(tensor, held, box, step.call.name)
-            tensors.append(tensor)
-            boxes.append(box)
-        output_boxes = [
-            tuple(dim.interval(tile.intervals, size) for dim, size in zip(maps, values[name].shape, strict=True))
-            for name, maps in zip(step.call.outputs, step.outputs, strict=True)
-        ]
-        local = Local(
-            call=step.call,
-            tensors=tensors,
-            boxes=boxes,
-            output_boxes=output_boxes,
-            shapes=[values[name].shape for name in step.call.operands],
-            output_shapes=[values[name].shape for name in step.call.outputs],
-            random_seed=random_seed(context, step.call.name),
-            note_statistics=partial(context.note_statistics, step.call.name),
-        )
-        result = step.rule.run(local) if step.rule.run is not None else _plain(local)
-        results = list(result) if isinstance(result, (tuple, list)) else [result]
-        for name, tensor, box in zip(step.call.outputs, results, output_boxes, strict=False):
-            if tuple(tensor.shape) != lengths(box):
-                raise ModelError(f"internal: {step.call.name} gave shape {tuple(tensor.shape)} for region {box}; please report this")
-            made[name] = (tensor, box)
+        key = (tile.operator, tile.intervals)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            program = self.programs[self.graph.operators[tile.operator].name]
+            compiled = self._compiled[key] = CompiledTile(self.program.values, program, tile)
+        return compiled.run(inputs, parameters, context)
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but random numbers."""
@@ -147,9 +82,12 @@ class ExecutableModel:
         shapes = [self.program.values[name].shape for name in call.operands]
         out_shapes = [self.program.values[name].shape for name in call.outputs]
         boxes, out_boxes = [whole(shape) for shape in shapes], [whole(shape) for shape in out_shapes]
-        local = Local(call, tensors, boxes, out_boxes, shapes, out_shapes, random_seed(context, call.name))
+        local = Local(call, tensors, boxes, out_boxes, shapes, out_shapes, context)
         run = tiled(call, self.program.values).run
-        return run(local) if run in (run_attention, run_dropout, run_drawn) else _plain(local)
+        if run in (run_attention, run_dropout, run_drawn):
+            return run(local)
+        with seeded(local.random_seed, tensors[0].device if tensors else torch.device("cpu")):
+            return local.plain()
 
     def end_step(self, context: TileContext) -> None:
         """See ``TracedModel.end_step``. Statistics move in the order of the program, whatever order the tiles ran in."""
@@ -166,23 +104,6 @@ class ExecutableModel:
                 call.target(*substitute(list(call.args), change), **substitute(dict(call.kwargs), change))
 
 
-def _region(tensor: torch.Tensor, held: Box, box: Box, call: str) -> torch.Tensor:
-    """The part ``box`` of a tensor that holds ``held``; empty parts may lie anywhere."""
-    if volume(box) == 0:
-        return tensor.new_empty(lengths(box))
-    if not contains(held, box):
-        raise ModelError(f"internal: {call} needs region {box} of an operand, only {held} was computed; please report this")
-    return tensor[relative(box, held)]
-
-
-def _plain(local: Local) -> Any:
-    """The call's target on local operands; random numbers start from the call's seed."""
-    if not is_random(local.call):
-        return local.plain()
-    with seeded(local.random_seed, local.tensors[0].device if local.tensors else torch.device("cpu")):
-        return local.plain()
-
-
 def _plain_batch_norm(args: list[Any], kwargs: dict[str, Any], context: TileContext) -> torch.Tensor:
     """Training batch norm by torch's own kernel, from x alone: independent of the statistics that tiles exchange."""
     x, rest = args[0], iter(args[2:])
@@ -191,9 +112,3 @@ def _plain_batch_norm(args: list[Any], kwargs: dict[str, Any], context: TileCont
     if not context.update_buffers and mean is not None:
         mean, var = mean.clone(), var.clone()
     return torch.nn.functional.batch_norm(x, mean, var, weight, bias, True, kwargs["momentum"], kwargs["eps"])
-
-
-def random_seed(context: TileContext, call: str) -> int:
-    """63 bits from (seed, step, call): random numbers do not depend on how the operator is split."""
-    digest = hashlib.sha256(f"{context.seed}/{context.step}/{call}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

@@ -13,7 +13,8 @@ from torch.export import ExportedProgram
 from soap.errors import ModelError, SoapWarning
 from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
 from soap.tracing.calls import Program
-from soap.tracing.execute import ExecutableModel, OperatorProgram, ProgramStep
+from soap.tracing.compiled import OperatorProgram, ProgramStep
+from soap.tracing.execute import ExecutableModel
 from soap.tracing.fold import fold
 from soap.tracing.fuse import Fuser
 from soap.tracing.labels import batch_dimensions, gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,11 +23,16 @@ class TileContext:
     ``end_step`` moves the buffers by it, each channel once however many tiles have met it. ``update_buffers`` False leaves buffers alone.
     """
 
-    seed: int
-    step: int
-    buffers: dict[str, torch.Tensor]
+    seed: int = 0
+    step: int = 0
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     update_buffers: bool = True
     statistics: dict[str, list[tuple[Interval, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+
+    def random_seed(self, call: str) -> int:
+        """63 bits from (seed, step, call): random numbers do not depend on how the operator is split."""
+        digest = hashlib.sha256(f"{self.seed}/{self.step}/{call}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
 
     def note_statistics(self, call: str, channels: Interval, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """Keep what a tile found for some channels, unless another tile of this rank has found just that."""

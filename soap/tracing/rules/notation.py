@@ -13,14 +13,15 @@ factor of which the size in this operand may be 1 (broadcast). Dimensions of siz
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from soap.graph import WHOLE, DimMap
 from soap.regions import Box, Interval, lengths
-from soap.tracing.calls import Call, Ref, Value, argument, substitute
+from soap.tracing.calls import Call, Ref, Value, argument, substitute, walk
+from soap.tracing.model import TileContext
 
 Maps = tuple[DimMap, ...]
 
@@ -80,16 +81,11 @@ class View:
         return isinstance(self.get(name), Ref)
 
 
-def _forget(channels: Interval, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """The ``Local.note_statistics`` of calls that have none."""
-
-
 @dataclass(slots=True)
 class Local:
     """One tile of one call at run time: local operands, where they lie, and what is wanted.
 
-    ``boxes`` and ``output_boxes`` are global coordinates; ``shapes`` and ``output_shapes`` the whole tensors'. ``random_seed`` is a
-    function of (seed, step, call), the same on every tile. ``note_statistics`` takes batch norm's mean and variance of some channels.
+    ``boxes`` and ``output_boxes`` are global coordinates; ``shapes`` and ``output_shapes`` the whole tensors'.
     """
 
     call: Call
@@ -98,13 +94,24 @@ class Local:
     output_boxes: Sequence[Box]
     shapes: Sequence[tuple[int, ...]]
     output_shapes: Sequence[tuple[int, ...]]
-    random_seed: int = 0
-    note_statistics: Callable[[Interval, torch.Tensor, torch.Tensor], None] = _forget
+    context: TileContext = field(default_factory=TileContext)
+
+    @property
+    def random_seed(self) -> int:
+        """A function of (seed, step, call), the same on every tile."""
+        return self.context.random_seed(self.call.name)
+
+    def note_statistics(self, channels: Interval, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Tell batch norm's mean and variance of some channels."""
+        self.context.note_statistics(self.call.name, channels, mean, variance)
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by schema name, with tensors replaced by local ones."""
+        value = argument(self.call, name, default)
+        if not any(isinstance(leaf, Ref) for leaf in walk(value)):
+            return value
         local = dict(reversed(list(zip(self.call.operands, self.tensors, strict=True))))
-        return substitute(argument(self.call, name, default), lambda leaf: local[leaf.name] if isinstance(leaf, Ref) else leaf)
+        return substitute(value, lambda leaf: local[leaf.name] if isinstance(leaf, Ref) else leaf)
 
     def plain(self, tensors: Sequence[torch.Tensor] | None = None, **changes: Any) -> Any:
         """Call the target with local operands; ``changes`` replace arguments by schema name."""

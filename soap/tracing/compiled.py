@@ -1,0 +1,185 @@
+"""A tile of an operator made ready to run: which regions each of its calls reads and makes is worked out once, not in every step.
+
+What is left for a training step is a list of calls on tensors in numbered places. Where a call meets its tensors whole, it is the
+plain ATen call, so that a tile that holds everything costs what the model itself costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from soap.errors import ModelError
+from soap.regions import Box, contains, lengths, relative, volume, whole
+from soap.simulator.tiling import Tile
+from soap.tracing.calls import Call, Ref, Value, is_random, substitute
+from soap.tracing.model import TileContext
+from soap.tracing.rules.notation import Local, Maps, Tiled
+from soap.tracing.rules.random import seeded
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStep:
+    """One call of an operator, with its maps over the operator's factors."""
+
+    call: Call
+    rule: Tiled
+    operands: tuple[Maps, ...]
+    outputs: tuple[Maps, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorProgram:
+    """An operator's calls in order. ``inputs`` and ``parameters``: (value, maps) in the order of the operator's operands."""
+
+    steps: tuple[ProgramStep, ...]
+    inputs: tuple[tuple[str, Maps], ...]
+    parameters: tuple[tuple[str, Maps], ...]
+    outputs: tuple[str, ...]
+
+
+class CompiledTile:
+    """The calls of one tile. ``run`` may be called again and again, but not from several threads at once."""
+
+    def __init__(self, values: Mapping[str, Value], program: OperatorProgram, tile: Tile) -> None:
+        self._places: dict[tuple[str, Maps] | str, int] = {}
+        self._boxes: list[Box] = []
+        for key, box in zip((*program.inputs, *program.parameters), (*tile.inputs, *tile.parameters), strict=True):
+            self._place(key, box)
+        self._steps = [self._prepare(step, tile, values) for step in program.steps]
+        self._outputs = [self._places[name] for name in program.outputs]
+        self._forget_early()
+
+    def run(self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext) -> tuple[torch.Tensor, ...]:
+        """The tile's outputs from its regions of inputs and parameters."""
+        made: list[Any] = [*inputs, *parameters, *[None] * (len(self._boxes) - len(inputs) - len(parameters))]
+        for step in self._steps:
+            step.perform(made, context)
+        return tuple([made[place] for place in self._outputs])
+
+    def _place(self, key: tuple[str, Maps] | str, box: Box) -> int:
+        self._places[key] = len(self._boxes)
+        self._boxes.append(box)
+        return self._places[key]
+
+    def _prepare(self, step: ProgramStep, tile: Tile, values: Mapping[str, Value]) -> _Step:
+        call = step.call
+        reads, boxes = [], []
+        for name, maps in zip(call.operands, step.operands, strict=True):
+            box = _box(maps, tile, values[name])
+            place = self._places[name if name in self._places else (name, maps)]
+            reads.append((place, _cut(self._boxes[place], box, call.name)))
+            boxes.append(box)
+        output_boxes = [_box(maps, tile, values[name]) for name, maps in zip(call.outputs, step.outputs, strict=True)]
+        shapes = [values[name].shape for name in call.operands]
+        output_shapes = [values[name].shape for name in call.outputs]
+        local = Local(call, (), boxes, output_boxes, shapes, output_shapes)
+        entire = all(box == whole(shape) for box, shape in zip((*boxes, *output_boxes), (*shapes, *output_shapes), strict=True))
+        run = _plain_runner(call) if step.rule.run is None or (entire and _may_run_plainly(step)) else None
+        makes = [(self._place(name, box), lengths(box)) for name, box in zip(call.outputs, output_boxes, strict=True)]
+        return _Step(local, reads, makes, run, step.rule.run)
+
+    def _forget_early(self) -> None:
+        """Tensors that only the tile itself reads are let go behind their last reader, as in a plain forward pass."""
+        seen = set(self._outputs)
+        for step in reversed(self._steps):
+            last = {place for place, _ in (*step.reads, *step.makes)} - seen
+            step.forgets = tuple(last)
+            seen |= last
+
+
+Runner = Callable[[Sequence[torch.Tensor], TileContext], Any]
+
+
+class _Step:
+    """One call: ``reads`` (place, what to cut of it), ``makes`` (place, shape)."""
+
+    __slots__ = ("forgets", "local", "makes", "reads", "rule", "run")
+
+    def __init__(
+        self,
+        local: Local,
+        reads: Sequence[tuple[int, _Cut]],
+        makes: Sequence[tuple[int, tuple[int, ...]]],
+        run: Runner | None,
+        rule: Callable[[Local], Any] | None,
+    ) -> None:
+        self.local, self.reads, self.makes, self.run, self.rule = local, reads, makes, run, rule
+        self.forgets: tuple[int, ...] = ()
+
+    def perform(self, made: list[Any], context: TileContext) -> None:
+        """Run the call on the tensors in ``made`` and put its results there."""
+        tensors = [made[place] if cut is None else cut(made[place]) for place, cut in self.reads]
+        if self.run is not None:
+            result = self.run(tensors, context)
+        else:
+            local = self.local
+            assert self.rule is not None
+            local.tensors, local.context = tensors, context
+            result = self.rule(local)
+            local.tensors = ()
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        for (place, shape), tensor in zip(self.makes, results, strict=False):
+            if tensor.shape != shape:
+                name, box = self.local.call.name, self.local.output_boxes
+                raise ModelError(f"internal: {name} gave shape {tuple(tensor.shape)} for region {box}; please report this")
+            made[place] = tensor
+        for place in self.forgets:
+            made[place] = None
+
+
+def _box(maps: Maps, tile: Tile, value: Value) -> Box:
+    return tuple(dim.interval(tile.intervals, size) for dim, size in zip(maps, value.shape, strict=True))
+
+
+_Cut = Callable[[torch.Tensor], torch.Tensor] | None
+"""Takes a part of a tensor; None takes all of it."""
+
+
+def _cut(held: Box, box: Box, call: str) -> _Cut:
+    """The part ``box`` of a tensor that holds ``held``; empty parts may lie anywhere."""
+    if held == box:
+        return None
+    if volume(box) == 0:
+        shape = lengths(box)
+        return lambda tensor: tensor.new_empty(shape)
+    if not contains(held, box):
+        raise ModelError(f"internal: {call} needs region {box} of an operand, only {held} was computed; please report this")
+    region = relative(box, held)
+    return lambda tensor: tensor[region]
+
+
+def _may_run_plainly(step: ProgramStep) -> bool:
+    """Whether a call on whole tensors is just the ATen call. Views are not: copies that made their memory contiguous were dropped."""
+    return isinstance(step.call.target, torch._ops.OpOverload) and not step.rule.light and not is_random(step.call)
+
+
+def _plain_runner(call: Call) -> Runner:
+    """The call's target on local operands; random numbers start from the call's seed."""
+    if is_random(call):
+        return lambda tensors, context: _seeded(call, tensors, context)
+    places = [i for i, arg in enumerate(call.args) if isinstance(arg, Ref)]
+    target, template, kwargs = call.target, list(call.args), dict(call.kwargs)
+    if len(places) < len(call.operands):  # some operands are in lists or passed by name
+        return lambda tensors, _: Local(call, tensors, (), (), (), ()).plain()
+    if places == list(range(len(places))):
+        rest = template[len(places) :]
+        return lambda tensors, _: target(*tensors, *rest, **kwargs)
+
+    def run(tensors: Sequence[torch.Tensor], _: TileContext) -> Any:
+        args = template.copy()
+        for place, tensor in zip(places, tensors, strict=True):
+            args[place] = tensor
+        return target(*args, **kwargs)
+
+    return run
+
+
+def _seeded(call: Call, tensors: Sequence[torch.Tensor], context: TileContext) -> Any:
+    following = iter(tensors)
+    fill: Callable[[Any], Any] = lambda leaf: next(following) if isinstance(leaf, Ref) else leaf  # noqa: E731
+    with seeded(context.random_seed(call.name), tensors[0].device if tensors else torch.device("cpu")):
+        return call.target(*substitute(list(call.args), fill), **substitute(dict(call.kwargs), fill))
