@@ -15,6 +15,7 @@ from soap.zoo.dlrm import DLRM, DLRMConfig
 from soap.zoo.gpt import GPT, GPTConfig
 from soap.zoo.recipe import labelled_images, tokens
 from soap.zoo.recurrent import LanguageModel, RecurrentConfig
+from soap.zoo.resnet import ResNet, ResNetConfig
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -22,10 +23,15 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 def export_model(name: str, folder: Path) -> Path:
     """Write the model of this name to ``folder``; the same weights and example batch every time."""
     torch.manual_seed(0)
-    module, args = MODELS[name]()
+    module, args = make_model(name)
     path = folder / f"{name}.pt2"
     soap.export(module, args, path=path)
     return path
+
+
+def make_model(name: str) -> Made:
+    """The model of this name with an example batch, drawn from torch's generator."""
+    return {**MODELS, **RUNTIME_MODELS}[name]()
 
 
 def _text(batch: int, length: int, vocabulary: int) -> tuple[Tensor, ...]:
@@ -38,8 +44,8 @@ def _recurrent(vocabulary: int, width: int, steps: int, chunk: int, batch: int) 
     return LanguageModel(config), _text(batch, steps, vocabulary)
 
 
-def _gpt(vocabulary: int, context: int, width: int, layers: int, batch: int) -> Made:
-    config = GPTConfig(vocabulary=vocabulary, context=context, width=width, heads=4, layers=layers, dropout=0.0)
+def _gpt(vocabulary: int, context: int, width: int, layers: int, batch: int, heads: int = 4, dropout: float = 0.0) -> Made:
+    config = GPTConfig(vocabulary=vocabulary, context=context, width=width, heads=heads, layers=layers, dropout=dropout)
     return GPT(config), _text(batch, context, vocabulary)
 
 
@@ -54,6 +60,11 @@ def _alexnet(batch: int) -> Made:
     return AlexNet(config), labelled_images(batch, config.image, config.classes)
 
 
+def _resnet50(image: int, batch: int) -> Made:
+    config = ResNetConfig((3, 4, 6, 3), image=image, classes=100)
+    return ResNet(config), labelled_images(batch, config.image, config.classes)
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "lm": partial(_recurrent, vocabulary=24_000, width=512, steps=8, chunk=8, batch=16),
     "rnnlm": partial(_recurrent, vocabulary=4000, width=512, steps=24, chunk=8, batch=16),
@@ -63,3 +74,10 @@ MODELS: dict[str, Callable[[], Made]] = {
     "alexnet": partial(_alexnet, batch=8),
 }
 """lm, dlrm: large tables; gpt-wide: wide dense layers; gpt-long, rnnlm: much to compute; alexnet: convolutions, then dense layers."""
+
+RUNTIME_MODELS: dict[str, Callable[[], Made]] = {
+    "runtime-resnet50": partial(_resnet50, image=64, batch=16),
+    "runtime-gpt": partial(_gpt, vocabulary=4000, context=128, width=256, layers=4, batch=8, heads=8, dropout=0.1),
+    "runtime-rnnlm": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=32),
+}
+"""For ``benchmarks.runtime``: steps long enough for 1% to be seen, sides that PyTorch's own tools can train."""

@@ -32,8 +32,13 @@ class ShardStore:
                 if plan.tiles[use[0]].device == rank:
                     self._regions.setdefault(use, []).append(number)
 
-    def load(self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None) -> None:
-        """Take this rank's regions of full parameters; in place where shards exist already, so that optimizers keep them."""
+    def load(
+        self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None, share: bool = False
+    ) -> None:
+        """Take this rank's regions of full parameters; in place where shards exist already, so that optimizers keep them.
+
+        ``share``: a shard that is a whole parameter uses the parameter's own memory, where device and dtype are the same.
+        """
         for number, shard in enumerate(self.plan.shards):
             if self.rank not in shard.devices:
                 continue
@@ -44,8 +49,11 @@ class ShardStore:
                     self.tensors[number].copy_(region)
                 continue
             kind = dtype if dtype is not None and full.is_floating_point() else full.dtype
-            own = torch.empty(lengths(shard.box), dtype=kind, device=device)
-            own.copy_(region)
+            if share and region is full and (full.dtype, full.device) == (kind, device) and full.is_contiguous():
+                own = full
+            else:
+                own = torch.empty(lengths(shard.box), dtype=kind, device=device)
+                own.copy_(region)
             self.tensors[number] = own.requires_grad_(shard.trainable)
 
     def agree(self, comm: Communicator) -> None:

@@ -40,7 +40,8 @@ class Trainer:
     ``plan``: a plan, or (strategy, topology). ``order``: all tiles in the order in which they start, from the simulator; the graph's
     order if None. ``optimizer``: makes any torch optimizer with an elementwise update from a list of tensors. ``seed`` is that of
     dropout. ``dtype``: compute in this floating-point type instead of the model's own. Copies of a parameter start equal to their
-    first device's, buffers equal to rank 0's.
+    first device's, buffers equal to rank 0's. ``take_over``: train in the model's own memory where a rank keeps a parameter whole;
+    ``model.parameters`` then follow the training.
 
     Use as a context manager, or call ``close``, to leave the process group that it has opened.
     """
@@ -57,6 +58,7 @@ class Trainer:
         seed: int = 0,
         dtype: torch.dtype | None = None,
         timeout_s: float = TIMEOUT_S,
+        take_over: bool = False,
     ) -> None:
         if not isinstance(plan, Plan):
             strategy, topology = plan
@@ -73,7 +75,7 @@ class Trainer:
         self.comm = Communicator(self.device, self.program.device_groups(), self.world.timeout)
         self._check_agreement()
         self.shards = ShardStore(plan, self.rank)
-        self.shards.load(model.parameters, self.device, dtype)
+        self.shards.load(model.parameters, self.device, dtype, share=take_over)
         self.shards.agree(self.comm)
         self.buffers = {name: self._own(tensor) for name, tensor in model.buffers.items()}
         for tensor in self.buffers.values():

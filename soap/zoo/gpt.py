@@ -44,7 +44,7 @@ class CausalAttention(nn.Module):
         """Attended values, projected, of the shape of ``inputs``."""
         query, key, value = (self._split(layer(inputs)) for layer in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        result: Tensor = self.output(mixed.transpose(1, 2).reshape(inputs.shape))
+        result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result
 
     def _split(self, projected: Tensor) -> Tensor:

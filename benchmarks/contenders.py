@@ -1,0 +1,158 @@
+"""What ``benchmarks.runtime`` compares: training steps of SOAP's runtime, and of PyTorch's own ways to do the same. Runs on every rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import soap
+from benchmarks.models import Made, make_model
+from soap import api
+from soap.runtime.trainer import Trainer
+from soap.runtime.world import close_world, open_world
+from soap.simulator.reference import execution_order
+
+LEARNING_RATE = 0.01
+Step = Callable[[], float]
+"""One training iteration; gives the loss."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One model and the ways to train it. ``ours``: classical strategy; ``theirs``: name in ``PEERS``. ``path``: the exported model."""
+
+    model: str
+    path: Path
+    ours: str
+    theirs: str
+    options: Mapping[str, str]
+    """Of ``soap.api.load``."""
+
+
+def batch_of(name: str) -> Made:
+    """The model and its global batch, the same on every rank."""
+    torch.manual_seed(0)
+    return make_model(name)
+
+
+def soap_step(contest: Contest) -> Step:
+    """SOAP's runtime by a classical strategy; every rank is given the global batch."""
+    model = api.load(str(contest.path), **contest.options)
+    topology = soap.load_cluster(f"local:{dist.get_world_size()}")
+    strategy = api.classical(contest.ours, model.graph, topology)
+    simulation = api.simulator_for(model.graph, topology).run(strategy)
+    order = execution_order(simulation.tasks, simulation.schedule)
+    trainer = Trainer(model, (strategy, topology), order, optimizer=partial(torch.optim.SGD, lr=LEARNING_RATE), take_over=True)
+    inputs = model.example_inputs
+    return lambda: trainer.step(*inputs)
+
+
+def data_parallel_step(contest: Contest) -> Step:
+    """``DistributedDataParallel`` with its defaults; every rank has its share of the batch."""
+    module, inputs = batch_of(contest.model)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = tuple(tensor.tensor_split(size)[rank].contiguous() for tensor in inputs)
+    return _plain_step(DistributedDataParallel(module), own)
+
+
+def tensor_parallel_step(contest: Contest) -> Step:
+    """``parallelize_module`` with the plan of Megatron for the zoo's GPT; every rank has the global batch."""
+    module, inputs = batch_of(contest.model)
+    size = dist.get_world_size()
+    plan: dict[str, ParallelStyle] = {
+        "token_embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for i, block in enumerate(module.blocks):
+        block.attention.heads //= size
+        plan |= {f"blocks.{i}.attention.{layer}": ColwiseParallel() for layer in ("query", "key", "value")}
+        plan |= {f"blocks.{i}.attention.output": RowwiseParallel()}
+        plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
+    return _plain_step(parallelize_module(module, init_device_mesh("cpu", (size,)), plan), inputs)
+
+
+def _plain_step(module: nn.Module, inputs: Sequence[Tensor]) -> Step:
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss: Tensor = module(*inputs)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+PEERS: dict[str, Callable[[Contest], Step]] = {
+    "DistributedDataParallel": data_parallel_step,
+    "parallelize_module": tensor_parallel_step,
+}
+"""PyTorch's own ways, by name."""
+
+
+def race(contest: Contest, rounds: int, steps: int) -> list[tuple[float, float]]:
+    """Seconds per step of (ours, theirs) in each round, of the slowest rank, in turn in the same processes."""
+    world = open_world(dist_size(), "cpu", "gloo")
+    try:
+        runners = (soap_step(contest), PEERS[contest.theirs](contest))
+        for step in runners * 2:
+            _seconds(step, steps)
+        times = [tuple(_seconds(step, steps) for step in runners) for _ in range(rounds)]
+        slowest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return [(float(a), float(b)) for a, b in slowest]
+    finally:
+        close_world(world)
+
+
+def dist_size() -> int:
+    """Number of ranks that the launcher has started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _seconds(step: Step, steps: int) -> float:
+    """Median time of a step, between barriers."""
+    times = []
+    for _ in range(steps):
+        dist.barrier()
+        start = perf_counter_ns()
+        step()
+        times.append((perf_counter_ns() - start) / 1e9)
+    return median(times)
+
+
+def peak_bytes(contest: Contest, ours: bool) -> int:
+    """Most tensor memory that a rank holds at once, from before it has the model to the end of the third step; the worst rank's."""
+    world = open_world(dist_size(), "cpu", "gloo")
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step = (soap_step if ours else PEERS[contest.theirs])(contest)
+            gc.collect()
+            for _ in range(3):
+                step()
+        events = sorted((e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+        held = highest = 0
+        for _, change in events:
+            held += change
+            highest = max(highest, held)
+        worst = torch.tensor(highest)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return int(worst)
+    finally:
+        close_world(world)
