@@ -43,13 +43,15 @@ def benchmark(name: str, args: argparse.Namespace, folder: Path) -> str:
     speed = sorted(b / a for a, b in times)
     quarter = len(speed) // 4
     own, peer = (median(side) * 1e3 for side in zip(*times, strict=True))
+    half = f"{speed[quarter]:.3f} to {speed[-1 - quarter]:.3f}"
+    held = " | ".join(f"{size / 2**20:.0f} MiB" for size in memory)
     return (
-        f"| {name} | {ours} | {theirs} | {own:.1f} ms | {peer:.1f} ms | **{median(speed):.3f}** | {speed[quarter]:.3f} to {speed[-1 - quarter]:.3f} "
-        f"| {memory[0] / 2**20:.0f} MiB | {memory[1] / 2**20:.0f} MiB | {memory[0] / memory[1]:.2f} | {others:.0%} |"
+        f"| {name} | {ours} | {theirs} | {own:.1f} ms | {peer:.1f} ms | **{median(speed):.3f}** | {half} | {held} "
+        f"| {memory[0] / memory[1]:.2f} | {others:.0%} |"
     )
 
 
-HEAD = """| model | plan | peer | SOAP, per step | peer, per step | speed ratio | middle half | SOAP's peak | peer's peak | memory ratio | others |
+HEAD = """| model | plan | peer | SOAP | peer | speed ratio | middle half | SOAP's peak | peer's peak | memory ratio | others |
 |---|---|---|---:|---:|---:|---|---:|---:|---:|---:|"""
 
 

@@ -6,8 +6,6 @@ order, never in that of arrival, so that equal runs give equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from soap.runtime.redistribute import Pending, cut
@@ -23,7 +21,6 @@ class BackwardPass:
     def __init__(self, state: StepState, gradients: GradientSync) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
         self.gradients = gradients
-        self._contributions: dict[LeafKey, torch.Tensor] = {}
         self._returning: dict[int, list[tuple[int, Pending]]] = {}
         self._reduced: dict[int, Pending] = {}
 
@@ -35,20 +32,11 @@ class BackwardPass:
             if gradient is not None and output.tensor.requires_grad:
                 outputs.append(output.tensor)
                 gradients.append(gradient)
-        used = self.state.used.pop(number, {})
-        if not outputs or not used:
+        if not outputs:
             return
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
-        with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD):
-            results: Sequence[torch.Tensor | None] = torch.autograd.grad(outputs, list(used.values()), gradients, allow_unused=True)
-        for key, result in zip(used, results, strict=True):
-            if result is None:
-                continue
-            if key[0] == "shard":
-                self.gradients.add(key[1], result)
-            else:
-                other = self._contributions.get(key)
-                self._contributions[key] = result if other is None else other + result
+        with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self.gradients.segment(number):
+            torch.autograd.backward(outputs, gradients)
 
     def return_gradient(self, number: int) -> None:
         """Send a transfer's gradient back, or receive it."""
@@ -60,11 +48,10 @@ class BackwardPass:
             pending = self.state.receive(transfer.box, tensor, transfer.target, tag, name)
             self._returning.setdefault(transfer.holding, []).append((number, pending))
             return
-        gradient = self._contributions.pop(("transfer", number), None)
+        gradient = self._take(("transfer", number))
         if gradient is None:
             gradient = self.state.empty(transfer.box, tensor).zero_()
         self.state.send(gradient, transfer.source, tag, name)
-        self.state.leaves.pop(("transfer", number), None)
 
     def reduce_gradient(self, number: int) -> None:
         """Sum the gradients that the group's members have for a sum that was left on all of them."""
@@ -73,7 +60,7 @@ class BackwardPass:
         if own is None:
             own = self.state.empty(reduction.box, self.state.reduced_tensor(number)).zero_()
         elif len(reduction.devices) > 1:
-            own = own.clone(memory_format=torch.contiguous_format)
+            own = own.contiguous()
         name = reduce_name(self.state.graph.operators[reduction.operator], reduction, gradient=True)
         self._reduced[number] = self.state.sum_over(own, reduction.devices, name)
 
@@ -98,12 +85,16 @@ class BackwardPass:
 
     def _collect(self, holding: int) -> torch.Tensor | None:
         """All gradients for a holding, whose value is needed no longer: from this rank's own segments, then from other ranks."""
-        self.state.leaves.pop(("holding", holding), None)
         held = self.plan.holdings[holding]
-        total = self._contributions.pop(("holding", holding), None)
+        total = self._take(("holding", holding))
         returned = self._returning.pop(holding, ())
-        if returned:  # a copy: autograd may have handed out one tensor twice
-            total = self.state.empty(held.box, held.tensor).zero_() if total is None else total.clone()
+        if returned:
+            total = self.state.empty(held.box, held.tensor).zero_() if total is None else total
             for number, pending in returned:
                 cut(total, held.box, self.program.transfers[number].box).add_(pending.wait())
         return total
+
+    def _take(self, key: LeafKey) -> torch.Tensor | None:
+        """The gradient that this rank's segments have left on a leaf, which is needed no longer."""
+        leaf = self.state.leaves.pop(key, None)
+        return None if leaf is None else leaf.grad

@@ -28,28 +28,35 @@ def shards_without_gradient(plan: Plan, buckets: Sequence[Bucket]) -> tuple[int,
     return tuple(i for i, shard in enumerate(plan.shards) if shard.trainable and shard.parameter in parameters and i not in found)
 
 
-def make_buckets(plan: Plan, active: Set[int], start_of: Mapping[int, int], bucket_bytes: int) -> tuple[Bucket, ...]:
+def make_buckets(
+    plan: Plan, active: Set[int], start_of: Mapping[int, int], places: Sequence[int], bucket_bytes: int, first_bytes: int
+) -> tuple[Bucket, ...]:
     """Group the shards that get a gradient, in the order in which their gradients become complete.
 
-    ``active``: tiles that have a backward pass. ``start_of``: tile -> start of its segment. Shards on a single device
-    stay alone: there is nothing to send. ``bucket_bytes`` 0 gives every shard its own bucket.
+    ``active``: tiles that have a backward pass. ``start_of``: tile -> start of its segment. ``places``: tile -> its place in the order,
+    by which a segment's backward pass goes downwards. Shards on a single device stay alone: there is nothing to send. The first bucket
+    of a set of devices is closed at ``first_bytes``. ``bucket_bytes`` 0 gives every shard its own bucket.
     """
     complete = {i: start for i, shard in enumerate(plan.shards) if (start := _last_backward(shard, active, start_of)) is not None}
+    used = {i: min(places[tile] for tile, _ in plan.shards[i].uses if tile in active) for i in complete}
+    begun: set[tuple[tuple[int, ...], str]] = set()
     open_buckets: dict[tuple[tuple[int, ...], str], list[int]] = {}
     finished: list[Bucket] = []
 
     def close(shards: list[int]) -> None:
         finished.append(Bucket(tuple(shards), plan.shards[shards[0]].devices, min(complete[i] for i in shards)))
 
-    for i in sorted(complete, key=lambda i: (-complete[i], i)):
+    for i in sorted(complete, key=lambda i: (-complete[i], -used[i], i)):
         key = (plan.shards[i].devices, plan.graph.tensors[plan.shards[i].parameter].dtype)
         shards = open_buckets.setdefault(key, [])
         shards.append(i)
-        if len(key[0]) == 1 or sum(shard_bytes(plan, j) for j in shards) >= bucket_bytes:
+        limit = bucket_bytes if key in begun else min(first_bytes, bucket_bytes)
+        if len(key[0]) == 1 or sum(shard_bytes(plan, j) for j in shards) >= limit:
+            begun.add(key)
             close(open_buckets.pop(key))
     for shards in open_buckets.values():
         close(shards)
-    return tuple(sorted(finished, key=lambda bucket: (-bucket.start, bucket.shards)))
+    return tuple(sorted(finished, key=lambda bucket: (-bucket.start, -min(used[i] for i in bucket.shards), bucket.shards)))
 
 
 def shard_bytes(plan: Plan, shard: int) -> int:

@@ -32,7 +32,7 @@ class ForwardPass:
         self.model, self.shards, self.tensors = model, shards, tensors
         self.context = context
         self.loss = torch.zeros((), dtype=state.dtype_of(state.graph.loss), device=state.comm.device)
-        self._loss_told: Pending | None = None
+        self._found_loss = self.loss
         self._segment = -1
         self._attached: dict[int, torch.Tensor] = {}
         self._fetched: dict[int, torch.Tensor] = {}
@@ -48,8 +48,8 @@ class ForwardPass:
             self._attached, self._fetched, self._regions = {}, {}, {}
         tile, active = self.plan.tiles[number], number in self.program.activity.tiles
         op = self.plan.operator(tile)
-        inputs = [self._input(number, k, active) for k in range(len(op.inputs))]
-        parameters = [self._parameter(number, k, active) for k in range(len(op.parameters))]
+        inputs = [self._input(number, k) for k in range(len(op.inputs))]
+        parameters = [self._parameter(number, k) for k in range(len(op.parameters))]
         with self.state.task(forward_name(op, tile), TaskKind.FORWARD), torch.set_grad_enabled(active):
             outputs = self.model.run_tile(tile, inputs, parameters, self.context)
         self._check_outputs(op, tile, outputs)
@@ -79,18 +79,13 @@ class ForwardPass:
         self._reducing[number] = self.state.sum_over(total, reduction.devices, name)
 
     def tell_loss(self, holding: int) -> None:
-        """Start bringing the loss to every rank."""
-        source = self.plan.holdings[holding].device
-        if source == self.state.rank:
-            self.loss.copy_(self._held(holding).reshape(()))
-        if self.state.comm.world_size > 1:
-            self._loss_told = self.state.comm.broadcast(self.loss, source)
-
-    def wait_for_loss(self) -> float:
-        """The loss of the step."""
-        if self._loss_told is not None:
-            self._loss_told.wait()
-        return float(self.loss)
+        """Bring the loss to every rank: from the holding's device, unless all have it already."""
+        own = self.program.losses.get(self.state.rank)
+        if own is not None:
+            reduction = self.plan.holdings[own].reduction
+            self.loss = (self._found_loss if reduction is None else self._reducing[reduction].wait()).reshape(()).clone()
+        if len(self.program.losses) < self.state.comm.world_size:
+            self.state.comm.broadcast(self.loss, self.plan.holdings[holding].device).wait()
 
     def _check_outputs(self, op: Operator, tile: Tile, outputs: Sequence[torch.Tensor]) -> None:
         for operand, box, output in zip(op.outputs, tile.outputs, outputs, strict=True):
@@ -107,6 +102,8 @@ class ForwardPass:
         for output, holding in self.program.index.direct.get(number, ()):
             tensor, name = outputs[output], self.plan.holdings[holding].tensor
             self._attached[holding] = tensor
+            if self.program.losses.get(self.state.rank) == holding:
+                self._found_loss = tensor.detach()
             if holding in self.program.kept:
                 self.state.leaves["holding", holding] = self._leaf(tensor, name, holding in activity.holdings)
             seed = number in activity.seeds and name == self.state.graph.loss
@@ -132,7 +129,7 @@ class ForwardPass:
         reduction = self.plan.holdings[holding].reduction
         return self.state.leaves["holding", holding].detach() if reduction is None else self._reducing[reduction].wait()
 
-    def _input(self, number: int, place: int, active: bool) -> torch.Tensor:
+    def _input(self, number: int, place: int) -> torch.Tensor:
         """An input region of a tile."""
         name, box = self.plan.operator(self.plan.tiles[number]).inputs[place].tensor, self.plan.tiles[number].inputs[place]
         tensor = self.state.graph.tensors[name]
@@ -142,13 +139,13 @@ class ForwardPass:
             return self.state.empty(box, name)
         fetch = self.program.index.fetch_of[number, place]
         pieces = self.plan.fetches[fetch].pieces
-        values = [self._piece(fetch, k, active) for k in range(len(pieces))]
+        values = [self._piece(fetch, k) for k in range(len(pieces))]
         if fetch not in self._fetched:
             self._fetched[fetch] = assemble(box, [piece.box for piece in pieces], values)
         return self._fetched[fetch]
 
-    def _piece(self, fetch: int, place: int, active: bool) -> torch.Tensor:
-        """One piece of a fetch: attached if this segment made it, else a leaf, of which is noted that an active tile uses it."""
+    def _piece(self, fetch: int, place: int) -> torch.Tensor:
+        """One piece of a fetch: attached if this segment made it, else a leaf."""
         piece = self.plan.fetches[fetch].pieces[place]
         box = self.plan.holdings[piece.holding].box
         transfer = self.program.transfer_of.get((fetch, place))
@@ -160,17 +157,12 @@ class ForwardPass:
             leaves[key] = self._leaf(self._arriving[transfer].wait(), name, fetch in self.program.activity.fetches)
         elif key not in leaves:
             leaves[key] = self._leaf(self._held(piece.holding), name, piece.holding in self.program.activity.holdings)
-        if active and leaves[key].requires_grad:
-            self.state.used.setdefault(self._segment, {})[key] = leaves[key]
         return leaves[key] if transfer is not None else cut(leaves[key], box, piece.box)
 
-    def _parameter(self, number: int, place: int, active: bool) -> torch.Tensor:
+    def _parameter(self, number: int, place: int) -> torch.Tensor:
         """A parameter region of a tile, assembled once per segment."""
         name = self.plan.operator(self.plan.tiles[number]).parameters[place].tensor
         region = self.shards.region(number, place)
-        for shard in region.shards if active else ():
-            if self.plan.shards[shard].trainable:
-                self.state.used.setdefault(self._segment, {})["shard", shard] = self.shards.tensors[shard]
         key = (name, region)
         if key not in self._regions:
             self._regions[key] = self.shards.build(region) if volume(region.box) else self.state.empty(region.box, name)

@@ -18,12 +18,14 @@ from enum import Enum, auto
 from soap.errors import RuntimeFailure
 from soap.regions import Box
 from soap.runtime.activity import Activity, PlanIndex, find_activity
-from soap.runtime.buckets import Bucket, make_buckets, shard_bytes, shards_without_gradient
+from soap.runtime.buckets import Bucket, make_buckets, shards_without_gradient
 from soap.simulator.plan import Plan
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are summed in buffers of about this size, and a segment ends after as many bytes of parameters, so that summing overlaps
-with the rest of the backward pass. The figure is DistributedDataParallel's default."""
+"""Gradients are summed in buffers of about this size, so that summing overlaps with the rest of the backward pass. The figure is
+DistributedDataParallel's default."""
+FIRST_BUCKET_BYTES = 2**20
+"""Size of the first buffer: the sooner summing begins, the more of it overlaps. DistributedDataParallel's as well."""
 
 
 class ActionKind(Enum):
@@ -36,7 +38,7 @@ class ActionKind(Enum):
     REDUCE = auto()
     """Sum the partial results of ``plan.reductions[subject]``."""
     LOSS = auto()
-    """Tell the loss to every rank; it is in ``plan.holdings[subject]``."""
+    """Tell the loss to every rank, if some do not have it; it is in ``plan.holdings[subject]``."""
     SEGMENT = auto()
     """Run the backward pass of ``segments[subject]``."""
     RETURN = auto()
@@ -98,6 +100,8 @@ class Program:
     buckets: tuple[Bucket, ...]
     idle_shards: tuple[int, ...]
     """Shards whose gradient is zero."""
+    losses: dict[int, int]
+    """Device -> the holding in which it has the loss, if it has it: that of replica 0."""
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
 
@@ -123,11 +127,13 @@ def compile_program(
     index = PlanIndex(plan)
     places = _check_order(plan, index, order)
     activity = find_activity(plan, index)
-    segments = _cut(plan, index, order, bucket_bytes, single_tiles)
+    segments = _cut(plan, index, order, single_tiles)
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     start_of = {tile: segments[i].start for tile, i in segment_of.items()}
     transfers = tuple(_transfers(plan))
-    buckets = make_buckets(plan, activity.tiles, start_of, 0 if single_tiles else bucket_bytes)
+    buckets = make_buckets(plan, activity.tiles, start_of, places, 0 if single_tiles else bucket_bytes, FIRST_BUCKET_BYTES)
+    made = [(i, h) for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]
+    losses = {held.device: i for i, held in reversed(made)}
     return Program(
         plan,
         index,
@@ -141,8 +147,9 @@ def compile_program(
         {(transfer.fetch, transfer.piece): i for i, transfer in enumerate(transfers)},
         buckets,
         shards_without_gradient(plan, buckets),
+        losses,
         tuple(_forward(plan, index, places, transfers)),
-        tuple(_backward(plan, index, activity, segments, start_of, transfers, buckets)),
+        tuple(_backward(plan, index, activity, segments, start_of, transfers, buckets, losses)),
     )
 
 
@@ -176,24 +183,17 @@ def _transfers(plan: Plan) -> Iterator[Transfer]:
                 yield Transfer(number, k, piece.box, piece.holding, source, fetch.device)
 
 
-def _cut(plan: Plan, index: PlanIndex, order: Sequence[int], segment_bytes: int, single_tiles: bool) -> tuple[Segment, ...]:
+def _cut(plan: Plan, index: PlanIndex, order: Sequence[int], single_tiles: bool) -> tuple[Segment, ...]:
     """Cut each device's tiles into segments."""
-    uses: dict[int, list[int]] = {}
-    for number, shard in enumerate(plan.shards):
-        for tile, _ in shard.uses if shard.trainable else ():
-            uses.setdefault(tile, []).append(number)
     started: set[int] = set()
     segments: list[tuple[int, int, list[int]]] = []
-    current: dict[int, tuple[list[int], set[int]]] = {}
+    current: dict[int, list[int]] = {}
     for place, tile in enumerate(order):
         device = plan.tiles[tile].device
-        tiles, held = current.get(device, ([], set()))
-        full = bool(held) and sum(shard_bytes(plan, shard) for shard in held) >= segment_bytes
-        if _begins(plan, index, tile, started) or single_tiles or full or not tiles:
-            tiles, held = current[device] = ([], set())
-            segments.append((device, place, tiles))
-        tiles.append(tile)
-        held.update(uses.get(tile, ()))
+        if _begins(plan, index, tile, started) or single_tiles or device not in current:
+            current[device] = []
+            segments.append((device, place, current[device]))
+        current[device].append(tile)
     return tuple(Segment(device, place, tuple(tiles)) for device, place, tiles in segments)
 
 
@@ -222,7 +222,7 @@ def _begins(plan: Plan, index: PlanIndex, tile: int, started: set[int]) -> bool:
 
 
 def _forward(plan: Plan, index: PlanIndex, places: Sequence[int], transfers: Sequence[Transfer]) -> Iterator[Action]:
-    """Each tile, then what it sends, then the sums that it completes and what is sent of them, then the loss if it is there."""
+    """Each tile, then what it sends, then the sums that it completes and what is sent of them."""
     entries: list[tuple[tuple[int, int, int], Action]] = []
     for tile, place in enumerate(places):
         entries.append(((place, 0, 0), Action(ActionKind.TILE, tile, (plan.tiles[tile].device,))))
@@ -233,8 +233,6 @@ def _forward(plan: Plan, index: PlanIndex, places: Sequence[int], transfers: Seq
     for number, reduction in enumerate(plan.reductions):
         place = max(places[tile] for tile in reduction.tiles)
         entries.append(((place, 2, number), Action(ActionKind.REDUCE, number, reduction.devices)))
-    losses = [i for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]
-    entries.append(((_ready(plan, losses[0], places), 4, 0), Action(ActionKind.LOSS, losses[0], None)))
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
 
 
@@ -246,6 +244,7 @@ def _backward(
     start_of: dict[int, int],
     transfers: Sequence[Transfer],
     buckets: Sequence[Bucket],
+    losses: Mapping[int, int],
 ) -> Iterator[Action]:
     """Segments by decreasing start; behind each the gradients that it completes: sent back, summed over a group, synchronized."""
     entries: list[tuple[tuple[int, int, int], Action]] = []
@@ -269,3 +268,4 @@ def _backward(
         if len(bucket.devices) > 1:
             entries.append(((-bucket.start, 3, number), Action(ActionKind.SYNC, number, bucket.devices)))
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
+    yield Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before

@@ -31,7 +31,7 @@ class StepRunner:
     ) -> None:
         self.program, self.model, self.comm, self.shards = program, model, comm, shards
         self.dtype_of, self.recorder = dtype_of, recorder
-        self.gradients = GradientSync(program, shards.tensors, comm)
+        self.gradients = GradientSync(program, shards.tensors, comm, early=recorder is None)
         self._actions = (*part_of(program.forward, comm.rank), *part_of(program.backward, comm.rank))
 
     def run(self, tensors: Mapping[str, torch.Tensor], context: TileContext) -> float:
@@ -39,11 +39,10 @@ class StepRunner:
         state = StepState(self.program, self.comm, self.dtype_of, self.recorder)
         forward = ForwardPass(state, self.model, self.shards, tensors, context)
         backward = BackwardPass(state, self.gradients)
-        self.gradients.begin()
-        _perform(self._actions, forward, backward)
-        self.gradients.finish()
+        with self.gradients.step():
+            _perform(self._actions, forward, backward)
         self.comm.finish_sends()
-        return forward.wait_for_loss()
+        return float(forward.loss)
 
 
 def _perform(actions: Sequence[Action], forward: ForwardPass, backward: BackwardPass) -> None:

@@ -14,8 +14,8 @@ from soap.runtime.redistribute import Communicator, Pending
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
 
-LeafKey = tuple[Literal["holding", "transfer", "shard"], int]
-"""Where a segment's input comes from: a holding of this rank, a transfer, or a parameter shard."""
+LeafKey = tuple[Literal["holding", "transfer"], int]
+"""Where a segment's input comes from, unless it is a parameter shard: a holding of this rank, or a transfer."""
 
 
 class Output(NamedTuple):
@@ -30,8 +30,8 @@ class Output(NamedTuple):
 class StepState:
     """The values of one step that outlive their segment, and the services that both passes use.
 
-    ``leaves``: detached inputs of segments. ``used``: segment -> the leaves whose gradients its backward pass gives.
-    ``outputs``: segment -> what its backward pass starts from.
+    ``leaves``: detached inputs of segments, on which autograd leaves their gradients. ``outputs``: segment -> what its backward pass
+    starts from.
     """
 
     def __init__(self, program: Program, comm: Communicator, dtype_of: Callable[[str], torch.dtype], recorder: Recorder | None) -> None:
@@ -39,7 +39,6 @@ class StepState:
         self.comm, self.dtype_of = comm, dtype_of
         self._recorder = recorder
         self.leaves: dict[LeafKey, torch.Tensor] = {}
-        self.used: dict[int, dict[LeafKey, torch.Tensor]] = {}
         self.outputs: dict[int, list[Output]] = {}
 
     @property

@@ -1,29 +1,43 @@
 """Synchronization of gradients by all-reduce: buffers per bucket, summed while the backward pass goes on.
 
-Gradients live in views of the buffers for the whole training. What several segments contribute is added here; the sum over the
-devices starts when the program says that the bucket is complete.
+Gradients live in views of the buffers for the whole training. Autograd leaves what a segment contributes on the shards, whence a hook
+brings it here as soon as it is there. A sum over the devices starts when its last gradient has come, at the latest when the program says
+that the bucket is complete; sums start in the order of the program, which all ranks share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import takewhile
 
 import torch
 
-from soap.runtime.program import Program
+from soap.runtime.program import Action, ActionKind, Program, part_of
 from soap.runtime.redistribute import Communicator, Pending
 
 
 class GradientSync:
-    """The gradients of a rank's shards. ``gradients``: shard -> its gradient, valid after ``finish``."""
+    """The gradients of a rank's shards. ``gradients``: shard -> its gradient, valid after ``finish``.
 
-    def __init__(self, program: Program, tensors: Mapping[int, torch.Tensor], comm: Communicator) -> None:
+    Between ``begin`` and ``finish``, backward passes through ``tensors`` give their gradients to this object; ``early`` False leaves every
+    sum to its own action.
+    """
+
+    def __init__(self, program: Program, tensors: Mapping[int, torch.Tensor], comm: Communicator, early: bool = True) -> None:
         self.program = program
         self.comm = comm
         self.gradients: dict[int, torch.Tensor] = {}
+        self._tensors = tensors
         self._buffers: dict[int, torch.Tensor] = {}
+        self._bucket_of: dict[int, int] = {}
         self._fresh: set[int] = set()
-        self._pending: list[Pending] = []
+        self._missing: dict[int, int] = {}
+        self._pending: dict[int, Pending] = {}
+        self._startable: list[int] = []
+        self._contributions = _contributions(program, comm.rank)
+        self._follow = _buckets_behind(part_of(program.backward, comm.rank)) if early else {}
         for number, bucket in enumerate(program.buckets):
             if comm.rank not in bucket.devices:
                 continue
@@ -33,40 +47,61 @@ class GradientSync:
             first = 0
             for i, shard in zip(bucket.shards, shards, strict=True):
                 self.gradients[i] = buffer[first : first + shard.numel()].view(shard.shape)
+                self._bucket_of[i] = number
                 first += shard.numel()
 
         for i in program.idle_shards:
             if i in tensors:
                 self.gradients[i] = torch.zeros_like(tensors[i], requires_grad=False)
 
-    def begin(self) -> None:
-        """Forget the last step's gradients."""
-        self._fresh = {shard for bucket in self._buffers for shard in self.program.buckets[bucket].shards}
-
-    def add(self, shard: int, gradient: torch.Tensor) -> None:
-        """One segment's contribution."""
-        if shard in self._fresh:
-            self._fresh.discard(shard)
-            self.gradients[shard].copy_(gradient)
-        else:
-            self.gradients[shard].add_(gradient)
-
-    def start(self, bucket: int) -> Pending:
-        """Begin summing a bucket over its devices."""
-        self._fill(bucket)
-        buffer = self._buffers[bucket]
-        self.comm.traffic.synchronized_bytes += buffer.numel() * buffer.element_size()
-        pending = self.comm.all_reduce(buffer, self.program.buckets[bucket].devices)
-        self._pending.append(pending)
-        return pending
-
-    def finish(self) -> None:
-        """Wait until all gradients are complete."""
-        for pending in self._pending:
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One forward and backward pass. What an earlier one has left is forgotten; in the end all gradients are complete."""
+        self._fresh = set(self._bucket_of)
+        self._missing = {bucket: sum(self._contributions[i] for i in self.program.buckets[bucket].shards) for bucket in self._buffers}
+        hooks = []
+        for i in self._bucket_of:
+            self._tensors[i].grad = None
+            hooks.append(self._tensors[i].register_post_accumulate_grad_hook(partial(self._take, i)))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for pending in self._pending.values():
             pending.wait()
         self._pending.clear()
         for bucket in self._buffers:
             self._fill(bucket)
+
+    @contextmanager
+    def segment(self, number: int) -> Iterator[None]:
+        """The backward pass of a segment, during which sums may start that are to start behind it."""
+        self._startable = list(self._follow.get(number, ()))
+        yield
+        self._startable = []
+
+    def start(self, bucket: int) -> Pending:
+        """Begin summing a bucket over its devices, unless that has begun already."""
+        if bucket not in self._pending:
+            self._fill(bucket)
+            buffer = self._buffers[bucket]
+            self.comm.traffic.synchronized_bytes += buffer.numel() * buffer.element_size()
+            self._pending[bucket] = self.comm.all_reduce(buffer, self.program.buckets[bucket].devices)
+        return self._pending[bucket]
+
+    def _take(self, shard: int, tensor: torch.Tensor) -> None:
+        """One segment's contribution is there."""
+        assert tensor.grad is not None
+        if shard in self._fresh:
+            self._fresh.discard(shard)
+            self.gradients[shard].copy_(tensor.grad)
+        else:
+            self.gradients[shard].add_(tensor.grad)
+        tensor.grad = None
+        self._missing[self._bucket_of[shard]] -= 1
+        while self._startable and self._missing[self._startable[0]] == 0:
+            self.start(self._startable.pop(0))
 
     def _fill(self, bucket: int) -> None:
         """A shard to which nothing flowed on this rank contributes zeros."""
@@ -74,3 +109,22 @@ class GradientSync:
             if shard in self._fresh:
                 self._fresh.discard(shard)
                 self.gradients[shard].zero_()
+
+
+def _contributions(program: Program, rank: int) -> dict[int, int]:
+    """Shard -> number of this rank's segments whose backward pass may give it a gradient."""
+    found: dict[int, int] = {}
+    for i, shard in enumerate(program.plan.shards):
+        tiles = [tile for tile, _ in shard.uses if tile in program.activity.tiles and program.plan.tiles[tile].device == rank]
+        found[i] = len({program.segment_of[tile] for tile in tiles})
+    return found
+
+
+def _buckets_behind(actions: Sequence[Action]) -> dict[int, tuple[int, ...]]:
+    """Segment -> the buckets that a rank sums right behind it, with no other communication in between."""
+    found: dict[int, tuple[int, ...]] = {}
+    is_sync: Callable[[Action], bool] = lambda action: action.kind is ActionKind.SYNC  # noqa: E731
+    for place, action in enumerate(actions):
+        if action.kind is ActionKind.SEGMENT:
+            found[action.subject] = tuple(following.subject for following in takewhile(is_sync, actions[place + 1 :]))
+    return found

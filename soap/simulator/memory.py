@@ -3,12 +3,13 @@
 It follows the runtime. Counted as held through the whole step: parameter shards, their gradients and optimizer states, the whole batch and
 the constants (which every rank gets), everything the forward pass makes (it is not credited that the backward pass frees activations
 while it goes), and what is sent (which is kept until the step ends). On top come the largest set of gradients under way between operators,
-the gradients that one tile and one segment make, and the largest sum over devices. The allocator's fragmentation and the
+the gradients that one tile makes and those of shared parameters, and the largest sum over devices. The allocator's fragmentation and the
 libraries' workspaces are not counted, nor are a model's buffers (running statistics), which belong to no tensor of the graph.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -17,10 +18,6 @@ from soap.graph import DimMap, Operand, Operator, OperatorGraph, TensorKind
 from soap.regions import Box, volume, whole
 from soap.simulator.plan import Fetch, Piece, Plan
 from soap.simulator.tiling import Tile, iteration_points
-
-SEGMENT_BYTES = 25 * 2**20
-"""Parameters of one segment of the runtime (``runtime.program.BUCKET_BYTES``): so many bytes of their gradients exist twice, as autograd
-made them and where they are added up. The tile that reaches the limit still belongs to the segment."""
 
 PACKING_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Operators for which cuDNN brings the parameters together into one piece of memory, which is kept for the backward pass."""
@@ -53,7 +50,7 @@ def memory_use(plan: Plan, optimizer_states: int = 2) -> tuple[MemoryUse, ...]:
     """Upper bound of each device's use. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
     parameters, trainable = _shard_bytes(plan)
     activations = _sum((_tile_bytes(plan), _read_bytes(plan), _fetched_bytes(plan), _summed_bytes(plan), _assembled_bytes(plan)))
-    gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan), _segment_gradient_bytes(plan, trainable)))
+    gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan), _parameter_gradient_bytes(plan)))
     backward = _sum((gradients, _sent_bytes(plan), _largest_sum_bytes(plan)))
     return tuple(
         MemoryUse(
@@ -244,16 +241,24 @@ def _tile_gradient_bytes(plan: Plan) -> list[int]:
     return _sum((result, added))
 
 
-def _segment_gradient_bytes(plan: Plan, trainable: list[int]) -> list[int]:
-    """Parameter gradients as one segment's backward pass hands them out."""
+def _parameter_gradient_bytes(plan: Plan) -> list[int]:
+    """Parameter gradients as autograd makes them, before they are added up where they stay.
+
+    The largest tile's exist twice: where tiles put together more than there are shards, the gradient of such a region and its parts lie
+    beside each other. Where several tiles of a device use a shard, autograd collects their gradients first.
+    """
     graph = plan.graph
-    largest = [0] * plan.device_count
+    largest, collected = [0] * plan.device_count, [0] * plan.device_count
     for tile in plan.tiles:
         operands = zip(plan.operator(tile).parameters, tile.parameters, strict=True)
         size = sum(_box_bytes(graph, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
         largest[tile.device] = max(largest[tile.device], size)
-    # Where tiles put together more than there are shards, the gradient of such a region and its parts exist beside each other.
-    return [min(held, SEGMENT_BYTES + size) + size for held, size in zip(trainable, largest, strict=True)]
+    for shard in plan.shards:
+        users = Counter(plan.tiles[tile].device for tile, _ in shard.uses) if shard.trainable else {}
+        for device, count in users.items():
+            if count > 1:
+                collected[device] += _box_bytes(graph, shard.parameter, shard.box)
+    return [2 * size + held for size, held in zip(largest, collected, strict=True)]
 
 
 def _sent_bytes(plan: Plan) -> list[int]:

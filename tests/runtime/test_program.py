@@ -16,14 +16,14 @@ from tests.graph_builder import GraphBuilder, convnet, mlp
 from tests.runtime.plans import plan_of, random_order, split
 from tests.strategies import cases
 
-FORWARD = {ActionKind.TILE, ActionKind.TRANSFER, ActionKind.REDUCE, ActionKind.LOSS}
+FORWARD = {ActionKind.TILE, ActionKind.TRANSFER, ActionKind.REDUCE}
 
 
 def test_data_parallel_is_one_segment_per_rank_and_one_bucket() -> None:
     program = compile_program(plan_of(mlp(), split((0, 1, 2), b=3)))
     assert [segment.device for segment in program.segments] == [0, 1, 2]
     assert [action.kind for action in part_of(program.forward, 1)].count(ActionKind.TILE) == len(program.plan.graph.operators)
-    assert [action.kind for action in part_of(program.backward, 1)] == [ActionKind.SEGMENT, ActionKind.SYNC]
+    assert [action.kind for action in part_of(program.backward, 1)] == [ActionKind.SEGMENT, ActionKind.SYNC, ActionKind.LOSS]
     (bucket,) = program.buckets
     assert bucket.devices == (0, 1, 2)
     assert sorted(bucket.shards) == list(range(6))
@@ -34,15 +34,14 @@ def test_segment_begins_at_the_first_consumer_of_what_arrives() -> None:
     names = [[program.plan.operator(program.plan.tiles[t]).name for t in segment.tiles] for segment in program.segments]
     assert names == [["fc0", "act0"], ["fc1", "act1"], ["head", "cross_entropy5"]]
     kinds = [action.kind for action in program.backward]
-    assert kinds == [ActionKind.SEGMENT, ActionKind.RETURN] * 2 + [ActionKind.SEGMENT]
+    assert kinds == [ActionKind.SEGMENT, ActionKind.RETURN] * 2 + [ActionKind.SEGMENT, ActionKind.LOSS]
 
 
-def test_segments_end_after_a_bucket_of_parameters() -> None:
+def test_buckets_are_filled_in_the_order_of_the_backward_pass() -> None:
     plan = plan_of(mlp(), split((0, 1), b=2))
     small = compile_program(plan, bucket_bytes=1)
-    assert len(small.segments) == 2 * 4  # fc0 | act0, fc1 | act1, head | loss
-    assert len(small.buckets) == 6
-    assert {bucket.shards for bucket in small.buckets[:2]} == {(4,), (5,)}  # the head comes first
+    assert len(small.segments) == 2  # one for each rank, however small the buckets are
+    assert [bucket.shards for bucket in small.buckets] == [(4,), (5,), (2,), (3,), (0,), (1,)]  # the head comes first
 
 
 def test_single_tiles_for_tracing() -> None:
@@ -56,7 +55,7 @@ def test_replica_of_the_loss_has_no_backward_pass() -> None:
     loss = program.plan.first_tile[-1]
     assert loss in program.activity.tiles
     assert loss + 1 not in program.activity.tiles
-    assert [action.kind for action in part_of(program.backward, 1)] == []
+    assert [action.kind for action in part_of(program.backward, 1)] == [ActionKind.LOSS]
 
 
 def test_shards_for_what_no_tile_reads() -> None:

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 
 from soap.graph import OperatorGraph, TensorKind
 from soap.regions import Box, volume
-from soap.runtime.program import BUCKET_BYTES
 from soap.simulator import memory
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory import SEGMENT_BYTES, MemoryUse, memory_use, peak_bytes
+from soap.simulator.memory import MemoryUse, memory_use, peak_bytes
 from soap.simulator.plan import Plan
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tiling import iteration_points
@@ -126,10 +125,6 @@ def test_what_is_sent_is_kept() -> None:
     assert first.buffers == (96 + 48 + 48) + (96 + 96) + 2 * 96 + (48 + 48) + 48 + 4
     # The other device: the half that it reads; the tile of the loss; adding two losses; the gradient sent back; the loss, summed.
     assert second.buffers == 48 + (48 + 4 + 2) + 2 * 4 + 48 + 4
-
-
-def test_segments_are_as_the_runtime_makes_them() -> None:
-    assert SEGMENT_BYTES == BUCKET_BYTES
 
 
 class Step:
