@@ -8,13 +8,17 @@ from contextlib import contextmanager
 import torch
 
 from soap.graph import DimMap
-from soap.regions import Box
+from soap.regions import Box, balanced, lengths
 from soap.tracing.calls import Ref, substitute
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View
 from soap.tracing.rules.registry import pointwise, rule
 
 NOTHING = DimMap(None, 0, 0, 0)
 """Of this dimension no element is read."""
+
+
+BLOCKS = 8
+"""Parts of dimension 0 that draw their random numbers apart, at most."""
 
 
 @contextmanager
@@ -30,11 +34,27 @@ def _region(box: Box) -> tuple[slice, ...]:
 
 
 def keep_mask(local: Local, shape: Sequence[int], box: Box, probability: float, like: torch.Tensor) -> torch.Tensor:
-    """The region ``box`` of a mask of 0 and 1/(1-p) over ``shape``, the same whatever region is asked for."""
-    generator = torch.Generator().manual_seed(local.random_seed)
-    uniform = torch.rand(tuple(shape), generator=generator)[_region(box)]
-    keep = (uniform >= probability).to(like.dtype)
-    return (keep if probability >= 1.0 else keep / (1.0 - probability)).to(like.device)
+    """The region ``box`` of a mask of 0 and 1/(1-p) over ``shape``, the same whatever region is asked for.
+
+    The mask is drawn in blocks along dimension 0, each from a seed of its own: a tile of samples draws little more than it needs.
+    """
+    if not shape:
+        return keep_mask(local, (1,), ((0, 1),), probability, like).reshape(())
+    mask = torch.empty(lengths(box), dtype=like.dtype, device=like.device)
+    if mask.numel() == 0:
+        return mask
+    for number, (start, stop) in enumerate(balanced(shape[0], min(BLOCKS, shape[0]))):
+        first, last = max(start, box[0][0]), min(stop, box[0][1])
+        if first >= last:
+            continue
+        generator = torch.Generator(like.device).manual_seed((local.random_seed + number * 0x9E3779B97F4A7C15) % 2**63)
+        part = mask[first - box[0][0] : last - box[0][0]]
+        if part.shape == (stop - start, *shape[1:]):
+            part.bernoulli_(1.0 - probability, generator=generator)
+        else:
+            block = like.new_empty((stop - start, *shape[1:])).bernoulli_(1.0 - probability, generator=generator)
+            part.copy_(block[(slice(first - start, last - start), *_region(box[1:]))])
+    return mask if probability >= 1.0 else mask.div_(1.0 - probability)
 
 
 def run_dropout(local: Local) -> torch.Tensor:
