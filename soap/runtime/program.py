@@ -18,7 +18,7 @@ from enum import Enum, auto
 from soap.errors import RuntimeFailure
 from soap.regions import Box
 from soap.runtime.activity import Activity, PlanIndex, find_activity
-from soap.runtime.buckets import Bucket, make_buckets, shard_bytes, shards_without_gradient
+from soap.runtime.buckets import Bucket, make_buckets, rescheduled, shard_bytes, shards_without_gradient
 from soap.simulator.plan import Plan
 
 BUCKET_BYTES = 25 * 2**20
@@ -113,11 +113,17 @@ def part_of(actions: Iterable[Action], rank: int) -> list[Action]:
 
 
 def compile_program(
-    plan: Plan, order: Sequence[int] | None = None, *, single_tiles: bool = False, bucket_bytes: int = BUCKET_BYTES
+    plan: Plan,
+    order: Sequence[int] | None = None,
+    *,
+    single_tiles: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    buckets_of: Program | None = None,
 ) -> Program:
     """The program of a plan. ``order``: all tiles, topologically; the plan's own order if None.
 
     ``single_tiles`` makes every tile a segment of its own and every shard a bucket of its own, so that each task can be timed.
+    ``buckets_of``: another program with the same shards, whose buckets are taken, so that both can share the buffers of gradients.
     """
     order = tuple(range(len(plan.tiles))) if order is None else tuple(order)
     index = PlanIndex(plan)
@@ -127,7 +133,10 @@ def compile_program(
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     start_of = {tile: segments[i].start for tile, i in segment_of.items()}
     transfers = tuple(_transfers(plan))
-    buckets = make_buckets(plan, activity.tiles, start_of, 0 if single_tiles else bucket_bytes)
+    if buckets_of is None:
+        buckets = make_buckets(plan, activity.tiles, start_of, 0 if single_tiles else bucket_bytes)
+    else:
+        buckets = rescheduled(buckets_of.buckets, plan, activity.tiles, start_of)
     return Program(
         plan,
         index,

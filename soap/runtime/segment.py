@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,8 +18,35 @@ from soap.runtime.trace import Recorder
 from soap.tracing.model import TileContext, TracedModel
 
 
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Which part of a step a batch is: of all ``count`` micro-batches, the one with this number.
+
+    Gradients are added up over them, synchronized with the last, and are those of the mean of their losses.
+    """
+
+    number: int = 0
+    count: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether gradients begin with it."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether gradients are complete behind it."""
+        return self.number == self.count - 1
+
+
+WHOLE_STEP = MicroBatch()
+
+
 class StepRunner:
-    """Executes a program on one rank, again and again. After a step, ``gradients`` holds the complete gradients."""
+    """Executes a program on one rank, again and again. After a step's last micro-batch, ``gradients`` holds the complete gradients.
+
+    ``gradients``: those of another runner with the same buckets, if both work for the same steps.
+    """
 
     def __init__(
         self,
@@ -28,19 +56,33 @@ class StepRunner:
         shards: ShardStore,
         dtype_of: Callable[[str], torch.dtype],
         recorder: Recorder | None = None,
+        gradients: GradientSync | None = None,
     ) -> None:
         self.program, self.model, self.comm, self.shards = program, model, comm, shards
         self.dtype_of, self.recorder = dtype_of, recorder
-        self.gradients = GradientSync(program, shards.tensors, comm)
+        self.gradients = gradients or GradientSync(program, shards.tensors, comm)
         self._actions = (*part_of(program.forward, comm.rank), *part_of(program.backward, comm.rank))
+        self._without_sync = tuple(action for action in self._actions if action.kind is not ActionKind.SYNC)
 
-    def run(self, tensors: Mapping[str, torch.Tensor], context: TileContext) -> float:
-        """Forward and backward on full ``tensors`` (inputs and constants by name). Returns the loss."""
-        state = StepState(self.program, self.comm, self.dtype_of, self.recorder)
+    def run(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        context: TileContext,
+        part: MicroBatch = WHOLE_STEP,
+        carried: Mapping[int, torch.Tensor] | None = None,
+    ) -> float:
+        """Forward and backward on full ``tensors`` (inputs and constants by name). Returns the loss.
+
+        ``carried``: what another runner's ``gradients`` hold of the step's earlier micro-batches.
+        """
+        state = StepState(self.program, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
         forward = ForwardPass(state, self.model, self.shards, tensors, context)
         backward = BackwardPass(state, self.gradients)
-        self.gradients.begin()
-        _perform(self._actions, forward, backward)
+        if part.first:
+            self.gradients.begin()
+        elif carried is not None and carried is not self.gradients.gradients:
+            self.gradients.take_over(carried)
+        _perform(self._actions if part.last else self._without_sync, forward, backward)
         self.gradients.finish()
         self.comm.finish_sends()
         return forward.wait_for_loss()

@@ -43,6 +43,12 @@ class GradientSync:
         """Forget the last step's gradients."""
         self._fresh = {shard for bucket in self._buffers for shard in self.program.buckets[bucket].shards}
 
+    def take_over(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Go on from what another one of the same shards has added up and not yet summed over the devices."""
+        self._fresh = set()
+        for shard, own in self.gradients.items():
+            own.copy_(gradients[shard])
+
     def add(self, shard: int, gradient: torch.Tensor) -> None:
         """One segment's contribution."""
         if shard in self._fresh:
