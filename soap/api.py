@@ -42,30 +42,46 @@ OPTIMIZER_STATES = 2
 
 
 def export(
-    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, path: str | Path, loss: Callable[..., Any] | None = None
+    model: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    path: str | Path,
+    loss: Callable[..., Any] | None = None,
+    dynamic_batch: bool | Mapping[str, int] = False,
 ) -> None:
     """Write a module in training mode, called with these arguments, to a ``.pt2`` whose only output is the scalar loss.
 
     ``loss`` makes the scalar from the module's output where that is something else, e.g. ``lambda output: output.loss``.
+    ``dynamic_batch``: the file can be trained on batches of any size (a last one that is smaller), of dimension 0 of the inputs or, as a
+    mapping, of other dimensions by input name.
     """
     from soap.tracing.export import export_model
 
-    export_model(model, tuple(args), dict(kwargs or {}), path=path, loss=loss)
+    export_model(model, tuple(args), dict(kwargs or {}), path=path, loss=loss, dynamic_batch=dynamic_batch)
 
 
 def load(
-    spec: str | Path, *, plan_only: bool = False, batch_dims: Mapping[str, int] | None = None, dtype: str | None = None
+    spec: str | Path,
+    *,
+    plan_only: bool = False,
+    batch_dims: Mapping[str, int] | None = None,
+    dtype: str | None = None,
+    autocast: str | None = None,
+    batch_norm: str = "global",
 ) -> TracedModel:
     """The model of a ``.pt2`` file or of the zoo (``zoo:NAME[:tiny][@BATCH]``), as a graph of operators that can be computed tile by tile.
 
     ``plan_only``: without memory for its weights. ``batch_dims``: input name -> dimension of the samples, where it is not 0. ``dtype``:
-    replaces the floating-point type, for example ``float64`` for checks.
+    replaces the floating-point type, for example ``float64`` for checks. ``autocast="bfloat16"``: with the casts of ``torch.autocast``.
+    ``batch_norm``: ``global`` normalises by the whole batch, ``local`` each tile by its own part of it. Strategies hold for models that
+    were loaded with the same ``batch_norm``.
     """
     from soap.tracing.load import load_model
 
     if str(spec) and Path(spec).is_dir():
         raise ModelError(f"model {str(spec)!r} is a folder; expected a .pt2 file or zoo:NAME: name the file in it")
-    return load_model(str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype)
+    return load_model(str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype, autocast=autocast, batch_norm=batch_norm)
 
 
 def load_cluster(spec: str | Path) -> Topology:

@@ -79,8 +79,11 @@ class Strategy:
         """The parameter's synchronization."""
         return self.parameters.get(parameter, SyncConfig())
 
-    def validate(self, graph: OperatorGraph, device_count: int) -> None:
-        """Raise StrategyError naming the first thing that is illegal for this graph and number of devices."""
+    def validate(self, graph: OperatorGraph, device_count: int, *, empty_tiles: bool = False) -> None:
+        """Raise StrategyError naming the first thing that is illegal for this graph and number of devices.
+
+        ``empty_tiles``: a factor may be cut into more parts than it has elements, of which some are then empty.
+        """
         missing = [op.name for op in graph.operators if op.name not in self.operators]
         unknown = [name for name in self.operators if name not in graph.index]
         if missing or unknown:
@@ -90,14 +93,14 @@ class Strategy:
                 "search again for this model"
             )
         for op in graph.operators:
-            check_config(op, self.operators[op.name], device_count)
+            check_config(op, self.operators[op.name], device_count, empty_tiles=empty_tiles)
         known = {t.name for t in graph.parameters}
         for name in self.parameters:
             if name not in known:
                 raise StrategyError(f"strategy names parameter {name!r}, which model {graph.name!r} does not have")
 
 
-def check_config(op: Operator, config: OpConfig, device_count: int) -> None:
+def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_tiles: bool = False) -> None:
     """Raise StrategyError if the configuration is illegal for the operator."""
     if len(config.degrees) != len(op.factors):
         raise StrategyError(
@@ -105,7 +108,7 @@ def check_config(op: Operator, config: OpConfig, device_count: int) -> None:
             f"({', '.join(f.name for f in op.factors)})"
         )
     for factor, degree in zip(op.factors, config.degrees, strict=True):
-        if degree > factor.size:
+        if degree > factor.size and not empty_tiles:
             raise StrategyError(
                 f"operator {op.name!r}: degree {degree} of factor {factor.name!r} exceeds its size {factor.size}; lower the degree"
             )

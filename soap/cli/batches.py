@@ -79,6 +79,17 @@ class UserBatches:
         return tensors
 
 
+class JoinedBatches:
+    """``count`` batches for each step, one after the other: what a trainer that accumulates gradients is given."""
+
+    def __init__(self, batches: Batches, count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __call__(self, step: int) -> Sequence[torch.Tensor]:
+        """All tensors of a step."""
+        return [tensor for i in range(self._count) for tensor in self._batches(step * self._count + i)]
+
+
 def _drawn(example: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if example.dim() == 0 or example.numel() == 0:
         return example

@@ -6,12 +6,21 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from typing import TypedDict
 
 from soap.cli.command import Parser, UsageError
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:tiny][@BATCH]"
 CLUSTER_HELP = "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8"
 LARGEST_COUNT = 10**9
+
+
+class Reading(TypedDict):
+    """Arguments of ``api.load`` that change the graph, and with it what a strategy is for."""
+
+    batch_dims: Mapping[str, int] | None
+    batch_norm: str
+    autocast: str | None
 
 
 def add_model(parser: Parser, *, positional: bool) -> None:
@@ -28,6 +37,13 @@ def add_model(parser: Parser, *, positional: bool) -> None:
         default=[],
         help="dimension of an input that counts samples, where it is not 0; -1 for none (repeatable)",
     )
+    parser.add_argument(
+        "--batch-norm",
+        choices=["global", "local"],
+        default="global",
+        help="normalise by the whole batch, as one process does, or each part of it by itself (default %(default)s)",
+    )
+    parser.add_argument("--autocast", choices=["bfloat16"], help="compute in this type what torch.autocast does")
 
 
 def add_cluster(parser: Parser, *, required: bool, note: str = "") -> None:
@@ -50,6 +66,11 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
         other = taken.setdefault(os.path.realpath(path), option)
         if other != option:
             raise UsageError(f"{option} {path!r} is the same file as {other}, and would overwrite it; choose another path for {option}")
+
+
+def reading(args: argparse.Namespace) -> Reading:
+    """How ``add_model``'s options say that the model is read: arguments of ``api.load``."""
+    return Reading(batch_dims=batch_dims(args.batch_dim), batch_norm=args.batch_norm, autocast=args.autocast)
 
 
 def batch_dims(pairs: Sequence[tuple[str, int]]) -> Mapping[str, int] | None:

@@ -17,11 +17,11 @@ from soap.cli.options import (
     add_cluster,
     add_model,
     add_outputs,
-    batch_dims,
     data_spec,
     not_negative,
     positive,
     positive_number,
+    reading,
     refuse_overwriting,
 )
 from soap.cli.report import crowded, shared_cores
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 PROG = "soap-run"
 BASELINE = "data_parallel"
+OPTIMIZER_STATES = {"sgd": 0, "adam": 2}
+"""Tensors of a parameter's size that each optimizer keeps for it."""
 STRATEGY = "strategy"
 """What the strategy is called where names of strategies are listed."""
 
@@ -56,9 +58,11 @@ def make_parser() -> Parser:
     parser.add_argument("--check", action="store_true", help="compare loss and every gradient with a single process first")
     parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: as the cluster's devices are")
-    parser.add_argument("--dtype", choices=["float32", "float64"], help="compute in this type instead of the model's own")
-    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd", help="default %(default)s")
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], help="compute in this type instead of the model's own")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZER_STATES), default="sgd", help="default %(default)s")
     parser.add_argument("--lr", metavar="X", type=positive_number, default=0.01, help="learning rate (default %(default)s)")
+    parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help="batches per update (default %(default)s)")
+    parser.add_argument("--clip-norm", metavar="X", type=positive_number, help="scale gradients to at most this global norm")
     data_help = "yields one sequence of tensors per step, the same on all ranks (default: drawn like the example inputs)"
     parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
     parser.add_argument("--compare-data-parallel", action="store_true", help="train by data parallelism as well, and measure it")
@@ -92,12 +96,12 @@ def execute(args: argparse.Namespace) -> int:
 def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
     """The job for the ranks, and what is predicted for each strategy."""
     topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
-    dims = batch_dims(args.batch_dim)
-    graph = api.load(args.model, plan_only=True, batch_dims=dims).graph
+    read = reading(args)
+    graph = api.load(args.model, plan_only=True, **read).graph
     strategies = {STRATEGY: api.load_strategy(args.strategy, graph, topology), BASELINE: api.classical(BASELINE, graph, topology)}
     if args.dtype:  # the strategy was made for the model's own type; what is run and predicted is the model in the other one
-        graph = api.load(args.model, plan_only=True, batch_dims=dims, dtype=args.dtype).graph
-    simulator = api.simulator_for(graph, topology)
+        graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
+    simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[args.optimizer])
     predicted = {name: simulator.run(strategy) for name, strategy in strategies.items()}
     from soap.cli.training import Job  # from here on torch is needed anyway
 
@@ -105,7 +109,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
     orders = {name: tuple(execution_order(predicted[name].tasks, predicted[name].schedule)) for name in trained}
     job = Job(
         model=args.model,
-        batch_dims=dims,
+        reading=read,
         topology=topology,
         strategies={name: (strategies[name], orders[name]) for name in trained},
         steps=args.steps,
@@ -113,6 +117,8 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
         dtype=args.dtype,
         optimizer=args.optimizer,
         learning_rate=args.lr,
+        accumulate=args.accumulate,
+        clip_norm=args.clip_norm,
         data=args.data,
         backend=args.backend,
         device_kind=None if args.device == "auto" else args.device,
@@ -154,7 +160,7 @@ def document(job: Job, predicted: Mapping[str, Simulation], outcome: Outcome) ->
     for name, simulation in predicted.items():
         measured = outcome.measured.get(name)
         strategies[name] = {
-            "predicted_ns": simulation.makespan_ns,
+            "predicted_ns": simulation.step_ns(job.accumulate),
             "measured_ns": measured.median_ns if measured else None,
             "steps_ns": list(measured.times_ns) if measured else None,
             "losses": list(measured.losses) if measured else None,
@@ -193,11 +199,13 @@ def text(report: Mapping[str, Any]) -> str:
 
 def _checked(found: Mapping[str, Any]) -> str:
     worst = found["worst"]
+    ours, alone = worst["from_float64"], worst["alone_from_float64"]
+    judged = "" if ours is None else f"; from float64 it is {ours:.1e}, one process {alone:.1e}"
     verdict = "as in one process" if found["passed"] else "NOT as in one process"
     return (
         f"{verdict}: {found['compared']} tensors in {found['steps']} steps, largest difference {worst['error']:.1e} "
         f"({worst['kind']} {worst['name']}), allowed {found['tolerance']:.0e}"
-    )
+    ) + judged
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,10 +14,10 @@ from soap.cli.options import (
     add_cluster,
     add_model,
     add_outputs,
-    batch_dims,
     not_negative,
     positive,
     positive_number,
+    reading,
     refuse_overwriting,
 )
 from soap.cli.stopping import Stopping
@@ -74,7 +74,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     for path in filter(None, (args.output, args.timeline)):
         check_writable(path)
     topology = api.load_cluster(args.cluster)
-    graph = api.load(args.model, plan_only=True, batch_dims=batch_dims(args.batch_dim)).graph
+    graph = api.load(args.model, plan_only=True, **reading(args)).graph
     outcome = api.search(graph, topology, budget=args.budget, seed=args.seed, beta=args.beta, starts=args.start, progress=True)
     with stopping.saving():
         outcome.save(args.output)

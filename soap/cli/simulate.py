@@ -11,7 +11,7 @@ from pathlib import Path
 from soap import api
 from soap.cli import report
 from soap.cli.command import Parser, run_command
-from soap.cli.options import add_cluster, add_model, add_outputs, batch_dims, refuse_overwriting
+from soap.cli.options import add_cluster, add_model, add_outputs, reading, refuse_overwriting
 from soap.files import check_writable, write_text_atomically
 from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.timeline:
         check_writable(args.timeline)
     topology = api.load_cluster(args.cluster)
-    graph = api.load(args.model, plan_only=True, batch_dims=batch_dims(args.batch_dim)).graph
+    graph = api.load(args.model, plan_only=True, **reading(args)).graph
     strategy = api.classical(args.builtin, graph, topology) if args.builtin else api.load_strategy(args.strategy, graph, topology)
     simulator = api.simulator_for(graph, topology)
     simulation = simulator.run(strategy)

@@ -11,7 +11,8 @@ import torch
 from tqdm import tqdm
 
 from soap import api
-from soap.cli.batches import Batches, DrawnBatches, UserBatches
+from soap.cli.batches import Batches, DrawnBatches, JoinedBatches, UserBatches
+from soap.cli.options import Reading
 from soap.errors import SoapWarning
 from soap.runtime.check import CheckResult, check
 from soap.runtime.measure import WARM_UP_STEPS, StepTimes, measure_steps
@@ -33,7 +34,7 @@ class Job:
     """
 
     model: str
-    batch_dims: Mapping[str, int] | None
+    reading: Reading
     topology: Topology
     strategies: Mapping[str, tuple[Strategy, tuple[int, ...]]]
     steps: int
@@ -41,6 +42,8 @@ class Job:
     dtype: str | None
     optimizer: str
     learning_rate: float
+    accumulate: int
+    clip_norm: float | None
     data: str | None
     backend: str
     device_kind: DeviceKind | None
@@ -67,8 +70,10 @@ def train(job: Job) -> Outcome:
     """Train by each strategy in turn, each from the model's own parameters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SoapWarning)  # the command has said it, once for all ranks
-        model = api.load(job.model, batch_dims=job.batch_dims, dtype=job.dtype)
+        model = api.load(job.model, dtype=job.dtype, **job.reading)
     batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data)
+    if job.accumulate > 1:
+        batches = JoinedBatches(batches, job.accumulate)
     kind = job.device_kind or job.topology.devices[0].type.kind
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
     try:
@@ -107,6 +112,8 @@ def _trainer(job: Job, model: TracedModel, name: str) -> Trainer:
         backend=job.backend,
         device_kind=job.device_kind,
         seed=job.seed,
+        accumulate=job.accumulate,
+        clip_norm=job.clip_norm,
     )
 
 

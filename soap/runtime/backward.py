@@ -80,7 +80,7 @@ class BackwardPass:
             total = None if pending is None else pending.wait()
         if not output.seed:
             return total
-        one = torch.ones_like(output.tensor)
+        one = torch.full_like(output.tensor, self.state.share)
         return one if total is None else total + one
 
     def _collect(self, holding: int) -> torch.Tensor | None:

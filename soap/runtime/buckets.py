@@ -59,6 +59,14 @@ def make_buckets(
     return tuple(sorted(finished, key=lambda bucket: (-bucket.start, -min(used[i] for i in bucket.shards), bucket.shards)))
 
 
+def rescheduled(buckets: Sequence[Bucket], plan: Plan, active: Set[int], start_of: Mapping[int, int]) -> tuple[Bucket, ...]:
+    """The same buckets, under the same numbers, for another plan with the same shards. What gets no gradient there is summed as zeros."""
+    complete = {i: start for i, shard in enumerate(plan.shards) if (start := _last_backward(shard, active, start_of)) is not None}
+    return tuple(
+        Bucket(bucket.shards, bucket.devices, min((complete[i] for i in bucket.shards if i in complete), default=0)) for bucket in buckets
+    )
+
+
 def shard_bytes(plan: Plan, shard: int) -> int:
     """Size of one copy of a shard in bytes, in the model's own dtype."""
     return volume(plan.shards[shard].box) * plan.graph.tensors[plan.shards[shard].parameter].itemsize

@@ -51,7 +51,10 @@ class ForwardPass:
         inputs = [self._input(number, k) for k in range(len(op.inputs))]
         parameters = [self._parameter(number, k) for k in range(len(op.parameters))]
         with self.state.task(forward_name(op, tile), TaskKind.FORWARD), torch.set_grad_enabled(active):
-            outputs = self.model.run_tile(tile, inputs, parameters, self.context)
+            if tile.size:
+                outputs = self.model.run_tile(tile, inputs, parameters, self.context)
+            else:  # fewer samples than tiles: nothing, or nothing to be added to a sum
+                outputs = tuple(self.state.empty(box, out.tensor).zero_() for out, box in zip(op.outputs, tile.outputs, strict=True))
         self._check_outputs(op, tile, outputs)
         self._keep_held(number, outputs)
         self._keep_partial(number, outputs)

@@ -18,7 +18,7 @@ from enum import Enum, auto
 from soap.errors import RuntimeFailure
 from soap.regions import Box
 from soap.runtime.activity import Activity, PlanIndex, find_activity
-from soap.runtime.buckets import Bucket, make_buckets, shards_without_gradient
+from soap.runtime.buckets import Bucket, make_buckets, rescheduled, shards_without_gradient
 from soap.simulator.plan import Plan
 
 BUCKET_BYTES = 25 * 2**20
@@ -117,11 +117,17 @@ def part_of(actions: Iterable[Action], rank: int) -> list[Action]:
 
 
 def compile_program(
-    plan: Plan, order: Sequence[int] | None = None, *, single_tiles: bool = False, bucket_bytes: int = BUCKET_BYTES
+    plan: Plan,
+    order: Sequence[int] | None = None,
+    *,
+    single_tiles: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    buckets_of: Program | None = None,
 ) -> Program:
     """The program of a plan. ``order``: all tiles, topologically; the plan's own order if None.
 
     ``single_tiles`` makes every tile a segment of its own and every shard a bucket of its own, so that each task can be timed.
+    ``buckets_of``: another program with the same shards, whose buckets are taken, so that both can share the buffers of gradients.
     """
     order = tuple(range(len(plan.tiles))) if order is None else tuple(order)
     index = PlanIndex(plan)
@@ -131,7 +137,10 @@ def compile_program(
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     start_of = {tile: segments[i].start for tile, i in segment_of.items()}
     transfers = tuple(_transfers(plan))
-    buckets = make_buckets(plan, activity.tiles, start_of, places, 0 if single_tiles else bucket_bytes, FIRST_BUCKET_BYTES)
+    if buckets_of is None:
+        buckets = make_buckets(plan, activity.tiles, start_of, places, 0 if single_tiles else bucket_bytes, FIRST_BUCKET_BYTES)
+    else:
+        buckets = rescheduled(buckets_of.buckets, plan, activity.tiles, start_of)
     made = [(i, h) for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]
     losses = {held.device: i for i, held in reversed(made)}
     return Program(

@@ -69,13 +69,17 @@ class Communicator:
         self.traffic = Traffic()
         self._nccl = dist.get_backend() == "nccl"
         self._staged = device.type != "cpu" and not self._nccl
-        everyone = tuple(range(self.world_size))
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: None}
-        for devices in sorted({tuple(group) for group in groups} - {everyone}):
-            self._groups[devices] = dist.new_group(list(devices), timeout=timeout)
+        self._timeout = timeout
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
+        self.open_groups(groups)
         self._sends: list[Pending] = []
         if self._nccl:  # a batch of messages may be the first thing on a communicator only if all ranks take part
             dist.all_reduce(torch.zeros(1, device=device))
+
+    def open_groups(self, groups: Iterable[Sequence[int]]) -> None:
+        """Make the groups that are not there yet; on all ranks at once, with the same groups."""
+        for devices in sorted({tuple(group) for group in groups} - self._groups.keys()):
+            self._groups[devices] = dist.new_group(list(devices), timeout=self._timeout)
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Start sending; ``finish_sends`` waits for it. The tensor must not change until then."""

@@ -12,13 +12,16 @@ from soap.runtime.program import Action, ActionKind, Program, part_of
 from soap.runtime.redistribute import Communicator
 from soap.runtime.shards import ShardStore
 from soap.runtime.state import StepState
-from soap.runtime.sync import GradientSync
+from soap.runtime.sync import WHOLE_STEP, GradientSync, MicroBatch, SyncSchedule
 from soap.runtime.trace import Recorder
 from soap.tracing.model import TileContext, TracedModel
 
 
 class StepRunner:
-    """Executes a program on one rank, again and again. After a step, ``gradients`` holds the complete gradients."""
+    """Executes a program on one rank, again and again. After a step's last micro-batch, ``gradients`` holds the complete gradients.
+
+    ``gradients``: those of another runner with the same buckets, if both work for the same steps.
+    """
 
     def __init__(
         self,
@@ -28,19 +31,31 @@ class StepRunner:
         shards: ShardStore,
         dtype_of: Callable[[str], torch.dtype],
         recorder: Recorder | None = None,
+        gradients: GradientSync | None = None,
     ) -> None:
         self.program, self.model, self.comm, self.shards = program, model, comm, shards
         self.dtype_of, self.recorder = dtype_of, recorder
-        self.gradients = GradientSync(program, shards.tensors, comm, early=recorder is None)
+        self.gradients = gradients or GradientSync(program, shards.tensors, comm)
+        self._schedule = SyncSchedule(program, comm.rank, early=recorder is None)
         self._actions = (*part_of(program.forward, comm.rank), *part_of(program.backward, comm.rank))
+        self._without_sync = tuple(action for action in self._actions if action.kind is not ActionKind.SYNC)
 
-    def run(self, tensors: Mapping[str, torch.Tensor], context: TileContext) -> float:
-        """Forward and backward on full ``tensors`` (inputs and constants by name). Returns the loss."""
-        state = StepState(self.program, self.comm, self.dtype_of, self.recorder)
+    def run(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        context: TileContext,
+        part: MicroBatch = WHOLE_STEP,
+        carried: Mapping[int, torch.Tensor] | None = None,
+    ) -> float:
+        """Forward and backward on full ``tensors`` (inputs and constants by name). Returns the loss.
+
+        ``carried``: what another runner's ``gradients`` hold of the step's earlier micro-batches.
+        """
+        state = StepState(self.program, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
         forward = ForwardPass(state, self.model, self.shards, tensors, context)
         backward = BackwardPass(state, self.gradients)
-        with self.gradients.step():
-            _perform(self._actions, forward, backward)
+        with self.gradients.step(self._schedule, part, carried):
+            _perform(self._actions if part.last else self._without_sync, forward, backward)
         self.comm.finish_sends()
         return float(forward.loss)
 

@@ -31,10 +31,18 @@ class StepState:
     """The values of one step that outlive their segment, and the services that both passes use.
 
     ``leaves``: detached inputs of segments, on which autograd leaves their gradients. ``outputs``: segment -> what its backward pass
-    starts from.
+    starts from. ``share``: the gradient of the loss, less than 1 where the losses of several micro-batches are averaged.
     """
 
-    def __init__(self, program: Program, comm: Communicator, dtype_of: Callable[[str], torch.dtype], recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        comm: Communicator,
+        dtype_of: Callable[[str], torch.dtype],
+        recorder: Recorder | None,
+        share: float = 1.0,
+    ) -> None:
+        self.share = share
         self.program, self.plan, self.graph = program, program.plan, program.plan.graph
         self.comm, self.dtype_of = comm, dtype_of
         self._recorder = recorder

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
@@ -18,14 +19,46 @@ from soap.runtime.program import Action, ActionKind, Program, part_of
 from soap.runtime.redistribute import Communicator, Pending
 
 
-class GradientSync:
-    """The gradients of a rank's shards. ``gradients``: shard -> its gradient, valid after ``finish``.
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Which part of a step a batch is: of all ``count`` micro-batches, the one with this number.
 
-    Between ``begin`` and ``finish``, backward passes through ``tensors`` give their gradients to this object; ``early`` False leaves every
-    sum to its own action.
+    Gradients are added up over them, synchronized with the last, and are those of the mean of their losses.
     """
 
-    def __init__(self, program: Program, tensors: Mapping[int, torch.Tensor], comm: Communicator, early: bool = True) -> None:
+    number: int = 0
+    count: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether gradients begin with it."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether gradients are complete behind it."""
+        return self.number == self.count - 1
+
+
+WHOLE_STEP = MicroBatch()
+
+
+class SyncSchedule:
+    """When a rank's gradients are complete, by one program. ``contributions``: shard -> number of segments whose backward pass may give it
+    a gradient. ``follow``: segment -> the buckets that are summed right behind it; ``early`` False leaves every sum to its own action."""
+
+    def __init__(self, program: Program, rank: int, early: bool = True) -> None:
+        self.contributions = _contributions(program, rank)
+        self.follow = _buckets_behind(part_of(program.backward, rank)) if early else {}
+
+
+class GradientSync:
+    """The gradients of a rank's shards. ``gradients``: shard -> its gradient, valid after ``step``.
+
+    Inside ``step``, backward passes through ``tensors`` give their gradients to this object.
+    """
+
+    def __init__(self, program: Program, tensors: Mapping[int, torch.Tensor], comm: Communicator) -> None:
         self.program = program
         self.comm = comm
         self.gradients: dict[int, torch.Tensor] = {}
@@ -36,8 +69,7 @@ class GradientSync:
         self._missing: dict[int, int] = {}
         self._pending: dict[int, Pending] = {}
         self._startable: list[int] = []
-        self._contributions = _contributions(program, comm.rank)
-        self._follow = _buckets_behind(part_of(program.backward, comm.rank)) if early else {}
+        self._follow: Mapping[int, Sequence[int]] = {}
         for number, bucket in enumerate(program.buckets):
             if comm.rank not in bucket.devices:
                 continue
@@ -55,10 +87,20 @@ class GradientSync:
                 self.gradients[i] = torch.zeros_like(tensors[i], requires_grad=False)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """One forward and backward pass. What an earlier one has left is forgotten; in the end all gradients are complete."""
-        self._fresh = set(self._bucket_of)
-        self._missing = {bucket: sum(self._contributions[i] for i in self.program.buckets[bucket].shards) for bucket in self._buffers}
+    def step(
+        self, schedule: SyncSchedule, part: MicroBatch = WHOLE_STEP, carried: Mapping[int, torch.Tensor] | None = None
+    ) -> Iterator[None]:
+        """One forward and backward pass. What an earlier step has left is forgotten; behind the last micro-batch gradients are complete.
+
+        ``carried``: what another one of the same shards holds of earlier micro-batches.
+        """
+        if part.first:
+            self._fresh = set(self._bucket_of)
+        elif carried is not None and carried is not self.gradients:
+            for shard, own in self.gradients.items():
+                own.copy_(carried[shard])
+        self._follow = schedule.follow if part.last else {}
+        self._missing = {bucket: sum(schedule.contributions[i] for i in self.program.buckets[bucket].shards) for bucket in self._buffers}
         hooks = []
         for i in self._bucket_of:
             self._tensors[i].grad = None

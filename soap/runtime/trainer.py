@@ -7,15 +7,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from soap.errors import RuntimeFailure, SoapWarning
+from soap.presets import local_topology
+from soap.runtime.clipping import clip
+from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
-from soap.runtime.segment import StepRunner
 from soap.runtime.shards import ShardStore, gather_regions
+from soap.runtime.sizes import BatchSizes, run_dtype
+from soap.runtime.sync import MicroBatch
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.world import TIMEOUT_S, close_world, open_world
 from soap.simulator.lowering import build_plan
@@ -39,9 +42,10 @@ class Trainer:
 
     ``plan``: a plan, or (strategy, topology). ``order``: all tiles in the order in which they start, from the simulator; the graph's
     order if None. ``optimizer``: makes any torch optimizer with an elementwise update from a list of tensors. ``seed`` is that of
-    dropout. ``dtype``: compute in this floating-point type instead of the model's own. Copies of a parameter start equal to their
-    first device's, buffers equal to rank 0's. ``take_over``: train in the model's own memory where a rank keeps a parameter whole;
-    ``model.parameters`` then follow the training.
+    dropout. ``dtype``: compute in this floating-point type instead of the model's own. ``accumulate``: micro-batches per step.
+    ``clip_norm``: scale gradients to at most this global norm. Copies of a parameter start equal to their first device's, buffers equal
+    to rank 0's. ``take_over``: train in the model's own memory where a rank keeps a parameter whole; ``model.parameters`` then follow
+    the training.
 
     Use as a context manager, or call ``close``, to leave the process group that it has opened.
     """
@@ -57,9 +61,14 @@ class Trainer:
         device_kind: DeviceKind | None = None,
         seed: int = 0,
         dtype: torch.dtype | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
         timeout_s: float = TIMEOUT_S,
         take_over: bool = False,
     ) -> None:
+        if accumulate < 1 or not (clip_norm is None or clip_norm > 0):
+            raise RuntimeFailure(f"accumulate {accumulate}, clip_norm {clip_norm}: expected at least 1 micro-batch and a norm above 0")
+        topology: Topology | None = None
         if not isinstance(plan, Plan):
             strategy, topology = plan
             device_kind = device_kind or topology.devices[0].type.kind
@@ -68,6 +77,8 @@ class Trainer:
             ours, theirs = f"{model.graph.name!r} ({model.graph.hash})", f"{plan.graph.name!r} ({plan.graph.hash})"
             raise RuntimeFailure(f"plan is for model {theirs}, not {ours}; build it for this model")
         self.model, self.seed, self.dtype = model, seed, dtype
+        self.accumulate, self.clip_norm = accumulate, clip_norm
+        self.gradient_norm: float | None = None
         self.program = compile_program(plan, order)
         self.plan = plan = self.program.plan
         self.world = open_world(plan.device_count, device_kind or "cpu", backend, timeout_s)
@@ -81,36 +92,63 @@ class Trainer:
         for tensor in self.buffers.values():
             self.comm.broadcast(tensor, 0).wait()
         self._first_buffers = {name: tensor.clone() for name, tensor in self.buffers.items()}
-        self._constants = {name: self._own(tensor) for name, tensor in model.constants.items()}
         self.steps = 0
         self._batch_compared = False
-        self._runner = StepRunner(self.program, model, self.comm, self.shards, self._dtype_of)
+        self.sizes = BatchSizes(self, topology or local_topology(plan.device_count))
+        self._gradients = self.sizes.gradients
         self.optimizer_factory = optimizer
         trainable = [self.shards.tensors[i] for i in self.shards.tensors if plan.shards[i].trainable]
         self.optimizer = optimizer(trainable) if trainable else None
 
     def step(self, *inputs: torch.Tensor) -> float:
-        """One training iteration on a global batch, which every rank gets in full. Returns the loss, the same on all ranks."""
-        loss = self._run(self._runner, inputs)
-        self._set_gradients(self._runner.gradients.gradients)
-        if self.optimizer is not None:
-            self.optimizer.step()
-        self.steps += 1
-        return loss
+        """One training iteration on a global batch, which every rank gets in full. Returns the loss, the same on all ranks.
+
+        With ``accumulate``, the tensors of several micro-batches, one after the other; the loss is the mean of theirs. A batch of another
+        size than the model's trains by the same strategy, if the model can be traced at that size.
+        """
+        return self._iterate(inputs, None)
 
     def trace(self, *inputs: torch.Tensor) -> list[Event]:
-        """One training iteration in which every task is timed on its own; the events of all ranks, on all ranks.
+        """One training iteration in which every task (of the last micro-batch) is timed on its own; the events of all ranks, on all ranks.
 
         Slower than ``step``: nothing is joined into segments and buckets.
         """
-        program = compile_program(self.plan, self.program.order, single_tiles=True)
         recorder = Recorder(self.comm)
-        runner = StepRunner(program, self.model, self.comm, self.shards, self._dtype_of, recorder)
-        recorder.align()
-        self._run(runner, inputs)
-        self._update_one_by_one(runner.gradients.gradients, recorder)
-        self.steps += 1
+        self._iterate(inputs, recorder)
         return join_events(self.comm.gather(recorder.close()))
+
+    def _iterate(self, inputs: Sequence[torch.Tensor], recorder: Recorder | None) -> float:
+        """All micro-batches of a step, the last one traced if there is a recorder, and the optimizer's update."""
+        parts = micro_batches(inputs, self.model.input_names, self.accumulate)
+        if not self._batch_compared:
+            compare_ranks(self.comm, inputs, lambda: self.sizes.check(parts))
+            self._batch_compared = True
+        self.sizes.check(parts)
+        losses = []
+        for number, part in enumerate(parts):
+            sized = self.sizes.of(part)
+            runner, last = sized.runner, number == len(parts) - 1
+            if recorder is not None and last:
+                runner = sized.traced(recorder)
+                recorder.align()
+            context = TileContext(self.seed, self.steps * self.accumulate + number, self.buffers)
+            losses.append(runner.run(sized.tensors(part), context, MicroBatch(number, len(parts)), carried=self.sizes.gradients.gradients))
+            sized.model.end_step(context)
+            self._gradients = runner.gradients
+        self._update(recorder)
+        self.steps += 1
+        return sum(losses) / len(losses)
+
+    def _update(self, recorder: Recorder | None) -> None:
+        gradients = self._gradients.gradients
+        if self.clip_norm is not None:
+            self.gradient_norm = clip(self.comm, self.plan, gradients, self.clip_norm)
+        if recorder is not None:
+            self._update_one_by_one(gradients, recorder)
+            return
+        self._set_gradients(gradients)
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of the last step by canonical name, on rank 0 (empty elsewhere). Parameters without gradient are left out."""
@@ -118,7 +156,7 @@ class Trainer:
         full: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self.plan.shards[shard].parameter for shard in wanted):
             full[name] = torch.zeros(self.plan.graph.tensors[name].shape, dtype=self._dtype_of(name), device=self._home(name))
-        gather_regions(self.comm, self.plan, self._runner.gradients.gradients, wanted, full)
+        gather_regions(self.comm, self.plan, self._gradients.gradients, wanted, full)
         return full if self.rank == 0 else {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -164,54 +202,6 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, runner: StepRunner, inputs: Sequence[torch.Tensor]) -> float:
-        context = TileContext(self.seed, self.steps, self.buffers)
-        self._compare_batches(inputs)
-        loss = runner.run({**self._constants, **self._check_inputs(inputs)}, context)
-        self.model.end_step(context)
-        return loss
-
-    def _check_inputs(self, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        names = self.model.input_names
-        if len(inputs) != len(names):
-            raise RuntimeFailure(f"{len(inputs)} tensors given to a step: expected {len(names)} ({', '.join(names)})")
-        for name, tensor in zip(names, inputs, strict=True):
-            self._check_type(name, tensor)
-            expected = self.plan.graph.tensors[name].shape
-            if tuple(tensor.shape) != expected:
-                raise RuntimeFailure(f"input {name!r} has shape {tuple(tensor.shape)}: expected {expected}, the whole batch, on every rank")
-        return {name: self.place(tensor) for name, tensor in zip(names, inputs, strict=True)}
-
-    def _check_type(self, name: str, tensor: object) -> None:
-        """A tensor of the dtype that the model was exported with, or of the one that replaces it."""
-        own = self.plan.graph.tensors[name].dtype
-        allowed = dict.fromkeys((own, _dtype_name(self._dtype_of(name))))
-        found = _dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else None
-        if found not in allowed:
-            what = f"is a {type(tensor).__name__}" if found is None else f"has dtype {found}"
-            raise RuntimeFailure(f"input {name!r} {what}: expected a tensor of dtype {' or '.join(allowed)}; convert it first")
-
-    def _compare_batches(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Before the first step: ranks that load different data would train on silently. A rank's failure is raised on all of them."""
-        if self._batch_compared:
-            return
-        try:
-            self._check_inputs(inputs)
-            outcome = ("", _digest(inputs))
-        except RuntimeFailure as error:
-            outcome = (str(error), "")
-        outcomes = self.comm.gather(outcome)
-        if outcome[0]:
-            raise RuntimeFailure(outcome[0])
-        for rank, (failure, digest) in enumerate(outcomes):
-            if failure:
-                raise RuntimeFailure(f"rank {rank}: {failure}")
-            if digest != outcomes[0][1]:
-                raise RuntimeFailure(
-                    f"rank {rank} was given another batch than rank 0: every rank gets the whole global batch; seed the loader equally"
-                )
-        self._batch_compared = True
-
     def _warn_of_unchanged(self, state: Mapping[str, torch.Tensor]) -> None:
         """What the program only reads was fixed when it was imported."""
         for name, tensor in self.model.unchanged.items():
@@ -252,7 +242,8 @@ class Trainer:
 
     def _check_agreement(self) -> None:
         """Ranks with different programs would wait for each other forever."""
-        text = repr((self.plan.graph.hash, self.program.order, self.program.transfers, self.program.buckets, self.dtype))
+        options = (self.dtype, self.accumulate, self.clip_norm)
+        text = repr((self.plan.graph.hash, self.program.order, self.program.transfers, self.program.buckets, options))
         digests = self.comm.gather(hashlib.sha256(text.encode()).hexdigest())
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
@@ -269,22 +260,7 @@ class Trainer:
         return tensor.to(self.device)
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        own: Any = getattr(torch, self.plan.graph.tensors[name].dtype)
-        assert isinstance(own, torch.dtype)
-        return self.dtype if self.dtype is not None and own.is_floating_point else own
+        return run_dtype(self.plan.graph, name, self.dtype)
 
     def _home(self, name: str) -> torch.device:
         return self.model.parameters[name].device
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _digest(tensors: Sequence[torch.Tensor]) -> str:
-    """What tells batches apart: dtype, shape and bytes of each tensor."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

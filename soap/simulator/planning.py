@@ -54,9 +54,9 @@ class PlanBuilder:
     def __reduce__(self) -> tuple[object, ...]:
         return (PlanBuilder, (self.graph, self.topology))  # another process starts with empty caches
 
-    def build(self, strategy: Strategy) -> Plan:
-        """The plan of a strategy; raises StrategyError if it does not fit the graph or the cluster."""
-        strategy.validate(self.graph, self.topology.device_count)
+    def build(self, strategy: Strategy, *, empty_tiles: bool = False) -> Plan:
+        """The plan of a strategy; raises StrategyError if it does not fit the graph or the cluster (``empty_tiles``: see there)."""
+        strategy.validate(self.graph, self.topology.device_count, empty_tiles=empty_tiles)
         configs = [strategy.operators[op.name] for op in self.graph.operators]
         parts = [self._part(position, config) for position, config in enumerate(configs)]
         first_tile = _offsets([len(part.tiles) for part in parts])

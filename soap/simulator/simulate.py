@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soap.graph import OperatorGraph
@@ -13,7 +13,7 @@ from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory import MemoryUse, memory_use, peak_bytes
 from soap.simulator.plan import Plan
 from soap.simulator.reference import simulate
-from soap.simulator.tasks import Schedule, TaskGraph
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.timeline import bytes_moved
 from soap.strategy import Strategy
 from soap.topology import Topology
@@ -35,6 +35,14 @@ class Simulation:
     def makespan_ns(self) -> int:
         """Time of one iteration."""
         return self.schedule.makespan_ns
+
+    def step_ns(self, micro_batches: int = 1) -> int:
+        """Time of a step of several iterations of which only the last synchronizes gradients and updates parameters."""
+        if micro_batches == 1:
+            return self.makespan_ns
+        skipped = (TaskKind.SYNC, TaskKind.UPDATE)
+        kept = tuple(replace(task, duration_ns=0) if task.kind in skipped else task for task in self.tasks.tasks)
+        return (micro_batches - 1) * simulate(replace(self.tasks, tasks=kept)).makespan_ns + self.makespan_ns
 
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:

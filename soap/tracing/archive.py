@@ -2,7 +2,8 @@
 
 Files come from outside. ``torch.export.load`` unpickles some parts of an archive, evaluates symbolic shapes and looks functions up by
 name, so every pickled part is first read with torch's weights-only unpickler, which runs no code, and an archive with custom objects,
-code, symbolic shapes, calls of anything but operators, or entries that do not belong there is not opened at all. It also knows output
+code, symbolic shapes that are more than sums and products, calls of anything but operators, or entries that do not belong there is not
+opened at all. It also knows output
 classes (such as those of ``transformers``) only if the package that defines them was imported; they are rewritten to plain dictionaries,
 so that a model loads without the library it came from.
 """
@@ -35,8 +36,17 @@ _LAYOUT = re.compile(
     r"|\.format_version|\.storage_alignment)"
 )
 """What ``torch.export.save`` puts into an archive."""
-_TARGET = re.compile(r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\.sym_\w+|_operator\.getitem")
-"""What a program may call: registered operators, and picking one of several outputs."""
+_TARGET = re.compile(
+    r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\.sym_\w+|_operator\.(getitem|add|sub|mul|floordiv|mod|neg|eq|ne|lt|le|gt|ge)"
+)
+"""What a program may call: registered operators, picking one of several outputs, and arithmetic on sizes."""
+_HEADS = "Symbol|Integer|Add|Mul|Mod|FloorDiv|CleanDiv|PythonMod|Max|Min|Rational|Equality|Unequality|(?:Strict)?(?:Less|Greater)Than"
+_EXPRESSION = re.compile(
+    rf"(?:(?:{_HEADS})\(|'[su]\d{{1,9}}'|-?\d{{1,18}}+|(?:positive|nonnegative|integer)=True|true|false|\)|, ?)*+", re.ASCII
+)
+"""A symbolic size as torch.export writes it. Torch evaluates it, so that nothing else may be in it: names of functions that are not
+listed could run code, powers could fill the memory."""
+MAX_EXPRESSION_LENGTH = 10_000
 MAX_ARCHIVE_ENTRIES = 1_000_000
 
 
@@ -100,6 +110,7 @@ def _weights_only(path: Path, leaf: str, content: bytes) -> None:
 def _plain_program(path: Path, content: bytes) -> bytes:
     program = json.loads(content)
     _check_program(path, program)
+    program["guards_code"] = []  # Python text; sizes are checked against the ranges instead
     for entry in program["graph_module"]["module_call_graph"]:
         signature = entry.get("signature") or {}
         for key in ("in_spec", "out_spec"):
@@ -110,7 +121,7 @@ def _plain_program(path: Path, content: bytes) -> bytes:
 
 
 def _check_program(path: Path, program: Any) -> None:
-    """Raise ModelError for symbolic shapes, which torch evaluates, and for calls of anything but operators."""
+    """Raise ModelError for symbolic shapes that torch must not evaluate, and for calls of anything but operators."""
     waiting = [program]
     while waiting:
         item = waiting.pop()
@@ -118,8 +129,9 @@ def _check_program(path: Path, program: Any) -> None:
             waiting += item
         elif isinstance(item, dict):
             waiting += item.values()
-            if "expr_str" in item:
-                raise ModelError(f"model file {str(path)!r} has dynamic shapes; expected static shapes: export without dynamic_shapes")
+            text = str(item.get("expr_str", ""))
+            if len(text) > MAX_EXPRESSION_LENGTH or not _EXPRESSION.fullmatch(text):
+                raise ModelError(f"model file {str(path)!r} has the size {text[:80]!r}; expected sums and products of symbols and numbers")
             target = item.get("as_operator", item.get("target") if "metadata" in item else None)
             if target is not None and not _TARGET.fullmatch(str(target)):
                 raise ModelError(f"model file {str(path)!r} calls {str(target)!r}; expected ATen operators only")

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
+from soap.errors import ModelError
 from soap.graph import OperatorGraph
-from soap.regions import Interval, whole
+from soap.regions import Box, Interval, relative, volume, whole
 from soap.simulator.tiling import Tile
 from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, substitute
 from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.model import TileContext
 from soap.tracing.rules import tiled
 from soap.tracing.rules.attention import run_attention
-from soap.tracing.rules.norm import batch_norm_apply, move_running_statistics
+from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, move_running_statistics, moves_statistics
 from soap.tracing.rules.notation import Local
 from soap.tracing.rules.random import run_drawn, run_dropout, seeded
+
+
+class Source(Protocol):
+    """Where a traced model comes from, so that it can be traced again."""
+
+    def trace(self, *, shapes: Sequence[Sequence[int]] | None = None, dtype: torch.dtype | None = None) -> ExecutableModel:
+        """The model for inputs of these shapes, in this floating-point type; as it was traced where None."""
 
 
 @dataclass
@@ -34,6 +42,9 @@ class ExecutableModel:
     programs: Mapping[str, OperatorProgram]
     program: Program
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    source: Source | None = None
+    shapes: Sequence[Sequence[int]] | None = None
+    """Of the inputs, where they are not those that the source has by itself."""
     _compiled: dict[tuple[int, tuple[Interval, ...]], CompiledTile] = field(default_factory=dict, init=False, repr=False)
 
     def run_tile(
@@ -70,12 +81,46 @@ class ExecutableModel:
 
         args, kwargs = substitute(list(call.args), change), substitute(dict(call.kwargs), change)
         if call.target is batch_norm_apply:
-            return _plain_batch_norm(args, kwargs, context)
+            return _plain_batch_norm(args[0], args[2:], kwargs, context)
+        if call.target is batch_norm_local:
+            return self._grouped_batch_norm(call, args, kwargs, context)
         if is_random(call):
             return self._random(call, [values[name] for name in call.operands], context)
         if call.target is torch.ops.aten.view.default:  # copies that made memory contiguous were dropped
             return args[0].reshape(args[1])
         return call.target(*args, **kwargs)
+
+    def _grouped_batch_norm(self, call: Call, args: list[Any], kwargs: dict[str, Any], context: TileContext) -> torch.Tensor:
+        """Training batch norm of each region that a tile of the plan has, by itself; of all of x if no plan is given."""
+        x, affine = args[0], args[1:]
+        regions = [region for region in self._regions(call, context.tiles) if volume(region)]
+        out = torch.empty_like(x)
+        for region in regions or [whole(x.shape)]:
+            channels = slice(*region[1])
+            own = {**kwargs, "buffers": [None if b is None or not moves_statistics(region) else b[channels] for b in kwargs["buffers"]]}
+            part = relative(region, whole(x.shape))
+            out[part] = _plain_batch_norm(x[part], [a[channels] for a in affine], own, context)
+        return out
+
+    def _regions(self, call: Call, tiles: Sequence[Tile]) -> list[Box]:
+        """The distinct regions of a call's first operand that these tiles of its operator read."""
+        for op in self.graph.operators:
+            for step in self.programs[op.name].steps:
+                if step.call.name == call.name:
+                    position, maps, shape = self.graph.index[op.name], step.operands[0], self.program.values[call.operands[0]].shape
+                    own = [tile.intervals for tile in tiles if tile.operator == position]
+                    return list(dict.fromkeys(tuple(m.interval(t, size) for m, size in zip(maps, shape, strict=True)) for t in own))
+        return []
+
+    def resized(self, shapes: Sequence[Sequence[int]]) -> ExecutableModel:
+        """See ``TracedModel.resized``."""
+        if self.source is None:
+            raise ModelError("the model was made from a program in memory; expected soap.load of a file, for batches of other sizes")
+        return replace(self.source.trace(shapes=shapes), parameters={}, shapes=shapes)
+
+    def widened(self) -> ExecutableModel | None:
+        """See ``TracedModel.widened``."""
+        return None if self.source is None else replace(self.source.trace(shapes=self.shapes, dtype=torch.float64), parameters={})
 
     def _random(self, call: Call, tensors: list[torch.Tensor], context: TileContext) -> Any:
         """Calls that draw random numbers draw the same as tiles do."""
@@ -99,16 +144,18 @@ class ExecutableModel:
             for call in self.program.calls:
                 if call.name in context.statistics:
                     buffers, options = substitute(call.kwargs["buffers"], change), call.kwargs
-                    move_running_statistics(buffers, context.statistics.pop(call.name), options["count"], options["momentum"])
+                    move_running_statistics(buffers, context.statistics.pop(call.name), options["momentum"])
             for call in self.program.end_step if context.update_buffers else ():
                 call.target(*substitute(list(call.args), change), **substitute(dict(call.kwargs), change))
 
 
-def _plain_batch_norm(args: list[Any], kwargs: dict[str, Any], context: TileContext) -> torch.Tensor:
+def _plain_batch_norm(x: torch.Tensor, affine: Sequence[torch.Tensor], kwargs: dict[str, Any], context: TileContext) -> torch.Tensor:
     """Training batch norm by torch's own kernel, from x alone: independent of the statistics that tiles exchange."""
-    x, rest = args[0], iter(args[2:])
+    rest = iter(affine)
     weight, bias = (next(rest) if present else None for present in kwargs["affine"])
     mean, var = kwargs["buffers"]
     if not context.update_buffers and mean is not None:
         mean, var = mean.clone(), var.clone()
-    return torch.nn.functional.batch_norm(x, mean, var, weight, bias, True, kwargs["momentum"], kwargs["eps"])
+    if x.numel() == x.shape[1]:  # which torch.nn.functional refuses
+        mean = var = None
+    return torch.batch_norm(x, weight, bias, mean, var, True, kwargs["momentum"], kwargs["eps"], True)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import io
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,13 @@ def export_model(
     *,
     path: str | Path,
     loss: Callable[..., torch.Tensor] | None = None,
+    dynamic_batch: bool | Mapping[str, int] = False,
 ) -> None:
     """Export a training model with example inputs to ``path``, atomically.
 
-    The model returns the scalar loss, or ``loss(output)`` does; names are the model's own either way. Batch sizes and all other shapes
-    of the example inputs become fixed. The model's mode (training or not) is exported as it is. Raises ModelError if torch.export cannot
+    The model returns the scalar loss, or ``loss(output)`` does; names are the model's own either way. All shapes of the example inputs
+    become fixed, but for the number of samples with ``dynamic_batch``: dimension 0 of the inputs in which it has the most common size, or
+    the given dimensions by input name. The model's mode (training or not) is exported as it is. Raises ModelError if torch.export cannot
     trace the model or the output is no scalar.
     """
     from soap.tracing.importer import import_program
@@ -63,9 +66,15 @@ def export_model(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign
-            exported = torch.export.export(module, *_separate(tuple(args), dict(kwargs or {})), strict=False)
+            args, kwargs = _separate(tuple(args), dict(kwargs or {}))
+            sizes = _symbolic_batch(module, args, kwargs, dynamic_batch) if dynamic_batch else None
+            exported = torch.export.export(module, args, kwargs, dynamic_shapes=sizes, strict=False)
+    except ModelError:
+        raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if dynamic_batch:
+            first = f"the number of samples cannot stay open ({first})"
         raise ModelError(f"torch.export cannot trace {type(model).__name__}: {first}; see torch.export's documentation") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
@@ -73,6 +82,40 @@ def export_model(
     buffer = io.BytesIO()
     torch.export.save(exported, buffer)
     write_bytes_atomically(path, buffer.getvalue())
+
+
+def _symbolic_batch(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], chosen: bool | Mapping[str, int]
+) -> dict[str, Any]:
+    """The arguments by name with one symbol for the number of samples, as torch.export takes them."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    dims = _batch_dims(bound, chosen)
+    sizes = {tensor.shape[dim] for tensor, dim in dims.values()}
+    if len(sizes) != 1 or sizes == {1}:  # torch.export takes a size of 1 for a fact of the model
+        raise ModelError(f"dynamic_batch: sizes {sorted(sizes)}; expected example inputs with one number of samples, at least 2")
+    symbol = torch.export.Dim("batch", min=1)
+    by_id = {id(tensor): {dim: symbol} for tensor, dim in dims.values()}
+    return {name: torch.utils._pytree.tree_map(lambda leaf: by_id.get(id(leaf)), value) for name, value in bound.items()}
+
+
+def _batch_dims(bound: Mapping[str, Any], chosen: bool | Mapping[str, int]) -> dict[str, tuple[torch.Tensor, int]]:
+    """A name for each tensor with a batch dimension -> the tensor and that dimension."""
+    tensors = {
+        name + torch.utils._pytree.keystr(path): leaf
+        for name, value in bound.items()
+        for path, leaf in torch.utils._pytree.tree_flatten_with_path(value)[0]
+        if isinstance(leaf, torch.Tensor)
+    }
+    if not isinstance(chosen, bool):
+        for name, dim in chosen.items():
+            if name not in tensors or not 0 <= dim < tensors[name].dim():
+                raise ModelError(f"dynamic_batch: {name!r} has no dimension {dim}; expected one of {', '.join(tensors)} and its dimension")
+        return {name: (tensors[name], dim) for name, dim in chosen.items()}
+    counted = Counter(tensor.shape[0] for tensor in tensors.values() if tensor.dim())
+    if not counted:
+        raise ModelError("dynamic_batch: no input has a dimension; expected example inputs with samples")
+    size = counted.most_common(1)[0][0]
+    return {name: (tensor, 0) for name, tensor in tensors.items() if tensor.dim() and tensor.shape[0] == size}
 
 
 def _separate(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,7 +16,7 @@ import torch
 
 from soap.errors import ModelError
 from soap.tracing.calls import BufferRef, Call, Ref, Value, argument
-from soap.tracing.rules.norm import batch_norm_apply, batch_norm_statistics
+from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, batch_norm_statistics
 
 aten = torch.ops.aten
 
@@ -31,6 +31,9 @@ class Fake:
 
 class Writer(Protocol):
     """What a form needs of the reader: the values so far, and a place to write calls to."""
+
+    local_statistics: bool
+    """Whether training batch norm normalises each tile by its own statistics."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a value."""
@@ -188,23 +191,26 @@ def _view_named(writer: Writer, call: Call, target: Any, fake: Fake) -> str:
 
 @form("batch_norm")
 def batch_norm(writer: Writer, call: Call, fake: Fake) -> str:
-    """In training, statistics over the whole batch and then a pointwise application: see ``rules.norm``."""
+    """In training, statistics over the whole batch and then a pointwise application, or one local call: see ``rules.norm``."""
     if not argument(call, "training"):
         return writer.emit(call, fake.shape, fake.dtype)
     x = argument(call, "input")
     shape = writer.shape(x.name)
     buffers = tuple(writer.updated_buffer(argument(call, name)) for name in ("running_mean", "running_var"))
     affine = (argument(call, "weight"), argument(call, "bias"))
-    name = f"{call.name}:sums"
-    sums = writer.emit(Call(name, batch_norm_statistics, (x,), {}, (name,), call.path), (2, shape[1]), torch.float64)
     options = {
         "buffers": buffers,
         "affine": tuple(a is not None for a in affine),
-        "count": prod((shape[0], *shape[2:])),
         "momentum": argument(call, "momentum"),
         "eps": argument(call, "eps"),
     }
-    operands = (x, Ref(sums), *(a for a in affine if a is not None))
+    given = [a for a in affine if a is not None]
+    if writer.local_statistics:
+        return writer.emit(Call(call.name, batch_norm_local, (x, *given), options, (call.name,), call.path), fake.shape, fake.dtype)
+    name = f"{call.name}:sums"
+    sums = writer.emit(Call(name, batch_norm_statistics, (x,), {}, (name,), call.path), (2, shape[1]), torch.float64)
+    options["count"] = prod((shape[0], *shape[2:]))
+    operands = (x, Ref(sums), *given)
     return writer.emit(Call(call.name, batch_norm_apply, operands, options, (call.name,), call.path), fake.shape, fake.dtype)
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 import torch
 from torch.export import ExportedProgram
@@ -23,6 +24,10 @@ from soap.tracing.naming import anchor, canonical_names, group_outputs, operator
 from soap.tracing.reader import Reader
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
+from soap.tracing.sizes import Shapes, at_sizes, is_dynamic
+
+BatchNorm = Literal["global", "local"]
+"""What training batch norm normalises by: the whole batch, or each tile by its own part of it."""
 
 
 def import_program(
@@ -32,14 +37,21 @@ def import_program(
     batch_dims: Mapping[str, int] | None = None,
     plan_only: bool = False,
     dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    batch_norm: BatchNorm = "global",
+    shapes: Shapes | None = None,
 ) -> ExecutableModel:
     """The traced model of an exported training program that returns its scalar loss.
 
     ``batch_dims``: input name -> its batch dimension (default 0; -1: the input has none). ``plan_only``: shapes suffice, no values are
-    computed or kept. ``dtype`` replaces every floating-point dtype. Raises ModelError in one line for programs that cannot be planned;
-    warns once per kind of call without a rule.
+    computed or kept. ``dtype`` replaces every floating-point dtype. ``autocast``: with the casts that ``torch.autocast`` would make.
+    ``batch_norm``: whether training batch norm normalises by the whole batch or each tile by itself. ``shapes``: of the inputs, where the
+    program was exported with symbolic sizes; those of its examples if None. Raises ModelError in one line for programs that cannot be
+    planned; warns once per kind of call without a rule.
     """
-    program = Reader(exported, dtype).read()
+    if is_dynamic(exported):
+        exported = at_sizes(exported, shapes)
+    program = Reader(exported, dtype, autocast=autocast, local_statistics=batch_norm == "local").read()
     fold(program, plan_only=plan_only)
     groups = Fuser(program).run()
     if not groups:

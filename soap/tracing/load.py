@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,28 +16,107 @@ from torch.export import ExportedProgram
 from soap import zoo
 from soap.errors import ModelError
 from soap.tracing.archive import plain_archive
-from soap.tracing.execute import ExecutableModel
-from soap.tracing.importer import import_program
+from soap.tracing.execute import ExecutableModel, Source
+from soap.tracing.importer import BatchNorm, import_program
+from soap.tracing.sizes import Shapes, is_dynamic
 
+LOWER = {"bfloat16": torch.bfloat16}
+"""Types that autocast may cast to. Float16 would need its gradients scaled."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
-    spec: str | Path, *, plan_only: bool = False, batch_dims: Mapping[str, int] | None = None, dtype: str | None = None
+    spec: str | Path,
+    *,
+    plan_only: bool = False,
+    batch_dims: Mapping[str, int] | None = None,
+    dtype: str | None = None,
+    autocast: str | None = None,
+    batch_norm: str = "global",
 ) -> ExecutableModel:
     """The traced model of a ``.pt2`` file or of a zoo model.
 
     ``plan_only`` reads shapes alone (zoo models are not even allocated). ``batch_dims``: input name -> batch dimension.
-    ``dtype`` replaces all floating-point dtypes. Raises ModelError in one line.
+    ``dtype`` replaces all floating-point dtypes; ``autocast`` casts as ``torch.autocast`` to this type does. ``batch_norm``: ``global`` or
+    ``local``. Raises ModelError in one line.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    if batch_norm not in ("global", "local"):
+        raise ModelError(f"batch norm {batch_norm!r}: expected global (over the whole batch) or local (over each tile's part of it)")
+    local: BatchNorm = "local" if batch_norm == "local" else "global"
+    options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), local)
     text = str(spec)
-    if text.startswith("zoo:"):
-        exported, name = export_zoo(text, plan_only=plan_only)
-    else:
-        exported, name = read_pt2(Path(spec)), Path(spec).stem
-    return import_program(exported, name=name, batch_dims=batch_dims, plan_only=plan_only, dtype=None if dtype is None else DTYPES[dtype])
+    source = ZooSource(text, options) if text.startswith("zoo:") else FileSource(Path(spec), options)
+    return source.trace(plan_only=plan_only)
+
+
+def _dtype(what: str, name: str | None, known: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    if name is not None and name not in known:
+        raise ModelError(f"{what} {name!r}: expected {'one of ' if len(known) > 1 else ''}{', '.join(known)}")
+    return None if name is None else known[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How programs are read: see ``import_program``."""
+
+    batch_dims: Mapping[str, int] | None = None
+    dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    batch_norm: BatchNorm = "global"
+
+
+class FileSource:
+    """A ``.pt2`` file, read once."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        self.exported, self.name, self.options = read_pt2(path), path.stem, options
+
+    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> ExecutableModel:
+        """See ``Source``. Other shapes than the file's own need a program with symbolic sizes."""
+        if shapes is not None and not is_dynamic(self.exported):
+            raise ModelError("the program was exported for one batch size: soap.export(..., dynamic_batch=True) makes one for all sizes")
+        return _imported(self, self.exported, self.name, self.options, shapes, dtype, plan_only)
+
+
+class ZooSource:
+    """A model of the zoo, which can be made for any batch."""
+
+    def __init__(self, spec: str, options: Options) -> None:
+        self.spec, self.options = spec, options
+
+    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> ExecutableModel:
+        """See ``Source``. The shapes' first dimensions tell the batch."""
+        spec = self.spec if shapes is None else f"{self.spec.partition('@')[0]}@{shapes[0][0]}"
+        exported, name = export_zoo(spec, plan_only=plan_only)
+        model = _imported(self, exported, name, self.options, None, dtype, plan_only)
+        own = [list(model.graph.tensors[name].shape) for name in model.input_names]
+        if shapes is not None and own != [list(shape) for shape in shapes]:
+            raise ModelError(f"{spec} has inputs of shapes {own}")
+        return model
+
+
+def _imported(
+    source: Source,
+    exported: ExportedProgram,
+    name: str,
+    options: Options,
+    shapes: Shapes | None,
+    dtype: torch.dtype | None,
+    plan_only: bool,
+) -> ExecutableModel:
+    """The traced model, which remembers where it comes from unless it is for planning only."""
+    model = import_program(
+        exported,
+        name=name,
+        batch_dims=options.batch_dims,
+        plan_only=plan_only,
+        dtype=dtype or options.dtype,
+        autocast=options.autocast,
+        batch_norm=options.batch_norm,
+        shapes=shapes,
+    )
+    model.source = None if plan_only else source
+    return model
 
 
 def export_zoo(spec: str, *, plan_only: bool) -> tuple[ExportedProgram, str]:

@@ -19,14 +19,17 @@ class TileContext:
     """What a tile's computation may depend on besides its operands; one per rank and training step.
 
     ``seed`` and ``step`` make random numbers (dropout) a function of the global element position, equal on every tiling. ``buffers``:
-    this rank's full-size copies by state-dict name. Tiles note in ``statistics`` what they found, by call: (channels, mean, variance);
-    ``end_step`` moves the buffers by it, each channel once however many tiles have met it. ``update_buffers`` False leaves buffers alone.
+    this rank's full-size copies by state-dict name. Tiles note in ``statistics`` what they found, by call: (channels, mean, unbiased
+    variance); ``end_step`` moves the buffers by it, each channel once however many tiles have met it. ``update_buffers`` False leaves
+    buffers alone.
+    ``tiles``: what the reference needs to know of the plan: local batch norm normalises by tile. None at all: by the whole batch.
     """
 
     seed: int = 0
     step: int = 0
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     update_buffers: bool = True
+    tiles: Sequence[Tile] = ()
     statistics: dict[str, list[tuple[Interval, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
 
     def random_seed(self, call: str) -> int:
@@ -71,3 +74,9 @@ class TracedModel(Protocol):
 
     def end_step(self, context: TileContext) -> None:
         """Move the buffers: by the statistics that this rank's tiles have noted, and step counters; once per rank and training step."""
+
+    def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
+        """The same model for inputs of these shapes, without parameters. ModelError in one line if it cannot be traced for them."""
+
+    def widened(self) -> TracedModel | None:
+        """The same model in float64, without parameters, to judge rounding by; None if it cannot be traced again."""

@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind
 
 from soap.errors import ModelError, SoapWarning
 from soap.tracing.aliasing import Aliasing, functional, mutates
+from soap.tracing.autocast import Caster, concerns
 from soap.tracing.calls import BufferRef, Call, Program, Ref, substitute, walk
 from soap.tracing.forms import FORMS, Fake, value_of
 from soap.tracing.naming import canonical_names
@@ -24,11 +25,24 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Reader:
-    """One pass over the exported graph. ``dtype`` replaces every floating-point dtype of the program, if given."""
+    """One pass over the exported graph. ``dtype`` replaces every floating-point dtype of the program, if given.
 
-    def __init__(self, exported: ExportedProgram, dtype: torch.dtype | None) -> None:
+    ``autocast``: the casts that ``torch.autocast`` to this type would make are written as calls. ``local_statistics``: training batch norm
+    normalises each tile by its own statistics.
+    """
+
+    def __init__(
+        self,
+        exported: ExportedProgram,
+        dtype: torch.dtype | None,
+        *,
+        autocast: torch.dtype | None = None,
+        local_statistics: bool = False,
+    ) -> None:
         self.exported = exported
         self._dtype = dtype
+        self._caster = None if autocast is None else Caster(autocast)
+        self.local_statistics = local_statistics
         self._at: dict[torch.fx.Node, Any] = {}  # node -> value name, or names, that it now stands for
         self._aliasing = Aliasing()
         self._buffers: dict[str, str] = {}  # value -> state-dict name
@@ -75,7 +89,7 @@ class Reader:
     def _check(self) -> None:
         if self.exported.range_constraints:
             symbol = next(iter(self.exported.range_constraints))
-            raise ModelError(f"the program has a dynamic shape ({symbol}); expected static shapes: export without dynamic_shapes")
+            raise ModelError(f"the program has a dynamic shape ({symbol}); expected whole numbers: see sizes.at_sizes")
 
     def _convert(self, dtype: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and dtype in _FLOATS else dtype
@@ -133,6 +147,8 @@ class Reader:
 
     def _node(self, node: torch.fx.Node, *, gradients: bool) -> None:
         target = node.target
+        if isinstance(node.meta.get("val"), (int, float)):
+            return  # a size, or a condition on sizes: calls take its value
         if target is operator.getitem:
             source, index = node.args
             assert isinstance(source, torch.fx.Node)
@@ -174,6 +190,9 @@ class Reader:
                 f"call {call.name!r} of {call.kind} returns a {type(fake).__name__} that depends on data; expected tensors of static shape"
             )
         fakes = [Fake(value_of(call.name, f.shape, f.dtype).shape, self._convert(f.dtype)) for f in tensors]
+        if self._caster is not None and concerns(call):
+            call, dtypes = self._cast(call, self._caster)
+            fakes = [Fake(f.shape, dtype) for f, dtype in zip(fakes, dtypes, strict=True)]
         if call.kind in FORMS:
             self._at[node] = FORMS[call.kind](self, call, fakes if several else fakes[0])
             return
@@ -183,6 +202,13 @@ class Reader:
             self._value(name, f.shape, f.dtype)
         self.program.calls.append(Call(call.name, call.target, call.args, call.kwargs, tuple(kept), call.path))
         self._at[node] = names if several else call.name
+
+    def _cast(self, call: Call, caster: Caster) -> tuple[Call, list[torch.dtype]]:
+        """Write the casts that autocast would make of a call's operands; the call that remains, and its outputs' dtypes."""
+        found = caster.rewrite(call, self.program.values, self._unique)
+        for cast, value in found.casts:
+            self.emit(cast, value.shape, value.dtype)
+        return found.call, found.dtypes
 
     def _higher_order(self, node: torch.fx.Node, target: torch._ops.HigherOrderOperator, *, gradients: bool) -> None:
         """Blocks under ``torch.no_grad`` are read in place, their results detached; anything else is control flow."""

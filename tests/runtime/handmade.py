@@ -9,11 +9,12 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 
+from soap.errors import ModelError
 from soap.graph import Operator, OperatorGraph, TensorKind
 from soap.regions import relative
 from soap.simulator.tiling import Tile, tiles_of
 from soap.strategy import OpConfig
-from soap.tracing.model import TileContext
+from soap.tracing.model import TileContext, TracedModel
 
 Tensors = Sequence[torch.Tensor]
 
@@ -65,6 +66,12 @@ class HandModel:
             outputs = self.run_tile(tile, read, weights, context)
             values.update({operand.tensor: value for operand, value in zip(op.outputs, outputs, strict=True)})
         return values[self.graph.loss]
+
+    def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
+        raise ModelError("made by hand for one size")
+
+    def widened(self) -> TracedModel | None:
+        return None
 
     def end_step(self, context: TileContext) -> None:
         for name, found in context.statistics.items():

@@ -219,7 +219,7 @@ def test_one_line_for_what_users_get_wrong(pool: Pool, what: str, message: str) 
 
 
 def test_a_rank_that_fails_first_does_not_leave_the_others_waiting(pool: Pool) -> None:
-    message = "input 'x' has shape (4, 16): expected (8, 16), the whole batch, on every rank"
+    message = "input 'x' has shape (4, 16): expected (8, 16), the whole batch, on every rank; made by hand for one size"
     assert pool.run(run_failing, "one shape") == [f"rank 1: {message}", message, f"rank 1: {message}"]
 
 

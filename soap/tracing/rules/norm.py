@@ -3,6 +3,7 @@ its statistics cover the whole batch.
 
 ``batch_norm_statistics`` sums x and x² per channel: a sum over sample and space like any other, so that splitting them gives partial
 sums that are reduced; ``batch_norm_apply`` is pointwise. Backward through both is synchronized batch norm's backward by linearity.
+On request it is ``batch_norm_local`` instead: torch's own kernel on each tile, as DistributedDataParallel without SyncBatchNorm.
 """
 
 from __future__ import annotations
@@ -43,11 +44,25 @@ def batch_norm_apply(
         scale, shift = scale * weight, shift * weight
     if bias is not None:
         shift = shift + bias
-    return x * scale.to(x.dtype).view(shape) + shift.to(x.dtype).view(shape)
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    return (wide * scale.to(wide.dtype).view(shape) + shift.to(wide.dtype).view(shape)).to(x.dtype)
+
+
+def batch_norm_local(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running: Sequence[torch.Tensor | None],
+    momentum: float,
+    eps: float,
+) -> torch.Tensor:
+    """Torch's training batch norm of what is given. One value per channel is legal, and moves no running statistics."""
+    mean, variance = running if x.numel() > x.shape[1] else (None, None)
+    return torch.batch_norm(x, weight, bias, mean, variance, True, momentum, eps, True)
 
 
 def move_running_statistics(
-    running: Sequence[torch.Tensor | None], found: Sequence[tuple[Interval, torch.Tensor, torch.Tensor]], count: int, momentum: float
+    running: Sequence[torch.Tensor | None], found: Sequence[tuple[Interval, torch.Tensor, torch.Tensor]], momentum: float
 ) -> None:
     """Move running mean and variance (in place) towards what tiles have found for their channels; each channel once."""
     mean, variance = running
@@ -56,8 +71,7 @@ def move_running_statistics(
     moved = torch.zeros(mean.shape, dtype=torch.bool, device=mean.device)
     for (start, stop), new_mean, new_variance in found:
         span = slice(start, stop)
-        unbiased = new_variance * (count / max(count - 1, 1))
-        for buffer, value in ((mean, new_mean), (variance, unbiased)):
+        for buffer, value in ((mean, new_mean), (variance, new_variance)):
             buffer[span] = torch.where(moved[span], buffer[span], buffer[span].lerp(value.to(buffer.dtype), momentum))
         moved[span] = True
 
@@ -73,8 +87,9 @@ def _run_apply(local: Local) -> torch.Tensor:
     options, operands = local.call.kwargs, iter(local.tensors)
     x, sums = next(operands), next(operands)
     weight, bias = (next(operands) if present else None for present in options["affine"])
-    mean, variance = batch_norm_moments(sums, options["count"])
-    local.note_statistics(local.boxes[0][1], mean.detach(), variance.detach())
+    count = options["count"]
+    mean, variance = batch_norm_moments(sums, count)
+    local.note_statistics(local.boxes[0][1], mean.detach(), variance.detach() * (count / max(count - 1, 1)))
     return batch_norm_apply(x, mean, variance, weight, bias, options["eps"])
 
 
@@ -88,6 +103,34 @@ def apply(view: View) -> Tiled:
     return Tiled(
         tuple(scope.factors), (maps, (WHOLE, maps[1]), *affine), (maps,), run=_run_apply, flops=4 * prod(shape), saved_bytes=64 * shape[1]
     )
+
+
+def _run_local(local: Local) -> torch.Tensor:
+    options, operands, box = local.call.kwargs, iter(local.tensors), local.boxes[0]
+    x = next(operands)
+    weight, bias = (next(operands) if present else None for present in options["affine"])
+    if not moves_statistics(box) or options["buffers"][0] is None or x.numel() <= x.shape[1]:
+        return batch_norm_local(x, weight, bias, (None, None), 0.0, options["eps"])
+    kind = torch.promote_types(x.dtype, torch.float32)
+    found = torch.zeros(2, x.shape[1], dtype=kind, device=x.device)  # with a momentum of 1 they become the tile's own
+    out = batch_norm_local(x, weight, bias, found.unbind(), 1.0, options["eps"])
+    local.note_statistics(box[1], found[0], found[1])
+    return out
+
+
+def moves_statistics(box: Sequence[Interval]) -> bool:
+    """Whether a region of batch norm's input moves the running statistics of its channels: the first one along all else does, as rank 0's
+    statistics are the ones that DistributedDataParallel keeps."""
+    return all(start == 0 for dim, (start, _) in enumerate(box) if dim != 1)
+
+
+@rule("soap.batch_norm_local")
+def local_batch_norm(view: View) -> Tiled:
+    """Every dimension may be split; a tile knows nothing of the others."""
+    scope, maps = _channelwise(view)
+    affine = [(maps[1],)] * (len(view.shapes) - 1)
+    saved_bytes = 8 * view.output_shapes[0][1]
+    return Tiled(tuple(scope.factors), (maps, *affine), (maps,), run=_run_local, flops=7 * prod(view.shapes[0]), saved_bytes=saved_bytes)
 
 
 def _channelwise(view: View) -> tuple[Scope, Maps]:

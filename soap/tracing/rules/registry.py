@@ -43,7 +43,8 @@ def registered() -> tuple[str, ...]:
 
 
 def target_name(target: object) -> str:
-    """``aten.linear.default`` for an ATen overload, ``soap.name`` for calls of our own."""
+    """``aten.linear.default`` for an ATen overload, wrapped or not, ``soap.name`` for calls of our own."""
+    target = getattr(target, "wrapped", target)
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.split('::')[-1]}.{target._overloadname}"
     return f"soap.{getattr(target, '__name__', target)}"

@@ -1,0 +1,56 @@
+"""One process that takes the same training step: the whole exported program, call by call, from the state that the ranks had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from soap.runtime.inputs import micro_batches
+from soap.runtime.trainer import Trainer
+from soap.tracing.model import TileContext, TracedModel
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What one process computed: the mean loss, gradients (clipped, if the trainer clips) and buffers by name."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
+def step_alone(
+    trainer: Trainer, step: int, inputs: Sequence[torch.Tensor], before: Mapping[str, torch.Tensor], *, wide: bool = False
+) -> Alone | None:
+    """One step's forward and backward in this process from the state ``before``. Needs no other rank, after the ranks' own step.
+
+    ``wide``: in float64, whatever the trainer computes in; None if the model cannot be traced again for that.
+    """
+    parts = micro_batches(inputs, trainer.model.input_names, trainer.accumulate)
+    sized = [trainer.sizes.of(part) for part in parts]
+    models: list[TracedModel | None] = [s.model.widened() if wide else s.model for s in sized]
+    graph = trainer.model.graph
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        placed = trainer.place(tensor)
+        return placed.double() if wide and placed.is_floating_point() else placed
+
+    parameters = {n: own(before[n]).clone().requires_grad_(graph.tensors[n].requires_grad) for n in trainer.model.parameters}
+    trainable = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+    buffers = {name: own(before[name]).clone() for name in trainer.model.buffers}
+    losses = []
+    for number, (part, size, model) in enumerate(zip(parts, sized, models, strict=True)):
+        if model is None:
+            return None
+        context = TileContext(trainer.seed, step * trainer.accumulate + number, buffers, tiles=size.program.plan.tiles)
+        loss = model.reference_loss([own(tensor) for tensor in part], parameters, context)
+        model.end_step(context)
+        if loss.requires_grad:
+            (loss / len(parts)).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    if trainer.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(trainable.values(), trainer.clip_norm)
+    gradients = {name: tensor.grad for name, tensor in trainable.items() if tensor.grad is not None}
+    return Alone(torch.stack(losses).double().mean(), gradients, buffers)

@@ -1,0 +1,110 @@
+"""A trainer's programs, one per size of batch: the model's own from the start, others traced and compiled when they first come."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from soap.errors import ModelError, RuntimeFailure
+from soap.graph import OperatorGraph
+from soap.runtime.inputs import Tensors, check_types, other_shape, shapes_of
+from soap.runtime.program import Program, compile_program
+from soap.runtime.resizing import resized_program
+from soap.runtime.segment import StepRunner
+from soap.runtime.shards import ShardStore
+from soap.runtime.sync import GradientSync
+from soap.runtime.trace import Recorder
+from soap.topology import Topology
+from soap.tracing.model import TracedModel
+
+if TYPE_CHECKING:
+    from soap.runtime.trainer import Trainer
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def run_dtype(graph: OperatorGraph, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    """The type that a tensor of the graph has at run time: its own, or the one that replaces all floating-point types."""
+    own: Any = getattr(torch, graph.tensors[name].dtype)
+    assert isinstance(own, torch.dtype)
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+@dataclass(frozen=True)
+class SizedProgram:
+    """What executes steps on batches of one size. Parameters and gradients are the trainer's, whatever the size."""
+
+    trainer: Trainer
+    model: TracedModel
+    program: Program
+    runner: StepRunner
+    constants: Mapping[str, torch.Tensor]
+
+    def tensors(self, inputs: Tensors) -> dict[str, torch.Tensor]:
+        """Inputs and constants by name, on this rank's device."""
+        return {**self.constants, **{n: self.trainer.place(t) for n, t in zip(self.model.input_names, inputs, strict=True)}}
+
+    def traced(self, recorder: Recorder) -> StepRunner:
+        """A runner that times every task; its gradients are its own."""
+        program = compile_program(self.program.plan, self.program.order, single_tiles=True)
+        return StepRunner(program, self.model, self.runner.comm, self.runner.shards, self.runner.dtype_of, recorder)
+
+
+class BatchSizes:
+    """Programs by the shapes of their inputs. ``gradients``: those that all of them add to."""
+
+    def __init__(self, trainer: Trainer, topology: Topology) -> None:
+        self.trainer, self._topology = trainer, topology
+        model = trainer.model
+        self._own: Shapes = tuple(model.graph.tensors[name].shape for name in model.input_names)
+        self._models: dict[Shapes, TracedModel] = {self._own: model}
+        first = self._sized(model, trainer.program, trainer.shards, None)
+        self._sizes = {self._own: first}
+        self.gradients = first.runner.gradients
+
+    def check(self, parts: Sequence[Tensors]) -> None:
+        """Raise RuntimeFailure in one line if the model cannot be trained on these micro-batches. Needs no other rank."""
+        model = self.trainer.model
+        for part in parts:
+            check_types(model.graph, model.input_names, part, partial(run_dtype, model.graph, dtype=self.trainer.dtype))
+            self._model(part)
+
+    def of(self, inputs: Tensors) -> SizedProgram:
+        """The program for a batch. When a size first comes, on all ranks at once."""
+        shapes = shapes_of(inputs)
+        if shapes not in self._sizes:
+            self._sizes[shapes] = self._compile(self._model(inputs))
+        return self._sizes[shapes]
+
+    def _model(self, inputs: Tensors) -> TracedModel:
+        shapes = shapes_of(inputs)
+        if shapes not in self._models:
+            model = self.trainer.model
+            try:
+                self._models[shapes] = model.resized(shapes)
+            except ModelError as error:
+                raise RuntimeFailure(f"{other_shape(model.graph, model.input_names, inputs)}; {error}") from None
+        return self._models[shapes]
+
+    def _compile(self, model: TracedModel) -> SizedProgram:
+        comm = self.trainer.comm
+        program = resized_program(self.trainer.program, model.graph, self._topology)
+        text = repr((model.graph.hash, program.order, program.transfers, program.buckets))
+        if len(set(comm.gather(hashlib.sha256(text.encode()).hexdigest()))) > 1:
+            raise RuntimeFailure("ranks were given batches of different sizes: every rank gets the whole global batch")
+        comm.open_groups(program.device_groups())
+        shards = ShardStore(program.plan, self.trainer.rank)
+        shards.tensors = self.trainer.shards.tensors
+        return self._sized(model, program, shards, self.gradients)
+
+    def _sized(self, model: TracedModel, program: Program, shards: ShardStore, gradients: GradientSync | None) -> SizedProgram:
+        trainer = self.trainer
+        dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
+        runner = StepRunner(program, model, trainer.comm, shards, dtype_of, gradients=gradients)
+        constants = {name: trainer.place(t).clone(memory_format=torch.contiguous_format) for name, t in model.constants.items()}
+        return SizedProgram(trainer, model, program, runner, constants)

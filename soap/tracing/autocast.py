@@ -1,0 +1,118 @@
+"""Mixed precision as part of a program: the casts that ``torch.autocast`` would make, as calls of their own.
+
+Which operands a call takes in which type is found by running it under ``torch.autocast`` on tensors without values and looking at the
+casts that it makes. Planning, tiles and the reference then compute in these types without any switch at run time, and what travels
+between devices has the type that the operator made. The lists of types are those of autocast on CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from soap.errors import ModelError
+from soap.tracing.calls import Call, Ref, Value, renamed, substitute
+
+LOWER_TYPES = (torch.bfloat16, torch.float16)
+
+
+class Autocast:
+    """A target that casts inside: it runs under ``torch.autocast``, and its outputs have the types that were planned with."""
+
+    def __init__(self, target: Any, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> None:
+        self.wrapped = target
+        self.dtype, self.dtypes = dtype, tuple(dtypes)
+        self._schema, self.tags = target._schema, target.tags
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute."""
+        device = next((a.device.type for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)), "cpu")
+        with torch.autocast(device, dtype=self.dtype):
+            result = self.wrapped(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return result.to(self.dtypes[0])
+        return type(result)(tensor.to(dtype) for tensor, dtype in zip(result, self.dtypes, strict=True))
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is cast to another floating-point type."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[tuple[torch.Tensor, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        dtype = kwargs.get("dtype")
+        if func is torch.ops.aten._to_copy.default and dtype is not None and dtype.is_floating_point:
+            self.found.append((args[0], dtype))
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Recast:
+    """What stands for a call under autocast: casts of its operands with their values, the call on these, and its outputs' types."""
+
+    casts: list[tuple[Call, Value]]
+    call: Call
+    dtypes: list[torch.dtype]
+
+
+class Caster:
+    """Finds out what autocast does with calls. ``dtype``: the lower of the two types."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        if dtype not in LOWER_TYPES:
+            raise ModelError(f"autocast to {str(dtype).removeprefix('torch.')}: expected bfloat16 or float16")
+        self.dtype = dtype
+
+    def rewrite(self, call: Call, values: Mapping[str, Value], unique: Callable[[str], str]) -> Recast:
+        """What is to be written for a call. ``unique`` makes the name of a cast."""
+        names = list(dict.fromkeys(call.operands))
+        found, made = _casts(call, names, values, self.dtype)
+        own = _own_casts(call, names, values) if found else []
+        added = [cast for cast in found if cast not in own]
+        if any(name is None for name, _ in added):
+            return Recast([], replace(call, target=Autocast(call.target, self.dtype, made)), made)
+        cast_names: dict[str, str] = {}
+        casts: list[tuple[Call, Value]] = []
+        for name, dtype in dict.fromkeys(added):
+            assert name is not None
+            new = cast_names[name] = unique(f"{name}:{str(dtype).removeprefix('torch.')}")
+            cast = Call(new, torch.ops.aten.to.dtype, (Ref(name), dtype), {}, (new,), call.path)
+            casts.append((cast, replace(values[name], name=new, dtype=dtype)))
+        return Recast(casts, renamed(call, cast_names), made)
+
+
+def _casts(
+    call: Call, names: Sequence[str], values: Mapping[str, Value], dtype: torch.dtype | None
+) -> tuple[list[tuple[str | None, torch.dtype]], list[torch.dtype]]:
+    """Run a call without values, under autocast to ``dtype`` if given: (operand, new type) of each cast that it makes, None standing
+    for a tensor that is no operand; and the types of its outputs."""
+    with FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+        given = {name: torch.empty(values[name].shape, dtype=values[name].dtype) for name in names}
+        fill: Callable[[Any], Any] = lambda leaf: given[leaf.name] if isinstance(leaf, Ref) else leaf  # noqa: E731
+        args, kwargs = substitute(list(call.args), fill), substitute(dict(call.kwargs), fill)
+        with _Casts() as casts:
+            made = call.target(*args, **kwargs)
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+    operand = {id(tensor): name for name, tensor in given.items()}
+    return [(operand.get(id(tensor)), to) for tensor, to in casts.found], [leaf.dtype for leaf in leaves]
+
+
+def _own_casts(call: Call, names: Sequence[str], values: Mapping[str, Value]) -> list[tuple[str | None, torch.dtype]]:
+    """The casts that a call makes without autocast; none if its operands' types go together under autocast only."""
+    try:
+        return _casts(call, names, values, None)[0]
+    except RuntimeError:
+        return []
+
+
+def concerns(call: Call) -> bool:
+    """Whether autocast may change the types of a call: calls without operands have the type that they name."""
+    return bool(call.operands) and isinstance(call.target, torch._ops.OpOverload)
