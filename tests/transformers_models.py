@@ -17,6 +17,7 @@ Built = tuple[nn.Module, dict[str, Any], Callable[..., torch.Tensor] | None]
 BATCH, LENGTH, WORDS, CLASSES = 4, 8, 50, 5
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BOTH_SIDES = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))}
 
 
 def _words(length: int = LENGTH) -> torch.Tensor:
@@ -114,8 +115,7 @@ def bart() -> Built:
     """Encoder and decoder with learned positions."""
     from transformers import BartConfig, BartForConditionalGeneration
 
-    layers = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))}
-    config = BartConfig(vocab_size=WORDS, d_model=16, max_position_embeddings=16, decoder_start_token_id=2, **IDS, **layers)
+    config = BartConfig(vocab_size=WORDS, d_model=16, max_position_embeddings=16, decoder_start_token_id=2, **IDS, **BOTH_SIDES)
     return BartForConditionalGeneration(config).train(), {**_text(), "use_cache": False}, None
 
 
@@ -123,10 +123,9 @@ def whisper() -> Built:
     """Encoder over sound (1-d convolutions) and decoder over text."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    layers = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))}
     config = WhisperConfig(
         vocab_size=WORDS, d_model=16, num_mel_bins=8, max_source_positions=16, max_target_positions=16, decoder_start_token_id=1,
-        begin_suppress_tokens=None, **IDS, **layers,
+        begin_suppress_tokens=None, **IDS, **BOTH_SIDES,
     )  # fmt: skip
     inputs = {"input_features": torch.randn(BATCH, 8, 32), "labels": _words(), "use_cache": False}
     return WhisperForConditionalGeneration(config).train(), inputs, None

@@ -11,7 +11,7 @@ import torch
 from soap.graph import OperatorGraph
 from soap.regions import Interval, whole
 from soap.simulator.tiling import Tile
-from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, substitute
+from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whole, substitute
 from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.model import TileContext
 from soap.tracing.rules import tiled
@@ -73,9 +73,7 @@ class ExecutableModel:
             return _plain_batch_norm(args, kwargs, context)
         if is_random(call):
             return self._random(call, [values[name] for name in call.operands], context)
-        if call.target is torch.ops.aten.view.default:  # copies that made memory contiguous were dropped
-            return args[0].reshape(args[1])
-        return call.target(*args, **kwargs)
+        return on_whole(call, args, kwargs)
 
     def _random(self, call: Call, tensors: list[torch.Tensor], context: TileContext) -> Any:
         """Calls that draw random numbers draw the same as tiles do."""
