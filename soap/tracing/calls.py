@@ -41,7 +41,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call: ``target(*args, **kwargs)`` with ``Ref`` in place of tensors. ``path``: the module it belongs to."""
+    """One call: ``target(*args, **kwargs)`` with ``Ref`` in place of tensors. ``path``: the module it belongs to.
+
+    ``origin``: kind of the call that was decomposed into this one and others, if one was.
+    """
 
     name: str
     target: Target
@@ -49,6 +52,7 @@ class Call:
     kwargs: Mapping[str, Any]
     outputs: tuple[str, ...]
     path: str = ""
+    origin: str = ""
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -79,6 +83,8 @@ class Program:
     loss: str
     end_step: list[Call] = field(default_factory=list)
     """Calls that update buffers independently of any tensor (step counters)."""
+    stuck: dict[str, str] = field(default_factory=dict)
+    """Name of a call without a rule -> the operator in it, or itself, that has no rule and consists of nothing simpler."""
 
 
 def walk(argument: Any) -> Iterator[Any]:

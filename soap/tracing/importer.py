@@ -14,6 +14,7 @@ from soap.errors import ModelError, SoapWarning
 from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
 from soap.tracing.calls import Program
 from soap.tracing.compiled import OperatorProgram, ProgramStep
+from soap.tracing.decompose import decompose
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.fold import fold
 from soap.tracing.fuse import Fuser
@@ -41,6 +42,8 @@ def import_program(
     """
     program = Reader(exported, dtype).read()
     fold(program, plan_only=plan_only)
+    decompose(program)
+    fold(program, plan_only=plan_only)  # what parts of a call need beside its operands
     groups = Fuser(program).run()
     if not groups:
         raise ModelError("the loss is a constant; expected a loss that depends on the inputs or parameters")
@@ -165,8 +168,10 @@ class _Builder:
             name = target_name(step.call.target)
             if not step.rule.known and name not in self.warned:
                 self.warned.add(name)
+                part = self.program.stuck.get(step.call.name, name)
+                inside = f", nor for {part} in it" if part != name else ""
                 warnings.warn(
-                    f"no rule for {name} (first at {step.call.path or step.call.name}): kept whole, on one device at a time",
+                    f"no rule for {name}{inside} (first at {step.call.path or step.call.name}): kept whole, on one device at a time",
                     SoapWarning,
                     stacklevel=2,
                 )
