@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 
 from soap.errors import ModelError, SoapWarning
-from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
+from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
 from soap.tracing.calls import Program
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
@@ -22,6 +22,7 @@ from soap.tracing.labels import batch_dimensions, gradients
 from soap.tracing.match import Group, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
 from soap.tracing.reader import Reader
+from soap.tracing.reasons import no_rule, unsplit_dimensions
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
 
@@ -102,6 +103,7 @@ class _Builder:
     name: str
     batch_dims: Mapping[str, int]
     warned: set[str] = field(default_factory=set)
+    unsplit: dict[str, tuple[Unsplit, ...]] = field(default_factory=dict)
 
     def build(self) -> tuple[OperatorGraph, dict[str, OperatorProgram]]:
         """The graph, and each operator's calls."""
@@ -118,7 +120,8 @@ class _Builder:
         aliases = {
             alias: n for alias, n in canonical_names(self.exported.state_dict).items() if alias != n and n in self.tensor_names.values()
         }
-        graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), self.tensor_names[program.loss], aliases)
+        loss = self.tensor_names[program.loss]
+        graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), loss, aliases, self.unsplit)
         return graph, programs
 
     def _operator(self, group: Group, name: str, outputs: Sequence[str]) -> tuple[Operator, OperatorProgram]:
@@ -145,6 +148,8 @@ class _Builder:
             calls=tuple(s.call.name for s in steps),
             partitionable=partitionable,
         )
+        whole = unsplit_dimensions(self.program, group, steps, (*inputs, *parameters), outputs, self.tensor_names)
+        self.unsplit.update({name: whole} if whole else {})
         return operator, OperatorProgram(tuple(steps), inputs, parameters, tuple(outputs))
 
     def _steps(self, group: Group, numbers: Sequence[int]) -> list[ProgramStep]:
@@ -168,10 +173,9 @@ class _Builder:
             name = target_name(step.call.target)
             if not step.rule.known and name not in self.warned:
                 self.warned.add(name)
-                part = self.program.stuck.get(step.call.name, name)
-                inside = f", nor for {part} in it" if part != name else ""
+                place = step.call.path or step.call.name
                 warnings.warn(
-                    f"no rule for {name}{inside} (first at {step.call.path or step.call.name}): kept whole, on one device at a time",
+                    f"{no_rule(self.program, step.call)} (first at {place}): kept whole, on one device at a time",
                     SoapWarning,
                     stacklevel=2,
                 )
