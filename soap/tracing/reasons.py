@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from soap.graph import DimMap, Unsplit
 from soap.tracing.calls import Call, Program
-from soap.tracing.execute import ProgramStep
+from soap.tracing.compiled import ProgramStep
 from soap.tracing.match import Group, Step
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
