@@ -146,11 +146,22 @@ class Operator:
         raise KeyError(name)
 
 
+@dataclass(frozen=True, slots=True)
+class Unsplit:
+    """A dimension of one of an operator's tensors along which it cannot be split, and why, in words."""
+
+    tensor: str
+    dim: int
+    size: int
+    reason: str
+
+
 @dataclass(frozen=True)
 class OperatorGraph:
     """Operators in topological order with the tensors between them. ``loss`` is the scalar that training minimises.
 
-    ``aliases`` maps further state-dict names of a tied parameter to its canonical name.
+    ``aliases`` maps further state-dict names of a tied parameter to its canonical name. ``unsplit``: by operator, what the import knows
+    of dimensions that no factor follows; for people, and no part of the graph's identity.
     """
 
     name: str
@@ -158,6 +169,7 @@ class OperatorGraph:
     tensors: Mapping[str, Tensor]
     loss: str
     aliases: Mapping[str, str] = field(default_factory=dict)
+    unsplit: Mapping[str, tuple[Unsplit, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names: set[str] = set()

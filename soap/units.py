@@ -107,6 +107,12 @@ def format_rate(per_second: float, unit: str = "B") -> str:
     return _scaled(per_second, steps, f"{unit}/s")
 
 
+def format_count(number: float, unit: str = "") -> str:
+    """For people, in decimal steps and three significant digits: ``12.5 M``, ``1.20 GFLOP``; small whole numbers as they are."""
+    steps = [(f"{prefix}{unit}", float(factor)) for prefix, factor in reversed(_DECIMAL.items()) if prefix]
+    return _scaled(number, steps, unit).rstrip()
+
+
 def _scaled(value: float, steps: list[tuple[str, float]], smallest: str, base: float = 1.0) -> str:
     """``value`` in the largest unit in which it is at least 1; what three digits would round up to 1000 moves to the next unit."""
     for unit, factor in steps:

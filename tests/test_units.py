@@ -102,6 +102,9 @@ def test_absurd_numbers_are_refused_quickly_and_in_one_short_line(text):
         (units.format_rate(12.5e9), "12.5 GB/s"),
         (units.format_rate(9.3e12, "FLOP"), "9.30 TFLOP/s"),
         (units.format_rate(3), "3 B/s"),
+        (units.format_count(999), "999"),
+        (units.format_count(12_500_000), "12.5 M"),
+        (units.format_count(1.2e9, "FLOP"), "1.20 GFLOP"),
     ],
 )
 def test_formats_for_people(shown, text):

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from soap import api
-from soap.cli import report
-from soap.cli.command import Parser, note, run_command
+from soap.cli import explain, report
+from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
     add_cluster,
     add_model,
@@ -37,8 +37,13 @@ def make_parser() -> Parser:
         f"{PROG} zoo:rnnlm:tiny --cluster local:4 --budget 200 -o strategy.json",
     )
     add_model(parser, positional=True)
-    add_cluster(parser, required=True)
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the strategy goes (JSON)")
+    add_cluster(parser, required=False)
+    parser.add_argument("-o", "--output", metavar="FILE", help="where the strategy goes (JSON)")
+    parser.add_argument(
+        "--explain-graph",
+        action="store_true",
+        help="list the model's operators, what each may be split along and why not further, and stop; needs no cluster",
+    )
     parser.add_argument("--budget", metavar="N", type=positive, default=api.DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="equal seeds give equal results (default %(default)s)")
     parser.add_argument(
@@ -61,6 +66,11 @@ def make_parser() -> Parser:
 
 def execute(args: argparse.Namespace) -> int:
     """Search, save, report; stopped by Ctrl-C or SIGTERM, save and report the best so far."""
+    if args.explain_graph:
+        return _explain(args)
+    missing = [option for option, value in (("--cluster", args.cluster), ("-o/--output", args.output)) if value is None]
+    if missing:
+        raise UsageError(f"the following arguments are required: {', '.join(missing)} ({PROG} --help shows the options)")
     refuse_overwriting({"MODEL": args.model, "--cluster": args.cluster}, {"--output": args.output, "--timeline": args.timeline})
     with Stopping() as stopping:
         try:
@@ -68,6 +78,13 @@ def execute(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             note(PROG, "interrupted")
             return stopping.exit_code
+
+
+def _explain(args: argparse.Namespace) -> int:
+    graph = api.load(args.model, plan_only=True, **reading(args)).graph
+    found = explain.document(graph)
+    print(report.dump(found) if args.json else explain.text(found))
+    return 0
 
 
 def _search(args: argparse.Namespace, stopping: Stopping) -> int:

@@ -7,7 +7,7 @@ and application, asserts and no-op casts disappear (``forms``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +41,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call: ``target(*args, **kwargs)`` with ``Ref`` in place of tensors. ``path``: the module it belongs to."""
+    """One call: ``target(*args, **kwargs)`` with ``Ref`` in place of tensors. ``path``: the module it belongs to.
+
+    ``origin``: kind of the call that was decomposed into this one and others, if one was.
+    """
 
     name: str
     target: Target
@@ -49,6 +52,7 @@ class Call:
     kwargs: Mapping[str, Any]
     outputs: tuple[str, ...]
     path: str = ""
+    origin: str = ""
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -79,6 +83,8 @@ class Program:
     loss: str
     end_step: list[Call] = field(default_factory=list)
     """Calls that update buffers independently of any tensor (step counters)."""
+    stuck: dict[str, str] = field(default_factory=dict)
+    """Name of a call without a rule -> the operator in it, or itself, that has no rule and consists of nothing simpler."""
 
 
 def walk(argument: Any) -> Iterator[Any]:
@@ -124,6 +130,13 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
                 return call.args[position]
             return parameter.default_value if parameter.has_default_value() else default
     return default
+
+
+def on_whole(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The call's result for whole tensors as arguments."""
+    if call.target is torch.ops.aten.view.default:  # copies that made memory contiguous were dropped
+        return args[0].reshape(args[1])
+    return call.target(*args, **kwargs)
 
 
 def is_random(call: Call) -> bool:

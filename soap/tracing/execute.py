@@ -12,7 +12,7 @@ from soap.errors import ModelError
 from soap.graph import OperatorGraph
 from soap.regions import Box, Interval, relative, volume, whole
 from soap.simulator.tiling import Tile
-from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, substitute
+from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whole, substitute
 from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.model import TileContext
 from soap.tracing.rules import tiled
@@ -86,9 +86,7 @@ class ExecutableModel:
             return self._grouped_batch_norm(call, args, kwargs, context)
         if is_random(call):
             return self._random(call, [values[name] for name in call.operands], context)
-        if call.target is torch.ops.aten.view.default:  # copies that made memory contiguous were dropped
-            return args[0].reshape(args[1])
-        return call.target(*args, **kwargs)
+        return on_whole(call, args, kwargs)
 
     def _grouped_batch_norm(self, call: Call, args: list[Any], kwargs: dict[str, Any], context: TileContext) -> torch.Tensor:
         """Training batch norm of each region that a tile of the plan has, by itself; of all of x if no plan is given."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from soap.tracing.calls import Call, Program, Ref, is_random, substitute
+from soap.tracing.calls import Call, Program, Ref, is_random, on_whole, substitute
 
 
 def fold(program: Program, *, plan_only: bool) -> None:
@@ -38,7 +38,7 @@ def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
         return program.constants[leaf.name] if isinstance(leaf, Ref) else leaf
 
     with torch.no_grad():
-        result = call.target(*substitute(call.args, change), **substitute(dict(call.kwargs), change))
+        result = on_whole(call, substitute(call.args, change), substitute(dict(call.kwargs), change))
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
     return [t.clone() for t in outputs if isinstance(t, torch.Tensor)]
 

@@ -12,9 +12,10 @@ import torch
 from torch.export import ExportedProgram
 
 from soap.errors import ModelError, SoapWarning
-from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
+from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
 from soap.tracing.calls import Program
 from soap.tracing.compiled import OperatorProgram, ProgramStep
+from soap.tracing.decompose import decompose
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.fold import fold
 from soap.tracing.fuse import Fuser
@@ -22,6 +23,7 @@ from soap.tracing.labels import batch_dimensions, gradients
 from soap.tracing.match import Group, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
 from soap.tracing.reader import Reader
+from soap.tracing.reasons import no_rule, unsplit_dimensions
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
 from soap.tracing.sizes import Shapes, at_sizes, is_dynamic
@@ -53,6 +55,8 @@ def import_program(
         exported = at_sizes(exported, shapes)
     program = Reader(exported, dtype, autocast=autocast, local_statistics=batch_norm == "local").read()
     fold(program, plan_only=plan_only)
+    decompose(program)
+    fold(program, plan_only=plan_only)  # what parts of a call need beside its operands
     groups = Fuser(program).run()
     if not groups:
         raise ModelError("the loss is a constant; expected a loss that depends on the inputs or parameters")
@@ -111,6 +115,7 @@ class _Builder:
     name: str
     batch_dims: Mapping[str, int]
     warned: set[str] = field(default_factory=set)
+    unsplit: dict[str, tuple[Unsplit, ...]] = field(default_factory=dict)
 
     def build(self) -> tuple[OperatorGraph, dict[str, OperatorProgram]]:
         """The graph, and each operator's calls."""
@@ -127,7 +132,8 @@ class _Builder:
         aliases = {
             alias: n for alias, n in canonical_names(self.exported.state_dict).items() if alias != n and n in self.tensor_names.values()
         }
-        graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), self.tensor_names[program.loss], aliases)
+        loss = self.tensor_names[program.loss]
+        graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), loss, aliases, self.unsplit)
         return graph, programs
 
     def _operator(self, group: Group, name: str, outputs: Sequence[str]) -> tuple[Operator, OperatorProgram]:
@@ -154,6 +160,8 @@ class _Builder:
             calls=tuple(s.call.name for s in steps),
             partitionable=partitionable,
         )
+        whole = unsplit_dimensions(self.program, group, steps, (*inputs, *parameters), outputs, self.tensor_names)
+        self.unsplit.update({name: whole} if whole else {})
         return operator, OperatorProgram(tuple(steps), inputs, parameters, tuple(outputs))
 
     def _steps(self, group: Group, numbers: Sequence[int]) -> list[ProgramStep]:
@@ -177,8 +185,9 @@ class _Builder:
             name = target_name(step.call.target)
             if not step.rule.known and name not in self.warned:
                 self.warned.add(name)
+                place = step.call.path or step.call.name
                 warnings.warn(
-                    f"no rule for {name} (first at {step.call.path or step.call.name}): kept whole, on one device at a time",
+                    f"{no_rule(self.program, step.call)} (first at {place}): kept whole, on one device at a time",
                     SoapWarning,
                     stacklevel=2,
                 )

@@ -214,11 +214,16 @@ def without_repeats(group: Group) -> Group:
             differ.append(first)
     group.steps = list(kept.values())
     makers = {value: step for step in group.steps for value in step.call.outputs}
-    while differ:  # what is computed whole needs its operands whole
+    while differ:  # what is computed whole needs its operands whole, or what it selects of them
         step = differ.pop()
-        step.operands = [(WHOLE,) * len(maps) for maps in step.operands]
-        step.outputs = [(WHOLE,) * len(maps) for maps in step.outputs]
+        step.operands, step.outputs = _unsplit_maps(step)
         group.made.update(zip(step.call.outputs, step.outputs, strict=True))
         needed = (makers[value] for value in step.call.operands if value in makers)
-        differ += [maker for maker in needed if any(dim != WHOLE for maps in maker.outputs for dim in maps)]
+        differ += [maker for maker in needed if maker.outputs != _unsplit_maps(maker)[1]]
     return group
+
+
+def _unsplit_maps(step: Step) -> tuple[list[Maps], list[Maps]]:
+    """Maps of the operands and outputs of a call that is computed in one piece."""
+    change = {factor: unsplit(size) for factor, (_, size) in enumerate(step.rule.factors)}
+    return [compose_all(maps, change) for maps in step.rule.operands], [compose_all(maps, change) for maps in step.rule.outputs]

@@ -24,7 +24,7 @@ def operator_names(program: Program, groups: Sequence[Group]) -> list[str]:
     taken = {*program.inputs, *program.constants, *program.parameters.values(), *program.buffers}
     names: list[str] = []
     for call in anchors:
-        name = call.path if call.path and paths[call.path] == 1 else f"{call.path}.{call.kind}".lstrip(".")
+        name = call.path if call.path and paths[call.path] == 1 else f"{call.path}.{call.origin or call.kind}".lstrip(".")
         candidate, number = name, 1
         while candidate in taken:
             candidate, number = f"{name}_{number}", number + 1

@@ -157,6 +157,10 @@ def worst(found: Trained, expected: Trained) -> float:
     losses = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found.losses, expected.losses, strict=True))
     return max(
         losses,
-        *(float((found.state[n].double() - t.double()).abs().max() / max(1.0, float(t.double().abs().max()))) for n, t in expected.state.items()),
+        *(_distance(found.state[name], tensor) for name, tensor in expected.state.items()),
     )
 
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.double(), expected.double()
+    return float((found - expected).abs().max() / max(1.0, float(expected.abs().max())))

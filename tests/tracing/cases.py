@@ -103,7 +103,7 @@ def _products() -> None:
     case("einsum", lambda a, b: torch.einsum("bij,kj->bki", a, b), (3, 5, 4), (2, 4))
     case("einsum, implicit", lambda a, b: torch.einsum("ij,jk", a, b), (5, 4), (4, 3))
     case("einsum, three", lambda a, b, c: torch.einsum("ij,jk,k->i", a, b, c), (5, 4), (4, 3), (3,))
-    case("einsum, trace", lambda a: torch.einsum("bii->b", a), (3, 4, 4), whole=True)
+    case("einsum, trace", lambda a: torch.einsum("bii->b", a), (3, 4, 4))
     case("embedding", lambda x, t, i: F.embedding(i, t) * x, (5, 4, 3), weights=((7, 3),), extra=(_ids(7, 5, 4),))
     case(
         "embedding, padding_idx", lambda x, t, i: F.embedding(i, t, padding_idx=2) * x, (5, 4, 3), weights=((7, 3),), extra=(_ids(4, 5, 4),)
@@ -343,6 +343,22 @@ def _picks() -> None:
     case("pixel_unshuffle", lambda x: F.pixel_unshuffle(x, 2), (2, 3, 6, 4))
 
 
+def _views_put_back() -> None:
+    case("slice_scatter", lambda x, y: aten.slice_scatter(x, y, 1, 1, 4), (3, 6), (3, 3))
+    case("slice_scatter, from the end", lambda x, y: aten.slice_scatter(x, y, 0, -2), (5, 4), (2, 4))
+    case("slice_scatter, all", lambda x, y: aten.slice_scatter(x, y, 1), (3, 4), (3, 4))
+    case("slice_scatter, nothing", lambda x, y: aten.slice_scatter(x, y, 1, 3, 1) * 2, (3, 4), (3, 0))
+    case("slice_scatter, step", lambda x, y: aten.slice_scatter(x, y, -1, 1, 6, 2), (3, 6), (3, 3))
+    case("select_scatter", lambda x, y: aten.select_scatter(x, y, 1, -2), (3, 5, 4), (3, 4))
+    case("diagonal", lambda x: x.diagonal(1, 0, 2), (4, 3, 5))
+    case("diagonal_scatter", lambda x, y: aten.diagonal_scatter(x, y, -1, 1, 2), (3, 5, 4), (3, 4))
+
+
+def _counting() -> None:
+    case("histc", lambda x: x * torch.histc(x.detach(), 4, -1.0, 1.0).sum(), (5, 4))
+    case("histc, any range", lambda x: x * torch.histc(x.detach(), 4), (5, 4), whole=True)
+
+
 def _reductions() -> None:
     dims: Sequence[Any] = [None, 0, 1, -1, (0, 2), (0, 1, 2)]
     for dim in dims:
@@ -491,6 +507,8 @@ def _random() -> None:
 
 
 for _add in (_products, _convolutions, _pools, _attention, _norms, _shapes, _picks, _reductions, _losses, _pointwise, _random):
+    _add()
+for _add in (_views_put_back, _counting):
     _add()
 
 RECURRENT: dict[str, Callable[[], nn.Module]] = {

@@ -96,35 +96,120 @@ def test_a_cast_that_the_program_no_longer_needs_is_still_a_copy() -> None:
     torch.testing.assert_close(loss, (y.sin() + y + 1).sum())
 
 
-STALE: dict[str, Callable[..., Any]] = {
-    "the base of a view": lambda self, x: _base(x @ self.w),
-    "the base of a view's view": lambda self, x: _base(x @ self.w, deep=True),
-    "another view": lambda self, x: _other(x @ self.w),
-    "a part": lambda self, x: _part(x @ self.w),
+IN_PLACE_ON_VIEWS: dict[str, Callable[..., Any]] = {
+    "a view's base is read": lambda self, x: _read(x @ self.w, lambda y: y.view(-1).add_(1)),
+    "a view's view": lambda self, x: _read(x @ self.w, lambda y: y.view(-1).view(4, 2).mul_(2)),
+    "a slice": lambda self, x: _read(x @ self.w, lambda y: y[:, :2].add_(1)),
+    "a slice with a step": lambda self, x: _read(x @ self.w, lambda y: y[:, 1::2].mul_(y[:, ::2].clone())),
+    "a column": lambda self, x: _read(x @ self.w, lambda y: y[:, -1].mul_(3)),
+    "a slice of a slice of a transpose": lambda self, x: _read(x @ self.w, lambda y: y.t()[1:][:2].sin_()),
+    "a diagonal": lambda self, x: _read(x @ self.w, lambda y: y.diagonal(1).fill_(2)),
+    "one part of several": lambda self, x: _read(x, lambda y: y.chunk(2, 1)[1].exp_()) * self.w.sum(),
+    "one row of several": lambda self, x: _read(x, lambda y: y.unbind(0)[1].cos_()) * self.w.sum(),
+    "copied into a slice": lambda self, x: _read(x @ self.w, lambda y: y[:, 1:].copy_(y[:, :-1].clone())),
+    "a number into a column": lambda self, x: _read(x @ self.w, lambda y: y.__setitem__((slice(None), 0), 7.0)),
+    "masked": lambda self, x: _read(x @ self.w, lambda y: y[1:].masked_fill_(y[1:] > 0, -1.0)),
+    "by index": lambda self, x: _read(x @ self.w, lambda y: y[:, 1:].index_fill_(1, torch.tensor([0, 2]), 5.0)),
+    "twice": lambda self, x: _read(x @ self.w, lambda y: (y[:1].add_(y[1:].clone()), y.t()[2].mul_(y.t()[0].clone()))),
+    "views taken before the change": lambda self, x: _before(x @ self.w),
+    "parts taken before the change": lambda self, x: _parts_before(x) * self.w.sum(),
+    "the base changed, a view read": lambda self, x: _base_changed(x @ self.w),
+    "outputs of one call do not share memory": lambda self, x: _outputs(x @ self.w),
+    "shifted to the right": lambda self, x: _shifted(x @ self.w),
+    "under no_grad": lambda self, x: _without_gradient(x @ self.w),
+    "of another type": lambda self, x: _read(x > 0, lambda y: y[:, 1:].logical_not_()) * self.w.sum(),
 }
 
 
-def _base(y: Tensor, deep: bool = False) -> Tensor:
-    z = y.view(-1).view(4, 2) if deep else y.view(-1)
+def _read(y: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+    y = y.clone()
+    change(y)
+    return (y * torch.arange(1.0, y.numel() + 1, dtype=torch.float64).reshape(y.shape)).sum()
+
+
+def _before(y: Tensor) -> Tensor:
+    transposed, part, row = y.t(), y[:, 1:3], y[0]
+    part.mul_(2)
+    row.add_(part[1, 0])
+    return (transposed.sin() * transposed).sum() + (part * 3).sum() + row.exp().sum()
+
+
+def _parts_before(y: Tensor) -> Tensor:
+    first, second = y.split(2, 1)
+    y.mul_(y.clone())
+    first.add_(y[:, 1:])
+    return first.sin().sum() + second.cos().sum() + (y * y).sum()
+
+
+def _base_changed(y: Tensor) -> Tensor:
+    z = y.t()
+    y.add_(1)
+    return (z.sin() * 2).sum()
+
+
+def _outputs(y: Tensor) -> Tensor:
+    values, places = torch.topk(y, 2)
+    values /= values.sum(-1, keepdim=True)
+    return (values * places).sum()
+
+
+def _shifted(y: Tensor) -> Tensor:
+    shifted = y.new_zeros(y.shape)
+    shifted[..., 1:] = y[..., :-1].clone()
+    shifted[..., 0] = 4.0
+    return (shifted * y).sum()
+
+
+def _without_gradient(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        mask = torch.zeros_like(y)
+        mask[:, 1:].add_(y[:, :-1])
+        scaled = mask * 2
+    return (mask * y + scaled).sum()
+
+
+@pytest.mark.parametrize("name", IN_PLACE_ON_VIEWS)
+def test_in_place_calls_on_views_change_all_that_shares_the_memory(name: str) -> None:
+    _equals_eager(Lambda(IN_PLACE_ON_VIEWS[name], w=_square()), torch.linspace(-1, 1, 6).reshape(2, 3))
+
+
+STALE: dict[str, Callable[..., Any]] = {
+    "detached": lambda self, x: _detached(x @ self.w),
+    "windows": lambda self, x: _windows(x @ self.w),
+    "other bits": lambda self, x: _bits(x @ self.w),
+}
+
+
+def _detached(y: Tensor) -> Tensor:
+    z = y.detach()
     z.add_(1)
     return (y * 2).sum()
 
 
-def _other(y: Tensor) -> Tensor:
-    z = y.t()
-    y.add_(1)
-    return (z * 2).sum()
+def _windows(y: Tensor) -> Tensor:
+    y.unfold(1, 2, 2).add_(1)
+    return (y * 2).sum()
 
 
-def _part(y: Tensor) -> Tensor:
-    y[:, :2].add_(1)
+def _bits(y: Tensor) -> Tensor:
+    y.view(torch.int32).add_(1)
     return (y * 2).sum()
 
 
 @pytest.mark.parametrize("name", STALE)
-def test_reading_memory_that_was_changed_through_another_view_is_refused(name: str) -> None:
+def test_reading_memory_that_was_changed_through_a_view_that_cannot_be_undone_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=r"is read after '.*' has changed memory that it shares"):
         imported(Lambda(STALE[name], w=_square()), torch.ones(2, 3))
+
+
+def test_changing_a_shape_in_place_is_refused() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = x @ self.w
+        y.t_()
+        return (y * 2).sum()
+
+    with pytest.raises(ModelError, match="changes a tensor's shape in place"):
+        imported(Lambda(forward, w=_square()), torch.ones(2, 3))
 
 
 def test_in_place_on_a_parameter_is_refused() -> None:

@@ -4,67 +4,61 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from soap.errors import SoapWarning
+from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
+from soap.tracing.model import TileContext
 from tests.tracing.emulation import compare, draw_configs
 
-transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+from tests.transformers_models import MODELS
 
-
-def _text() -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.randint(0, 50, (4, 8)), "labels": torch.randint(0, 50, (4, 8))}
-
-
-def _images(size: int) -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.randn(4, 3, size, size), "labels": torch.randint(0, 5, (4,))}
+OPERATORS = {
+    "gpt2": 23, "llama": 40, "llama_padded": 41, "bert": 27, "vit": 27, "swin": 62, "resnet": 28, "convnext": 16, "t5": 75, "bart": 56,
+    "whisper": 66, "mixtral": 66, "mamba": 62,
+}  # fmt: skip
+"""How many operators the calls of a model become."""
 
 
-def _gpt2() -> tuple[Any, dict[str, Any]]:
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=1)
-    return transformers.GPT2LMHeadModel(config), {**_text(), "use_cache": False}
-
-
-def _resnet() -> tuple[Any, dict[str, Any]]:
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=5)
-    return transformers.ResNetForImageClassification(config), _images(32)
-
-
-def _vit() -> tuple[Any, dict[str, Any]]:
-    config = transformers.ViTConfig(**SMALL, image_size=16, patch_size=4, num_labels=5)
-    return transformers.ViTForImageClassification(config), _images(16)
-
-
-def _bert() -> tuple[Any, dict[str, Any]]:
-    config = transformers.BertConfig(**SMALL, vocab_size=50)
-    return transformers.BertForMaskedLM(config), {**_text(), "attention_mask": torch.ones(4, 8, dtype=torch.long)}
-
-
-def _llama() -> tuple[Any, dict[str, Any]]:
-    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, vocab_size=50)
-    return transformers.LlamaForCausalLM(config), {**_text(), "use_cache": False}
-
-
-@pytest.mark.parametrize(("make", "operators"), [(_gpt2, 23), (_resnet, 28), (_vit, 27), (_bert, 27), (_llama, 40)])
-def test_models_of_the_library(tmp_path: Path, make: Callable[[], tuple[Any, dict[str, Any]]], operators: int) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_the_library(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
-    module, inputs = make()
+    module, inputs, _ = MODELS[name]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.export.save(torch.export.export(module.train(), (), inputs), tmp_path / "model.pt2")
+        torch.export.save(torch.export.export(module, (), inputs), tmp_path / "model.pt2")
     with warnings.catch_warnings():
         warnings.simplefilter("error", SoapWarning)
         model = load_model(tmp_path / "model.pt2", dtype="float64")
     assert all(op.partitionable for op in model.graph.operators)
-    assert len(model.graph.operators) == operators
+    assert len(model.graph.operators) == OPERATORS[name]
     assert model.graph.tensors[model.graph.loss].shape == ()
     for seed in range(3):
         compare(model, draw_configs(model.graph, random.Random(seed)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_program_is_the_model(name: str) -> None:
+    """Loss and gradients by the plain calls are the module's own. Not in training mode: dropout would draw other numbers."""
+    torch.manual_seed(0)
+    module, inputs, _ = MODELS[name]()
+    module.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = import_program(torch.export.export(module, (), inputs, strict=False), name=name)
+    expected = module(**inputs).loss
+    expected.backward()
+    parameters = {n: p.detach().clone().requires_grad_(model.graph.tensors[n].requires_grad) for n, p in model.parameters.items()}
+    loss = model.reference_loss(model.example_inputs, parameters, TileContext(0, 0, {n: b.clone() for n, b in model.buffers.items()}))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    gradients = {n: p.grad for n, p in module.named_parameters() if n in parameters}
+    largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
+    for n, gradient in gradients.items():
+        torch.testing.assert_close(parameters[n].grad, gradient, rtol=1e-4, atol=1e-5 * largest)

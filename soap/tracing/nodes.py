@@ -1,0 +1,323 @@
+"""Graph nodes, one after another, as calls of a ``Program``: plain and functional, in-place calls and blocks under ``no_grad`` included.
+
+``reader`` feeds it an exported program, ``decompose`` what a single call is made of.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from soap.errors import ModelError
+from soap.tracing.aliasing import Aliasing, functional, mutates
+from soap.tracing.autocast import Caster, concerns
+from soap.tracing.calls import BufferRef, Call, Program, Ref, substitute
+from soap.tracing.forms import FORMS, Fake, value_of
+from soap.tracing.views import SAME
+
+aten = torch.ops.aten
+
+_DROPPED = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class NodeReader:
+    """Writes nodes to ``program``. ``dtype`` replaces every floating-point dtype, if given.
+
+    ``autocast``: the casts that ``torch.autocast`` to this type would make are written as calls. ``local_statistics``: training batch norm
+    normalises each tile by its own statistics.
+    """
+
+    def __init__(
+        self, program: Program, dtype: torch.dtype | None, *, autocast: torch.dtype | None = None, local_statistics: bool = False
+    ) -> None:
+        self.program = program
+        self.local_statistics = local_statistics
+        self._caster = None if autocast is None else Caster(autocast)
+        self.buffers: dict[str, str] = {}  # value -> state-dict name
+        self.at: dict[torch.fx.Node, Any] = {}  # node -> value name, or names, that it now stands for
+        self._dtype = dtype
+        self._aliasing = Aliasing()
+        self._used_names: set[str] = set(program.values)
+
+    # What ``forms.Writer`` asks for
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a value."""
+        return self.program.values[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a value."""
+        return self.program.values[name].dtype
+
+    def emit(self, call: Call, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """Write a call with one output, named as the call, and return that name."""
+        self.program.calls.append(call)
+        return self.value(call.outputs[0], shape, dtype)
+
+    def updated_buffer(self, leaf: Any) -> BufferRef | None:
+        """The buffer behind an argument, which the program changes; None for None."""
+        if leaf is None:
+            return None
+        if not isinstance(leaf, Ref) or leaf.name not in self.buffers:
+            raise ModelError(f"running statistics are {leaf}; expected buffers of the module")
+        name = self.buffers[leaf.name]
+        self.program.buffers.setdefault(name, self.buffer(name))
+        return BufferRef(name)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """The first value of a buffer."""
+        raise ModelError(f"buffer {name!r} is changed where none is known")
+
+    # Values
+
+    def convert(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that is used in place of this one."""
+        return self._dtype if self._dtype is not None and dtype in _FLOATS else dtype
+
+    def value(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """A new value of the program."""
+        self.program.values[name] = value_of(name, shape, dtype)
+        return name
+
+    def unique(self, name: str) -> str:
+        """The name, or, if an inlined part of the graph uses it too, another one like it."""
+        candidate, number = name, 1
+        while candidate in self._used_names:
+            candidate, number = f"{name}_{number}", number + 1
+        self._used_names.add(candidate)
+        return candidate
+
+    # Calls
+
+    def nodes(self, graph: torch.fx.Graph, *, gradients: bool) -> None:
+        """All calls of a graph whose placeholders are in ``at``."""
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._node(node, gradients=gradients)
+            elif node.op not in ("placeholder", "output", "get_attr"):
+                raise ModelError(f"exported graph has a {node.op!r} node {node.name!r}; expected a flat program as torch.export makes it")
+
+    def path(self, node: torch.fx.Node) -> str:
+        """Path of the module that a node belongs to."""
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [entry[0] for entry in stack.values()]
+        return str(paths[-1]) if paths else ""
+
+    def _node(self, node: torch.fx.Node, *, gradients: bool) -> None:
+        target = node.target
+        if isinstance(node.meta.get("val"), (int, float)):
+            return  # a size, or a condition on sizes: calls take its value
+        if target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, torch.fx.Node) and isinstance(index, int)
+            self.at[node] = self.at[source][index]
+            self._aliasing.part(node, source, index)
+        elif isinstance(target, torch._ops.HigherOrderOperator):
+            self._higher_order(node, target, gradients=gradients)
+        elif not isinstance(target, torch._ops.OpOverload):
+            raise ModelError(f"call {node.name!r} of {target}: expected an ATen operator; the program depends on data or Python values")
+        elif _kind(target) not in _DROPPED:
+            call = self._call(node, target)
+            if mutates(target):
+                self._in_place(node, call, gradients=gradients)
+            else:
+                self._append(node, call)
+                self._aliasing.follow(node)
+
+    def _call(self, node: torch.fx.Node, target: torch._ops.OpOverload) -> Call:
+        def change(leaf: Any) -> Any:
+            if isinstance(leaf, torch.fx.Node):
+                return Ref(self.now(leaf)) if leaf in self.at else leaf.meta.get("val")
+            return self.convert(leaf) if isinstance(leaf, torch.dtype) else leaf
+
+        args = substitute(tuple(plain(a) for a in node.args), change)
+        kwargs = substitute({k: plain(v) for k, v in node.kwargs.items() if k not in ("pin_memory", "layout")}, change)
+        if "device" in kwargs:
+            kwargs["device"] = None
+        name = self.unique(node.name)
+        return Call(name, target, args, kwargs, (name,), self.path(node))
+
+    def _append(self, node: torch.fx.Node, call: Call) -> None:
+        fake = node.meta.get("val")
+        several = isinstance(fake, (tuple, list))
+        every: list[Any] = list(fake) if isinstance(fake, (tuple, list)) else [fake]
+        tensors = [f for f in every if isinstance(f, torch.Tensor)]
+        if not several and not tensors:
+            raise ModelError(
+                f"call {call.name!r} of {call.kind} returns a {type(fake).__name__} that depends on data; expected tensors of static shape"
+            )
+        fakes = [Fake(value_of(call.name, f.shape, f.dtype).shape, self.convert(f.dtype)) for f in tensors]
+        if self._caster is not None and concerns(call):
+            call, dtypes = self._cast(call, self._caster)
+            fakes = [Fake(f.shape, dtype) for f, dtype in zip(fakes, dtypes, strict=True)]
+        if call.kind in FORMS:
+            self.at[node] = FORMS[call.kind](self, call, fakes if several else fakes[0])
+            return
+        names = [f"{call.name}:{i}" for i in range(len(every))] if several else [call.name]
+        kept = [name for name, f in zip(names, every, strict=True) if isinstance(f, torch.Tensor)]
+        for name, f in zip(kept, fakes, strict=True):
+            self.value(name, f.shape, f.dtype)
+        self.program.calls.append(Call(call.name, call.target, call.args, call.kwargs, tuple(kept), call.path))
+        self.at[node] = names if several else call.name
+
+    def _cast(self, call: Call, caster: Caster) -> tuple[Call, list[torch.dtype]]:
+        """Write the casts that autocast would make of a call's operands; the call that remains, and its outputs' dtypes."""
+        found = caster.rewrite(call, self.program.values, self.unique)
+        for cast, value in found.casts:
+            self.emit(cast, value.shape, value.dtype)
+        return found.call, found.dtypes
+
+    def _higher_order(self, node: torch.fx.Node, target: torch._ops.HigherOrderOperator, *, gradients: bool) -> None:
+        """Blocks under ``torch.no_grad`` are read in place, their results detached; anything else is control flow."""
+        part, operands, detached = self._block(node, str(getattr(target, "_name", target)))
+        if not gradients and not detached:
+            raise ModelError(f"gradients are enabled inside torch.no_grad at {node.name!r}; expected no nesting: move that part out")
+        graph = getattr(node.graph.owning_module, str(part.target)).graph
+        inner = [n for n in graph.nodes if n.op == "placeholder"]
+        for placeholder, operand in zip(inner, operands, strict=True):
+            assert isinstance(operand, torch.fx.Node)
+            self.at[placeholder] = self.now(operand)
+            self._aliasing.view(placeholder, operand, SAME)
+        self.nodes(graph, gradients=gradients and not detached)
+        output = next(n for n in graph.nodes if n.op == "output").args[0]
+        leaves = list(output) if isinstance(output, (tuple, list)) else [output]
+        names = [self.now(leaf) if leaf in self.at else None for leaf in leaves]
+        self._aliasing.passed_on(node, leaves, None if detached else SAME)
+        if detached:
+            names = [self._detached(name, node) for name in names]
+        self.at[node] = names
+
+    def _block(self, node: torch.fx.Node, kind: str) -> tuple[torch.fx.Node, Sequence[Any], bool]:
+        """The graph of a block, its operands, and whether its results are cut off from gradients."""
+        if kind == "wrap_with_set_grad_enabled":
+            enabled, part, *operands = node.args
+            detached = not enabled
+        elif kind == "wrap_with_autocast" and not node.args[2]:
+            part, *operands = node.args[4:]
+            detached = False
+        else:
+            raise ModelError(
+                f"the program has data-dependent control flow or a wrapped call ({kind} at {node.name!r}); "
+                "expected straight-line code: remove it or export without it"
+            )
+        assert isinstance(part, torch.fx.Node)
+        return part, operands, detached
+
+    def _detached(self, name: str | None, node: torch.fx.Node) -> str | None:
+        if name is None or not self.dtype(name).is_floating_point:
+            return name
+        result = self.unique(f"{node.name}_detach")
+        call = Call(result, aten.detach.default, (Ref(name),), {}, (result,), self.path(node))
+        return self.emit(call, self.shape(name), self.dtype(name))
+
+    # In-place calls
+
+    def now(self, node: torch.fx.Node) -> Any:
+        """What the node stands for; taken from its base anew where that has changed by way of another view."""
+        if self._aliasing.stale(node):
+            base = self._aliasing.base(node)
+            if base is None or base[1] is None:
+                raise self._aliasing.refusal(node)
+            self.at[node] = self._view(f"{node.name}_again", base[1].take, (self.now(base[0]),), base[1].take_args, node)
+            self._aliasing.renew(node)
+        return self.at[node]
+
+    def _view(self, name: str, target: Any, operands: Sequence[str], args: Sequence[Any], like: torch.fx.Node) -> str:
+        """Write a call with a result of the shape of ``like``'s tensor; nothing for one that changes nothing."""
+        if target is aten.alias.default:
+            return operands[0]
+        name = self.unique(name)
+        call = Call(name, target, (*map(Ref, operands), *args), {}, (name,), self.path(like))
+        return self.emit(call, like.meta["val"].shape, self.dtype(operands[0]))
+
+    def _put_back(self, node: torch.fx.Node, changed: torch.fx.Node) -> None:
+        """``changed`` stands for a new value: so do the tensors that it is a view of, up to the one that made the memory."""
+        now = self.at[node]
+        # what surrounds the changed elements, as it was before: read first, while it is up to date
+        outer, around = changed, []
+        while (found := self._aliasing.outer(outer)) is not None and found[1] is not None:
+            outer = found[0]
+            around.append((found[0], found[1], self.now(outer)))
+        self._aliasing.changed(changed, node.name)
+        for same in self._aliasing.same(changed):
+            self._renew(same, now)
+        for base, how, before in around:
+            operands = (before, now) if how.onto else (now,)
+            now = self._view(f"{node.name}_base", how.put, operands, how.put_args, base)
+            for same in self._aliasing.same(base):
+                self._renew(same, now)
+
+    def _renew(self, node: torch.fx.Node, value: str) -> None:
+        self.at[node] = value
+        self._aliasing.renew(node)
+
+    def _in_place(self, node: torch.fx.Node, call: Call, *, gradients: bool) -> None:
+        """``x.add_(y)`` as ``x = x + y``: later uses of x, and of what shares its memory, mean the new value."""
+        changed = node.args[0]
+        assert isinstance(changed, torch.fx.Node)
+        origin = self._aliasing.root(changed)
+        root = str(self.at[origin])
+        if root in self.buffers:
+            self._update_buffer(node, call, changed, root)
+            return
+        if root in self.program.parameters:
+            raise ModelError(
+                f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does"
+            )
+        if not gradients and origin.graph is not node.graph:
+            raise ModelError(f"call {call.name!r} changes a tensor in place under torch.no_grad; write it out of place")
+        value = self.program.values[call.operands[0]]
+        if call.kind == "copy_":  # the source in the target's shape and dtype
+            source = Ref(call.operands[1])
+            written = Call(call.name, aten.expand.default, (source, list(value.shape)), {}, call.outputs, call.path)
+        else:
+            written = functional(call)
+        self.value(self._written(written, value.dtype), value.shape, value.dtype)
+        self.at[node] = call.name
+        self._put_back(node, changed)
+        self._aliasing.view(node, changed, SAME)
+
+    def _written(self, functional: Call, dtype: torch.dtype) -> str:
+        """Write the out-of-place call, and back to the dtype that the changed tensor keeps."""
+        meta = [torch.empty(self.shape(n), dtype=self.dtype(n), device="meta") for n in functional.operands]
+        following = iter(meta)
+        fill = lambda leaf: next(following) if isinstance(leaf, Ref) else leaf  # noqa: E731
+        result = functional.target(*substitute(functional.args, fill), **substitute(dict(functional.kwargs), fill))
+        if result.shape != meta[0].shape and functional.target is not aten.expand.default:
+            raise ModelError(f"call {functional.name!r} of {functional.kind} changes a tensor's shape in place; write it out of place")
+        if result.dtype == dtype:
+            self.program.calls.append(functional)
+            return functional.name
+        name = f"{functional.name}:promoted"
+        first = Call(name, functional.target, functional.args, functional.kwargs, (name,), functional.path)
+        self.emit(first, result.shape, result.dtype)
+        self.program.calls.append(Call(functional.name, aten.to.dtype, (Ref(name), dtype), {}, functional.outputs, functional.path))
+        return functional.name
+
+    def _update_buffer(self, node: torch.fx.Node, call: Call, changed: torch.fx.Node, root: str) -> None:
+        name = self.buffers[root]
+        if len(call.operands) > 1 or self.at[changed] != root:
+            raise ModelError(
+                f"call {call.name!r} updates buffer {name!r} from an activation or in part; "
+                "only batch norm's statistics and counters are supported"
+            )
+        self.updated_buffer(Ref(root))
+        self.program.end_step.append(Call(call.name, call.target, (BufferRef(name), *call.args[1:]), call.kwargs, (), call.path))
+        self.at[node] = root
+
+
+def plain(nest: Any) -> Any:
+    """fx's immutable lists and dicts as ordinary ones."""
+    if isinstance(nest, (list, tuple)):
+        return [plain(item) for item in nest] if isinstance(nest, list) else tuple(plain(item) for item in nest)
+    if isinstance(nest, dict):
+        return {key: plain(item) for key, item in nest.items()}
+    return nest
+
+
+def _kind(target: torch._ops.OpOverload) -> str:
+    return str(target._schema.name.split("::")[-1])
