@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -33,10 +34,16 @@ def optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
+def error(a: torch.Tensor, b: torch.Tensor, small: float = 1.0) -> float:
+    """Largest difference relative to the largest element of ``b``, or to ``small`` if that is larger. Infinite where it is no number."""
     if b.numel() == 0:
         return 0.0
-    return float((a - b).abs().max() / max(1.0, float(b.abs().max())))
+    a, b = a.detach().double(), b.detach().double()
+    difference = float((a - b).abs().max())
+    if difference == 0:
+        return 0.0
+    scale = max(small, float(b.abs().max()))
+    return difference / scale if scale > 0 and difference < inf else inf
 
 
 def train(plan: Plan, order: Sequence[int] | None = None, steps: int = 2, trace: bool = False) -> Outcome:
@@ -57,7 +64,7 @@ def train(plan: Plan, order: Sequence[int] | None = None, steps: int = 2, trace:
                 gradients = trainer.gradients()
                 if alone is not None:
                     loss, expected = alone.step(inputs, step)
-                    outcome.loss_error = max(outcome.loss_error, abs(loss - outcome.losses[-1]) / max(1.0, abs(loss)))
+                    outcome.loss_error = max(outcome.loss_error, error(torch.tensor(outcome.losses[-1]), torch.tensor(loss)))
                     for name, gradient in expected.items():
                         mine = gradients.get(name, torch.zeros_like(gradient))
                         outcome.gradient_error = max(outcome.gradient_error, error(mine, gradient))

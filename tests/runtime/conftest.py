@@ -13,3 +13,11 @@ def pool() -> Iterator[Pool]:
     pool = Pool(3)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Pool]:
+    """Four ranks, which keep the models that they have traced."""
+    pool = Pool(4)
+    yield pool
+    pool.close()

@@ -1,88 +1,180 @@
-"""A few gloo processes that stay alive and run one function after another: starting them costs seconds, a case milliseconds."""
+"""A few gloo processes that stay alive and run one function after another: starting them costs seconds, a case milliseconds.
+
+Whatever happens, a run ends in bounded time, a failing rank's traceback is in the error, and no process outlives its parent.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import socket
+import signal
+import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT_S = 60
+TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+"""Importing torch on a loaded machine."""
+GRACE_S = 1.0
+"""How long the other ranks may still answer after one has failed: most wait for it, and would do so in vain."""
 
 
 class RankError(AssertionError):
-    """A case failed in a rank; the message is its traceback."""
+    """A case failed in a rank; the message is its traceback, in the order of failure if there are several."""
+
+
+class Job(NamedTuple):
+    """``function(*args)`` in a world of so many ranks; worlds of different numbers share nothing."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    size: int
+    world: int
 
 
 class Pool:
     """``run(function, *args)`` calls it on every rank and returns the results in rank order."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, timeout_s: float = TIMEOUT_S) -> None:
+        self.size, self.timeout_s = size, timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._world, self._world_size = 0, 0
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
+        """On the first ``ranks`` processes, which are then all of the world; on all of them if None."""
+        size = self.size if ranks is None else ranks
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        results, errors = [], []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT_S if not errors else 1):
-                errors.append(f"rank {rank} gave no answer")
-                continue
-            try:
-                ok, value = pipe.recv()
-            except EOFError:
-                ok, value = False, f"rank {rank} died"
-            (results if ok else errors).append(value)
+        if size != self._world_size:
+            self._world, self._world_size = self._world + 1, size
+        for pipe in self._pipes[:size]:
+            pipe.send(Job(function, args, size, self._world))
+        results, errors = self._collect(size, self.timeout_s)
         if errors:
-            self.close()  # the others may wait for the one that failed
+            self.close()  # what the other ranks are in the middle of cannot be ended otherwise
             raise RankError("\n".join(errors))
-        return results
+        return [results[rank] for rank in range(size)]
 
     def close(self) -> None:
+        """End the ranks, in whatever state they are."""
         for process in self._processes:
             process.kill()
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._processes, self._pipes, self._store, self._folder = [], [], None, None
+        self._world_size = 0
+
+    def _collect(self, size: int, timeout_s: float) -> tuple[dict[int, Any], list[str]]:
+        """Results by rank, and what went wrong; all ranks are waited for at once, so that the first failure is seen at once."""
+        results: dict[int, Any] = {}
+        errors: list[str] = []
+        left = dict(enumerate(self._pipes[:size]))
+        deadline = time.monotonic() + timeout_s
+        while left:
+            answered = wait(list(left.values()), timeout=max(0.0, deadline - time.monotonic()))
+            if not answered:
+                break
+            for rank in [rank for rank, pipe in left.items() if pipe in answered]:
+                ok, value = self._answer(rank, left.pop(rank))
+                if ok:
+                    results[rank] = value
+                else:
+                    errors.append(value)
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        expired = f"gave no answer in {timeout_s:g} s" if not errors else f"gave no answer {GRACE_S:g} s after that"
+        errors += [f"rank {rank} {expired}; it stands at\n{self._position(rank)}" for rank in left]
+        return results, errors
+
+    def _answer(self, rank: int, pipe: Connection) -> tuple[bool, Any]:
+        try:
+            ok, value = pipe.recv()
+            return bool(ok), value
+        except EOFError:
+            self._processes[rank].join(GRACE_S)
+            code = self._processes[rank].exitcode
+            return False, f"rank {rank} died of {signal.Signals(-code).name}" if code and code < 0 else f"rank {rank} exited with {code}"
+
+    def _position(self, rank: int) -> str:
+        """The stacks of a rank that does not answer; it writes them on a signal, even while it waits in a collective."""
+        assert self._folder is not None
+        path = Path(self._folder.name, str(rank))
+        if not path.exists():
+            return "(still starting)"
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        end = time.monotonic() + GRACE_S
+        while not (text := path.read_text()).endswith("\n") and time.monotonic() < end:
+            time.sleep(0.01)
+        return text.rstrip() or "(unknown: it reacts to no signal)"
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory(prefix="soap-pool-")
         context = mp.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            args = (rank, self._store.port, self.timeout_s, theirs, os.path.join(self._folder.name, str(rank)))
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        _, errors = self._collect(self.size, START_TIMEOUT_S)
+        if errors:
+            self.close()
+            raise RankError("\n".join(errors))
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, port: int, timeout_s: float, pipe: Connection, stacks: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S / 2)
-    )
-    while True:
-        try:
-            function, args = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((True, function(*args)))
-        except Exception:
-            pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    world = 0
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        pipe.send((True, None))
+        while True:
+            try:
+                job: Job = pipe.recv()
+            except EOFError:
+                return
+            try:
+                if job.world != world:
+                    _join(store, rank, job, timeout_s / 2)  # so that a rank left alone tells where it waits
+                    world = job.world
+                answer = (True, job.function(*job.args))
+            except Exception:
+                answer = (False, f"rank {rank}: {traceback.format_exc()}")
+            pipe.send(answer)
+
+
+def _join(store: dist.Store, rank: int, job: Job, timeout_s: float) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+    own = dist.PrefixStore(f"world{job.world}", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=job.size, timeout=timedelta(seconds=timeout_s))
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its ranks."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

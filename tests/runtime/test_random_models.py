@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from tests.runtime.random_modules import random_model
 from tests.runtime.traced import checked, traced
 
 STRATEGIES_PER_MODEL = 4
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def examples(four: Pool, seed: int, folder: Path) -> None:

@@ -1,0 +1,58 @@
+"""What holds for all tests: no process stays behind, and suites of many cases tell at the end what they have seen.
+
+A test tells by ``record_property("tally", [table, row, number])``; the summary has one line per row: how many, and the largest number.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MARK = "SOAP_TESTS_OF"
+PATIENCE_S = 10.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_stays_behind() -> Iterator[None]:
+    """Every process that tests start, and theirs, inherit a mark in their environment: Linux shows who has it."""
+    mark = uuid.uuid4().hex
+    os.environ[MARK] = mark
+    yield
+    del os.environ[MARK]
+    end = time.monotonic() + PATIENCE_S
+    while left := marked(mark):
+        if time.monotonic() > end:
+            pytest.fail(f"{len(left)} processes stay behind, among them {left[0]!r}")
+        time.sleep(0.1)
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the processes with this mark, but for the tracker that multiprocessing keeps until its process ends."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:  # another user's, or gone meanwhile
+            continue
+    return [line for line in found if "multiprocessing.resource_tracker" not in line]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    tables: dict[str, dict[str, list[float]]] = {}
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, value in report.user_properties:
+                if name == "tally" and report.when == "call":
+                    tables.setdefault(value[0], {}).setdefault(value[1], []).append(value[2])
+    for table, rows in sorted(tables.items()):
+        terminalreporter.section(table)
+        for row, numbers in sorted(rows.items()):
+            terminalreporter.write_line(f"{row:32} {len(numbers):5}   largest {max(numbers):.1e}")
+        terminalreporter.write_line(f"{'all':32} {sum(map(len, rows.values())):5}")

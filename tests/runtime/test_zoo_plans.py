@@ -1,0 +1,41 @@
+"""500 pairs of a zoo model and a random strategy on two to four ranks: loss, gradients, parameters and buffers are those of plain PyTorch.
+
+A failing pair is repeated by its name alone: ``python -m pytest "tests/runtime/test_zoo_plans.py::test_pair[gpt-17]"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from soap.runtime.check import TOLERANCES
+from soap.tracing.load import DTYPES
+from soap.zoo import names
+from tests.runtime.pool import Pool
+from tests.runtime.zoo_pairs import STEPS, Pair, train_pair
+
+PAIRS_PER_MODEL = 50
+
+
+def pairs() -> Iterator[Pair]:
+    for model in names():
+        for number in range(PAIRS_PER_MODEL):
+            yield Pair(model, number, PAIRS_PER_MODEL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [pytest.param(pair, id=f"{pair.model}-{pair.number}") for pair in pairs()])
+def test_pair(four: Pool, pair: Pair, record_property: Callable[[str, object], None]) -> None:
+    answers = four.run(train_pair, pair, ranks=pair.ranks)
+    worst, tolerance = answers[0][1], TOLERANCES[DTYPES[pair.dtype]]
+    record_property("tally", ["zoo models under random strategies: worst error", f"{pair.model} {pair.dtype}", worst.error])
+    assert all(losses == answers[0][0] and len(losses) == STEPS[pair.dtype] for losses, _ in answers)
+    assert worst.error <= tolerance, f"{worst.what} is off by {worst.error:.2e}, expected at most {tolerance:.0e}: {pair}"
+
+
+def test_pairs_are_500_on_two_to_four_ranks() -> None:
+    drawn = list(pairs())
+    assert len(set(drawn)) == 500
+    assert {pair.ranks for pair in drawn} == {2, 3, 4}
+    assert sum(pair.dtype == "float64" for pair in drawn) == 400
