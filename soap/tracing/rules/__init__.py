@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from soap.tracing.rules import attention, convolution, index, linear, loss, norm, pointwise, pooling, random, recurrent, reduce, shape
+from soap.tracing.rules import (
+    along,
+    attention,
+    convolution,
+    embedding,
+    index,
+    linear,
+    loss,
+    norm,
+    pad,
+    pointwise,
+    pooling,
+    random,
+    recurrent,
+    reduce,
+    resample,
+    scatter,
+    shape,
+)
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
-    "attention", "convolution", "index", "linear", "loss", "norm", "pointwise", "pooling", "random", "recurrent", "reduce", "registered",
-    "shape", "tiled",
+    "along", "attention", "convolution", "embedding", "index", "linear", "loss", "norm", "pad", "pointwise", "pooling", "random",
+    "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
 ]  # fmt: skip

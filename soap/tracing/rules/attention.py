@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from soap.graph import WHOLE, DimMap
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast
 from soap.tracing.rules.random import keep_mask
 from soap.tracing.rules.registry import rule
 
@@ -60,7 +60,7 @@ def attention(view: View) -> Tiled:
         else:  # several query heads share one key head
             shared = scope.factor(name, k_size)
             share = q_size // k_size
-            lead.append(DimMap(shared.factor, share, 0, share) if shared.factor is not None else WHOLE)
+            lead.append(blocks(shared, share))
             key_lead.append(shared)
     rows = scope.factor("q", q[-2])
     maps: Maps = (*lead, rows, WHOLE)
