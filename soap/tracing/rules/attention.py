@@ -69,7 +69,10 @@ def attention(view: View) -> Tiled:
         scores = (*q[:-1], k[-2])
         operands.append(broadcast((*lead, rows, WHOLE), scores, view.shapes[3]))
     flops = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-    saved = 3 * view.itemsize * prod(q[:-1]) * k[-2]  # scores, weights and mask of the unfused form: an upper bound
+    # Scores, weights and mask of the unfused form, and keys and values once for each head that shares them: an upper bound.
+    saved = 3 * view.itemsize * prod(q[:-1]) * k[-2]
+    if q[:-2] != k[:-2]:
+        saved += view.itemsize * prod(q[:-2]) * k[-2] * (q[-1] + v[-1])
     return Tiled(
         tuple(scope.factors),
         tuple(operands),

@@ -171,8 +171,5 @@ def _in_blocks(view: View, sizes: tuple[int, ...], ins: tuple[int, ...], outs: t
     scope = Scope()
     lead = scope.like(view.shapes[0][:-3], "b")
     factors = [scope.factor(name, size) for name, size in zip(("c", "h", "w"), sizes, strict=True)]
-    sides = [
-        (*lead, *(blocks(f, n) for f, n in zip(factors, spans, strict=True)))
-        for spans in (ins, outs)
-    ]
+    sides = [(*lead, *(blocks(f, n) for f, n in zip(factors, spans, strict=True))) for spans in (ins, outs)]
     return Tiled(tuple(scope.factors), (sides[0],), (sides[1],))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import prod
 
 import torch
+import torch.nn.functional as F
 
 from soap.graph import WHOLE
 from soap.tracing.calls import is_random
@@ -78,10 +79,17 @@ def gated_cell(view: View) -> Tiled:
     return _cell(view, "[h]")
 
 
+def _run_plain_cell(local: Local) -> torch.Tensor:
+    x, state, from_x, from_state, *biases = local.tensors
+    first, second = biases or (None, None)
+    gate = F.linear(x, from_x, first) + F.linear(state, from_state, second)
+    return gate.tanh() if local.call.kind == "rnn_tanh_cell" else gate.relu()
+
+
 @rule("aten.rnn_tanh_cell", "aten.rnn_relu_cell")
 def plain_cell(view: View) -> Tiled:
     """One step of samples; h parameter (hidden units)."""
-    return _cell(view, "h")
+    return replace(_cell(view, "h"), run=_run_plain_cell)
 
 
 def _cell(view: View, unit: str) -> Tiled:
