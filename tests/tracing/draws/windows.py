@@ -42,9 +42,9 @@ def transposed(d: Draw, name: str) -> Drawn:
     rank, groups = _rank(name), d.some(1, 1, 2)
     inside, out = groups * d.some(1, 2), groups * d.some(1, 2)
     kernel, stride, dilation = d.some(1, 2, 3, 4), d.some(1, 2, 3), d.some(1, 1, 2)
-    padding = d.random.randint(0, dilation * (kernel - 1))
     extra = d.random.randrange(max(stride, dilation))
     space = [d.size(3, 5 if rank < 3 else 3) for _ in range(rank)]
+    padding = d.random.randint(0, min(dilation * (kernel - 1), (2 * stride + dilation * (kernel - 1)) // 2))
     x = d.floats(*([] if d.yes(0.1) else [d.size()]), inside, *space)
     weight, bias = d.floats(inside, out // groups, *[kernel] * rank), d.floats(out) if d.yes() else None
     return call(name, x, weight, bias, [stride] * rank, [padding] * rank, [extra] * rank, groups, [dilation] * rank)
