@@ -15,6 +15,7 @@ from torch import Tensor
 from soap.graph import DimMap
 from soap.regions import Box, Interval, balanced, lengths, relative, whole
 from soap.tracing.calls import Call, Ref, Value, is_random, substitute, walk
+from soap.tracing.model import TileContext
 from soap.tracing.rules import tiled
 from soap.tracing.rules.notation import Local, Maps, Tiled
 from tests.tracing.drawing import Drawn
@@ -57,7 +58,7 @@ class Problem:
     def run(self, boxes: Sequence[Box], output_boxes: Sequence[Box], tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs that the rule computes on these regions."""
         shapes = [tuple(t.shape) for t in self.tensors]
-        local = Local(self.call, tensors, boxes, output_boxes, shapes, [tuple(r.shape) for r in self.results], random_seed=SEED)
+        local = Local(self.call, tensors, boxes, output_boxes, shapes, [tuple(r.shape) for r in self.results], TileContext(SEED))
         result = self.rule.run(local) if self.rule.run is not None else local.plain()
         return list(result) if isinstance(result, (tuple, list)) else [result]
 
