@@ -16,10 +16,9 @@ from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whol
 from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.model import TileContext
 from soap.tracing.rules import tiled
-from soap.tracing.rules.attention import run_attention
 from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, move_running_statistics, moves_statistics
 from soap.tracing.rules.notation import Local
-from soap.tracing.rules.random import run_drawn, run_dropout, seeded
+from soap.tracing.rules.random import seeded
 
 
 class Source(Protocol):
@@ -127,7 +126,7 @@ class ExecutableModel:
         boxes, out_boxes = [whole(shape) for shape in shapes], [whole(shape) for shape in out_shapes]
         local = Local(call, tensors, boxes, out_boxes, shapes, out_shapes, context)
         run = tiled(call, self.program.values).run
-        if run in (run_attention, run_dropout, run_drawn):
+        if run is not None:
             return run(local)
         with seeded(local.random_seed, tensors[0].device if tensors else torch.device("cpu")):
             return local.plain()

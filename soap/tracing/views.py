@@ -49,13 +49,12 @@ def view_of(node: torch.fx.Node, base: torch.fx.Node) -> ViewOf | None:
 
 
 def _argument(node: torch.fx.Node, name: str) -> Any:
-    """An argument by its schema name; the schema's default if it was not passed."""
-    if name in node.kwargs:
-        return node.kwargs[name]
+    """An argument by its schema name, a computed size as its value; the schema's default if it was not passed."""
+    given = node.kwargs.get(name)
     for position, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if parameter.name == name:
-            return node.args[position] if position < len(node.args) else parameter.default_value
-    raise KeyError(name)
+        if parameter.name == name and name not in node.kwargs:
+            given = node.args[position] if position < len(node.args) else parameter.default_value
+    return given.meta.get("val") if isinstance(given, torch.fx.Node) else given
 
 
 def _sliced(dim: int, start: int, stop: int, step: int = 1) -> ViewOf:

@@ -69,24 +69,37 @@ def emulated_loss(
     return tensors[graph.loss]
 
 
-def compare(model: ExecutableModel, configs: Mapping[str, OpConfig], tolerance: float = 1e-9, seed: int = 0, floor: float = 1e-6) -> float:
-    """Assert that loss and gradients by tiles equal the plain program's; returns the largest relative error.
+Graded = tuple[torch.Tensor, dict[str, torch.Tensor | None]]
+
+
+def graded(model: ExecutableModel, configs: Mapping[str, OpConfig] | None, seed: int = 0) -> Graded:
+    """Loss and gradients of the parameters: by tiles, or, without configurations, of the plain program."""
+    parameters = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in model.parameters.items()}
+    context = TileContext(seed, 0, {n: b.clone() for n, b in model.buffers.items()})
+    if configs is not None:
+        context.update_buffers = False
+        loss = emulated_loss(model, configs, model.example_inputs, parameters, context)
+    else:
+        loss = model.reference_loss(model.example_inputs, parameters, context)
+    loss.sum().backward()
+    return loss.detach(), {n: p.grad for n, p in parameters.items()}
+
+
+def compare(
+    model: ExecutableModel,
+    configs: Mapping[str, OpConfig],
+    tolerance: float = 1e-9,
+    seed: int = 0,
+    floor: float = 1e-6,
+    reference: Graded | None = None,
+) -> float:
+    """Assert that loss and gradients by tiles equal the plain program's (``reference``); returns the largest relative error.
 
     ``floor``: gradients smaller than this part of the model's largest are compared with that instead. Some are zero but for rounding
     (a bias before batch norm), and torch's own two ways to compute them differ by as much as they are.
     """
-    results = []
-    for tiled in (False, True):
-        parameters = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in model.parameters.items()}
-        context = TileContext(seed, 0, {n: b.clone() for n, b in model.buffers.items()})
-        if tiled:
-            context.update_buffers = False
-            loss = emulated_loss(model, configs, model.example_inputs, parameters, context)
-        else:
-            loss = model.reference_loss(model.example_inputs, parameters, context)
-        loss.sum().backward()
-        results.append((loss.detach(), {n: p.grad for n, p in parameters.items()}))
-    (expected, grads), (found, tiled_grads) = results
+    expected, grads = reference if reference is not None else graded(model, None, seed)
+    found, tiled_grads = graded(model, configs, seed)
     scale = max((float(g.abs().max()) for g in grads.values() if g is not None and g.numel()), default=1.0)
     worst = float((expected - found).abs().max() / expected.abs().max().clamp_min(1e-12))
     for name, grad in grads.items():

@@ -87,7 +87,9 @@ def test_without_its_rule_an_operator_still_comes_apart(monkeypatch: pytest.Monk
     _exact(module, x, model)
 
 
-def test_parts_belong_to_the_module_of_the_call() -> None:
+def test_parts_belong_to_the_module_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry._RULES, "aten.renorm")
+
     class Norm(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.renorm(x, 2.0, 0, 1.0)
@@ -100,14 +102,16 @@ def test_parts_belong_to_the_module_of_the_call() -> None:
     assert "norm" in {op.name for op in model.graph.operators}
 
 
-def test_what_stands_in_the_way_is_named() -> None:
+def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry._RULES, "aten.cdist")
     with pytest.warns(SoapWarning, match=r"aten\.cdist\.default, nor for aten\._cdist_forward\.default in it \(first at cdist\)"):
         _, _, model = _model(lambda self, x: torch.cdist(x @ self.w, self.w).sum(), 5)
     assert model.program.stuck == {"cdist": "aten._cdist_forward.default"}
     assert [op.kind for op in model.graph.operators if not op.partitionable] == ["cdist"]
 
 
-def test_random_calls_are_not_taken_apart() -> None:
+def test_random_calls_are_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry._RULES, "aten.rrelu")
     with pytest.warns(SoapWarning, match=r"no rule for aten\.rrelu"):
         _, _, model = _model(lambda self, x: F.rrelu(x @ self.w, training=True).sum(), 5)
     assert "rrelu" in {call.kind for call in model.program.calls}

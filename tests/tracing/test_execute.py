@@ -107,11 +107,12 @@ def test_random_numbers_follow_seed_and_step_and_leave_torchs_generator_alone() 
 
 
 def test_random_calls_without_a_rule_draw_the_same_on_every_replica() -> None:
-    with pytest.warns(UserWarning, match="alpha_dropout"):
-        model = imported(
-            Lambda(lambda self, x: F.alpha_dropout(x @ self.w, 0.5, training=True).sum(), w=nn.Parameter(torch.ones(4, 4))),
-            torch.ones(3, 4),
-        )
+    def pick(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.w
+        return y.gather(1, torch.multinomial(y.softmax(1), 2)).sum()
+
+    with pytest.warns(UserWarning, match="multinomial"):
+        model = imported(Lambda(pick, w=nn.Parameter(torch.eye(4))), torch.ones(3, 4))
     compare(model, {op.name: OpConfig((1,) * len(op.factors), (0,)) for op in model.graph.operators})
 
 

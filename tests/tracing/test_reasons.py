@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from soap.tracing.rules import registry
 from tests.tracing.programs import Lambda, imported
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], str, list[tuple[str, int, int, str]]]] = {
@@ -31,11 +32,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], str, list[tuple[str, int, int, str
         "cumsum",
         [("cumsum", 0, 4, "cumsum needs it whole"), ("layer_norm", 1, 6, "select takes a fixed part of it")],
     ),
-    "in a call that was decomposed": (
-        lambda self, x: torch.renorm(x @ self.w, 2.0, 0, 1.0).sum(),
-        "renorm",
-        [("matmul", 1, 6, "linalg_vector_norm in renorm needs it whole")],
-    ),
 }
 
 
@@ -46,6 +42,13 @@ def test_reasons(name: str) -> None:
     found = [(one.tensor, one.dim, one.size, one.reason) for one in model.graph.unsplit.get(operator, ())]
     assert operator in model.graph.index
     assert found == expected
+
+
+def test_the_part_of_a_call_that_was_decomposed_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry._RULES, "aten.renorm")
+    module = Lambda(lambda self, x: torch.renorm(x @ self.w, 2.0, 0, 1.0).sum(), w=nn.Parameter(torch.ones(3, 6)))
+    (found,) = imported(module, torch.ones(4, 3)).graph.unsplit["renorm"]
+    assert (found.tensor, found.dim, found.size, found.reason) == ("matmul", 1, 6, "linalg_vector_norm in renorm needs it whole")
 
 
 def test_reasons_are_no_part_of_the_hash() -> None:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from soap.tracing.rules import (  # isort: skip
-    attention, convolution, counting, index, linear, loss, norm, pointwise, pooling, random, recurrent, reduce, scatter_views, shape,
-)  # fmt: skip
+from soap.tracing.rules import (
+    along,
+    attention,
+    convolution,
+    counting,
+    embedding,
+    index,
+    linear,
+    loss,
+    norm,
+    pad,
+    pointwise,
+    pooling,
+    random,
+    recurrent,
+    reduce,
+    resample,
+    scatter,
+    shape,
+)
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
-    "attention", "convolution", "counting", "index", "linear", "loss", "norm", "pointwise", "pooling", "random", "recurrent", "reduce",
-    "registered", "scatter_views", "shape", "tiled",
+    "along", "attention", "convolution", "counting", "embedding", "index", "linear", "loss", "norm", "pad", "pointwise",
+    "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from soap.graph import WHOLE, DimMap
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast
 from soap.tracing.rules.random import keep_mask
 from soap.tracing.rules.registry import rule
 
@@ -60,7 +60,7 @@ def attention(view: View) -> Tiled:
         else:  # several query heads share one key head
             shared = scope.factor(name, k_size)
             share = q_size // k_size
-            lead.append(DimMap(shared.factor, share, 0, share) if shared.factor is not None else WHOLE)
+            lead.append(blocks(shared, share))
             key_lead.append(shared)
     rows = scope.factor("q", q[-2])
     maps: Maps = (*lead, rows, WHOLE)
@@ -69,7 +69,10 @@ def attention(view: View) -> Tiled:
         scores = (*q[:-1], k[-2])
         operands.append(broadcast((*lead, rows, WHOLE), scores, view.shapes[3]))
     flops = 2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-    saved = 3 * view.itemsize * prod(q[:-1]) * k[-2]  # scores, weights and mask of the unfused form: an upper bound
+    # Scores, weights and mask of the unfused form, and keys and values once for each head that shares them: an upper bound.
+    saved = 3 * view.itemsize * prod(q[:-1]) * k[-2]
+    if q[:-2] != k[:-2]:
+        saved += view.itemsize * prod(q[:-2]) * k[-2] * (q[-1] + v[-1])
     return Tiled(
         tuple(scope.factors),
         tuple(operands),

@@ -8,7 +8,7 @@ import torch
 
 from soap.graph import WHOLE, DimMap
 from soap.tracing.calls import Ref
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast, broadcast_shape
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast, broadcast_shape
 from soap.tracing.rules.registry import rule
 
 
@@ -32,6 +32,42 @@ def gather(view: View) -> Tiled:
     maps = scope.like(out)
     operand = tuple(WHOLE if i == dim else m if m.factor is not None else DimMap(None, 0, 0, out[i]) for i, m in enumerate(maps))
     return Tiled(tuple(scope.factors), (operand, maps), (maps,), flops=prod(out))
+
+
+@rule("aten.take_along_dim")
+def take_along_dim(view: View) -> Tiled:
+    """A gather whose operands broadcast in the other dimensions."""
+    if view.get("dim") is None or len(view.shapes[0]) != len(view.shapes[1]):
+        raise NotImplementedError("elements by their flat position")
+    out = view.output_shapes[0]
+    dim = view.get("dim") % len(out)
+    scope = Scope()
+    maps = scope.like(out)
+    source = broadcast((*maps[:dim], WHOLE, *maps[dim + 1 :]), out, view.shapes[0])
+    saved = 9 * prod(out) + view.itemsize * prod(view.shapes[0])
+    operands = (source, broadcast(maps, out, view.shapes[1]))
+    return Tiled(tuple(scope.factors), operands, (maps,), flops=prod(out), saved_bytes=saved)
+
+
+@rule("aten.take")
+def take(view: View) -> Tiled:
+    """Elements by their flat position: the tensor is needed whole."""
+    scope = Scope()
+    maps = scope.like(view.output_shapes[0])
+    whole = (WHOLE,) * len(view.shapes[0])
+    return Tiled(tuple(scope.factors), (whole, maps), (maps,), flops=prod(view.output_shapes[0]), saved_bytes=8 * prod(view.shapes[1]))
+
+
+@rule("aten.searchsorted.Tensor", "aten.bucketize.Tensor", "aten.isin.Tensor_Tensor")
+def looked_up(view: View) -> Tiled:
+    """Each element is looked for in a list that is needed whole."""
+    values = 1 if view.call.kind == "searchsorted" else 0
+    if len(view.shapes[1 - values]) != 1 or view.has("sorter"):
+        raise NotImplementedError("a list for each row, or in another order")
+    scope = Scope()
+    maps = scope.like(view.output_shapes[0])
+    operands = ((WHOLE,), maps) if values else (maps, (WHOLE,))
+    return Tiled(tuple(scope.factors), operands, (maps,), flops=8 * prod(view.output_shapes[0]))
 
 
 @rule("aten.index.Tensor")
@@ -121,22 +157,19 @@ def repeat_interleave(view: View) -> Tiled:
 def pixel_shuffle(view: View) -> Tiled:
     """Channels become blocks of space: everything splits by blocks."""
     block, shape = int(view.get("upscale_factor")), view.output_shapes[0]
-    return _blocks(view, (shape[-3], shape[-2] // block, shape[-1] // block), (block * block, 1, 1), (1, block, block))
+    return _in_blocks(view, (shape[-3], shape[-2] // block, shape[-1] // block), (block * block, 1, 1), (1, block, block))
 
 
 @rule("aten.pixel_unshuffle")
 def pixel_unshuffle(view: View) -> Tiled:
     """Blocks of space become channels: everything splits by blocks."""
     block, shape = int(view.get("downscale_factor")), view.shapes[0]
-    return _blocks(view, (shape[-3], shape[-2] // block, shape[-1] // block), (1, block, block), (block * block, 1, 1))
+    return _in_blocks(view, (shape[-3], shape[-2] // block, shape[-1] // block), (1, block, block), (block * block, 1, 1))
 
 
-def _blocks(view: View, sizes: tuple[int, ...], ins: tuple[int, ...], outs: tuple[int, ...]) -> Tiled:
+def _in_blocks(view: View, sizes: tuple[int, ...], ins: tuple[int, ...], outs: tuple[int, ...]) -> Tiled:
     scope = Scope()
     lead = scope.like(view.shapes[0][:-3], "b")
     factors = [scope.factor(name, size) for name, size in zip(("c", "h", "w"), sizes, strict=True)]
-    sides = [
-        (*lead, *(DimMap(f.factor, n, 0, n) if f.factor is not None else WHOLE for f, n in zip(factors, spans, strict=True)))
-        for spans in (ins, outs)
-    ]
+    sides = [(*lead, *(blocks(f, n) for f, n in zip(factors, spans, strict=True))) for spans in (ins, outs)]
     return Tiled(tuple(scope.factors), (sides[0],), (sides[1],))

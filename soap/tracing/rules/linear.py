@@ -1,4 +1,4 @@
-"""Matrix products and embeddings."""
+"""Matrix products."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def einsum_matmul(view: View, a: tuple[int, ...], b: tuple[int, ...]) -> Tiled:
     return Tiled(tuple(scope.factors), (a_map, b_map), (out,), summed=summed)
 
 
-@rule("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot")
+@rule("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.vdot")
 def matmul(view: View) -> Tiled:
     """``a @ b`` with broadcasting."""
     a, b = view.shapes
@@ -80,41 +80,30 @@ def matmul(view: View) -> Tiled:
     return Tiled(plain.factors, plain.operands, plain.outputs, summed=plain.summed, flops=_matmul_flops(view, a[-1]), saved_bytes=copies)
 
 
-def _run_embedding(local: Local) -> torch.Tensor:
-    weight, indices = local.tensors
-    start, stop = local.boxes[0][0]
-    padding = local.get("padding_idx", -1)
-    if (start, stop) == (0, local.shapes[0][0]):
-        return F.embedding(indices, weight, padding if padding >= 0 else None)
-    # Rows of other tiles give zero here; the sum over the tiles is the lookup. An index lies in exactly one tile.
-    inside = (indices >= start) & (indices < stop)
-    here = (indices - start).clamp(0, stop - start - 1)
-    rows = F.embedding(here, weight)
-    if padding >= 0:  # the padding row takes no gradient
-        rows = torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows)
-    return torch.where(inside.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+def _einsum_terms(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
+    """The names of every operand's and of the result's dimensions; an ellipsis stands for dimensions that are aligned at the right."""
+    left, arrow, right = equation.replace(" ", "").replace("...", ".").partition("->")
+    terms = left.split(",")
+    hidden = [rank - len(term.replace(".", "")) for term, rank in zip(terms, ranks, strict=True)]
+    longest = max((n for n, term in zip(hidden, terms, strict=True) if "." in term), default=0)
+    every = [f"e{i}" for i in range(longest)]
+    if not arrow:
+        letters = sorted(c for c in set(left) - {",", "."} if left.count(c) == 1)
+        right = "".join(["." if "." in left else "", *letters])
 
+    def named(term: str, count: int) -> list[str]:
+        return [name for c in term for name in (every[longest - count :] if c == "." else [c])]
 
-@rule("aten.embedding")
-def embedding(view: View) -> Tiled:
-    """Rows of a table: v reduction (masked lookup and sum), d parameter. Gradients are dense."""
-    if view.get("scale_grad_by_freq", False):
-        raise NotImplementedError("gradients that depend on how often an index occurs in the batch")
-    out = prod(view.output_shapes[0])
-    return einsum(view, "v d, *b -> *b d", run=_run_embedding, flops=out, saved_bytes=17 * prod(view.shapes[1]) + 2 * view.itemsize * out)
+    return [named(term, n) for term, n in zip(terms, hidden, strict=True)], named(right, longest)
 
 
 @rule("aten.einsum")
 def contraction(view: View) -> Tiled:
-    """``torch.einsum``: its own notation is the rule's. A letter that occurs twice in one operand (a trace) is not split by regions."""
-    equation = str(view.get("equation")).replace(" ", "")
-    left, arrow, right = equation.partition("->")
-    terms = left.split(",")
-    if "." in equation or any(len(set(term)) != len(term) for term in (*terms, right)):
-        raise NotImplementedError("ellipsis or repeated letter")
-    if not arrow:
-        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
-    notation = f"{', '.join(' '.join(term) for term in terms)} -> {' '.join(right)}"
+    """``torch.einsum``: its own notation is the rule's. A letter that occurs twice in one operand (a diagonal) is needed whole."""
+    terms, right = _einsum_terms(str(view.get("equation")), [len(shape) for shape in view.shapes])
+    twice = {name for term in terms for name in term if term.count(name) > 1}
+    sides = [" ".join(f"[{name}]" if name in twice else name for name in term) for term in (*terms, right)]
+    notation = f"{', '.join(sides[:-1])} -> {sides[-1]}"
     sizes = {c: n for term, shape in zip(terms, view.shapes, strict=True) for c, n in zip(term, shape, strict=True) if n > 1}
     saved = 2 * view.itemsize * sum(map(prod, view.shapes))  # permuted copies
     return einsum(view, notation, flops=2 * prod(sizes.values()), saved_bytes=saved)
@@ -124,3 +113,76 @@ def contraction(view: View) -> Tiled:
 def outer(view: View) -> Tiled:
     """Outer product of two vectors."""
     return einsum(view, "m, n -> m n", flops=prod(view.output_shapes[0]))
+
+
+@rule("aten.inner")
+def inner(view: View) -> Tiled:
+    """Sums over the last dimension of both; the other dimensions follow one another."""
+    a, b = view.shapes
+    if not a or not b:
+        raise NotImplementedError("a scalar operand")
+    rows, columns = (" ".join(f"{n}{i}" for i in range(len(s) - 1)) for n, s in (("m", a), ("n", b)))
+    flops = _matmul_flops(view, a[-1])
+    return einsum(view, f"{rows} k, {columns} k -> {rows} {columns}", flops=flops, saved_bytes=view.itemsize * (prod(a) + prod(b)))
+
+
+@rule("aten.tensordot")
+def tensordot(view: View) -> Tiled:
+    """Sums over pairs of dimensions; the others follow one another."""
+    a, b = ([f"{n}{i}" for i in range(len(s))] for n, s in (("m", view.shapes[0]), ("n", view.shapes[1])))
+    inner_size = 1
+    for number, (i, j) in enumerate(zip(view.get("dims_self"), view.get("dims_other"), strict=True)):
+        a[i], b[j] = f"k{number}", f"k{number}"
+        inner_size *= view.shapes[0][i]
+    out = [name for name in (*a, *b) if not name.startswith("k")]
+    saved = 2 * view.itemsize * sum(map(prod, view.shapes))  # permuted copies
+    return einsum(view, f"{' '.join(a)}, {' '.join(b)} -> {' '.join(out)}", flops=_matmul_flops(view, inner_size), saved_bytes=saved)
+
+
+def _run_scaled(local: Local) -> torch.Tensor:
+    # Of the tiles that split a sum, only the first adds the other term, so that the partial results sum up to the whole.
+    bias, a, b = local.tensors
+    alpha, beta = local.get("alpha", 1), local.get("beta", 1)
+    product = torch.outer(a, b) if local.call.kind == "addr" else a @ b if local.call.kind == "addmv" else torch.einsum("bmk,bkn->mn", a, b)
+    product = product if alpha == 1 else alpha * product
+    summed = {"addr": (), "addmv": (1,), "addbmm": (0, 2)}[local.call.kind]
+    if any(local.boxes[1][dim][0] != 0 for dim in summed):
+        return product
+    return product + (bias if beta == 1 else beta * bias)
+
+
+@rule("aten.addmv", "aten.addr", "aten.addbmm")
+def added_product(view: View) -> Tiled:
+    """``bias + a @ b`` for a matrix and a vector, two vectors, or two batches of matrices that are summed as well."""
+    notation = {"addmv": "^m, m k, k -> m", "addr": "^m ^n, m, n -> m n", "addbmm": "^m ^n, b m k, b k n -> m n"}[view.call.kind]
+    bias, *_ = view.shapes
+    kept = notation.split(",")[0].split()
+    notation = notation.replace(" ".join(kept), " ".join(kept[len(kept) - len(bias) :]), 1)
+    saved = 2 * view.itemsize * sum(map(prod, view.shapes))  # permuted copies
+    flops = 2 * prod(view.shapes[1]) * (view.output_shapes[0][-1] if view.call.kind != "addmv" else 1)
+    return einsum(view, notation, run=_run_scaled, flops=flops, saved_bytes=saved)
+
+
+def _run_bilinear(local: Local) -> torch.Tensor:
+    x, y, weight = local.tensors[:3]
+    bias = local.tensors[3] if len(local.tensors) > 3 and local.boxes[0][-1][0] == 0 and local.boxes[1][-1][0] == 0 else None
+    return F.bilinear(x, y, weight, bias)
+
+
+@rule("aten.bilinear")
+def bilinear(view: View) -> Tiled:
+    """``x A y + bias`` for every output n: both inner dimensions are sums."""
+    notation = "*b k, *b l, n k l, n -> *b n" if view.has("bias") else "*b k, *b l, n k l -> *b n"
+    rows, k = prod(view.shapes[0][:-1]), view.shapes[0][-1]
+    saved = view.itemsize * rows * k * (view.shapes[1][-1] + prod(view.shapes[2][::2]))  # products of pairs
+    return einsum(view, notation, run=_run_bilinear, flops=2 * rows * prod(view.shapes[2]), saved_bytes=saved)
+
+
+@rule("aten.cdist", "aten._euclidean_dist")
+def distances(view: View) -> Tiled:
+    """Distances between all pairs of vectors; the vectors are needed whole."""
+    (*lead, m, d), (*other, n, _) = view.shapes
+    if lead != other:
+        raise NotImplementedError("batches that broadcast")
+    saved = view.itemsize * (2 * prod(view.output_shapes[0]) + 4 * sum(map(prod, view.shapes)))
+    return einsum(view, "*b m [d], *b n [d] -> *b m n", flops=3 * prod(lead) * m * n * d, saved_bytes=saved)

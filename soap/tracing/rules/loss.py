@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from soap.graph import WHOLE
-from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast, broadcast_shape
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast, broadcast_shape
 from soap.tracing.rules.registry import rule
 
 MEAN, SUM = 1, 2
@@ -108,3 +108,61 @@ def pointwise_loss(view: View) -> Tiled:
         flops=4 * prod(shape),
         saved_bytes=6 * view.itemsize * prod(shape),
     )
+
+
+def _run_of_samples(local: Local) -> torch.Tensor:
+    reduction = local.get("reduction", MEAN)
+    if reduction == 0:
+        out: torch.Tensor = local.plain()
+        return out
+    loss: torch.Tensor = local.plain(reduction=SUM)
+    count = prod(local.shapes[0][:-1]) if local.call.kind != "triplet_margin_loss" else prod(broadcast_shape(local.shapes)[:-1])
+    return loss / count if reduction == MEAN else loss
+
+
+def _of_samples(view: View, operands: tuple[Maps, ...], scope: Scope, out: Maps) -> Tiled:
+    """A loss of each sample, then a sum or a mean over the samples."""
+    none = view.get("reduction", MEAN) == 0
+    size = sum(map(prod, view.shapes))
+    return Tiled(
+        tuple(scope.factors),
+        operands,
+        (out if none else (),),
+        summed=() if none else tuple(range(len(scope.factors))),
+        run=_run_of_samples,
+        flops=8 * size,
+        saved_bytes=16 * (view.itemsize + 8) * size,
+    )
+
+
+@rule("aten.cosine_embedding_loss")
+def cosine_embedding_loss(view: View) -> Tiled:
+    """Cosines of pairs of vectors; vectors are needed whole."""
+    first, second, target = view.shapes
+    if len(first) != 2 or first != second or len(target) != 1:
+        raise NotImplementedError("vectors that broadcast, or no batch")
+    scope = Scope()
+    b = scope.factor("b", first[0])
+    return _of_samples(view, ((b, WHOLE), (b, WHOLE), (b,)), scope, (b,))
+
+
+@rule("aten.triplet_margin_loss")
+def triplet_margin_loss(view: View) -> Tiled:
+    """Distances of vectors, which are needed whole."""
+    shape = broadcast_shape(view.shapes)
+    if len(shape) < 2:
+        raise NotImplementedError("no batch")
+    scope = Scope()
+    maps = (*scope.like(shape[:-1], "b"), WHOLE)
+    return _of_samples(view, tuple(broadcast(maps, shape, s) for s in view.shapes), scope, maps[:-1])
+
+
+@rule("aten.multi_margin_loss", "aten.multilabel_margin_loss")
+def class_margin_loss(view: View) -> Tiled:
+    """Margins between classes, which are needed whole."""
+    if len(view.shapes[0]) != 2:
+        raise NotImplementedError("no batch")
+    scope = Scope()
+    b = scope.factor("b", view.shapes[0][0])
+    target = (b, WHOLE)[: len(view.shapes[1])]
+    return _of_samples(view, ((b, WHOLE), target, *((WHOLE,) for _ in view.shapes[2:])), scope, (b,))

@@ -1,5 +1,4 @@
-"""Normalisation, softmax, and what else needs some dimensions whole. Training batch norm is imported as two calls of our own, so that
-its statistics cover the whole batch.
+"""Normalisation. Training batch norm is imported as two calls of our own, so that its statistics cover the whole batch.
 
 ``batch_norm_statistics`` sums x and x² per channel: a sum over sample and space like any other, so that splitting them gives partial
 sums that are reduced; ``batch_norm_apply`` is pointwise. Backward through both is synchronized batch norm's backward by linearity.
@@ -14,9 +13,9 @@ from typing import Any
 
 import torch
 
-from soap.graph import WHOLE, DimMap
+from soap.graph import WHOLE
 from soap.regions import Interval
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, einsum
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, einsum
 from soap.tracing.rules.registry import rule
 
 
@@ -157,70 +156,65 @@ def instance_norm(view: View) -> Tiled:
     return Tiled(tuple(scope.factors), (maps, *rest), (maps,), flops=8 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
 
 
-@rule("aten.layer_norm", "aten.rms_norm")
+@rule("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm")
 def layer_norm(view: View) -> Tiled:
-    """The normalised dimensions are needed whole; all others are free."""
+    """The normalised dimensions are needed whole; all others are free. The name in core ATen gives mean and deviation as well."""
     shape = view.shapes[0]
     normalized = len(view.get("normalized_shape"))
     scope = Scope()
     maps = (*scope.like(shape[: len(shape) - normalized], "b"), *(WHOLE,) * normalized)
     rest = tuple((WHOLE,) * len(s) for s in view.shapes[1:])
-    return Tiled(tuple(scope.factors), (maps, *rest), (maps,), flops=8 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
+    outputs = (maps,) * len(view.output_shapes)
+    return Tiled(tuple(scope.factors), (maps, *rest), outputs, flops=8 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
 
 
-def _run_group_norm(local: Local) -> torch.Tensor:
-    groups = local.get("num_groups")
-    start, stop = local.boxes[0][1]
-    out: torch.Tensor = local.plain(num_groups=(stop - start) * groups // local.shapes[0][1])
-    return out
+def _groups(call: View | Local) -> int:
+    return int(call.get("group" if call.call.kind == "native_group_norm" else "num_groups"))
 
 
-@rule("aten.group_norm")
+def _run_group_norm(local: Local) -> Any:
+    samples, channels = local.tensors[0].shape[:2]
+    groups = channels * _groups(local) // local.shapes[0][1]
+    if local.call.kind == "group_norm":
+        return local.plain(num_groups=groups)
+    return local.plain(N=samples, C=channels, group=groups)
+
+
+@rule("aten.group_norm", "aten.native_group_norm")
 def group_norm(view: View) -> Tiled:
-    """Whole groups of channels; space is needed whole."""
-    shape, groups = view.shapes[0], view.get("num_groups")
+    """Whole groups of channels; space is needed whole. The name in core ATen gives means and deviations by group as well."""
+    shape, groups = view.shapes[0], _groups(view)
     scope = Scope()
     b, g = scope.factor("b", shape[0]), scope.factor("g", groups)
     span = shape[1] // groups
-    channels = DimMap(g.factor, span, 0, span) if g.factor is not None else WHOLE
+    channels = blocks(g, span)
     maps = (b, channels, *(WHOLE,) * (len(shape) - 2))
     return Tiled(
         tuple(scope.factors),
         (maps, *([(channels,)] * (len(view.shapes) - 1))),
-        (maps,),
+        (maps, *([(b, g)] * (len(view.output_shapes) - 1))),
         run=_run_group_norm,
         flops=8 * prod(shape),
         saved_bytes=2 * view.itemsize * prod(shape),
     )
 
 
-def along(view: View, whole_dims: set[int], **options: Any) -> Tiled:
-    """One tensor in, and tensors out that have the same sizes but in some dimensions, which are needed whole."""
+@rule("aten._weight_norm")
+def weight_norm(view: View) -> Tiled:
+    """Directions of unit length times lengths: one dimension is free."""
     shape = view.shapes[0]
+    dim = view.get("dim") % len(shape)
     scope = Scope()
-    maps = tuple(WHOLE if i in whole_dims else scope.factor(f"d{i}", size) for i, size in enumerate(shape))
-    return Tiled(tuple(scope.factors), (maps,), (maps,) * len(view.output_shapes), **options)
+    maps = tuple(scope.factor("n", size) if i == dim else WHOLE for i, size in enumerate(shape))
+    lengths = tuple(maps[dim] if i == dim else WHOLE for i in range(len(view.shapes[1])))
+    return Tiled(tuple(scope.factors), (maps, lengths), (maps,), flops=4 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
 
 
-def _dim(view: View, default: int | None = None) -> set[int]:
-    rank = len(view.shapes[0])
-    return {int(view.get("dim", default)) % rank} if rank else set()
-
-
-@rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax", "aten.cumsum", "aten.cumprod", "aten.logcumsumexp")
-def softmax(view: View) -> Tiled:
-    """One dimension is needed whole."""
-    return along(view, _dim(view), flops=5 * prod(view.shapes[0]))
-
-
-@rule("aten.sort", "aten.argsort", "aten.topk", "aten.glu")
-def ordered(view: View) -> Tiled:
-    """One dimension is needed whole, the last if none is named."""
-    return along(view, _dim(view, -1), flops=5 * prod(view.shapes[0]))
-
-
-@rule("aten.flip", "aten.roll")
-def moved(view: View) -> Tiled:
-    """Elements travel along whole dimensions; a roll without dimensions along all of them."""
-    dims, rank = view.get("dims"), len(view.shapes[0])
-    return along(view, {int(d) % rank for d in ([dims] if isinstance(dims, int) else dims)} if dims else set(range(rank)))
+@rule("aten.renorm")
+def renorm(view: View) -> Tiled:
+    """Slices along one dimension are made shorter where they are too long."""
+    shape = view.shapes[0]
+    dim = view.get("dim") % len(shape)
+    scope = Scope()
+    maps = tuple(scope.factor("n", size) if i == dim else WHOLE for i, size in enumerate(shape))
+    return Tiled(tuple(scope.factors), (maps,), (maps,), flops=4 * prod(shape), saved_bytes=4 * view.itemsize * prod(shape))

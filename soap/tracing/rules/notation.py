@@ -152,6 +152,11 @@ class Scope:
         return tuple(self.factor(f"{prefix}{i}", size) for i, size in enumerate(shape))
 
 
+def blocks(dim: DimMap, size: int) -> DimMap:
+    """The map of a dimension in which every element of an identity map's factor is a block of ``size`` elements."""
+    return DimMap(dim.factor, size, 0, size) if dim.factor is not None else WHOLE
+
+
 def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The shape that tensors of these shapes broadcast to; raises ValueError if they do not."""
     rank = max(map(len, shapes), default=0)

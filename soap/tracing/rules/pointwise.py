@@ -19,6 +19,8 @@ from soap.tracing.rules.registry import pointwise, rule
     "aten.arccos", "aten.arcsin", "aten.arctan", "aten.arccosh", "aten.arcsinh", "aten.arctanh", "aten.arctan2",
     "aten.special_expit", "aten.special_logit", "aten.special_erf", "aten.special_erfc", "aten.special_exp2", "aten.special_expm1",
     "aten.special_log1p", "aten.special_gammaln", "aten.special_digamma", "aten.special_ndtr", "aten.special_sinc", "aten.special_xlogy",
+    "aten.special_i0", "aten.special_psi", "aten.special_multigammaln", "aten.special_polygamma", "aten.special_round",
+    "aten.special_gammainc", "aten.special_gammaincc", "aten.floor_divide", "aten.rsub",
 )  # fmt: skip
 def untagged(view: View) -> Tiled:
     """Broadcasting, as for calls with the tag."""

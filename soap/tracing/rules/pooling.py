@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from soap.graph import WHOLE, DimMap
+from soap.graph import WHOLE
 from soap.regions import Box
-from soap.tracing.rules.convolution import SPACE, Window, each, pad_windows, padded_bytes
-from soap.tracing.rules.notation import Local, Scope, Tiled, View
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, blocks
 from soap.tracing.rules.registry import rule
+from soap.tracing.rules.windows import SPACE, Window, each, pad_windows, padded_bytes
 
 
 def _rank(call: View | Local) -> int:
-    return int(call.call.kind[-2])
+    return int(call.call.kind.removesuffix("_with_indices")[-2])
 
 
 def _pool_windows(get: Any, rank: int) -> list[Window]:
@@ -36,23 +36,32 @@ def _pooling(view: View, rank: int, run: Any) -> Tiled:
     inputs = (*leading, *(w.over(s) for s, w in zip(space, windows, strict=True)))
     saved = 8 * prod(out) + padded_bytes(view, windows) + 8 * prod(out[-rank:])  # indices; what averages divide by
     flops = prod(out) * prod(w.extent for w in windows)
-    return Tiled(tuple(scope.factors), (inputs,), ((*leading, *space),), run=run, flops=flops, saved_bytes=saved)
+    outputs = ((*leading, *space),) * len(view.output_shapes)
+    return Tiled(tuple(scope.factors), (inputs,), outputs, run=run, flops=flops, saved_bytes=saved)
 
 
-def _run_max_pool(local: Local) -> torch.Tensor:
+def _run_max_pool(local: Local) -> Any:
     rank = _rank(local)
     windows = _pool_windows(local.get, rank)
     kernel, stride = each(local.get("kernel_size"), rank), [w.stride for w in windows]
     dilation = each(local.get("dilation", 1), rank)
+    indexed = local.call.kind.endswith("_with_indices")
     function: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
-    x, padding = pad_windows(local, windows, float("-inf"))
-    out: torch.Tensor = function(x, kernel, stride, padding, dilation)
-    return out
+    x, padding = pad_windows(local, windows, float("-inf"), by_hand=indexed)
+    out = function(x, kernel, stride, padding, dilation, return_indices=indexed)
+    if not indexed:
+        return out
+    first = [start * w.stride - w.padding for (start, _), w in zip(local.output_boxes[0][-rank:], windows, strict=True)]
+    seen = tuple((low, low + size) for low, size in zip(first, x.shape[-rank:], strict=True))
+    return out[0], _global_indices(out[1], seen, local.shapes[0][-rank:])
 
 
-@rule("aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d")
+@rule(
+    "aten.max_pool1d", "aten.max_pool2d", "aten.max_pool3d",
+    "aten.max_pool1d_with_indices", "aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices",
+)  # fmt: skip
 def max_pool(view: View) -> Tiled:
-    """Maximum over windows."""
+    """Maximum over windows, if asked with its place in the whole."""
     return _pooling(view, _rank(view), _run_max_pool)
 
 
@@ -83,14 +92,15 @@ def _run_avg_pool(local: Local) -> torch.Tensor:
     if rank == 1:
         total = F.avg_pool1d(x, kernel, stride, padding) * kernel[0]
     else:
-        total = F.avg_pool2d(x, kernel, stride, padding, divisor_override=1)
-    divisor = local.get("divisor_override") if rank == 2 else None
+        function: Any = F.avg_pool2d if rank == 2 else F.avg_pool3d
+        total = function(x, kernel, stride, padding, divisor_override=1)
+    divisor = local.get("divisor_override") if rank > 1 else None
     count = torch.tensor(divisor) if divisor else _counts(local, windows)
     mean: torch.Tensor = total / count.to(total.device, total.dtype)
     return mean
 
 
-@rule("aten.avg_pool1d", "aten.avg_pool2d")
+@rule("aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d")
 def avg_pool(view: View) -> Tiled:
     """Mean over windows; padding counts as the call says, at the global borders only."""
     return _pooling(view, _rank(view), _run_avg_pool)
@@ -115,12 +125,9 @@ def _global_indices(flat: torch.Tensor, box: Box, shape: tuple[int, ...]) -> tor
 
 
 @rule(
-    "aten.adaptive_avg_pool1d",
-    "aten.adaptive_avg_pool2d",
-    "aten.adaptive_max_pool1d",
-    "aten.adaptive_max_pool2d",
-    "aten.adaptive_avg_pool3d",
-)
+    "aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d", "aten.adaptive_avg_pool3d", "aten._adaptive_avg_pool2d",
+    "aten._adaptive_avg_pool3d", "aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d",
+)  # fmt: skip
 def adaptive_pool(view: View) -> Tiled:
     """Windows chosen by the output's size: split where they are equal, whole otherwise."""
     rank = _rank(view)
@@ -132,6 +139,27 @@ def adaptive_pool(view: View) -> Tiled:
         even = size % parts == 0
         dim = scope.factor(name, parts) if even else WHOLE
         space.append(dim)
-        windows.append(DimMap(dim.factor, size // parts, 0, size // parts) if dim.factor is not None else WHOLE)
+        windows.append(blocks(dim, size // parts))
     outputs = ((*leading, *space),) * len(view.output_shapes)
     return Tiled(tuple(scope.factors), ((*leading, *windows),), outputs, run=_run_adaptive, flops=prod(x), saved_bytes=8 * prod(out))
+
+
+@rule("aten.max_unpool2d", "aten.max_unpool3d")
+def max_unpool(view: View) -> Tiled:
+    """Maxima back to where they were: samples and channels are free."""
+    x, rank = view.shapes[0], _rank(view)
+    scope = Scope()
+    leading = tuple(scope.factor(name, size) for name, size in zip(("b", "c")[-(len(x) - rank) :], x[:-rank], strict=True))
+    maps = (*leading, *(WHOLE,) * rank)
+    return Tiled(tuple(scope.factors), (maps, maps), (maps,), flops=prod(x))
+
+
+@rule("aten.fractional_max_pool2d", "aten.fractional_max_pool3d")
+def fractional_max_pool(view: View) -> Tiled:
+    """Windows at places that are drawn for every sample and channel."""
+    scope = Scope()
+    b, c = scope.factor("b", view.shapes[0][0]), scope.factor("c", view.shapes[0][1])
+    maps = (b, c, *(WHOLE,) * _rank(view))
+    saved = 8 * prod(view.output_shapes[0])
+    flops = prod(view.shapes[0])
+    return Tiled(tuple(scope.factors), (maps, (b, c, WHOLE)), (maps,) * len(view.output_shapes), flops=flops, saved_bytes=saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 
 import torch
 
@@ -33,6 +34,11 @@ def _region(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in box)
 
 
+def uniform(seed: int, shape: Sequence[int], box: Box) -> torch.Tensor:
+    """The region ``box`` of numbers from 0 to 1 over ``shape``, the same whatever region is asked for."""
+    return torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed))[_region(box)]
+
+
 def keep_mask(local: Local, shape: Sequence[int], box: Box, probability: float, like: torch.Tensor) -> torch.Tensor:
     """The region ``box`` of a mask of 0 and 1/(1-p) over ``shape``, the same whatever region is asked for.
 
@@ -57,25 +63,89 @@ def keep_mask(local: Local, shape: Sequence[int], box: Box, probability: float, 
     return mask if probability >= 1.0 else mask.div_(1.0 - probability)
 
 
+def _mask_region(local: Local) -> tuple[tuple[int, ...], Box]:
+    """(shape of the whole mask, this tile's region of it): whole channels at a time for feature dropout."""
+    shape, box = local.output_shapes[0], local.output_boxes[0]
+    if local.call.kind.startswith("feature_"):
+        shape, box = (*shape[:2], *(1,) * (len(shape) - 2)), (*box[:2], *((0, 1),) * (len(box) - 2))
+    return shape, box
+
+
 def run_dropout(local: Local) -> torch.Tensor:
-    """Dropout of a region; whole channels at a time for feature dropout."""
+    """Dropout of a region."""
     x, probability = local.tensors[0], float(local.get("p"))
     if probability == 0.0 or not local.get("train"):
         return x
-    shape, box = local.output_shapes[0], local.output_boxes[0]
-    if local.call.kind == "feature_dropout":
-        shape, box = (*shape[:2], *(1,) * (len(shape) - 2)), (*box[:2], *((0, 1),) * (len(box) - 2))
-    return x * keep_mask(local, shape, box, probability, x)
+    return x * keep_mask(local, *_mask_region(local), probability, x)
 
 
 @rule("aten.dropout", "aten.feature_dropout")
 def dropout(view: View) -> Tiled:
     """Pointwise with a mask of its own."""
     # The mask is kept for the backward pass, and torch's own keeps its input's product with it.
-    elements = 1
-    for size in view.output_shapes[0]:
-        elements *= size
-    return pointwise(view, run=run_dropout, saved_bytes=elements * view.itemsize)
+    return pointwise(view, run=run_dropout, saved_bytes=prod(view.output_shapes[0]) * view.itemsize)
+
+
+def _run_native_dropout(local: Local) -> tuple[torch.Tensor, torch.Tensor]:
+    x, probability = local.tensors[0], float(local.get("p"))
+    if probability == 0.0 or not local.get("train"):
+        return x, torch.ones_like(x, dtype=torch.bool)
+    mask = keep_mask(local, *_mask_region(local), probability, x)
+    return x * mask, mask > 0
+
+
+@rule("aten.native_dropout")
+def native_dropout(view: View) -> Tiled:
+    """The name in core ATen, which gives the mask as well."""
+    return pointwise(view, run=_run_native_dropout, saved_bytes=2 * prod(view.output_shapes[0]) * view.itemsize)
+
+
+_SELU_FLOOR = -1.7580993408473766
+"""What alpha dropout sets elements to: the limit of SELU for small numbers (Klambauer et al. 2017, section 3)."""
+
+
+def _run_alpha_dropout(local: Local) -> torch.Tensor:
+    x, p = local.tensors[0], float(local.get("p"))
+    if p == 0.0 or not local.get("train"):
+        return x
+    if p == 1.0:
+        return x * 0
+    keep = keep_mask(local, *_mask_region(local), p, x) > 0
+    scale = ((1 - p) * (1 + p * _SELU_FLOOR**2)) ** -0.5
+    dropped = torch.full((), scale * _SELU_FLOOR * (1 - p), dtype=x.dtype, device=x.device)
+    return torch.where(keep, scale * x - scale * _SELU_FLOOR * p, dropped)
+
+
+@rule("aten.alpha_dropout", "aten.feature_alpha_dropout")
+def alpha_dropout(view: View) -> Tiled:
+    """Dropout that keeps mean and variance of what SELU gives."""
+    return pointwise(view, run=_run_alpha_dropout, saved_bytes=prod(view.output_shapes[0]) * (view.itemsize + 1))
+
+
+def _run_bernoulli(local: Local) -> torch.Tensor:
+    chance = local.tensors[-1]
+    drawn = uniform(local.random_seed, local.output_shapes[0], local.output_boxes[0]).to(chance.device)
+    return (drawn < chance).to(local.tensors[0].dtype)
+
+
+@rule("aten.bernoulli.default", "aten.bernoulli.Tensor")
+def bernoulli(view: View) -> Tiled:
+    """Ones with a probability of their own each."""
+    return pointwise(view, run=_run_bernoulli)
+
+
+def _run_rrelu(local: Local) -> torch.Tensor:
+    x, low, high = local.tensors[0], float(local.get("lower")), float(local.get("upper"))
+    if not local.get("training"):
+        return torch.where(x >= 0, x, x * ((low + high) / 2))
+    drawn = uniform(local.random_seed, local.output_shapes[0], local.output_boxes[0]).to(x.device, x.dtype)
+    return torch.where(x >= 0, x, x * (low + (high - low) * drawn))
+
+
+@rule("aten.rrelu")
+def rrelu(view: View) -> Tiled:
+    """Pointwise with a slope that is drawn for each element."""
+    return pointwise(view, run=_run_rrelu, saved_bytes=3 * prod(view.output_shapes[0]) * view.itemsize)
 
 
 def run_drawn(local: Local) -> torch.Tensor:
@@ -90,7 +160,7 @@ def run_drawn(local: Local) -> torch.Tensor:
 
 @rule(
     "aten.rand", "aten.randn", "aten.rand_like", "aten.randn_like", "aten.randint", "aten.randint_like", "aten.bernoulli.p", "aten.uniform",
-    "aten.exponential", "aten.normal_functional",
+    "aten.exponential", "aten.normal_functional", "aten.normal.float_float", "aten.randperm",
 )  # fmt: skip
 def drawn(view: View) -> Tiled:
     """Numbers that depend on no operand's values, only on its shape: nothing of it is read."""

@@ -6,11 +6,13 @@ from dataclasses import replace
 from math import prod
 
 import torch
+import torch.nn.functional as F
 
 from soap.graph import WHOLE
 from soap.tracing.calls import is_random
-from soap.tracing.rules.notation import Local, Scope, Tiled, View
-from soap.tracing.rules.registry import rule, unsplit
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, einsum
+from soap.tracing.rules.random import keep_mask
+from soap.tracing.rules.registry import rule
 
 
 @rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
@@ -36,16 +38,72 @@ def recurrent(view: View) -> Tiled:
         saved = max(saved, _lstm_workspace_bytes(view, x[1 - batch_dim], x[batch_dim]))
     if batch_dim == 0:
         saved += 2 * view.itemsize * prod(view.output_shapes[0])  # input and output in the other order
-    if is_random(view.call):  # dropout between layers draws its numbers inside the call
-        return replace(unsplit(view), flops=flops, saved_bytes=2 * saved)
+    if is_random(view.call):  # what drops out between layers, and the layers' outputs as they are kept one by one
+        saved = 2 * saved + 6 * view.itemsize * prod(view.output_shapes[0]) * int(view.get("num_layers"))
     outputs = (sequence, *(state,) * states)
     return Tiled(tuple(scope.factors), operands, outputs, run=_run_recurrent, flops=flops, saved_bytes=saved)
 
 
 def _run_recurrent(local: Local) -> tuple[torch.Tensor, ...]:
     # With batch_first the output is a view in the other order, which every reader would copy for itself.
-    out, *states = local.plain()
+    out, *states = _layers(local) if is_random(local.call) else local.plain()
     return (out.contiguous(), *states)
+
+
+def _layers(local: Local) -> tuple[torch.Tensor, ...]:
+    """Layer by layer, with dropout in between whose mask is the same for every tiling."""
+    layers, batch_dim = int(local.get("num_layers")), 0 if local.get("batch_first") else 1
+    x, hidden, parameters = local.tensors[0], local.get("hx"), local.get("params")
+    ways, each = 2 if local.get("bidirectional") else 1, len(parameters) // layers
+    states = list(hidden) if isinstance(hidden, (list, tuple)) else [hidden]
+    kept: list[list[torch.Tensor]] = []
+    for layer in range(layers):
+        own = [state[layer * ways : (layer + 1) * ways] for state in states]
+        hx = own if local.call.kind == "lstm" else own[0]
+        some = parameters[layer * each : (layer + 1) * each]
+        x, *new = local.call.target(
+            x, hx, some, local.get("has_biases"), 1, 0.0, local.get("train"), local.get("bidirectional"), local.get("batch_first")
+        )
+        kept.append(list(new))
+        if layer < layers - 1:
+            shape, box = list(x.shape), [(0, size) for size in x.shape]
+            shape[batch_dim], box[batch_dim] = local.shapes[0][batch_dim], local.boxes[0][batch_dim]
+            drawn = replace(local, call=replace(local.call, name=f"{local.call.name}:{layer}"))
+            x = x * keep_mask(drawn, shape, tuple(box), float(local.get("dropout")), x)
+    return (x, *(torch.cat(parts) for parts in zip(*kept, strict=True)))
+
+
+@rule("aten.lstm_cell", "aten.gru_cell")
+def gated_cell(view: View) -> Tiled:
+    """One step of samples: units of all gates are needed, which do not lie side by side."""
+    return _cell(view, "[h]")
+
+
+def _run_plain_cell(local: Local) -> torch.Tensor:
+    x, state, from_x, from_state, *biases = local.tensors
+    first, second = biases or (None, None)
+    gate = F.linear(x, from_x, first) + F.linear(state, from_state, second)
+    return gate.tanh() if local.call.kind == "rnn_tanh_cell" else gate.relu()
+
+
+@rule("aten.rnn_tanh_cell", "aten.rnn_relu_cell")
+def plain_cell(view: View) -> Tiled:
+    """One step of samples; h parameter (hidden units)."""
+    return replace(_cell(view, "h"), run=_run_plain_cell)
+
+
+def _cell(view: View, unit: str) -> Tiled:
+    states = 2 if view.call.kind == "lstm_cell" else 1
+    weights = [shape for shape in view.shapes if len(shape) == 2][1 + states :]
+    if len(view.shapes[0]) != 2:
+        raise NotImplementedError("no batch")
+    biases = len(view.shapes) - 3 - states
+    others = [f"b {unit}"] * (states - 1)
+    sides = ["b [k]", "b [m]", *others, f"{unit} [k]", f"{unit} [m]", *[unit] * biases]
+    rows = view.shapes[0][0]
+    saved = 8 * view.itemsize * rows * weights[0][0]  # gates before and after their functions, from both sides
+    flops = 2 * rows * sum(map(prod, weights))
+    return einsum(view, f"{', '.join(sides)} -> {', '.join([f'b {unit}'] * states)}", flops=flops, saved_bytes=saved)
 
 
 def _lstm_workspace_bytes(view: View, steps: int, batch: int) -> int:

@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from soap.graph import WHOLE, DimMap
-from soap.tracing.rules.notation import Local, Scope, Tiled, View
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast, broadcast_shape
 from soap.tracing.rules.registry import rule
 
 
@@ -35,7 +35,7 @@ def _run_mean(local: Local) -> torch.Tensor:
     return x.sum(axes, bool(local.get("keepdim", False)), dtype=dtype) / count
 
 
-@rule("aten.sum", "aten.mean")
+@rule("aten.sum", "aten.mean", "aten.nansum", "aten.count_nonzero")
 def total(view: View) -> Tiled:
     """Sum or mean: the reduced dimensions may be split, which gives partial sums (a mean divides by the whole count)."""
     shape = view.shapes[0]
@@ -45,13 +45,15 @@ def total(view: View) -> Tiled:
     out = _output(maps, reduced, bool(view.get("keepdim", False)))
     summed = tuple(f for i in sorted(reduced) if (f := maps[i].factor) is not None)
     run = _run_mean if view.call.kind == "mean" else None
-    return Tiled(tuple(scope.factors), (tuple(maps),), (out,), summed=summed, run=run, flops=prod(shape))
+    saved = prod(shape) if view.call.kind == "nansum" else 0  # where numbers are
+    return Tiled(tuple(scope.factors), (tuple(maps),), (out,), summed=summed, run=run, flops=prod(shape), saved_bytes=saved)
 
 
 @rule(
-    "aten.amax", "aten.amin", "aten.argmax", "aten.argmin", "aten.logsumexp", "aten.max.dim", "aten.min.dim", "aten.max.default",
-    "aten.min.default", "aten.prod", "aten.any", "aten.all", "aten.linalg_vector_norm", "aten.var", "aten.std", "aten.var_mean",
-    "aten.std_mean", "aten.median.dim",
+    "aten.amax", "aten.amin", "aten.argmax", "aten.argmin", "aten.logsumexp", "aten.special_logsumexp", "aten.max.dim", "aten.min.dim",
+    "aten.max.default", "aten.min.default", "aten.aminmax", "aten.prod", "aten.any", "aten.all", "aten.linalg_vector_norm", "aten.var",
+    "aten.std", "aten.var_mean", "aten.std_mean", "aten.median", "aten.nanmedian", "aten.mode", "aten.kthvalue", "aten.nanmean",
+    "aten.quantile.scalar", "aten.nanquantile.scalar", "aten.linalg_norm", "aten.linalg_matrix_norm", "aten.norm",
 )  # fmt: skip
 def reduce_whole(view: View) -> Tiled:
     """Reductions whose partial results do not simply add up: the reduced dimensions are needed whole."""
@@ -60,4 +62,17 @@ def reduce_whole(view: View) -> Tiled:
     scope = Scope()
     maps = [WHOLE if i in reduced else scope.factor(f"d{i}", size) for i, size in enumerate(shape)]
     out = _output(maps, reduced, bool(view.get("keepdim", False)))
-    return Tiled(tuple(scope.factors), (tuple(maps),), (out,) * len(view.output_shapes), flops=prod(shape), saved_bytes=8 * prod(shape))
+    saved = (8 + 6 * view.itemsize) * prod(shape)  # places, and in quantiles and norms of matrices all that they are made of
+    return Tiled(tuple(scope.factors), (tuple(maps),), (out,) * len(view.output_shapes), flops=prod(shape), saved_bytes=saved)
+
+
+@rule("aten.cosine_similarity", "aten.pairwise_distance")
+def compared(view: View) -> Tiled:
+    """Pairs of vectors, which are needed whole, to one number each."""
+    shape = broadcast_shape(view.shapes)
+    dim = int(view.get("dim", -1)) % max(1, len(shape))
+    scope = Scope()
+    maps = [WHOLE if i == dim else scope.factor(f"d{i}", size) for i, size in enumerate(shape)]
+    operands = tuple(broadcast(tuple(maps), shape, s) for s in view.shapes)
+    out = _output(maps, {dim}, bool(view.get("keepdim", False)))
+    return Tiled(tuple(scope.factors), operands, (out,), flops=6 * prod(shape), saved_bytes=8 * view.itemsize * prod(shape))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import gcd
 
 import torch
-import torch.nn.functional as F
 
 from soap.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast
@@ -166,48 +165,6 @@ def cat(view: View) -> Tiled:
     return Tiled(tuple(scope.factors), tuple(operands), (maps,), light=True, run=_run_cat)
 
 
-def _pads(pad: Sequence[int], rank: int) -> list[tuple[int, int]]:
-    """torch's padding list (last dimension first) as (before, after) per dimension."""
-    pairs = [(int(pad[i]), int(pad[i + 1])) for i in range(0, len(pad), 2)]
-    return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
-
-
-def _run_pad(local: Local) -> torch.Tensor:
-    before = _pads(local.get("pad"), len(local.shapes[0]))
-    amounts: list[int] = []
-    for (left, _), out, inside in reversed(list(zip(before, local.output_boxes[0], local.boxes[0], strict=True))):
-        if inside[0] >= inside[1]:
-            amounts += [out[1] - out[0], 0]
-        else:
-            amounts += [inside[0] - (out[0] - left), (out[1] - left) - inside[1]]
-    return F.pad(local.tensors[0], amounts, value=float(local.get("value") or 0.0))
-
-
-@rule("aten.pad", "aten.constant_pad_nd")
-def pad(view: View) -> Tiled:
-    """Constant padding; other modes are kept whole."""
-    if view.call.kind == "pad" and view.get("mode", "constant") != "constant":
-        raise NotImplementedError("padding mode")
-    source, out = view.shapes[0], view.output_shapes[0]
-    scope = Scope()
-    maps = scope.like(out)
-    operand: list[DimMap] = []
-    for (left, right), dim, size in zip(_pads(view.get("pad"), len(source)), maps, source, strict=True):
-        if left < 0 or right < 0:
-            raise NotImplementedError("negative padding")
-        operand.append(dim if size == dim_size(dim, scope) and not left and not right else _shifted(dim, left))
-    return Tiled(tuple(scope.factors), (tuple(operand),), (maps,), light=True, run=_run_pad)
-
-
-def dim_size(dim: DimMap, scope: Scope) -> int:
-    """Size of a dimension that follows a factor identically; 1 without one."""
-    return 1 if dim.factor is None else scope.factors[dim.factor][1]
-
-
-def _shifted(dim: DimMap, left: int) -> DimMap:
-    return DimMap(dim.factor, 1, -left, 1 - left) if dim.factor is not None else WHOLE
-
-
 @rule("aten.to.dtype", "aten.clone")
 def cast(view: View) -> Tiled:
     """Copies and casts. Partial sums may be cast one by one only where nothing is cut off."""
@@ -228,3 +185,41 @@ def detach(view: View) -> Tiled:
     scope = Scope()
     maps = scope.like(view.output_shapes[0])
     return Tiled(tuple(scope.factors), (maps,), (maps,), light=True, linear=True, run=_run_detach)
+
+
+@rule("aten.unfold")
+def unfold(view: View) -> Tiled:
+    """Windows along one dimension become a new last one."""
+    shape, out = view.shapes[0], view.output_shapes[0]
+    if not shape:
+        raise NotImplementedError("a scalar operand")
+    dim, size, step = view.get("dimension") % len(shape), int(view.get("size")), int(view.get("step"))
+    scope = Scope()
+    maps = scope.like(out[:-1])
+    own = maps[dim].factor
+    window = DimMap(own, step, 0, size) if own is not None else DimMap(None, 0, 0, size)
+    return Tiled(tuple(scope.factors), ((*maps[:dim], window, *maps[dim + 1 :]),), ((*maps, WHOLE),), light=True, linear=True)
+
+
+@rule("aten.diagonal")
+def diagonal(view: View) -> Tiled:
+    """The two dimensions of the matrix are needed whole, and the diagonal is the new last one."""
+    shape = view.shapes[0]
+    matrix = {view.get(name) % len(shape) for name in ("dim1", "dim2")}
+    scope = Scope()
+    maps = [WHOLE if i in matrix else scope.factor(f"d{i}", size) for i, size in enumerate(shape)]
+    rest = tuple(dim for i, dim in enumerate(maps) if i not in matrix)
+    return Tiled(tuple(scope.factors), (tuple(maps),), ((*rest, WHOLE),), light=True, linear=True)
+
+
+@rule("aten.diag_embed")
+def diag_embed(view: View) -> Tiled:
+    """The last dimension becomes the diagonal of two new ones."""
+    rank = len(view.output_shapes[0])
+    matrix = sorted(view.get(name) % rank for name in ("dim1", "dim2"))
+    scope = Scope()
+    rest = list(scope.like(view.shapes[0][:-1]))
+    out = list(rest)
+    for dim in matrix:
+        out.insert(dim, WHOLE)
+    return Tiled(tuple(scope.factors), ((*rest, WHOLE),), (tuple(out),), linear=True)

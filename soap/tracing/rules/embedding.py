@@ -1,0 +1,95 @@
+"""Embeddings: rows of a table by index, one by one or summed up in bags."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+from soap.graph import WHOLE
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, einsum
+from soap.tracing.rules.registry import rule
+
+SUM, MEAN, MAX = 0, 1, 2
+"""ATen's numbers for the modes of bags."""
+
+
+def _run_embedding(local: Local) -> torch.Tensor:
+    weight, indices = local.tensors
+    start, stop = local.boxes[0][0]
+    padding = local.get("padding_idx", -1)
+    if (start, stop) == (0, local.shapes[0][0]):
+        return F.embedding(indices, weight, padding if padding >= 0 else None)
+    # Rows of other tiles give zero here; the sum over the tiles is the lookup. An index lies in exactly one tile.
+    inside = (indices >= start) & (indices < stop)
+    here = (indices - start).clamp(0, stop - start - 1)
+    rows = F.embedding(here, weight)
+    if padding >= 0:  # the padding row takes no gradient
+        rows = torch.where((indices == padding).unsqueeze(-1), rows.detach(), rows)
+    return torch.where(inside.unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+
+
+@rule("aten.embedding")
+def embedding(view: View) -> Tiled:
+    """Rows of a table: v reduction (masked lookup and sum), d parameter. Gradients are dense."""
+    if view.get("scale_grad_by_freq", False):
+        raise NotImplementedError("gradients that depend on how often an index occurs in the batch")
+    out = prod(view.output_shapes[0])
+    return einsum(view, "v d, *b -> *b d", run=_run_embedding, flops=out, saved_bytes=17 * prod(view.shapes[1]) + 2 * view.itemsize * out)
+
+
+def _bags(local: Local) -> tuple[torch.Tensor, torch.Tensor, slice]:
+    """(indices of this tile's bags, where each bag begins among them, their place among all indices)."""
+    indices, offsets = local.get("indices"), local.get("offsets")
+    first, stop = local.output_boxes[0][0]
+    begin = int(offsets[first]) if first else 0
+    last = stop == local.output_shapes[0][0] and not local.get("include_last_offset")
+    end = indices.shape[0] if last else int(offsets[stop])
+    return indices[begin:end], offsets[first:stop] - begin, slice(begin, end)
+
+
+def _run_embedding_bag(local: Local) -> torch.Tensor:
+    table, mode, padding = local.tensors[0], int(local.get("mode")), local.get("padding_idx")
+    padding = None if padding is None or padding < 0 else padding
+    indices, offsets, place = _bags(local)
+    scale = local.get("per_sample_weights")
+    scale = None if scale is None else scale[place]
+    (start, stop), rows = local.boxes[0][0], local.shapes[0][0]
+    if (start, stop) == (0, rows):
+        names = ("sum", "mean", "max")
+        return F.embedding_bag(indices, table, offsets, mode=names[mode], per_sample_weights=scale, padding_idx=padding)
+    # Rows of other tiles count as zero here; the sum over the tiles is the whole. A mean divides by what the whole bag holds.
+    counted = torch.ones_like(indices, dtype=torch.bool) if padding is None else indices != padding
+    inside = ((indices >= start) & (indices < stop) & counted).to(table.dtype)
+    scale = inside if scale is None else inside * scale
+    total = F.embedding_bag((indices - start).clamp(0, stop - start - 1), table, offsets, mode="sum", per_sample_weights=scale)
+    if mode == SUM:
+        return total
+    running = F.pad(counted.cumsum(0), (1, 0))
+    ends = torch.cat([offsets[1:], offsets.new_tensor([indices.shape[0]])])
+    return total / (running[ends] - running[offsets]).clamp(min=1).to(total.dtype).unsqueeze(1)
+
+
+@rule("aten.embedding_bag")
+def embedding_bag(view: View) -> Tiled:
+    """Sums, means or maxima of rows by bag: bags (b) and columns (d) are free; v reduction, but for maxima. Indices, offsets and weights of
+    samples are needed whole: where a bag's indices lie depends on data."""
+    if view.get("scale_grad_by_freq", False):
+        raise NotImplementedError("gradients that depend on how often an index occurs in the batch")
+    (rows, columns), bags = view.shapes[0], view.output_shapes[0][0]
+    scope = Scope()
+    b, d = scope.factor("b", bags), scope.factor("d", columns)
+    v = WHOLE if view.get("mode") == MAX else scope.factor("v", rows)
+    rest: list[Maps] = [(WHOLE,) * len(shape) for shape in view.shapes[1:]]
+    others: list[Maps] = [(WHOLE,) * len(shape) for shape in view.output_shapes[1:]]
+    count = prod(view.shapes[1])
+    return Tiled(
+        tuple(scope.factors),
+        ((v, d), *rest),
+        ((b, d), *others),
+        summed=() if v.factor is None else (v.factor,),
+        run=_run_embedding_bag,
+        flops=2 * count * columns,
+        saved_bytes=(64 + view.itemsize) * (count + bags + rows) + 9 * bags * columns,
+    )

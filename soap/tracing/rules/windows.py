@@ -1,0 +1,69 @@
+"""Windows over the attribute dimensions: which inputs an output sees, and padding them tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from soap.graph import WHOLE, DimMap
+from soap.tracing.rules.notation import Local, View
+
+SPACE = {1: ("l",), 2: ("h", "w"), 3: ("d", "h", "w")}
+"""Names of the dimensions of space, by their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One dimension of a window: step from one output to the next, padding before the first, and how many inputs it spans."""
+
+    stride: int
+    padding: int
+    extent: int
+
+    def over(self, out: DimMap) -> DimMap:
+        """The inputs that outputs ``[a, b)`` see: ``[a*stride - padding, (b-1)*stride - padding + extent)``."""
+        return DimMap(out.factor, self.stride, -self.padding, self.extent - self.padding) if out.factor is not None else WHOLE
+
+
+def each(value: Any, rank: int) -> list[int]:
+    """An int, or a list of one or ``rank`` ints, as ``rank`` ints."""
+    items = [value] if isinstance(value, int) else list(value)
+    return [int(v) for v in (items * rank if len(items) == 1 else items)]
+
+
+def pad_windows(local: Local, windows: Sequence[Window], value: float, *, by_hand: bool = False) -> tuple[torch.Tensor, list[int]]:
+    """The local input as its windows need it, and the padding that is left to the call itself.
+
+    That is all of it where each dimension lacks as much before as after, as in a tile of samples: nothing is copied then. Else, or if it is
+    to be done ``by_hand``, the input is padded with ``value`` by what it lacks at the tensor's borders.
+    """
+    x, rank = local.tensors[0], len(windows)
+    lacking: list[tuple[int, int]] = []
+    for i, (win, out, inside) in enumerate(zip(windows, local.output_boxes[0][-rank:], local.boxes[0][-rank:], strict=True)):
+        first, last = out[0] * win.stride - win.padding, (out[1] - 1) * win.stride - win.padding + win.extent
+        low, high = max(first, inside[0]), min(last, inside[1])
+        if low >= high:  # nothing but padding is seen
+            x = x.narrow(x.dim() - rank + i, 0, 0)
+            lacking.append((last - first, 0))
+            continue
+        if high < inside[1] or low > inside[0]:  # a dimension that was kept whole: cut what no output sees
+            x = x.narrow(x.dim() - rank + i, low - inside[0], high - low)
+        lacking.append((low - first, last - high))
+    if not by_hand and all(before == after <= win.padding for (before, after), win in zip(lacking, windows, strict=True)):
+        return x, [before for before, _ in lacking]
+    return F.pad(x, [n for pair in reversed(lacking) for n in pair], value=value), [0] * rank
+
+
+def padded_bytes(view: View, windows: Sequence[Window]) -> int:
+    """Upper bound of the copies that padding the input by hand takes, whatever tiles there are; 0 if there is no padding."""
+    x, out, rank = view.shapes[0], view.output_shapes[0], len(windows)
+    seen = [(n - 1) * win.stride + win.extent for n, win in zip(out[-rank:], windows, strict=True)]
+    if all(size <= n for size, n in zip(seen, x[-rank:], strict=True)):
+        return 0
+    padded = [max(size, n + 2 * win.padding) for size, n, win in zip(seen, x[-rank:], windows, strict=True)]
+    return view.itemsize * prod(x[:-rank]) * prod(padded)

@@ -1,0 +1,7 @@
+"""Random calls for every registered rule, by family. Importing this package fills ``drawing.DRAWS``."""
+
+from __future__ import annotations
+
+from tests.tracing.draws import elementwise, layers, losses, moves, picks, products, reductions, windows
+
+__all__ = ["elementwise", "layers", "losses", "moves", "picks", "products", "reductions", "windows"]

@@ -1,0 +1,109 @@
+"""Every registered rule on random shapes and attributes, tile by tile, against the whole call in float64: outputs, gradients, and an upper
+bound for what is kept. A rule that nothing draws fails the suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import pytest
+import torch
+
+from soap.tracing.rules import notation, registered, registry
+from tests.tracing import draws
+from tests.tracing.drawing import DRAWS, Draw, Drawn
+from tests.tracing.tile_check import Problem, check, follows, kept_bytes, linear, problem, splits
+
+QUICK_SEEDS, SLOW_SEEDS = range(2), range(2, 12)
+NEVER_SPLIT = {"aten.max.default", "aten.min.default"}
+"""Rules that say that all of a tensor is needed at once."""
+
+
+def undrawn(names: Collection[str]) -> list[str]:
+    """The names that no draw is registered for."""
+    return [name for name in names if name not in DRAWS]
+
+
+def _checked(name: str, seed: int, record: Callable[[str, object], None]) -> Problem:
+    d = Draw(f"{name} {seed}")
+    found = problem(DRAWS[name](d, name))
+    target = registry.target_name(found.call.target)
+    assert name in (target, target.rsplit(".", 1)[0]), f"{target} is drawn for {name}"
+    record("rule", name)
+    record("overload", target)
+    assert found.rule.known and follows(found.rule)
+    for pieces in splits(found.rule, d.random, None, found.drawn.kept):
+        check(found, pieces)
+    kept, bound = kept_bytes(found)
+    assert kept <= bound
+    assert not found.rule.linear or linear(found)
+    return found
+
+
+@pytest.mark.parametrize("name", registered())
+def test_drawn_calls_by_tiles(name: str, record_property: Callable[[str, object], None]) -> None:
+    for seed in QUICK_SEEDS:
+        _checked(name, seed, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registered())
+def test_many_drawn_calls_by_tiles(name: str, record_property: Callable[[str, object], None]) -> None:
+    found = [_checked(name, seed, record_property) for seed in SLOW_SEEDS]
+    assert any(f.rule.factors for f in found) != (name in NEVER_SPLIT)
+
+
+def test_every_rule_is_drawn() -> None:
+    assert undrawn(registered()) == []
+    assert sorted(DRAWS) == sorted(registered())
+
+
+def test_a_rule_that_nothing_draws_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    registry.register("aten.made_up", "b -> b")
+    assert undrawn(registered()) == ["aten.made_up"]
+
+
+def _wrong(run: Callable[[notation.Local], torch.Tensor] | None, operand: tuple[int, ...], **options: object) -> Problem:
+    """``relu`` of 5 numbers under a rule of one's own."""
+    drawn = Drawn(torch.ops.aten.relu.default, (torch.arange(5, dtype=torch.float64) - 1.5,))
+    found = problem(drawn)
+    dim = notation.DimMap(*operand)
+    found.rule = notation.Tiled((("b", 5),), ((dim,),), ((notation.DimMap(0),),), run=run, **options)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        _wrong(None, (0, 1, 1, 2)),  # reads its neighbour
+        _wrong(lambda local: local.plain() * 2, (0,)),  # other numbers
+        _wrong(lambda local: local.plain().detach(), (0,)),  # no gradients
+        _wrong(None, (0,), summed=(0,)),  # no sum
+    ],
+    ids=["region", "numbers", "gradients", "sum"],
+)
+def test_wrong_rules_are_caught(wrong: Problem) -> None:
+    with pytest.raises(AssertionError):
+        check(wrong, ([(0, 3), (3, 5)],))
+
+
+def test_right_rule_passes() -> None:
+    check(_wrong(None, (0,)), ([(0, 3), (3, 5)],))
+
+
+POINTWISE = draws.elementwise.overloads()
+
+
+@pytest.mark.parametrize("target", POINTWISE, ids=lambda target: str(target).removeprefix("aten."))
+def test_pointwise_overloads_by_tiles(target: torch._ops.OpOverload, record_property: Callable[[str, object], None]) -> None:
+    for seed in QUICK_SEEDS:
+        d = Draw(f"{target} {seed}")
+        drawn = draws.elementwise.any_call(d, target)
+        if drawn is None:
+            assert str(target).removeprefix("aten.") in draws.elementwise.UNUSABLE
+            return
+        found = problem(drawn)
+        record_property("overload", registry.target_name(target))
+        assert found.rule.known and len(found.rule.factors) == sum(n > 1 for n in found.results[0].shape)
+        for pieces in splits(found.rule, d.random, 4):
+            check(found, pieces)
