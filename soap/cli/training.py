@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Job:
     device_kind: DeviceKind | None
     checked: bool
     traced: bool
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     @property
     def main(self) -> str:

@@ -111,6 +111,24 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     return Loaded(manifest.step, manifest.seed, read_buffers, unchanged)
 
 
+def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a checkpoint, or of the latest in a folder, by the names of the user's model; in this process alone.
+
+    The module that was exported can load it. No ranks are needed, and no pickle is read.
+    """
+    checkpoint = resolve(path)
+    manifest = read_manifest(checkpoint)
+    _check_dtypes(checkpoint, manifest)
+    prefix = model_name("")
+    full: dict[str, torch.Tensor] = {}
+    for name, stored in manifest.tensors.items():
+        if name.startswith(prefix):
+            full[name.removeprefix(prefix)] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    planner = RegionLoadPlanner([Region(model_name(n), tuple(t.shape), whole(t.shape), t) for n, t in full.items()], manifest)
+    CheckpointReader(checkpoint, manifest).read_data(planner.create_local_plan(), planner)
+    return {**full, **{alias: full[name] for alias, name in manifest.aliases.items()}}
+
+
 def _regions_to_save(training: Training, known: optimizer_state.Known, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
     """Each shard's first device writes it. Rank 0 writes the rest: what no rank keeps, buffers, and single numbers of the optimizer."""
     plan, rank = training.plan, training.comm.rank
@@ -184,9 +202,7 @@ def _read(path: str | Path, training: Training, buffers: Mapping[str, torch.Tens
     """The checkpoint's manifest, if it fits to this training."""
     checkpoint = resolve(path)
     manifest = read_manifest(checkpoint)
-    for name, tensor in manifest.tensors.items():
-        if not isinstance(getattr(torch, tensor.dtype, None), torch.dtype):
-            raise damaged(checkpoint / MANIFEST, f"{name!r} has the unknown dtype {tensor.dtype!r}")
+    _check_dtypes(checkpoint, manifest)
     own = {name: tuple(t.shape) for name, t in (*training.model.parameters.items(), *buffers.items())}
     theirs = {name: manifest.tensors[model_name(name)].shape for name in (*manifest.parameters, *manifest.buffers)}
     for name in (*own, *theirs):
@@ -203,6 +219,12 @@ def _read(path: str | Path, training: Training, buffers: Mapping[str, torch.Tens
             "use the same optimizer"
         )
     return checkpoint, manifest
+
+
+def _check_dtypes(checkpoint: Path, manifest: Manifest) -> None:
+    for name, tensor in manifest.tensors.items():
+        if not isinstance(getattr(torch, tensor.dtype, None), torch.dtype):
+            raise damaged(checkpoint / MANIFEST, f"{name!r} has the unknown dtype {tensor.dtype!r}")
 
 
 def _manifest(training: Training, step: int, seed: int, save_id: str, known: optimizer_state.Known) -> Manifest:

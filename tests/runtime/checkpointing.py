@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from soap.runtime.checkpoint import read_state_dict
+from soap.runtime.checkpoint_folder import complete
 from soap.runtime.trainer import Trainer
 from soap.simulator.plan import Plan
 from soap.strategy import Strategy
@@ -121,3 +127,78 @@ def _train(trainer: Trainer, examples: Sequence[torch.Tensor], steps: int, load:
     groups = trainer.optimizer.param_groups if trainer.optimizer is not None else []
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return Trained(losses, trainer.state_dict(), saved, options, trainer.seed)
+
+
+def alone(plan: Plan, steps: int) -> dict[str, torch.Tensor]:
+    """The parameters after so many steps of ``save_again_and_again``, trained at once."""
+    model = HandModel(plan.graph)
+    with Trainer(model, plan, optimizer=lambda p: make_optimizer("adam", p), dtype=torch.float64) as trainer:
+        for step in range(steps):
+            trainer.step(*model.inputs(step))
+        return trainer.state_dict()
+
+
+def save_again_and_again(plan: Plan, folder: str, saves: int = 10**9) -> None:
+    """Go on from the latest checkpoint, if there is one, and save after every step."""
+    model = HandModel(plan.graph)
+    with Trainer(model, plan, optimizer=lambda p: make_optimizer("adam", p), dtype=torch.float64) as trainer:
+        if complete(Path(folder)):
+            trainer.load(folder)
+        for _ in range(saves):
+            trainer.step(*model.inputs(trainer.steps))
+            trainer.save(folder, keep=2)
+
+
+def kill_at_every_file_event(plan: Plan, folder: str) -> list[int]:
+    """Children of this process save, one after another, and kill themselves at their first, second, … change of the folder.
+
+    The latest checkpoint's step after each child; the last one came through. Every child saves once, after it has gone on from the latest.
+    """
+    found: list[int] = []
+    for number in range(1, 200):
+        child = os.fork()
+        if child == 0:
+            _die_at(number, folder)
+            save_again_and_again(plan, folder, 1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        latest = complete(Path(folder))
+        found.append(latest[-1].step if latest else 0)
+        if found[-1]:
+            expected = alone_in_child(plan, found[-1])
+            state = read_state_dict(folder)
+            assert all(torch.equal(tensor, state[name]) for name, tensor in expected.items()), number
+        if status == 0:
+            return found
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+    raise AssertionError("no save came through")
+
+
+def alone_in_child(plan: Plan, steps: int) -> dict[str, torch.Tensor]:
+    """``alone``, in a process that may open a process group: this one is to stay without threads, which do not survive a fork."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with os.fdopen(writing, "wb") as stream:
+            torch.save(alone(plan, steps), stream)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        content = io.BytesIO(stream.read())
+    os.waitpid(child, 0)
+    state: dict[str, torch.Tensor] = torch.load(content, weights_only=True)
+    return state
+
+
+def _die_at(number: int, folder: str) -> None:
+    """SIGKILL to this process just before its so-manyth change of the folder."""
+    left = [number]
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        changing = event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove") or (event == "open" and args[1] != "r" and args[1] != "rb")
+        if changing and folder in str(args[0]):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
