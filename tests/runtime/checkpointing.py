@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
+import shutil
 import signal
 import sys
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def alone(plan: Plan, steps: int) -> dict[str, torch.Tensor]:
         return trainer.state_dict()
 
 
-def save_again_and_again(plan: Plan, folder: str, saves: int = 10**9) -> None:
+def save_again_and_again(plan: Plan, folder: str, keep: int, saves: int = 10**9) -> None:
     """Go on from the latest checkpoint, if there is one, and save after every step."""
     model = HandModel(plan.graph)
     with Trainer(model, plan, optimizer=lambda p: make_optimizer("adam", p), dtype=torch.float64) as trainer:
@@ -146,48 +147,55 @@ def save_again_and_again(plan: Plan, folder: str, saves: int = 10**9) -> None:
             trainer.load(folder)
         for _ in range(saves):
             trainer.step(*model.inputs(trainer.steps))
-            trainer.save(folder, keep=2)
+            trainer.save(folder, keep=keep)
 
 
-def kill_at_every_file_event(plan: Plan, folder: str) -> list[int]:
-    """Children of this process save, one after another, and kill themselves at their first, second, … change of the folder.
+def kill_at_every_file_event(plan: Plan, folder: str) -> list[list[int]]:
+    """Children of this process go on from a checkpoint and save, and kill themselves at their first, second, … change of their folder.
 
-    The latest checkpoint's step after each child; the last one came through. Every child saves once, after it has gone on from the latest.
+    For each: the steps of the latest checkpoint after it, and after another child that was left to go on. The last child came through.
     """
-    found: list[int] = []
-    for number in range(1, 200):
-        child = os.fork()
-        if child == 0:
-            _die_at(number, folder)
-            save_again_and_again(plan, folder, 1)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        latest = complete(Path(folder))
-        found.append(latest[-1].step if latest else 0)
-        if found[-1]:
-            expected = alone_in_child(plan, found[-1])
-            state = read_state_dict(folder)
-            assert all(torch.equal(tensor, state[name]) for name, tensor in expected.items()), number
+    make_optimizer("adam", [torch.zeros(1)])  # loads what every child would load
+    start = Path(folder, "start")
+    assert _in_child(lambda: save_again_and_again(plan, str(start), 1, 2)) == 0
+    shutil.copytree(start / "step-00000002", start / ".step-00000002.0123456789abcdef.tmp")  # left by an earlier kill
+    found: list[list[int]] = []
+    for number in range(1, 100):
+        own = Path(shutil.copytree(start, Path(folder, str(number))))
+        status = _in_child(lambda: (_die_at(number, str(own)), save_again_and_again(plan, str(own), 1, 1)))  # noqa: B023 - at once
+        found.append([_latest_as_trained_at_once(plan, own)])
         if status == 0:
             return found
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+        assert _in_child(lambda: save_again_and_again(plan, str(own), 1, 1)) == 0  # noqa: B023
+        found[-1].append(_latest_as_trained_at_once(plan, own))
+        assert len(list(own.iterdir())) == 1  # nothing is left of the kill
     raise AssertionError("no save came through")
 
 
-def alone_in_child(plan: Plan, steps: int) -> dict[str, torch.Tensor]:
-    """``alone``, in a process that may open a process group: this one is to stay without threads, which do not survive a fork."""
-    reading, writing = os.pipe()
+def _latest_as_trained_at_once(plan: Plan, folder: Path) -> int:
+    """The step of the latest checkpoint, which holds what training without a break gives."""
+    step, state = complete(folder)[-1].step, read_state_dict(folder)
+    file = folder.parent / f"{step}.pt"
+    if not file.exists():
+        assert _in_child(lambda: torch.save(alone(plan, step), file)) == 0
+    expected: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in expected.items()), (folder, step)
+    return step
+
+
+def _in_child(action: Callable[[], object]) -> int:
+    """The status of a child that has done something. Process groups are opened there: this process stays without threads."""
     child = os.fork()
     if child == 0:
-        with os.fdopen(writing, "wb") as stream:
-            torch.save(alone(plan, steps), stream)
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as stream:
-        content = io.BytesIO(stream.read())
-    os.waitpid(child, 0)
-    state: dict[str, torch.Tensor] = torch.load(content, weights_only=True)
-    return state
+    return os.waitpid(child, 0)[1]
 
 
 def _die_at(number: int, folder: str) -> None:
@@ -195,8 +203,10 @@ def _die_at(number: int, folder: str) -> None:
     left = [number]
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
-        changing = event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove") or (event == "open" and args[1] != "r" and args[1] != "rb")
-        if changing and folder in str(args[0]):
+        inside = folder in str(args[0]) if args else False
+        writing = event == "open" and args[1] not in ("r", "rb")
+        # Trees are removed by names relative to their folders.
+        if event in ("os.rmdir", "os.remove") or (inside and (event in ("os.rename", "os.mkdir") or writing)):
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -10,7 +10,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,10 @@ def four() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.mark.parametrize(("name", "kind"), [("tied", "adam"), ("tied", "sgd"), ("norm", "sgd"), ("norm", "groups")])
+SLOW_CASES = [pytest.param(name, kind, marks=pytest.mark.slow) for name, kind in (("tied", "sgd"), ("norm", "sgd"), ("norm", "groups"))]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("tied", "adam"), *SLOW_CASES])
 def test_two_ranks_data_parallel_go_on_as_four_ranks_megatron(pair: Pool, four: Pool, name: str, kind: str, tmp_path: Path) -> None:
     spec = save_model(name, tmp_path)
     graph = traced(spec, "float64").graph
@@ -93,7 +95,8 @@ def content(checkpoint: str, folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_plan_goes_on_from_any_other(pair: Pool, pool: Pool, data: st.DataObject, tmp_path: Path) -> None:
     """Two ranks train and save; three load and save at once: both checkpoints hold the same, bit by bit. Both go on alike."""
@@ -282,6 +285,16 @@ def test_another_model_is_refused(saved: Path) -> None:
         trainer.load(saved)  # another batch, the same parameters
 
 
+def test_another_type_is_converted(saved: Path) -> None:
+    with Trainer(HandModel(mlp()), alone_plan(), optimizer=lambda p: make_optimizer("adam", p), dtype=torch.float32) as trainer:
+        trainer.load(saved)
+        assert trainer.optimizer is not None
+        states = trainer.optimizer.state.values()
+        assert {state[key].dtype for state in states for key in ("exp_avg", "max_exp_avg_sq")} == {torch.float32}
+        for name, tensor in trainer.state_dict().items():
+            torch.testing.assert_close(tensor, read_state_dict(saved)[name].float(), rtol=0, atol=0)
+
+
 def test_another_optimizer_is_refused(saved: Path) -> None:
     with trainer_of(alone_plan(), "sgd") as trainer, pytest.raises(CheckpointError) as caught:
         trainer.load(saved)
@@ -374,15 +387,15 @@ def test_keep_must_keep_something(tmp_path: Path) -> None:
         trainer.save(tmp_path, keep=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_killed_at_any_change_of_the_folder_a_complete_checkpoint_is_left(tmp_path: Path) -> None:
     """In a process of its own, which forks while it has no threads."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         steps = pool.apply(kill_at_every_file_event, (alone_plan(), str(tmp_path)))
-    assert len(steps) > 8  # so many changes does a save make
-    assert all(b - a in (0, 1) for a, b in pairwise(steps))  # never back
-    assert steps[0] == 0 and steps[-1] > 1
-    assert len(complete(tmp_path)) == 2 and len(list(tmp_path.iterdir())) == 2
+    assert len(steps) > 20  # so many changes does a save make
+    before = steps.count([2, 3])
+    assert steps == [[2, 3]] * before + [[3, 4]] * (len(steps) - before - 1) + [[3]]  # the old one until the new one is there
 
 
 @pytest.mark.slow
@@ -409,4 +422,4 @@ def test_ranks_killed_at_random_moments_leave_a_complete_checkpoint(tmp_path: Pa
 
 def _run_until_killed(pool: Pool, plan: Plan, folder: str) -> None:
     with pytest.raises(RankError):
-        pool.run(save_again_and_again, plan, folder)
+        pool.run(save_again_and_again, plan, folder, 2)
