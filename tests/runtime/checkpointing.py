@@ -59,12 +59,25 @@ class Normalized(nn.Module):
         return F.cross_entropy(self.head(F.relu(self.norm(self.conv(images))).mean((2, 3))), labels)
 
 
+class Sliced(nn.Module):
+    """A frozen table of which a part is read, and a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 4), requires_grad=False)
+        self.layer, self.unused = nn.Linear(4, 3), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x @ self.table[2:6]).square().mean()
+
+
 def save_model(name: str, folder: Path) -> str:
     """Export one of the models; its path."""
     torch.manual_seed(0)
     tokens = torch.randint(24, (8, 6))
     modules: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
         "tied": (TiedLanguage(), (tokens, tokens.roll(1, 1))),
+        "sliced": (Sliced(), (torch.randn(8, 4),)),
         "norm": (Normalized(), (torch.randn(8, 3, 6, 6), torch.randint(5, (8,)))),
     }
     module, args = modules[name]

@@ -155,6 +155,50 @@ def test_a_state_dict_for_the_module_that_was_exported(pair: Pool, tmp_path: Pat
     assert size < 2 * sum(values.values()) + 2000 * 3 * len(values)  # the tied weight, the largest one, is stored once (beside momentum)
 
 
+def test_what_no_rank_keeps_is_there_as_well(tmp_path: Path) -> None:
+    one = local_topology(1)
+    model = traced(save_model("sliced", tmp_path), "float64")
+    with Trainer(model, (CLASSICAL["single_device"](model.graph, one), one)) as trainer:
+        assert ((2, 6), (0, 4)) in [shard.box for shard in trainer.plan.shards]
+        trainer.step(*model.example_inputs)
+        path = trainer.save(tmp_path / "out")
+        trainer.load(path)
+        found, expected = read_state_dict(path), trainer.state_dict()
+    assert found.keys() == expected.keys() == {"table", *(f"{m}.{p}" for m in ("layer", "unused") for p in ("weight", "bias"))}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_idle_ranks_take_part(pool: Pool, tmp_path: Path) -> None:
+    plan = plan_of(mlp(), split((0, 1), n=2), device_count=2)  # on three ranks
+    first = pool.run(train_handmade, plan, "adam", 2, None, str(tmp_path))
+    assert len({rank.saved for rank in first}) == 1
+    resumed = pool.run(train_handmade, plan, "adam", 1, str(tmp_path), None)
+    straight = pool.run(train_handmade, plan, "adam", 3, None, None)
+    assert [rank.losses for rank in resumed] == [rank.losses[2:] for rank in straight]
+
+
+def save_with_little_room(plan: Plan, folder: str) -> str:
+    """Rank 1 can write only small files."""
+    with trainer_of(plan) as trainer:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if trainer.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            trainer.save(folder)
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return "saved"
+
+
+def test_a_rank_that_cannot_write_is_told_of_by_all(pool: Pool, tmp_path: Path) -> None:
+    messages = pool.run(save_with_little_room, plan_of(mlp(), split((0, 1), n=2), device_count=2), str(tmp_path))
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(f"cannot write a checkpoint to {str(tmp_path)!r}: file too large; earlier checkpoints are as they were")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_options_steps_and_seed_are_those_of_the_checkpoint(saved: Path) -> None:
     def slower(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=0.5, betas=(0.1, 0.2), foreach=False)
