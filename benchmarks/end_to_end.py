@@ -106,7 +106,7 @@ def measured(
     orders = {name: tuple(execution_order(simulation.tasks, simulation.schedule)) for name, simulation in predicted.items()}
     job = Job(
         model=str(path),
-        batch_dims=None,
+        reading={},
         topology=simulator.topology,
         strategies={name: (strategy, orders[name]) for name, strategy in strategies.items()},
         steps=args.steps,
@@ -114,6 +114,8 @@ def measured(
         dtype=None,
         optimizer="sgd",
         learning_rate=0.01,
+        accumulate=1,
+        clip_norm=None,
         data=None,
         backend="auto",
         device_kind=None,

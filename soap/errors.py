@@ -49,6 +49,10 @@ class RuntimeFailure(SoapError):
     exit_code = 8
 
 
+class CheckpointError(RuntimeFailure):
+    """A checkpoint cannot be written, is damaged, or belongs to another model or optimizer."""
+
+
 class SoapWarning(UserWarning):
     """Something is legal but probably not what was meant, or will be slow; said once, in one line."""
 

@@ -21,7 +21,7 @@ def read_text(path: str | Path, *, what: str = "file", error: type[SoapError] = 
         with path.open("rb") as stream:
             data = stream.read(limit_bytes + 1)
     except OSError as cause:
-        raise error(f"{what} {str(path)!r} cannot be read: {_reason(cause)}; check the path") from None
+        raise error(f"{what} {str(path)!r} cannot be read: {reason(cause)}; check the path") from None
     except ValueError as cause:  # a NUL byte in the path
         raise error(f"{what} {str(path)!r} cannot be read: {cause}; check the path") from None
     if len(data) > limit_bytes:
@@ -92,12 +92,13 @@ def _refuse_non_files(path: Path) -> None:
 
 def _unwritable(path: Path, cause: Exception, error: type[SoapError]) -> SoapError:
     missing = isinstance(cause, FileNotFoundError)
-    reason = f"folder {str(path.parent)!r} does not exist" if missing else _reason(cause)
+    what = f"folder {str(path.parent)!r} does not exist" if missing else reason(cause)
     remedy = "create the folder or choose another path" if missing else "choose another path"
-    return error(f"cannot write {str(path)!r}: {reason}; {remedy}")
+    return error(f"cannot write {str(path)!r}: {what}; {remedy}")
 
 
-def _reason(cause: Exception) -> str:
+def reason(cause: Exception) -> str:
+    """What the system says of a file, in the words of our messages."""
     if isinstance(cause, IsADirectoryError):
         return "it is a folder"
     text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)

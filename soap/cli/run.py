@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from soap import api
+from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, note, run_command
 from soap.cli.options import (
     add_cluster,
@@ -60,13 +61,14 @@ def make_parser() -> Parser:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: as the cluster's devices are")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], help="compute in this type instead of the model's own")
     parser.add_argument("--optimizer", choices=list(OPTIMIZER_STATES), default="sgd", help="default %(default)s")
-    parser.add_argument("--lr", metavar="X", type=positive_number, default=0.01, help="learning rate (default %(default)s)")
+    parser.add_argument("--lr", metavar="X", type=positive_number, help="learning rate (default: the checkpoint's, or 0.01)")
     parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help="batches per update (default %(default)s)")
     parser.add_argument("--clip-norm", metavar="X", type=positive_number, help="scale gradients to at most this global norm")
     data_help = "yields one sequence of tensors per step, the same on all ranks (default: drawn like the example inputs)"
     parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
     parser.add_argument("--compare-data-parallel", action="store_true", help="train by data parallelism as well, and measure it")
-    parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="of data and dropout (default %(default)s)")
+    parser.add_argument("--seed", metavar="S", type=not_negative, help="of data and dropout (default: the checkpoint's, or 0)")
+    add_checkpoints(parser)
     add_outputs(parser, timeline="write one iteration for Perfetto, predicted and measured side by side")
     return parser
 
@@ -99,6 +101,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
     read = reading(args)
     graph = api.load(args.model, plan_only=True, **read).graph
     strategies = {STRATEGY: api.load_strategy(args.strategy, graph, topology), BASELINE: api.classical(BASELINE, graph, topology)}
+    checkpoints = chosen(args)
     if args.dtype:  # the strategy was made for the model's own type; what is run and predicted is the model in the other one
         graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
     simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[args.optimizer])
@@ -113,7 +116,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
         topology=topology,
         strategies={name: (strategies[name], orders[name]) for name in trained},
         steps=args.steps,
-        seed=args.seed,
+        seed=checkpoints.seed if args.seed is None else args.seed,
         dtype=args.dtype,
         optimizer=args.optimizer,
         learning_rate=args.lr,
@@ -124,6 +127,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
         device_kind=None if args.device == "auto" else args.device,
         checked=args.check,
         traced=args.timeline is not None,
+        checkpoints=checkpoints,
     )
     return job, predicted
 
@@ -172,6 +176,8 @@ def document(job: Job, predicted: Mapping[str, Simulation], outcome: Outcome) ->
         "shared_cores": shared_cores(job.topology),
         "backend": outcome.backend,
         "steps": job.steps,
+        "resumed_at": job.checkpoints.resumed_at,
+        "checkpoint": outcome.saved,
         "strategies": strategies,
         "check": {**asdict(outcome.check), "passed": outcome.check.passed} if outcome.check else None,
     }
@@ -187,8 +193,10 @@ def text(report: Mapping[str, Any]) -> str:
     own, usual = report["strategies"][STRATEGY], report["strategies"][BASELINE]
     gain = "" if usual["measured_ns"] is None else speed_up(usual["measured_ns"], own["measured_ns"])
     rows.append(("speed-up", speed_up(usual["predicted_ns"], own["predicted_ns"]), gain))
-    losses = own["losses"]
-    facts = [("loss", f"{losses[0]:.6g} in step 1, {losses[-1]:.6g} in step {len(losses)}")]
+    losses, before = own["losses"], report["resumed_at"]
+    facts = [("loss", f"{losses[0]:.6g} in step {before + 1}, {losses[-1]:.6g} in step {before + len(losses)}")]
+    if report["checkpoint"]:
+        facts.append(("checkpoint", report["checkpoint"]))
     if report["check"]:
         facts.append(("check", _checked(report["check"])))
     head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from soap import api
 from soap.cli.batches import Batches, DrawnBatches, JoinedBatches, UserBatches
+from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
 from soap.errors import SoapWarning
 from soap.runtime.check import CheckResult, check
@@ -22,6 +23,8 @@ from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
 from soap.tracing.model import TracedModel
 
+LEARNING_RATE = 0.01
+"""If neither the command line nor a checkpoint says another."""
 CHECKED_STEPS = 2
 """The second step shows what a wrong update in the first does."""
 
@@ -30,7 +33,8 @@ CHECKED_STEPS = 2
 class Job:
     """All that a rank must know. The orders of tiles come from one simulation, so that all ranks have the same.
 
-    ``strategies``: name -> strategy and order of its tiles; the first is the one that is checked and traced.
+    ``strategies``: name -> strategy and order of its tiles; the first is the one that is checked, traced and saved.
+    ``learning_rate`` None: the checkpoint's, if the job goes on from one.
     """
 
     model: str
@@ -41,7 +45,7 @@ class Job:
     seed: int
     dtype: str | None
     optimizer: str
-    learning_rate: float
+    learning_rate: float | None
     accumulate: int
     clip_norm: float | None
     data: str | None
@@ -49,6 +53,7 @@ class Job:
     device_kind: DeviceKind | None
     checked: bool
     traced: bool
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     @property
     def main(self) -> str:
@@ -58,12 +63,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all ranks saw together. ``events``: (rank, task, kind, start, end) in nanoseconds of one iteration, if it was traced."""
+    """What all ranks saw together. ``events``: (rank, task, kind, start, end) in nanoseconds of one iteration, if it was traced.
+
+    ``saved``: the last checkpoint's path, if there is one.
+    """
 
     backend: str
     measured: Mapping[str, StepTimes]
     check: CheckResult | None
     events: tuple[tuple[int, str, str, int, int], ...]
+    saved: str | None = None
 
 
 def train(job: Job) -> Outcome:
@@ -78,19 +87,37 @@ def train(job: Job) -> Outcome:
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
     try:
         found = check(_trainer(job, model, job.main), batches, _optimizer(job), min(CHECKED_STEPS, job.steps)) if job.checked else None
-        measured = {name: _measure(job, model, name, batches) for name in job.strategies}
-        return Outcome(world.backend, measured, found, _trace(job, model, batches) if job.traced else ())
+        saver = Saver(job.checkpoints, job.steps)
+        measured = {name: _measure(job, model, name, batches, saver if name == job.main else None) for name in job.strategies}
+        return Outcome(world.backend, measured, found, _trace(job, model, batches) if job.traced else (), saver.saved)
     finally:
         close_world(world)
 
 
-def _measure(job: Job, model: TracedModel, name: str, batches: Batches) -> StepTimes:
+def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None) -> StepTimes:
     """All steps of the job, of which the first few are not timed (unless there are no others)."""
     trainer = _trainer(job, model, name)
+    if job.checkpoints.resume is not None:
+        _resume(job, trainer, job.checkpoints.resume)
     warm_up = min(WARM_UP_STEPS, job.steps - 1)
     hidden = True if trainer.rank else None  # None: shown if standard error is a terminal
     with tqdm(total=job.steps, desc=name, unit="step", disable=hidden, leave=False) as bar:
-        return measure_steps(trainer, batches, job.steps - warm_up, warm_up, on_step=lambda step, loss: _show(bar, loss))
+
+        def after(step: int, loss: float) -> None:
+            _show(bar, loss)
+            if saver is not None:
+                saver.after_step(trainer)
+
+        return measure_steps(trainer, batches, job.steps - warm_up, warm_up, on_step=after)
+
+
+def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
+    """Go on from a checkpoint; what the command line says overrules what the checkpoint says."""
+    trainer.load(checkpoint)
+    trainer.seed = job.seed
+    if job.learning_rate is not None and trainer.optimizer is not None:
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = job.learning_rate
 
 
 def _trace(job: Job, model: TracedModel, batches: Batches) -> tuple[tuple[int, str, str, int, int], ...]:
@@ -119,7 +146,8 @@ def _trainer(job: Job, model: TracedModel, name: str) -> Trainer:
 
 def _optimizer(job: Job) -> OptimizerFactory:
     kinds: dict[str, type[Any]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
-    return lambda tensors: kinds[job.optimizer](tensors, lr=job.learning_rate)
+    rate = LEARNING_RATE if job.learning_rate is None else job.learning_rate
+    return lambda tensors: kinds[job.optimizer](tensors, lr=rate)
 
 
 def _show(bar: tqdm[Any], loss: float) -> None:

@@ -34,9 +34,9 @@ def measure_steps(
     warm_up: int = WARM_UP_STEPS,
     on_step: Callable[[int, float], None] | None = None,
 ) -> StepTimes:
-    """Train ``warm_up + steps`` steps on ``batch(0)``, ``batch(1)``, …; on all ranks. ``on_step`` hears each loss."""
+    """Train ``warm_up + steps`` steps on ``batch(trainer.steps)`` each; on all ranks. ``on_step`` hears each step's number and loss."""
     times, losses = [], []
-    for number in range(warm_up + steps):
+    for number in range(trainer.steps, trainer.steps + warm_up + steps):
         inputs = batch(number)
         trainer.comm.barrier()
         start = perf_counter_ns()

@@ -6,7 +6,9 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +29,9 @@ from soap.simulator.tasks import TaskKind
 from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
 from soap.tracing.model import TileContext, TracedModel
+
+if TYPE_CHECKING:
+    from soap.runtime.checkpoint import Training
 
 OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """Makes an optimizer whose update is elementwise from the tensors of one rank's shards."""
@@ -186,6 +191,29 @@ class Trainer:
             self._first_buffers[name].copy_(state[name])
         self._warn_of_unchanged(state)
 
+    def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
+        """Write a checkpoint ``step-…`` into a folder, on all ranks at once; its path. See ``runtime.checkpoint``.
+
+        ``keep``: how many steps' checkpoints stay in the folder, this one included; None for all. Another one of the same step is replaced.
+        """
+        from soap.runtime.checkpoint import save_checkpoint  # loads much of torch that training does not need
+
+        return save_checkpoint(folder, self._training(), self.steps, self.seed, self._gather_buffers(), keep)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint, or the latest in a folder, on all ranks at once; whatever plan and number of ranks it was saved with.
+
+        Parameters, buffers, the optimizer's state and hyperparameters, ``steps`` and ``seed`` become those of the checkpoint.
+        """
+        from soap.runtime.checkpoint import load_checkpoint
+
+        found = load_checkpoint(path, self._training(), self.buffers)
+        self.steps, self.seed = found.step, found.seed
+        for name, tensor in found.buffers.items():
+            self.buffers[name].copy_(tensor)
+            self._first_buffers[name].copy_(tensor)
+        self._warn_of_unchanged(found.unchanged)
+
     @property
     def traffic(self) -> Traffic:
         """Payload bytes that this rank has moved so far in steps."""
@@ -201,6 +229,11 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _training(self) -> Training:
+        from soap.runtime.checkpoint import Training
+
+        return Training(self.model, self.plan, self.comm, self.shards, self.optimizer, self.place)
 
     def _warn_of_unchanged(self, state: Mapping[str, torch.Tensor]) -> None:
         """What the program only reads was fixed when it was imported."""

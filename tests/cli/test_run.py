@@ -36,6 +36,22 @@ def edited(path: Path, folder: Path, edit: Edit) -> str:
     return str(copy)
 
 
+@pytest.mark.parametrize("option", ["--save-every", "--keep"])
+def test_save_options_without_save(option: str, capsys: pytest.CaptureFixture[str], strategy_file: Path) -> None:
+    assert_refused(capsys, main, [str(strategy_file), "--model", MODEL, option, "3"], 2, f"{option} without --save; add --save DIR")
+
+
+def test_resume_without_a_checkpoint(capsys: pytest.CaptureFixture[str], strategy_file: Path, tmp_path: Path) -> None:
+    common = [str(strategy_file), "--model", MODEL, "--resume"]
+    assert_refused(capsys, main, [*common, str(tmp_path)], 8, "has no complete checkpoint; expected a checkpoint or the folder")
+    assert_refused(capsys, main, [*common, str(tmp_path / "no")], 8, "no' is no folder")
+
+
+def test_save_into_a_file(capsys: pytest.CaptureFixture[str], strategy_file: Path) -> None:
+    command = [str(strategy_file), "--model", MODEL, "--save", str(strategy_file)]
+    assert_refused(capsys, main, command, 8, "s.json' cannot be read: not a directory; check the path")
+
+
 def test_missing_strategy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert_refused(capsys, main, [str(tmp_path / "no.json"), "--model", MODEL], 5, "no.json", "cannot be read", "check the path")
 

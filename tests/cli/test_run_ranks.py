@@ -114,6 +114,30 @@ def test_autocast_trains_and_is_checked(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_goes_on_from_a_checkpoint_under_another_strategy(folder: Path) -> None:
+    """Six steps at once, and four and two with a restart in between: the same losses, on the user's data and with Adam."""
+    model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(folder / "cluster.yaml")
+    soap.save_strategy(folder / "dp.json", soap.api.classical("data_parallel", model.graph, cluster), model, cluster)
+    common = ["--data", "mydata:batches", "--optimizer", "adam", "--dtype", "float64", "--json"]
+    straight = run(folder, "--steps", "6", "--lr", "0.003", "--seed", "4", *common)
+    first = run(folder, "--steps", "4", "--lr", "0.003", "--seed", "4", "--save", "out", "--save-every", "2", "--keep", "1", *common)
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout)["checkpoint"] == str(Path("out", "step-00000004"))
+    assert [path.name for path in (folder / "out").iterdir()] == ["step-00000004"]
+    arguments = [part if part != "s.json" else "dp.json" for part in command("--steps", "2", "--resume", "out", "--save", "out", *common)]
+    second = subprocess.run(arguments, cwd=folder, env=environment(), capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    reports = [json.loads(done.stdout) for done in (first, second, straight)]
+    assert [report["resumed_at"] for report in reports] == [0, 4, 0]
+    losses = [report["strategies"]["strategy"]["losses"] for report in reports]
+    assert losses[0] + losses[1] == pytest.approx(losses[2], rel=1e-9)
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["step-00000004", "step-00000006"]
+    again = run(folder, "--steps", "1", "--save", "out")
+    assert (again.returncode, again.stdout) == (8, "")
+    assert "step 6, later than step 0 of this run; resume from it, or save to another folder" in again.stderr
+
+
+@pytest.mark.slow
 def test_works_under_torchrun(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command("--steps", "2", "--json")[1:]]
     done = subprocess.run(torchrun, cwd=folder, env=environment(), capture_output=True, text=True)

@@ -1,0 +1,66 @@
+"""``--save`` and ``--resume`` of ``soap-run``: what they mean, and when a checkpoint is due."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from soap.cli.command import Parser, UsageError
+from soap.cli.options import positive
+from soap.runtime.checkpoint_folder import check_place, resolve
+from soap.runtime.checkpoint_manifest import read_manifest
+
+if TYPE_CHECKING:
+    from soap.runtime.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """``resume``: the checkpoint to go on from, saved after ``resumed_at`` steps with ``seed``. ``save``: the folder for new ones."""
+
+    resume: str | None = None
+    resumed_at: int = 0
+    seed: int = 0
+    save: str | None = None
+    save_every: int | None = None
+    keep: int | None = None
+
+
+def add_checkpoints(parser: Parser) -> None:
+    """The options."""
+    parser.add_argument("--save", metavar="DIR", help="write a checkpoint into this folder after the last step")
+    parser.add_argument("--save-every", metavar="N", type=positive, help="with --save: after every N steps as well")
+    parser.add_argument("--keep", metavar="N", type=positive, help="with --save: keep only the last N checkpoints (default: all)")
+    resume_help = "go on from the latest checkpoint in this folder, or from this checkpoint; whatever strategy it was saved under"
+    parser.add_argument("--resume", metavar="DIR", help=resume_help)
+
+
+def chosen(args: argparse.Namespace) -> Checkpoints:
+    """What the options say; CheckpointError before anything has started if it cannot be done."""
+    if args.save is None and (args.save_every or args.keep):
+        raise UsageError(f"{'--save-every' if args.save_every else '--keep'} without --save; add --save DIR")
+    step, seed, resume = 0, 0, None
+    if args.resume is not None:
+        resume = resolve(args.resume)
+        manifest = read_manifest(resume)
+        step, seed = manifest.step, manifest.seed
+    if args.save is not None:
+        check_place(args.save, step)
+    return Checkpoints(None if resume is None else str(resume), step, seed, args.save, args.save_every, args.keep)
+
+
+class Saver:
+    """Writes the checkpoints that are due. ``saved``: the last one's path."""
+
+    def __init__(self, options: Checkpoints, steps: int) -> None:
+        self._options = options
+        self._last_step = options.resumed_at + steps
+        self.saved: str | None = None
+
+    def after_step(self, trainer: Trainer) -> None:
+        """A step has been made, on all ranks."""
+        every = self._options.save_every
+        due = trainer.steps == self._last_step or (every is not None and trainer.steps % every == 0)
+        if self._options.save is not None and due:
+            self.saved = str(trainer.save(self._options.save, keep=self._options.keep))
