@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from soap import api
 from soap.runtime.trainer import Trainer
 from soap.runtime.world import close_world, open_world
 from soap.simulator.reference import execution_order
+from soap.zoo.gpt import GPT, Block
 
 LEARNING_RATE = 0.01
 Step = Callable[[], float]
@@ -40,7 +42,7 @@ class Contest:
     path: Path
     ours: str
     theirs: str
-    options: Mapping[str, str]
+    options: Mapping[str, Any]
     """Of ``soap.api.load``."""
 
 
@@ -78,8 +80,8 @@ def tensor_parallel_step(contest: Contest) -> Step:
         "token_embedding": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
-    for i, block in enumerate(module.blocks):
-        block.attention.heads //= size
+    for i, block in enumerate(cast(GPT, module).blocks):
+        cast(Block, block).attention.heads //= size
         plan |= {f"blocks.{i}.attention.{layer}": ColwiseParallel() for layer in ("query", "key", "value")}
         plan |= {f"blocks.{i}.attention.output": RowwiseParallel()}
         plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
@@ -92,7 +94,7 @@ def _plain_step(module: nn.Module, inputs: Sequence[Tensor]) -> Step:
     def step() -> float:
         optimizer.zero_grad()
         loss: Tensor = module(*inputs)
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         return float(loss.detach())
 

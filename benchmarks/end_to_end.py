@@ -106,7 +106,7 @@ def measured(
     orders = {name: tuple(execution_order(simulation.tasks, simulation.schedule)) for name, simulation in predicted.items()}
     job = Job(
         model=str(path),
-        reading={},
+        reading={"batch_dims": None, "batch_norm": "global", "autocast": None},
         topology=simulator.topology,
         strategies={name: (strategy, orders[name]) for name, strategy in strategies.items()},
         steps=args.steps,

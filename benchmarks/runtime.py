@@ -24,7 +24,7 @@ from benchmarks.models import export_model
 from soap.cli.options import not_negative, positive
 from soap.runtime.launch import launch
 
-CONTESTS = {
+CONTESTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "resnet50": ("data_parallel", "DistributedDataParallel", {}),
     "gpt": ("data_parallel", "DistributedDataParallel", {}),
     "rnnlm": ("data_parallel", "DistributedDataParallel", {}),
