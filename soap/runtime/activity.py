@@ -25,7 +25,8 @@ class PlanIndex:
     ``fetch_of``: (tile, input) -> fetch. ``direct``: tile -> [(output, holding)] of what it leaves on its device without a reduction.
     ``partial``: (tile, output) -> the reduction that it contributes to. ``reduced``: (reduction, device) -> holding.
     ``fetches_from``: holding -> the fetches that take a piece of it. ``carriers``: fetch -> the messages and exchanges that bring parts of
-    it; fetches of what is all on their device are missing. ``moves``: these messages and exchanges themselves.
+    it; fetches of what is all on their device are missing. ``carriers_from``: holding -> the messages and exchanges that take parts of
+    it. ``moves``: these messages and exchanges themselves.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -49,9 +50,12 @@ class PlanIndex:
         self.moves.update({("message", number): message for number, message in enumerate(plan.messages)})
         self.moves.update({("exchange", number): exchange for number, exchange in enumerate(plan.exchanges)})
         self.carriers: dict[int, list[Carrier]] = {}
+        self.carriers_from: dict[int, list[Carrier]] = {}
         for key, carrier in self.moves.items():
             for number in dict.fromkeys(fetch for fetch, _ in carrier.parts):
                 self.carriers.setdefault(number, []).append(key)
+            for place in dict.fromkeys(holding for *_, holding in remote_parts(plan, carrier.parts)):
+                self.carriers_from.setdefault(place, []).append(key)
 
 
 @dataclass

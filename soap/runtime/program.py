@@ -276,7 +276,7 @@ def _backward(
         holdings = [index.reduced[number, device] for device in devices if (number, device) in index.reduced]
         fetches = [fetch for holding in holdings for fetch in index.fetches_from[holding] if fetch in complete]
         starts = [complete[fetch] for fetch in fetches]
-        starts += [returned[carrier] for fetch in fetches for carrier in index.carriers.get(fetch, ())]
+        starts += [returned[key] for holding in holdings for key in index.carriers_from.get(holding, ()) if key in returned]
         entries.append(((-min(starts), 3, number), Action(ActionKind.REDUCE_GRADIENT, number, devices)))
     for number, bucket in enumerate(buckets):
         if len(bucket.devices) > 1:
