@@ -264,7 +264,7 @@ def cut(tensor: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All elements, one tensor after the other; a single contiguous tensor is not copied."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
 
 
 def are_adjacent(places: Sequence[torch.Tensor]) -> bool:
