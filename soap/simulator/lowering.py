@@ -20,6 +20,7 @@ from soap.regions import Box
 from soap.simulator.collectives import Flow, flow_links, ring_links
 from soap.simulator.costs import CostModel
 from soap.simulator.flows import Round, box_bytes, exchange_rounds, reduced_tensor, scatter_rounds
+from soap.simulator.places import PlanPlaces
 from soap.simulator.plan import (
     Exchange,
     Fetch,
@@ -63,35 +64,6 @@ def ring_bytes(reduced_bytes: int, device_count: int) -> int:
     return 2 * (device_count - 1) * reduced_bytes
 
 
-class _Index:
-    """What belongs to what in a plan.
-
-    ``fetches``, ``carriers``: operator -> the fetches, and the messages and exchanges, of which it is the first to need something.
-    ``reductions``: operator -> its reductions. ``of_tile``, ``of_reduction``: tile or reduction -> what it leaves on devices; a tile
-    that only contributes to sums leaves nothing itself.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.fetches: list[list[int]] = [[] for _ in plan.graph.operators]
-        self.carriers: list[list[Message | Exchange]] = [[] for _ in plan.graph.operators]
-        self.reductions: list[list[int]] = [[] for _ in plan.graph.operators]
-        self.of_tile: list[list[int]] = [[] for _ in plan.tiles]
-        self.of_reduction: list[list[int]] = [[] for _ in plan.reductions]
-        for number, fetch in enumerate(plan.fetches):
-            self.fetches[plan.tiles[fetch.consumers[0][0]].operator].append(number)
-        carriers: list[Message | Exchange] = [*plan.messages, *plan.exchanges]
-        for carrier in carriers:
-            first = min(plan.fetches[number].consumers[0][0] for number, _ in carrier.parts)
-            self.carriers[plan.tiles[first].operator].append(carrier)
-        for place, reduction in enumerate(plan.reductions):
-            self.reductions[reduction.operator].append(place)
-        for place, holding in enumerate(plan.holdings):
-            if holding.reduction is None:
-                self.of_tile[holding.tile].append(place)
-            else:
-                self.of_reduction[holding.reduction].append(place)
-
-
 class _Lowering:
     """The state of one lowering. Tasks are named by their positions in ``tasks``.
 
@@ -114,7 +86,7 @@ class _Lowering:
         self._routes: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Link, ...]]] = {}
         self._rings: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._exchange_links: dict[frozenset[tuple[int, int]], tuple[int, ...]] = {}
-        self._index = _Index(plan)
+        self._index = PlanPlaces(plan)
 
     def forward(self) -> None:
         """Transfers, tiles and reductions, operator by operator."""
