@@ -19,7 +19,7 @@ from math import ceil
 
 from soap.graph import Operand, Operator, OperatorGraph
 from soap.regions import Box, volume
-from soap.simulator.collectives import REDUCE_TRAFFIC, Ring, ring
+from soap.simulator.collectives import REDUCE_TRAFFIC, Flow, Ring, exchange_seconds, ring
 from soap.simulator.tiling import Tile, iteration_points
 from soap.topology import DeviceType, Link, Topology
 
@@ -82,6 +82,7 @@ class RooflineCosts:
         self._tiles: dict[TileKey, int] = {}
         self._links = topology.links
         self._rings: dict[tuple[int, ...], Ring] = {}
+        self._exchanges: dict[tuple[tuple[Flow, ...], int], int] = {}
 
     @property
     def description(self) -> str:
@@ -132,6 +133,18 @@ class RooflineCosts:
         if found is None:
             found = self._rings[key] = ring(topology, devices)
         return nanoseconds(found.seconds(reduced_bytes))
+
+    def exchange_ns(self, flows: Sequence[Flow], topology: Topology, reduced_bytes: int = 0) -> int:
+        """A direct exchange (``simulator.collectives``)."""
+        if topology.links is not self._links:
+            return nanoseconds(exchange_seconds(topology, flows, reduced_bytes))
+        key = (tuple(flows), reduced_bytes)
+        found = self._exchanges.get(key)
+        if found is None:
+            if len(self._exchanges) >= CACHE_ENTRIES:
+                self._exchanges.clear()
+            found = self._exchanges[key] = nanoseconds(exchange_seconds(topology, flows, reduced_bytes))
+        return found
 
     def _cached(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """The intervals of a tile decide its regions, so they name it; replicas and devices of one type share the answer."""

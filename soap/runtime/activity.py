@@ -6,9 +6,17 @@ ranks agree on who sends which gradient to whom without asking each other. The s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
-from soap.simulator.plan import Plan
+from soap.simulator.plan import Exchange, Message, Plan, local_pieces, remote_parts
+
+ValueKey = tuple[Literal["holding", "fetch"], int]
+"""What a rank computes with, besides parameters: a holding or a fetch of its own, by its position in the plan."""
+
+Carrier = tuple[Literal["message", "exchange"], int]
+"""What brings parts of fetches, by its position in the plan."""
 
 
 class PlanIndex:
@@ -16,7 +24,9 @@ class PlanIndex:
 
     ``fetch_of``: (tile, input) -> fetch. ``direct``: tile -> [(output, holding)] of what it leaves on its device without a reduction.
     ``partial``: (tile, output) -> the reduction that it contributes to. ``reduced``: (reduction, device) -> holding.
-    ``fetches_from``: holding -> the fetches that take a piece of it.
+    ``fetches_from``: holding -> the fetches that take a piece of it. ``carriers``: fetch -> the messages and exchanges that bring parts of
+    it; fetches of what is all on their device are missing. ``carriers_from``: holding -> the messages and exchanges that take parts of
+    it. ``moves``: these messages and exchanges themselves.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -36,6 +46,16 @@ class PlanIndex:
             for piece in fetch.pieces:
                 if number not in self.fetches_from[piece.holding][-1:]:
                     self.fetches_from[piece.holding].append(number)
+        self.moves: dict[Carrier, Message | Exchange] = {}
+        self.moves.update({("message", number): message for number, message in enumerate(plan.messages)})
+        self.moves.update({("exchange", number): exchange for number, exchange in enumerate(plan.exchanges)})
+        self.carriers: dict[int, list[Carrier]] = {}
+        self.carriers_from: dict[int, list[Carrier]] = {}
+        for key, carrier in self.moves.items():
+            for number in dict.fromkeys(fetch for fetch, _ in carrier.parts):
+                self.carriers.setdefault(number, []).append(key)
+            for place in dict.fromkeys(holding for *_, holding in remote_parts(plan, carrier.parts)):
+                self.carriers_from.setdefault(place, []).append(key)
 
 
 @dataclass
@@ -79,7 +99,28 @@ def _reached(tile: int, plan: Plan, index: PlanIndex, found: Activity) -> bool:
     for output in range(len(plan.operator(plan.tiles[tile]).outputs)):
         reduction = index.partial.get((tile, output))
         if reduction is not None and any(
-            index.reduced[reduction, device] in found.holdings for device in plan.reductions[reduction].devices
+            index.reduced.get((reduction, device)) in found.holdings for device in plan.reductions[reduction].devices
         ):
             return True
     return False
+
+
+def count_readers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int]:
+    """How often the forward pass of a rank reads what it holds and fetches.
+
+    A fetch is read by each of its consumers. A holding is read by each message and exchange that takes a piece of it, and once by each
+    fetch of its own rank.
+    """
+    counts: dict[ValueKey, int] = {}
+
+    def add(kind: Literal["holding", "fetch"], numbers: Iterable[int], times: int = 1) -> None:
+        for number in set(numbers):
+            counts[kind, number] = counts.get((kind, number), 0) + times
+
+    for number, fetch in enumerate(plan.fetches):
+        if fetch.device == rank:
+            add("fetch", [number], len(fetch.consumers))
+            add("holding", (piece.holding for piece in local_pieces(plan, fetch)))
+    for carrier in index.moves.values():
+        add("holding", (holding for source, _, _, holding in remote_parts(plan, carrier.parts) if source == rank))
+    return counts

@@ -6,13 +6,30 @@ order, never in that of arrival, so that equal runs give equal bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from soap.regions import Box
 from soap.runtime.redistribute import Pending, cut
-from soap.runtime.state import LeafKey, Output, StepState
+from soap.runtime.state import Output, StepState
 from soap.runtime.sync import GradientSync
-from soap.simulator.plan import backward_name, reduce_name, sync_name, transfer_name
+from soap.simulator.plan import (
+    Exchange,
+    Part,
+    Pattern,
+    backward_name,
+    exchange_name,
+    local_pieces,
+    message_name,
+    reduce_name,
+    remote_parts,
+    sync_name,
+)
 from soap.simulator.tasks import TaskKind
+
+Room = tuple[int, Box, torch.Tensor]
+"""Where a part's gradient is received: (holding, region, tensor of that region)."""
 
 
 class BackwardPass:
@@ -21,8 +38,10 @@ class BackwardPass:
     def __init__(self, state: StepState, gradients: GradientSync) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
         self.gradients = gradients
-        self._returning: dict[int, list[tuple[int, Pending]]] = {}
+        self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
+        self._takers: dict[int, int] = {}
         self._reduced: dict[int, Pending] = {}
+        self._waiting: dict[int, int] = {}
 
     def run_segment(self, number: int) -> None:
         """Run a segment backward and hand the gradients of its inputs on."""
@@ -38,31 +57,68 @@ class BackwardPass:
         with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self.gradients.segment(number):
             torch.autograd.backward(outputs, gradients)
 
-    def return_gradient(self, number: int) -> None:
-        """Send a transfer's gradient back, or receive it."""
-        transfer = self.program.transfers[number]
-        tensor = self.plan.fetches[transfer.fetch].tensor
-        tag = len(self.program.transfers) + number
-        name = transfer_name(tensor, transfer.box, transfer.target, transfer.source, gradient=True)
-        if transfer.source == self.state.rank:
-            pending = self.state.receive(transfer.box, tensor, transfer.target, tag, name)
-            self._returning.setdefault(transfer.holding, []).append((number, pending))
+    def return_message(self, number: int) -> None:
+        """Send a message's gradients back, or receive them."""
+        message = self.plan.messages[number]
+        parts = self._active(message.parts)
+        tag, name = len(self.plan.messages) + number, message_name(self.plan, message, gradient=True)
+        if message.target == self.state.rank:
+            self.state.send([self._part_gradient(part) for part in parts], message.source, tag, name)
+            self._done_with(parts)
             return
-        gradient = self._take(("transfer", number))
-        if gradient is None:
-            gradient = self.state.empty(transfer.box, tensor).zero_()
-        self.state.send(gradient, transfer.source, tag, name)
+        room = [self._room(part) for part in parts]
+        pending = self.state.receive([place for _, _, place in room], message.target, tag, name)
+        self._expect(room, pending)
+        self.state.comm.release(self.state.sent.pop(number))  # the answer shows that it has arrived
+
+    def return_exchange(self, number: int) -> None:
+        """Take part in the transpose of an exchange."""
+        exchange = self.plan.exchanges[number]
+        name = exchange_name(self.plan, exchange, gradient=True)
+        if exchange.pattern is Pattern.BROADCAST:
+            self._sum_at_source(exchange, name)
+            return
+        given: dict[int, list[torch.Tensor]] = {device: [] for device in exchange.devices}
+        expected: dict[int, list[Room]] = {device: [] for device in exchange.devices}
+        parts = self._active(exchange.parts)
+        for part, (source, target, _, _) in zip(parts, remote_parts(self.plan, parts), strict=True):
+            if target == self.state.rank:
+                given[source].append(self._part_gradient(part))
+            elif source == self.state.rank:
+                expected[target].append(self._room(part))
+        places = [[place for _, _, place in room] for room in expected.values()]
+        pending = self.state.exchange(exchange.tensor, list(given.values()), places, exchange.devices, name)
+        self._expect([own for room in expected.values() for own in room], pending)
+        self._done_with(part for part in parts if self.plan.fetches[part[0]].device == self.state.rank)
+
+    def _sum_at_source(self, exchange: Exchange, name: str) -> None:
+        """The transpose of a broadcast; a rank without gradient adds zeros."""
+        source, _, box, holding = remote_parts(self.plan, exchange.parts)[0]
+        if self.state.rank == source:
+            room = self.state.zeros(box, exchange.tensor)
+            self._expect([(holding, box, room)], self.state.sum_at(room, source, exchange.devices, name))
+            return
+        own = [part for part in exchange.parts if self.plan.fetches[part[0]].device == self.state.rank]
+        gradient = self._part_gradient(own[0]) if self._active(own) else self.state.zeros(box, exchange.tensor)
+        self.state.sum_at(gradient.clone(memory_format=torch.contiguous_format), source, exchange.devices, name)
+        self._done_with(self._active(own))
 
     def reduce_gradient(self, number: int) -> None:
-        """Sum the gradients that the group's members have for a sum that was left on all of them."""
-        reduction = self.plan.reductions[number]
-        own = self._collect(self.program.index.reduced[number, self.state.rank])
-        if own is None:
-            own = self.state.empty(reduction.box, self.state.reduced_tensor(number)).zero_()
-        elif len(reduction.devices) > 1:
-            own = own.contiguous()
+        """Bring what the group's members have of a sum's gradient together: cells side by side, or whole ones added up."""
+        reduction, tensor = self.plan.reductions[number], self.state.reduced_tensor(number)
+        holding = self.program.index.reduced.get((number, self.state.rank))
+        own = None if holding is None else self._collect(holding)
         name = reduce_name(self.state.graph.operators[reduction.operator], reduction, gradient=True)
-        self._reduced[number] = self.state.sum_over(own, reduction.devices, name)
+        if own is None:
+            place = reduction.devices.index(self.state.rank)
+            own = self.state.zeros(reduction.cells[place] if reduction.cells else reduction.box, tensor)
+        elif len(reduction.devices) > 1 and not reduction.cells:
+            own = own.contiguous()
+        if reduction.cells:
+            self._reduced[number] = self.state.gather_cells(own, self.state.empty(reduction.box, tensor), reduction, name)
+        else:
+            self._reduced[number] = self.state.sum_over(own, reduction.devices, name)
+        self._waiting[number] = sum(self.plan.tiles[tile].device == self.state.rank for tile in reduction.tiles)
 
     def synchronize(self, bucket: int) -> None:
         """Start summing the gradients of parameter shards over their copies."""
@@ -76,25 +132,74 @@ class BackwardPass:
             total = self._collect(output.holding)
         else:
             assert output.reduction is not None
-            pending = self._reduced.get(output.reduction)
-            total = None if pending is None else pending.wait()
+            total = self._sum_gradient(output.reduction)
         if not output.seed:
             return total
         one = torch.full_like(output.tensor, self.state.share)
         return one if total is None else total + one
 
+    def _sum_gradient(self, reduction: int) -> torch.Tensor | None:
+        """The gradient of a sum, for one of this rank's tiles."""
+        pending = self._reduced.get(reduction)
+        if pending is None:
+            return None
+        self._waiting[reduction] -= 1
+        if self._waiting[reduction] == 0:
+            del self._reduced[reduction]
+        return pending.wait()
+
     def _collect(self, holding: int) -> torch.Tensor | None:
-        """All gradients for a holding, whose value is needed no longer: from this rank's own segments, then from other ranks."""
+        """All gradients for a holding: from this rank's own segments, from what else it was fetched with, then from other ranks."""
         held = self.plan.holdings[holding]
-        total = self._take(("holding", holding))
+        leaf = self.state.leaves.pop(("holding", holding), None)  # its value is needed no longer
+        total = None if leaf is None else leaf.grad
+        parts = self._parts_of(holding)
         returned = self._returning.pop(holding, ())
-        if returned:
-            total = self.state.empty(held.box, held.tensor).zero_() if total is None else total
-            for number, pending in returned:
-                cut(total, held.box, self.program.transfers[number].box).add_(pending.wait())
+        if total is None and (parts or returned):
+            total = self.state.zeros(held.box, held.tensor)
+        for part in parts:
+            assert total is not None
+            box = self.plan.fetches[part[0]].pieces[part[1]].box
+            cut(total, held.box, box).add_(self._part_gradient(part))
+        self._done_with(parts)
+        for box, place, pending in returned:
+            assert total is not None
+            pending.wait()
+            cut(total, held.box, box).add_(place)
         return total
 
-    def _take(self, key: LeafKey) -> torch.Tensor | None:
-        """The gradient that this rank's segments have left on a leaf, which is needed no longer."""
-        leaf = self.state.leaves.pop(key, None)
-        return None if leaf is None else leaf.grad
+    def _parts_of(self, holding: int) -> list[Part]:
+        """The parts of a holding that lie in this rank's own regions together with parts from elsewhere."""
+        index, fetches = self.program.index, self.plan.fetches
+        found = [f for f in index.fetches_from[holding] if f in index.carriers and fetches[f].device == self.state.rank]
+        return self._active((f, k) for f in found for k, piece in enumerate(fetches[f].pieces) if piece.holding == holding)
+
+    def _active(self, parts: Iterable[Part]) -> list[Part]:
+        return [part for part in parts if part[0] in self.program.activity.fetches]
+
+    def _part_gradient(self, part: Part) -> torch.Tensor:
+        """What this rank has computed of the gradient of a part that it has fetched."""
+        fetch = self.plan.fetches[part[0]]
+        box = fetch.pieces[part[1]].box
+        leaf = self.state.leaves.get(("fetch", part[0]))
+        return self.state.zeros(box, fetch.tensor) if leaf is None or leaf.grad is None else cut(leaf.grad, fetch.box, box)
+
+    def _done_with(self, parts: Iterable[Part]) -> None:
+        """One of those that take gradients of these fetches has had them; after the last one they go, with the values."""
+        for fetch in {fetch for fetch, _ in parts}:
+            if fetch not in self._takers:
+                local = {piece.holding for piece in local_pieces(self.plan, self.plan.fetches[fetch])}
+                self._takers[fetch] = len(self.program.index.carriers[fetch]) + len(local)
+            self._takers[fetch] -= 1
+            if self._takers[fetch] == 0:
+                self.state.leaves.pop(("fetch", fetch), None)
+
+    def _room(self, part: Part) -> Room:
+        """Where to receive the gradient of a part of a holding of this rank."""
+        fetch = self.plan.fetches[part[0]]
+        piece = fetch.pieces[part[1]]
+        return piece.holding, piece.box, self.state.empty(piece.box, fetch.tensor)
+
+    def _expect(self, room: Iterable[Room], pending: Pending) -> None:
+        for holding, box, place in room:
+            self._returning.setdefault(holding, []).append((box, place, pending))

@@ -1,22 +1,24 @@
 """The forward pass of one step on one rank: its tiles, what they need from elsewhere, and what others need of them.
 
 Inside a segment, tiles are linked by autograd. What comes from outside (an earlier segment, another rank, a sum over a group) enters
-as a detached leaf.
+as a detached leaf. Values are let go as soon as their last reader on this rank has had them; what the backward pass needs, autograd keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from soap.errors import RuntimeFailure
 from soap.graph import Operator, TensorKind
 from soap.regions import lengths, volume, whole
+from soap.runtime.activity import ValueKey
+from soap.runtime.arrivals import Arrivals
 from soap.runtime.redistribute import Pending, assemble, cut
 from soap.runtime.shards import Region, ShardStore
-from soap.runtime.state import LeafKey, Output, StepState
-from soap.simulator.plan import forward_name, reduce_name, transfer_name
+from soap.runtime.state import Output, StepState
+from soap.simulator.plan import forward_name, local_pieces, message_name, reduce_name, remote_parts
 from soap.simulator.tasks import TaskKind
 from soap.simulator.tiling import Tile
 from soap.tracing.model import TileContext, TracedModel
@@ -38,8 +40,9 @@ class ForwardPass:
         self._fetched: dict[int, torch.Tensor] = {}
         self._regions: dict[tuple[str, Region], torch.Tensor] = {}
         self._partials: dict[tuple[int, int], torch.Tensor] = {}
-        self._arriving: dict[int, Pending] = {}
+        self._arrivals = Arrivals(state)
         self._reducing: dict[int, Pending] = {}
+        self._readers = dict(self.program.readers(state.rank))
 
     def run_tile(self, number: int) -> None:
         """Compute a tile."""
@@ -58,17 +61,25 @@ class ForwardPass:
         self._check_outputs(op, tile, outputs)
         self._keep_held(number, outputs)
         self._keep_partial(number, outputs)
+        for k in range(len(op.inputs)):
+            self._leave_fetch(self.program.index.fetch_of.get((number, k)))
 
     def transfer(self, number: int) -> None:
-        """Send or receive a piece of a fetch."""
-        transfer = self.program.transfers[number]
-        tensor = self.plan.fetches[transfer.fetch].tensor
-        name = transfer_name(tensor, transfer.box, transfer.source, transfer.target)
-        if transfer.target == self.state.rank:
-            self._arriving[number] = self.state.receive(transfer.box, tensor, transfer.source, number, name)
+        """Send or receive a message."""
+        message = self.plan.messages[number]
+        if message.target == self.state.rank:
+            self._arrivals.expect_message(number)
             return
-        held = self._held(transfer.holding)
-        self.state.send(cut(held, self.plan.holdings[transfer.holding].box, transfer.box), transfer.target, number, name)
+        parts = remote_parts(self.plan, message.parts)
+        values = [cut(self._held(holding), self.plan.holdings[holding].box, box) for _, _, box, holding in parts]
+        self.state.sent[number] = self.state.send(values, message.target, number, message_name(self.plan, message))
+        self._leave_holdings(holding for *_, holding in parts)
+
+    def exchange(self, number: int) -> None:
+        """Take part in an exchange."""
+        self._arrivals.exchange(number, self._held)
+        parts = remote_parts(self.plan, self.plan.exchanges[number].parts)
+        self._leave_holdings(holding for source, _, _, holding in parts if source == self.state.rank)
 
     def reduce(self, number: int) -> None:
         """Sum this rank's partial results, then those of the group."""
@@ -79,7 +90,10 @@ class ForwardPass:
         for partial in partials[1:]:
             total.add_(partial)
         name = reduce_name(self.state.graph.operators[reduction.operator], reduction)
-        self._reducing[number] = self.state.sum_over(total, reduction.devices, name)
+        if reduction.cells:
+            self._reducing[number] = self.state.scatter_sum(total, reduction, name)
+        else:
+            self._reducing[number] = self.state.sum_over(total, reduction.devices, name)
 
     def tell_loss(self, holding: int) -> None:
         """Bring the loss to every rank: from the holding's device, unless all have it already."""
@@ -89,6 +103,10 @@ class ForwardPass:
             self.loss = (self._found_loss if reduction is None else self._reducing[reduction].wait()).reshape(()).clone()
         if len(self.program.losses) < self.state.comm.world_size:
             self.state.comm.broadcast(self.loss, self.plan.holdings[holding].device).wait()
+
+    def release(self) -> None:
+        """Let go of what the last segment has used."""
+        self._attached, self._fetched, self._regions = {}, {}, {}
 
     def _check_outputs(self, op: Operator, tile: Tile, outputs: Sequence[torch.Tensor]) -> None:
         for operand, box, output in zip(op.outputs, tile.outputs, outputs, strict=True):
@@ -104,10 +122,12 @@ class ForwardPass:
         activity = self.program.activity
         for output, holding in self.program.index.direct.get(number, ()):
             tensor, name = outputs[output], self.plan.holdings[holding].tensor
-            self._attached[holding] = tensor
+            read = ("holding", holding) in self._readers
+            if read:
+                self._attached[holding] = tensor
             if self.program.losses.get(self.state.rank) == holding:
                 self._found_loss = tensor.detach()
-            if holding in self.program.kept:
+            if read and holding in self.program.kept:
                 self.state.leaves["holding", holding] = self._leaf(tensor, name, holding in activity.holdings)
             seed = number in activity.seeds and name == self.state.graph.loss
             if seed or holding in self.program.answered:
@@ -141,26 +161,63 @@ class ForwardPass:
         if volume(box) == 0:
             return self.state.empty(box, name)
         fetch = self.program.index.fetch_of[number, place]
+        if fetch in self.program.index.carriers:
+            return self._arrived(fetch)
         pieces = self.plan.fetches[fetch].pieces
         values = [self._piece(fetch, k) for k in range(len(pieces))]
         if fetch not in self._fetched:
             self._fetched[fetch] = assemble(box, [piece.box for piece in pieces], values)
         return self._fetched[fetch]
 
+    def _arrived(self, fetch: int) -> torch.Tensor:
+        """A region of which a part lies elsewhere: a leaf as a whole."""
+        leaves = self.state.leaves
+        key: ValueKey = ("fetch", fetch)
+        if key not in leaves:
+            region = self._arrivals.take(fetch, self._held)
+            leaves[key] = self._leaf(region, self.plan.fetches[fetch].tensor, fetch in self.program.activity.fetches)
+            self._leave_holdings(self._local_holdings(fetch))
+        return leaves[key]
+
     def _piece(self, fetch: int, place: int) -> torch.Tensor:
-        """One piece of a fetch: attached if this segment made it, else a leaf."""
+        """One piece of a fetch: attached if this segment made it, else of a leaf."""
         piece = self.plan.fetches[fetch].pieces[place]
         box = self.plan.holdings[piece.holding].box
-        transfer = self.program.transfer_of.get((fetch, place))
-        if transfer is None and piece.holding in self._attached:
+        if piece.holding in self._attached:
             return cut(self._attached[piece.holding], box, piece.box)
-        key: LeafKey = ("holding", piece.holding) if transfer is None else ("transfer", transfer)
-        leaves, name = self.state.leaves, self.plan.fetches[fetch].tensor
-        if key not in leaves and transfer is not None:
-            leaves[key] = self._leaf(self._arriving[transfer].wait(), name, fetch in self.program.activity.fetches)
-        elif key not in leaves:
+        leaves = self.state.leaves
+        key: ValueKey = ("holding", piece.holding)
+        if key not in leaves:
+            name = self.plan.fetches[fetch].tensor
             leaves[key] = self._leaf(self._held(piece.holding), name, piece.holding in self.program.activity.holdings)
-        return leaves[key] if transfer is not None else cut(leaves[key], box, piece.box)
+        return cut(leaves[key], box, piece.box)
+
+    def _local_holdings(self, fetch: int) -> set[int]:
+        return {piece.holding for piece in local_pieces(self.plan, self.plan.fetches[fetch])}
+
+    def _leave_fetch(self, fetch: int | None) -> None:
+        """One of a fetch's consumers has had it."""
+        if fetch is None or not self._is_last(("fetch", fetch)):
+            return
+        self._fetched.pop(fetch, None)
+        if fetch not in self.program.index.carriers:
+            self._leave_holdings(self._local_holdings(fetch))
+
+    def _leave_holdings(self, holdings: Iterable[int]) -> None:
+        """A reader has had these holdings of this rank, each once."""
+        for holding in set(holdings):
+            if self._is_last(("holding", holding)):
+                self._attached.pop(holding, None)
+                reduction = self.plan.holdings[holding].reduction
+                if reduction is not None:
+                    self._reducing.pop(reduction)
+
+    def _is_last(self, key: ValueKey) -> bool:
+        """Count down the readers of a value. After the last one its leaf goes, unless a gradient will be left on it."""
+        left = self._readers[key] = self._readers[key] - 1
+        if left == 0 and key in self.state.leaves and not self.state.leaves[key].requires_grad:
+            del self.state.leaves[key]
+        return left == 0
 
     def _parameter(self, number: int, place: int) -> torch.Tensor:
         """A parameter region of a tile, assembled once per segment."""

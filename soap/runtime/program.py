@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from soap.errors import RuntimeFailure
-from soap.regions import Box
-from soap.runtime.activity import Activity, PlanIndex, find_activity
+from soap.runtime.activity import Activity, Carrier, PlanIndex, ValueKey, count_readers, find_activity
 from soap.runtime.buckets import Bucket, make_buckets, rescheduled, shards_without_gradient
-from soap.simulator.plan import Plan
+from soap.simulator.plan import Part, Plan
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are summed in buffers of about this size, so that summing overlaps with the rest of the backward pass. The figure is
@@ -34,7 +33,9 @@ class ActionKind(Enum):
     TILE = auto()
     """Run the forward pass of ``plan.tiles[subject]``."""
     TRANSFER = auto()
-    """Send or receive ``transfers[subject]``."""
+    """Send or receive ``plan.messages[subject]``."""
+    EXCHANGE = auto()
+    """Take part in ``plan.exchanges[subject]``."""
     REDUCE = auto()
     """Sum the partial results of ``plan.reductions[subject]``."""
     LOSS = auto()
@@ -42,7 +43,9 @@ class ActionKind(Enum):
     SEGMENT = auto()
     """Run the backward pass of ``segments[subject]``."""
     RETURN = auto()
-    """Send or receive the gradient of ``transfers[subject]``."""
+    """Receive or send the gradients of ``plan.messages[subject]``."""
+    RETURN_EXCHANGE = auto()
+    """Take part in the transpose of ``plan.exchanges[subject]``."""
     REDUCE_GRADIENT = auto()
     """Sum the gradients of ``plan.reductions[subject]``."""
     SYNC = auto()
@@ -56,18 +59,6 @@ class Action:
     kind: ActionKind
     subject: int
     devices: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A piece of a fetch whose holding lies on another device."""
-
-    fetch: int
-    piece: int
-    box: Box
-    holding: int
-    source: int
-    target: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +85,6 @@ class Program:
     """Holdings that a tile of another segment or device reads, and the loss: their values outlive their segment."""
     answered: frozenset[int]
     """Holdings to which a gradient comes from another segment or device."""
-    transfers: tuple[Transfer, ...]
-    transfer_of: dict[tuple[int, int], int]
-    """(fetch, position of the piece) -> transfer."""
     buckets: tuple[Bucket, ...]
     idle_shards: tuple[int, ...]
     """Shards whose gradient is zero."""
@@ -105,9 +93,16 @@ class Program:
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
 
+    def readers(self, rank: int) -> dict[ValueKey, int]:
+        """How often the forward pass of a rank reads each value that it keeps, in the sense of ``count_readers``; the loss once more."""
+        counts = count_readers(self.plan, self.index, rank)
+        if rank in self.losses:
+            counts["holding", self.losses[rank]] = counts.get(("holding", self.losses[rank]), 0) + 1
+        return counts
+
     def device_groups(self) -> list[tuple[int, ...]]:
-        """Distinct sets of devices that sum something together, in one order for all ranks."""
-        sets = {r.devices for r in self.plan.reductions} | {shard.devices for shard in self.plan.shards}
+        """Distinct sets of devices that sum or exchange something together, in one order for all ranks."""
+        sets = {r.devices for r in self.plan.reductions} | {s.devices for s in self.plan.shards} | {e.devices for e in self.plan.exchanges}
         return sorted(devices for devices in sets if len(devices) > 1)
 
 
@@ -136,7 +131,6 @@ def compile_program(
     segments = _cut(plan, index, order, single_tiles)
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     start_of = {tile: segments[i].start for tile, i in segment_of.items()}
-    transfers = tuple(_transfers(plan))
     if buckets_of is None:
         buckets = make_buckets(plan, activity.tiles, start_of, places, 0 if single_tiles else bucket_bytes, FIRST_BUCKET_BYTES)
     else:
@@ -152,13 +146,11 @@ def compile_program(
         segment_of,
         frozenset(_read_elsewhere(plan, segment_of, None)) | {i for i, held in enumerate(plan.holdings) if held.tensor == plan.graph.loss},
         frozenset(_read_elsewhere(plan, segment_of, activity)),
-        transfers,
-        {(transfer.fetch, transfer.piece): i for i, transfer in enumerate(transfers)},
         buckets,
         shards_without_gradient(plan, buckets),
         losses,
-        tuple(_forward(plan, index, places, transfers)),
-        tuple(_backward(plan, index, activity, segments, start_of, transfers, buckets, losses)),
+        tuple(_forward(plan, places)),
+        tuple(_backward(plan, index, activity, segments, start_of, buckets, losses)),
     )
 
 
@@ -169,11 +161,15 @@ def _check_order(plan: Plan, index: PlanIndex, order: Sequence[int]) -> list[int
     places = [0] * len(order)
     for place, tile in enumerate(order):
         places[tile] = place
+    ready = [max(_ready(plan, piece.holding, places) for piece in fetch.pieces) for fetch in plan.fetches]
+    for exchange in plan.exchanges:  # all of it is there at once
+        latest = max(_part_ready(plan, part, places) for part in exchange.parts)
+        for fetch, _ in exchange.parts:
+            ready[fetch] = max(ready[fetch], latest)
     for (tile, _), fetch in index.fetch_of.items():
-        for piece in plan.fetches[fetch].pieces:
-            if _ready(plan, piece.holding, places) >= places[tile]:
-                name = plan.operator(plan.tiles[tile]).name
-                raise RuntimeFailure(f"order runs tile {plan.tiles[tile].index} of {name!r} before its input; expected a topological order")
+        if ready[fetch] >= places[tile]:
+            name = plan.operator(plan.tiles[tile]).name
+            raise RuntimeFailure(f"order runs tile {plan.tiles[tile].index} of {name!r} before its input; expected a topological order")
     return places
 
 
@@ -184,12 +180,8 @@ def _ready(plan: Plan, holding: int, places: Sequence[int]) -> int:
     return max(places[tile] for tile in tiles)
 
 
-def _transfers(plan: Plan) -> Iterator[Transfer]:
-    for number, fetch in enumerate(plan.fetches):
-        for k, piece in enumerate(fetch.pieces):
-            source = plan.holdings[piece.holding].device
-            if source != fetch.device:
-                yield Transfer(number, k, piece.box, piece.holding, source, fetch.device)
+def _part_ready(plan: Plan, part: Part, places: Sequence[int]) -> int:
+    return _ready(plan, plan.fetches[part[0]].pieces[part[1]].holding, places)
 
 
 def _cut(plan: Plan, index: PlanIndex, order: Sequence[int], single_tiles: bool) -> tuple[Segment, ...]:
@@ -230,19 +222,28 @@ def _begins(plan: Plan, index: PlanIndex, tile: int, started: set[int]) -> bool:
     return begins
 
 
-def _forward(plan: Plan, index: PlanIndex, places: Sequence[int], transfers: Sequence[Transfer]) -> Iterator[Action]:
+def _forward(plan: Plan, places: Sequence[int]) -> Iterator[Action]:
     """Each tile, then what it sends, then the sums that it completes and what is sent of them."""
     entries: list[tuple[tuple[int, int, int], Action]] = []
     for tile, place in enumerate(places):
         entries.append(((place, 0, 0), Action(ActionKind.TILE, tile, (plan.tiles[tile].device,))))
-    for number, transfer in enumerate(transfers):
-        stage = 1 if plan.holdings[transfer.holding].reduction is None else 3
-        action = Action(ActionKind.TRANSFER, number, (transfer.source, transfer.target))
-        entries.append(((_ready(plan, transfer.holding, places), stage, number), action))
+    for number, message in enumerate(plan.messages):
+        action = Action(ActionKind.TRANSFER, number, (message.source, message.target))
+        entries.append(((_part_ready(plan, message.parts[0], places), 1 + _is_sum(plan, message.parts), number), action))
+    for number, exchange in enumerate(plan.exchanges):
+        place = max(_part_ready(plan, part, places) for part in exchange.parts)
+        action = Action(ActionKind.EXCHANGE, number, exchange.devices)
+        entries.append(((place, 2 + _is_sum(plan, exchange.parts), number), action))
     for number, reduction in enumerate(plan.reductions):
         place = max(places[tile] for tile in reduction.tiles)
-        entries.append(((place, 2, number), Action(ActionKind.REDUCE, number, reduction.devices)))
+        entries.append(((place, 3, number), Action(ActionKind.REDUCE, number, reduction.devices)))
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
+
+
+def _is_sum(plan: Plan, parts: Sequence[Part]) -> int:
+    """How many stages later parts of sums are there than those of tiles."""
+    fetch, piece = parts[0]
+    return 0 if plan.holdings[plan.fetches[fetch].pieces[piece].holding].reduction is None else 3
 
 
 def _backward(
@@ -251,7 +252,6 @@ def _backward(
     activity: Activity,
     segments: Sequence[Segment],
     start_of: dict[int, int],
-    transfers: Sequence[Transfer],
     buckets: Sequence[Bucket],
     losses: Mapping[int, int],
 ) -> Iterator[Action]:
@@ -264,17 +264,32 @@ def _backward(
     for number, segment in enumerate(segments):
         if any(tile in activity.tiles for tile in segment.tiles):
             entries.append(((-segment.start, 0, 0), Action(ActionKind.SEGMENT, number, (segment.device,))))
-    for number, transfer in enumerate(transfers):
-        if transfer.fetch in activity.fetches:
-            action = Action(ActionKind.RETURN, number, (transfer.source, transfer.target))
-            entries.append(((-complete[transfer.fetch], 1, number), action))
+    returned = _returned(index, complete)
+    for (kind, number), start in returned.items():
+        if kind == "message":
+            message = plan.messages[number]
+            entries.append(((-start, 1, number), Action(ActionKind.RETURN, number, (message.source, message.target))))
+        else:
+            entries.append(((-start, 2, number), Action(ActionKind.RETURN_EXCHANGE, number, plan.exchanges[number].devices)))
     for number in activity.reductions:
         devices = plan.reductions[number].devices
-        fetches = [f for device in devices for f in index.fetches_from[index.reduced[number, device]] if f in complete]
-        action = Action(ActionKind.REDUCE_GRADIENT, number, devices)
-        entries.append(((-min(complete[f] for f in fetches), 2, number), action))
+        holdings = [index.reduced[number, device] for device in devices if (number, device) in index.reduced]
+        fetches = [fetch for holding in holdings for fetch in index.fetches_from[holding] if fetch in complete]
+        starts = [complete[fetch] for fetch in fetches]
+        starts += [returned[key] for holding in holdings for key in index.carriers_from.get(holding, ()) if key in returned]
+        entries.append(((-min(starts), 3, number), Action(ActionKind.REDUCE_GRADIENT, number, devices)))
     for number, bucket in enumerate(buckets):
         if len(bucket.devices) > 1:
-            entries.append(((-bucket.start, 3, number), Action(ActionKind.SYNC, number, bucket.devices)))
+            entries.append(((-bucket.start, 4, number), Action(ActionKind.SYNC, number, bucket.devices)))
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
     yield Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before
+
+
+def _returned(index: PlanIndex, complete: Mapping[int, int]) -> dict[Carrier, int]:
+    """Start of the segment with which the last gradient of a message or exchange is complete; those without gradients are left out."""
+    found: dict[Carrier, int] = {}
+    for key, carrier in index.moves.items():
+        starts = [complete[fetch] for fetch, _ in carrier.parts if fetch in complete]
+        if starts:
+            found[key] = min(starts)
+    return found

@@ -1,15 +1,21 @@
-"""Moving regions: point-to-point pieces, sums over groups, and putting pieces together. One code path for gloo and NCCL.
+"""Moving regions: messages, collectives over groups, and putting pieces together. One code path for gloo and NCCL.
 
-Every call of a rank follows the program's global order, which both ends of each message share. NCCL matches messages by this order,
-gloo by tags as well. CUDA tensors under gloo travel through host memory.
+Every call of a rank follows the program's global order, which all that take part share. NCCL matches messages by this order,
+gloo by tags as well. CUDA tensors under gloo travel through pinned host memory.
+
+All-gather and reduce-scatter are all-to-alls: gloo's own reduce-scatter sends whole buffers around (more slowly than its all-reduce), its
+all-gather wants equal sizes and takes its steps one after the other. Equal runs add in equal order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -17,15 +23,21 @@ import torch.distributed as dist
 
 from soap.regions import Box, lengths, relative
 
+SENT_BYTES = 64 * 2**20
+SENT_TENSORS = 64
+"""So much, in so many parts, may be on its way out before the oldest of it is waited for."""
+
 
 @dataclass
 class Traffic:
-    """Payload bytes of this rank in training steps: sent and received point to point, and summed over groups (the size of the buffer,
-    counted on every member)."""
+    """Payload bytes of this rank in training steps: pieces sent and received, of these received by exchanges, and sums over groups (the
+    size of the buffer, counted on every member; of those, sums of which each member has a cell)."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
+    exchanged_bytes: int = 0
     reduced_bytes: int = 0
+    scattered_bytes: int = 0
     synchronized_bytes: int = 0
 
 
@@ -35,8 +47,13 @@ class Pending:
     def __init__(self, works: Sequence[dist.Work], tensor: torch.Tensor, finish: Callable[[], None] | None = None) -> None:
         self.tensor = tensor
         self._works = works
-        self._finish = finish
+        self._steps = [] if finish is None else [finish]
         self._watched: Future[None] | None = None
+
+    def then(self, step: Callable[[], None]) -> Pending:
+        """Do something more before the tensor may be used, when somebody first waits for it."""
+        self._steps.append(step)
+        return self
 
     def watch(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
         """Leave the waiting to another thread, which sees when it ends; ``wait`` then waits for that thread."""
@@ -48,10 +65,15 @@ class Pending:
             self._watched.result()
         else:
             self._wait_works()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        steps, self._steps = self._steps, []
+        for step in steps:
+            step()
         return self.tensor
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its tensor is no longer needed; messages under gloo cannot tell before they are waited for."""
+        return all(work.is_completed() for work in self._works)
 
     def _wait_works(self) -> None:
         for work in self._works:
@@ -72,7 +94,7 @@ class Communicator:
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
         self.open_groups(groups)
-        self._sends: list[Pending] = []
+        self._sends: deque[Pending] = deque()
         if self._nccl:  # a batch of messages may be the first thing on a communicator only if all ranks take part
             dist.all_reduce(torch.zeros(1, device=device))
 
@@ -83,44 +105,85 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Start sending; ``finish_sends`` waits for it. The tensor must not change until then."""
-        wire = _wire(tensor.detach().contiguous())
-        wire = wire.cpu() if self._staged else wire
+        wire = self._to_wire(_bytes_if_bool(tensor.detach().contiguous()))
         pending = Pending(self._point_to_point(dist.isend, wire, target, tag), wire)
-        self._sends.append(pending)
+        self.keep(pending)
         return pending
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         """Start receiving into a contiguous buffer."""
-        wire = _wire(buffer)
-        if not self._staged:
-            return Pending(self._point_to_point(dist.irecv, wire, source, tag), buffer)
-        staged = torch.empty_like(wire, device="cpu")
-        return Pending(self._point_to_point(dist.irecv, staged, source, tag), buffer, lambda: _copy(wire, staged))
+        wire, finish = self._from_wire(_bytes_if_bool(buffer))
+        return Pending(self._point_to_point(dist.irecv, wire, source, tag), buffer, finish)
 
     def all_reduce(self, tensor: torch.Tensor, devices: tuple[int, ...]) -> Pending:
         """Start summing a contiguous tensor in place over the devices; with a single one there is nothing to do."""
         if len(devices) < 2:
             return Pending((), tensor)
-        if not self._staged:
-            return Pending((_work(dist.all_reduce(tensor, group=self._groups[devices], async_op=True)),), tensor)
-        staged = tensor.cpu()
-        work = _work(dist.all_reduce(staged, group=self._groups[devices], async_op=True))
-        return Pending((work,), tensor, lambda: _copy(tensor, staged))
+        wire, finish = self._through_wire(tensor)
+        return Pending((_work(dist.all_reduce(wire, group=self._groups[devices], async_op=True)),), tensor, finish)
+
+    def reduce(self, tensor: torch.Tensor, target: int, devices: tuple[int, ...]) -> Pending:
+        """Start summing a contiguous tensor over the devices; only the target's own becomes the sum, the others' are lost."""
+        wire, finish = self._through_wire(tensor)
+        pending = Pending((_work(dist.reduce(wire, target, group=self._groups[devices], async_op=True)),), tensor, finish)
+        if self.rank != target:
+            self.keep(pending)
+        return pending
 
     def broadcast(self, tensor: torch.Tensor, source: int, devices: tuple[int, ...] | None = None) -> Pending:
         """Start copying a contiguous tensor from one rank to the devices (all ranks if None)."""
         group = None if devices is None else self._groups[devices]
-        if not self._staged:
-            return Pending((_work(dist.broadcast(tensor, source, group=group, async_op=True)),), tensor)
-        staged = tensor.cpu()
-        work = _work(dist.broadcast(staged, source, group=group, async_op=True))
-        return Pending((work,), tensor, lambda: _copy(tensor, staged))
+        wire, finish = self._through_wire(_bytes_if_bool(tensor))
+        return Pending((_work(dist.broadcast(wire, source, group=group, async_op=True)),), tensor, finish)
+
+    def all_to_all(
+        self, parcels: Sequence[Sequence[torch.Tensor]], buffer: torch.Tensor, sizes: Sequence[int], devices: tuple[int, ...]
+    ) -> Pending:
+        """Start giving each device what is meant for it: ``parcels``, in the order of the devices, perhaps empty.
+
+        What comes lands in the flat ``buffer``, in the same order; ``sizes``: elements from each device. All have one dtype.
+        """
+        content = [tensor for parcel in parcels for tensor in parcel]
+        given = [sum(tensor.numel() for tensor in parcel) for parcel in parcels]
+        sent = self._to_wire(_bytes_if_bool(pack(content) if content else buffer.new_empty(0)))
+        wire, finish = self._from_wire(_bytes_if_bool(buffer))
+        group = self._groups[devices]
+        work = _work(dist.all_to_all_single(wire, sent, list(sizes), given, group=group, async_op=True))
+        self.keep(Pending((work,), sent))
+        return Pending((work,), buffer, finish)
+
+    def reduce_scatter(self, parts: Sequence[torch.Tensor], devices: tuple[int, ...]) -> Pending:
+        """Start summing over the devices, of which each gets one part: ``parts`` in the order of the devices."""
+        place = devices.index(self.rank)
+        own = parts[place].clone(memory_format=torch.contiguous_format)
+        others = [[] if i == place else [part] for i, part in enumerate(parts)]
+        sizes = [0 if i == place else own.numel() for i in range(len(devices))]
+        buffer = own.new_empty(sum(sizes))
+        pending = self.all_to_all(others, buffer, sizes, devices)
+
+        def add() -> None:
+            for block in buffer.view(len(devices) - 1, *own.shape):
+                own.add_(block)
+
+        pending.tensor = own
+        return pending.then(add)
+
+    def release(self, pending: Pending) -> None:
+        """Forget something sent of which is known that it has arrived."""
+        pending.wait()
+        self._sends = deque(other for other in self._sends if other is not pending)
+
+    def keep(self, pending: Pending) -> None:
+        """Remember what was sent until it has left. When it has become much, the oldest is waited for: its targets get to it without us."""
+        self._sends = deque(other for other in self._sends if not other.is_over)
+        self._sends.append(pending)
+        while len(self._sends) > SENT_TENSORS or (len(self._sends) > 1 and sum(other.tensor.nbytes for other in self._sends) > SENT_BYTES):
+            self._sends.popleft().wait()
 
     def finish_sends(self) -> None:
         """Wait until everything that was sent has left."""
-        for pending in self._sends:
-            pending.wait()
-        self._sends.clear()
+        while self._sends:
+            self._sends.popleft().wait()
 
     def close(self) -> None:
         """Give up the groups; on all ranks at once."""
@@ -140,6 +203,27 @@ class Communicator:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What can be sent of a contiguous tensor: itself, or a copy in host memory."""
+        if not self._staged:
+            return tensor
+        staged = _host_memory(tensor)
+        staged.copy_(tensor, non_blocking=True)
+        torch.cuda.current_stream(self.device).synchronize()
+        return staged
+
+    def _from_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        """Where to receive a contiguous tensor, and what brings it from there to its place."""
+        if not self._staged:
+            return tensor, None
+        staged = _host_memory(tensor)
+        return staged, partial(_copy, tensor, staged)
+
+    def _through_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        """What a collective can change in place, and what brings the outcome to the tensor."""
+        wire = self._to_wire(tensor)
+        return wire, None if wire is tensor else partial(_copy, tensor, wire)
 
     def _point_to_point(self, operation: Callable[..., Any], wire: torch.Tensor, peer: int, tag: int) -> list[dist.Work]:
         if self._nccl:
@@ -177,13 +261,46 @@ def cut(tensor: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
     return tensor if box == held else tensor[relative(box, held)]
 
 
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes for types that backends do not know."""
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All elements, one tensor after the other; a single contiguous tensor is not copied."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+
+
+def are_adjacent(places: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors, one after the other, are one piece of memory."""
+    if len({place.untyped_storage().data_ptr() for place in places}) != 1 or not all(place.is_contiguous() for place in places):
+        return False
+    return all(place.data_ptr() + place.nbytes == other.data_ptr() for place, other in pairwise(places))
+
+
+def land(places: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """Where to receive what ``pack`` has made of such tensors: flat memory, and what brings it from there to its places.
+
+    If the places themselves lie one after the other, they are that memory.
+    """
+    if are_adjacent(places):
+        return places[0].as_strided((sum(place.numel() for place in places),), (1,)), None
+    buffer = places[0].new_empty(sum(place.numel() for place in places))
+
+    def copy() -> None:
+        for place, part in zip(places, torch.split(buffer, [place.numel() for place in places]), strict=True):
+            place.copy_(part.view(place.shape))
+
+    return buffer, copy
+
+
+def _bytes_if_bool(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes for a type that backends do not know."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
+def _host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
+    target.copy_(source, non_blocking=True)  # of pinned memory: the allocator keeps it until the stream is there
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
 from soap.runtime.backward import BackwardPass
 from soap.runtime.forward import ForwardPass
-from soap.runtime.program import Action, ActionKind, Program, part_of
+from soap.runtime.program import ActionKind, Program, part_of
 from soap.runtime.redistribute import Communicator
 from soap.runtime.shards import ShardStore
 from soap.runtime.state import StepState
@@ -37,8 +37,8 @@ class StepRunner:
         self.dtype_of, self.recorder = dtype_of, recorder
         self.gradients = gradients or GradientSync(program, shards.tensors, comm)
         self._schedule = SyncSchedule(program, comm.rank, early=recorder is None)
-        self._actions = (*part_of(program.forward, comm.rank), *part_of(program.backward, comm.rank))
-        self._without_sync = tuple(action for action in self._actions if action.kind is not ActionKind.SYNC)
+        self._forward, self._backward = part_of(program.forward, comm.rank), part_of(program.backward, comm.rank)
+        self._without_sync = [action for action in self._backward if action.kind is not ActionKind.SYNC]
 
     def run(
         self,
@@ -54,22 +54,27 @@ class StepRunner:
         state = StepState(self.program, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
         forward = ForwardPass(state, self.model, self.shards, tensors, context)
         backward = BackwardPass(state, self.gradients)
+        handlers = _handlers(forward, backward)
         with self.gradients.step(self._schedule, part, carried):
-            _perform(self._actions if part.last else self._without_sync, forward, backward)
+            for action in self._forward:
+                handlers[action.kind](action.subject)
+            forward.release()
+            for action in self._backward if part.last else self._without_sync:
+                handlers[action.kind](action.subject)
         self.comm.finish_sends()
         return float(forward.loss)
 
 
-def _perform(actions: Sequence[Action], forward: ForwardPass, backward: BackwardPass) -> None:
-    handlers: dict[ActionKind, Callable[[int], None]] = {
+def _handlers(forward: ForwardPass, backward: BackwardPass) -> dict[ActionKind, Callable[[int], None]]:
+    return {
         ActionKind.TILE: forward.run_tile,
         ActionKind.TRANSFER: forward.transfer,
+        ActionKind.EXCHANGE: forward.exchange,
         ActionKind.REDUCE: forward.reduce,
         ActionKind.LOSS: forward.tell_loss,
         ActionKind.SEGMENT: backward.run_segment,
-        ActionKind.RETURN: backward.return_gradient,
+        ActionKind.RETURN: backward.return_message,
+        ActionKind.RETURN_EXCHANGE: backward.return_exchange,
         ActionKind.REDUCE_GRADIENT: backward.reduce_gradient,
         ActionKind.SYNC: backward.synchronize,
     }
-    for action in actions:
-        handlers[action.kind](action.subject)

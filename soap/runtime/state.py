@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from soap.regions import Box, lengths
+from soap.runtime.activity import ValueKey
 from soap.runtime.program import Program
-from soap.runtime.redistribute import Communicator, Pending
+from soap.runtime.redistribute import Communicator, Pending, cut, land, pack
 from soap.runtime.trace import Recorder
+from soap.simulator.flows import reduced_tensor
+from soap.simulator.plan import Reduction
 from soap.simulator.tasks import TaskKind
-
-LeafKey = tuple[Literal["holding", "transfer"], int]
-"""Where a segment's input comes from, unless it is a parameter shard: a holding of this rank, or a transfer."""
 
 
 class Output(NamedTuple):
@@ -30,8 +30,9 @@ class Output(NamedTuple):
 class StepState:
     """The values of one step that outlive their segment, and the services that both passes use.
 
-    ``leaves``: detached inputs of segments, on which autograd leaves their gradients. ``outputs``: segment -> what its backward pass
-    starts from. ``share``: the gradient of the loss, less than 1 where the losses of several micro-batches are averaged.
+    ``leaves``: detached inputs of segments, as long as they are read, and those on which autograd leaves gradients until these are taken.
+    ``outputs``: segment -> what its backward pass starts from. ``sent``: messages on their way. ``share``: the gradient of the loss, less
+    than 1 where the losses of several micro-batches are averaged.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class StepState:
         self.program, self.plan, self.graph = program, program.plan, program.plan.graph
         self.comm, self.dtype_of = comm, dtype_of
         self._recorder = recorder
-        self.leaves: dict[LeafKey, torch.Tensor] = {}
+        self.leaves: dict[ValueKey, torch.Tensor] = {}
         self.outputs: dict[int, list[Output]] = {}
+        self.sent: dict[int, Pending] = {}
 
     @property
     def rank(self) -> int:
@@ -58,32 +60,108 @@ class StepState:
         """Room for a region of a tensor."""
         return torch.empty(lengths(box), dtype=self.dtype_of(tensor), device=self.comm.device)
 
+    def zeros(self, box: Box, tensor: str) -> torch.Tensor:
+        """A region of zeros."""
+        return self.empty(box, tensor).zero_()
+
     def reduced_tensor(self, reduction: int) -> str:
         """The tensor that a reduction makes a part of."""
-        found = self.plan.reductions[reduction]
-        return self.graph.operators[found.operator].outputs[found.output].tensor
+        return reduced_tensor(self.plan, self.plan.reductions[reduction])
 
-    def send(self, tensor: torch.Tensor, target: int, tag: int, name: str) -> None:
-        """Start sending, under the name of a task."""
-        pending = self.comm.send(tensor, target, tag)
-        self.comm.traffic.sent_bytes += tensor.numel() * tensor.element_size()
-        self.watch([name], TaskKind.TRANSFER, pending)
-
-    def receive(self, box: Box, tensor: str, source: int, tag: int, name: str) -> Pending:
-        """Start receiving a region, under the name of a task."""
-        buffer = self.empty(box, tensor)
-        pending = self.comm.receive(buffer, source, tag)
-        self.comm.traffic.received_bytes += buffer.numel() * buffer.element_size()
+    def send(self, tensors: Sequence[torch.Tensor], target: int, tag: int, name: str) -> Pending:
+        """Start sending tensors as one message, under the name of a task."""
+        pending = self.comm.send(pack(tensors), target, tag)
+        self.comm.traffic.sent_bytes += _bytes(tensors)
         self.watch([name], TaskKind.TRANSFER, pending)
         return pending
+
+    def receive(self, places: Sequence[torch.Tensor], source: int, tag: int, name: str) -> Pending:
+        """Start receiving a message into its places, under the name of a task."""
+        buffer, finish = land(places)
+        pending = self.comm.receive(buffer, source, tag)
+        self.comm.traffic.received_bytes += _bytes(places)
+        self.watch([name], TaskKind.TRANSFER, pending)
+        return pending if finish is None else pending.then(finish)
+
+    def exchange(
+        self,
+        tensor: str,
+        parcels: Sequence[Sequence[torch.Tensor]],
+        places: Sequence[Sequence[torch.Tensor]],
+        devices: tuple[int, ...],
+        name: str,
+    ) -> Pending:
+        """Start giving parts of a tensor to each of the devices and receiving others into their places, under the name of a task.
+
+        Both are in the order of the devices; what this rank gives itself does not count as traffic.
+        """
+        expected = [place for own in places for place in own]
+        buffer, finish = land(expected) if expected else (self.empty(((0, 0),), tensor), None)
+        sizes = [sum(place.numel() for place in own) for own in places]
+        pending = self.comm.all_to_all(parcels, buffer, sizes, devices)
+        others = [i for i, device in enumerate(devices) if device != self.rank]
+        self._count_exchange(_bytes([t for i in others for t in parcels[i]]), _bytes([t for i in others for t in places[i]]))
+        self.watch([name], TaskKind.EXCHANGE, pending)
+        return pending if finish is None else pending.then(finish)
+
+    def tell(self, tensor: torch.Tensor, targets: int, devices: tuple[int, ...], name: str) -> None:
+        """Start a broadcast from this rank."""
+        pending = self.comm.broadcast(pack([tensor]), self.rank, devices)
+        self.comm.keep(pending)
+        self._count_exchange(targets * tensor.nbytes, 0)
+        self.watch([name], TaskKind.EXCHANGE, pending)
+
+    def hear(self, place: torch.Tensor, source: int, devices: tuple[int, ...], name: str) -> Pending:
+        """Start receiving a broadcast into its place."""
+        buffer, finish = land([place])
+        pending = self.comm.broadcast(buffer, source, devices)
+        self._count_exchange(0, place.nbytes)
+        self.watch([name], TaskKind.EXCHANGE, pending)
+        return pending if finish is None else pending.then(finish)
+
+    def sum_at(self, tensor: torch.Tensor, target: int, devices: tuple[int, ...], name: str) -> Pending:
+        """Start summing a contiguous tensor at one device, whose own is zero; the others' are lost."""
+        pending = self.comm.reduce(tensor, target, devices)
+        at_target = self.rank == target
+        self._count_exchange(0 if at_target else tensor.nbytes, (len(devices) - 1) * tensor.nbytes if at_target else 0)
+        self.watch([name], TaskKind.EXCHANGE, pending)
+        return pending
+
+    def _count_exchange(self, sent_bytes: int, received_bytes: int) -> None:
+        traffic = self.comm.traffic
+        traffic.sent_bytes += sent_bytes
+        traffic.received_bytes += received_bytes
+        traffic.exchanged_bytes += received_bytes
 
     def sum_over(self, tensor: torch.Tensor, devices: tuple[int, ...], name: str) -> Pending:
         """Start summing a tensor of this rank in place over the devices, under the name of a task; nothing to do for one device."""
         pending = self.comm.all_reduce(tensor, devices)
         if len(devices) > 1:
-            self.comm.traffic.reduced_bytes += tensor.numel() * tensor.element_size()
+            self.comm.traffic.reduced_bytes += tensor.nbytes
             self.watch([name], TaskKind.REDUCE, pending)
         return pending
+
+    def scatter_sum(self, tensor: torch.Tensor, reduction: Reduction, name: str) -> Pending:
+        """Start summing a tensor over the devices of a reduction, of which each gets its cell."""
+        parts = [cut(tensor, reduction.box, cell) for cell in reduction.cells]
+        pending = self.comm.reduce_scatter(parts, reduction.devices)
+        self._count_scatter(tensor)
+        self.watch([name], TaskKind.REDUCE, pending)
+        return pending
+
+    def gather_cells(self, own: torch.Tensor, whole: torch.Tensor, reduction: Reduction, name: str) -> Pending:
+        """Start bringing the cells of a reduction together in ``whole`` on each of its devices; ``own`` is this rank's."""
+        places = [cut(whole, reduction.box, cell) for cell in reduction.cells]
+        buffer, finish = land([place for place in places if place.numel()])
+        pending = self.comm.all_to_all([[own]] * len(places), buffer, [place.numel() for place in places], reduction.devices)
+        self._count_scatter(whole)
+        self.watch([name], TaskKind.REDUCE, pending)
+        pending.tensor = whole
+        return pending if finish is None else pending.then(finish)
+
+    def _count_scatter(self, tensor: torch.Tensor) -> None:
+        self.comm.traffic.reduced_bytes += tensor.nbytes
+        self.comm.traffic.scattered_bytes += tensor.nbytes
 
     def task(self, name: str, kind: TaskKind) -> AbstractContextManager[None]:
         """Times what is computed inside, if this step is traced."""
@@ -93,3 +171,7 @@ class StepState:
         """Times a communication, if this step is traced."""
         if self._recorder is not None:
             self._recorder.watch(names, kind, pending)
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -276,7 +276,8 @@ class Trainer:
     def _check_agreement(self) -> None:
         """Ranks with different programs would wait for each other forever."""
         options = (self.dtype, self.accumulate, self.clip_norm)
-        text = repr((self.plan.graph.hash, self.program.order, self.program.transfers, self.program.buckets, options))
+        moved = (self.plan.messages, self.plan.exchanges)
+        text = repr((self.plan.graph.hash, self.program.order, moved, self.program.buckets, options))
         digests = self.comm.gather(hashlib.sha256(text.encode()).hexdigest())
         for rank, digest in enumerate(digests):
             if digest != digests[0]:

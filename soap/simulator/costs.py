@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from soap.graph import OperatorGraph
+from soap.simulator.collectives import Flow
 from soap.simulator.tiling import Tile
 from soap.topology import DeviceType, Link, Topology
 
@@ -35,3 +36,6 @@ class CostModel(Protocol):
 
     def allreduce_ns(self, reduced_bytes: int, topology: Topology, devices: Sequence[int]) -> int:
         """All-reduce of a buffer over two or more devices."""
+
+    def exchange_ns(self, flows: Sequence[Flow], topology: Topology, reduced_bytes: int = 0) -> int:
+        """Flows between devices that run at once as one collective; every target then adds up at most ``reduced_bytes``."""

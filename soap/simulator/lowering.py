@@ -1,34 +1,42 @@
-"""From a plan to timed tasks: what each tile, transfer, reduction and shard costs, on which devices and links, after what.
+"""From a plan to timed tasks: what each tile, message, exchange, reduction and shard costs, on which devices and links, after what.
 
 ``lower`` walks the operators forward, then backward, then the shards. Task ids are (phase, position, stage, a, b, c), made only
 of places in the operator or parameter that a task belongs to, so that editing another operator leaves them alone; they
 order tasks of equal ready time as the iteration does: forward operators first to last, backward last to first, synchronization, update.
 
 Order in the runtime. ``reference.execution_order`` gives one total order of all tiles, which every rank follows for its own part of it.
-Forward: before a tile its fetches that are not there yet, and after the last tile of a group its reduction. Backward: the tiles in
-reverse; before the first tile of a group (in that reverse order) the reduction of its gradient; after the last of a fetch's
-consumers (in that reverse order) the fetch's gradient travels back; after the last of a shard's uses it is synchronized.
+Forward: before a tile its fetches that are not there yet, and after the last tile of a group its reduction; a message leaves as soon as
+its pieces are there, an exchange takes place as soon as all of its pieces are. Backward: the tiles in reverse; before the first tile of a
+group (in that reverse order) the reduction of its gradient; after the last consumer of what a message or exchange has brought (in that
+reverse order) the gradients travel back; after the last of a shard's uses it is synchronized.
 The simulator, where a device takes what is ready first, may swap backward tiles that do not depend on each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from soap.regions import Box, volume
-from soap.simulator.collectives import ring_links
+from soap.regions import Box
+from soap.simulator.collectives import Flow, flow_links, ring_links
 from soap.simulator.costs import CostModel
+from soap.simulator.flows import Round, box_bytes, exchange_rounds, reduced_tensor, scatter_rounds
+from soap.simulator.places import PlanPlaces
 from soap.simulator.plan import (
+    Exchange,
     Fetch,
-    Piece,
+    Message,
+    Part,
+    Pattern,
     Plan,
     Reduction,
     Shard,
     backward_name,
+    exchange_name,
     forward_name,
+    message_name,
     reduce_name,
+    remote_parts,
     sync_name,
-    transfer_name,
     update_name,
 )
 from soap.simulator.planning import PlanBuilder, build_plan
@@ -56,34 +64,12 @@ def ring_bytes(reduced_bytes: int, device_count: int) -> int:
     return 2 * (device_count - 1) * reduced_bytes
 
 
-class _Index:
-    """What belongs to what in a plan.
-
-    ``fetches``: operator -> the fetches that it is the first to need. ``reductions``: operator -> its reductions. ``of_tile``,
-    ``of_reduction``: tile or reduction -> what it leaves on devices; a tile that only contributes to sums leaves nothing itself.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.fetches: list[list[Fetch]] = [[] for _ in plan.graph.operators]
-        self.reductions: list[list[int]] = [[] for _ in plan.graph.operators]
-        self.of_tile: list[list[int]] = [[] for _ in plan.tiles]
-        self.of_reduction: list[list[int]] = [[] for _ in plan.reductions]
-        for fetch in plan.fetches:
-            self.fetches[plan.tiles[fetch.consumers[0][0]].operator].append(fetch)
-        for place, reduction in enumerate(plan.reductions):
-            self.reductions[reduction.operator].append(place)
-        for place, holding in enumerate(plan.holdings):
-            if holding.reduction is None:
-                self.of_tile[holding.tile].append(place)
-            else:
-                self.of_reduction[holding.reduction].append(place)
-
-
 class _Lowering:
     """The state of one lowering. Tasks are named by their positions in ``tasks``.
 
-    ``_forward``, ``_backward``: tile -> its task. ``_reduced``: reduction -> the tasks after which its sum is there. ``_arrivals``: tile ->
-    the tasks that bring its inputs. ``_gradients``: holding -> the tasks that bring a part of its gradient; empty if nobody sends one.
+    ``_forward``, ``_backward``: tile -> its task. ``_reduced``: reduction -> the tasks after which its sum is there. ``_brought``: part ->
+    the task that brings it. ``_arrivals``: tile -> the tasks that bring its inputs. ``_gradients``: holding -> the tasks that bring a
+    part of its gradient; empty if nobody sends one.
     """
 
     def __init__(self, plan: Plan, topology: Topology, costs: CostModel) -> None:
@@ -95,14 +81,18 @@ class _Lowering:
         self._backward: dict[int, int] = {}
         self._reduced: dict[int, tuple[int, ...]] = {}
         self._gradients: list[list[int]] = [[] for _ in plan.holdings]
+        self._brought: dict[Part, int] = {}
         self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
         self._routes: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Link, ...]]] = {}
         self._rings: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._index = _Index(plan)
+        self._exchange_links: dict[frozenset[tuple[int, int]], tuple[int, ...]] = {}
+        self._index = PlanPlaces(plan)
 
     def forward(self) -> None:
         """Transfers, tiles and reductions, operator by operator."""
         for position in range(len(self.plan.graph.operators)):
+            for carrier in self._index.carriers[position]:
+                self._carry(carrier)
             for fetch in self._index.fetches[position]:
                 self._fetch(fetch)
             for tile in self._tiles(position):
@@ -118,7 +108,9 @@ class _Lowering:
             if graph.needs_backward(graph.operators[position]):
                 self._backward_tiles(position)
             for fetch in self._index.fetches[position]:  # the first reader's place, which may itself be without backward
-                self._return_gradient(fetch)
+                self._keep_gradient(self.plan.fetches[fetch])
+            for carrier in self._index.carriers[position]:
+                self._return_gradient(carrier)
 
     def _backward_tiles(self, position: int) -> None:
         arrivals: dict[int, list[int]] = {}
@@ -160,45 +152,78 @@ class _Lowering:
         return self.plan.first_tile[tile.operator] + tile.index
 
     def _bytes(self, tensor: str, box: Box) -> int:
-        return volume(box) * self.plan.graph.tensors[tensor].itemsize
+        return box_bytes(self.plan, tensor, box)
 
     def _ready(self, held: int) -> tuple[int, ...]:
         holding = self.plan.holdings[held]
         return (self._forward[holding.tile],) if holding.reduction is None else self._reduced[holding.reduction]
 
-    def _fetch(self, fetch: Fetch) -> None:
-        """What a fetch's consumers wait for: the transfers of what is elsewhere, the tasks that make what is here."""
+    def _fetch(self, number: int) -> None:
+        """What a fetch's consumers wait for: the tasks that bring what is elsewhere, and those that make what is here."""
+        fetch = self.plan.fetches[number]
         after: list[int] = []
-        for number, piece in enumerate(fetch.pieces):
-            ready = self._ready(piece.holding)
-            if self.plan.holdings[piece.holding].device != fetch.device:
-                ready = (self._transfer(fetch, number, piece, ready, gradient=False),)
-            after.extend(ready)
+        for place, piece in enumerate(fetch.pieces):
+            brought = self._brought.get((number, place))
+            after.extend(self._ready(piece.holding) if brought is None else (brought,))
         for tile, _ in fetch.consumers:
             self._arrivals[tile].extend(after)
 
-    def _return_gradient(self, fetch: Fetch) -> None:
-        """Hand a fetched region's gradient back to where its pieces came from, once all its consumers have computed theirs."""
-        after = [self._backward[tile] for tile, _ in fetch.consumers if tile in self._backward]
-        if not after or not self.plan.graph.tensors[fetch.tensor].requires_grad:
-            return
-        for number, piece in enumerate(fetch.pieces):
+    def _keep_gradient(self, fetch: Fetch) -> None:
+        """Hand a fetched region's gradient to the holdings on its own device."""
+        after = self._after_consumers(fetch)
+        for piece in fetch.pieces if after else ():
             if self.plan.holdings[piece.holding].device == fetch.device:
                 self._gradients[piece.holding].extend(after)
-            else:
-                self._gradients[piece.holding].append(self._transfer(fetch, number, piece, after, gradient=True))
 
-    def _transfer(self, fetch: Fetch, number: int, piece: Piece, after: Iterable[int], *, gradient: bool) -> int:
+    def _after_consumers(self, fetch: Fetch) -> list[int]:
+        """The tasks after which the region's gradient is complete; empty if it has none."""
+        if not self.plan.graph.tensors[fetch.tensor].requires_grad:
+            return []
+        return [self._backward[tile] for tile, _ in fetch.consumers if tile in self._backward]
+
+    def _carry(self, carrier: Message | Exchange) -> None:
+        """The task of a message or exchange."""
+        after = {task for *_, holding in remote_parts(self.plan, carrier.parts) for task in self._ready(holding)}
+        task = self._carrier_task(carrier, carrier.parts, after, gradient=False)
+        self._brought.update(dict.fromkeys(carrier.parts, task))
+
+    def _return_gradient(self, carrier: Message | Exchange) -> None:
+        """Send gradients back the way that the values came, once all their consumers have computed them."""
+        found = {number: self._after_consumers(self.plan.fetches[number]) for number, _ in carrier.parts}
+        active = tuple(part for part in carrier.parts if found[part[0]])
+        if not active:
+            return
+        if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST:
+            active = carrier.parts  # who has no gradient adds zeros
+        after = {task for tasks in found.values() for task in tasks}
+        task = self._carrier_task(carrier, active, after, gradient=True)
+        for *_, holding in remote_parts(self.plan, active):
+            self._gradients[holding].append(task)
+
+    def _carrier_task(self, carrier: Message | Exchange, parts: Sequence[Part], after: Iterable[int], *, gradient: bool) -> int:
+        number, piece = carrier.parts[0]
+        fetch = self.plan.fetches[number]
         first, operand = fetch.consumers[0]
         tile = self.plan.tiles[first]
-        source, target = self.plan.holdings[piece.holding].device, fetch.device
-        if gradient:
-            source, target = target, source
-        size = self._bytes(fetch.tensor, piece.box)
+        place = self._id(tile.operator, 2 if gradient else 0, tile.index, operand, piece, gradient=gradient)
+        if isinstance(carrier, Exchange):
+            rounds = exchange_rounds(self.plan, carrier, parts, gradient=gradient)
+            name = exchange_name(self.plan, carrier, gradient=gradient)
+            return self._exchange(place, name, TaskKind.EXCHANGE, rounds, after)
+        source, target = (carrier.target, carrier.source) if gradient else (carrier.source, carrier.target)
+        moved = remote_parts(self.plan, parts)
+        size = sum(self._bytes(self.plan.fetches[n].tensor, box) for (n, _), (_, _, box, _) in zip(parts, moved, strict=True))
         resources, links = self._route(source, target)
-        place = self._id(tile.operator, 2 if gradient else 0, tile.index, operand, number, gradient=gradient)
-        name = transfer_name(fetch.tensor, piece.box, source, target, gradient=gradient)
+        name = message_name(self.plan, carrier, gradient=gradient)
         return self._add(place, name, TaskKind.TRANSFER, resources, self.costs.transfer_ns(size, links), after, size)
+
+    def _exchange(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
+        flows = tuple(flow for own, _ in rounds for flow in own)
+        duration = sum(self.costs.exchange_ns(own, self.topology, reduced) for own, reduced in rounds)
+        pairs = frozenset((source, target) for source, target, _ in flows)
+        if pairs not in self._exchange_links:
+            self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
+        return self._add(place, name, kind, self._exchange_links[pairs], duration, after, sum(size for *_, size in flows), flows=flows)
 
     def _compute(self, tile: Tile, kind: TaskKind, after: Iterable[int]) -> int:
         graph, device = self.plan.graph, self.topology.devices[tile.device].type
@@ -228,9 +253,11 @@ class _Lowering:
     def _reduce_task(self, reduction: Reduction, after: Iterable[int], *, gradient: bool) -> int:
         op = self.plan.graph.operators[reduction.operator]
         first = self.plan.tiles[reduction.tiles[0]].index
-        size = self._bytes(op.outputs[reduction.output].tensor, reduction.box)
         place = self._id(reduction.operator, 0 if gradient else 2, first, reduction.output, gradient=gradient)
         name = reduce_name(op, reduction, gradient=gradient)
+        if reduction.cells:
+            return self._exchange(place, name, TaskKind.REDUCE, scatter_rounds(self.plan, reduction, gradient=gradient), after)
+        size = self._bytes(reduced_tensor(self.plan, reduction), reduction.box)
         return self._all_reduce(place, name, TaskKind.REDUCE, size, reduction.devices, after)
 
     def _loss_start(self, tile: Tile) -> tuple[int, ...]:
@@ -278,6 +305,7 @@ class _Lowering:
         after: Iterable[int],
         size: int = 0,
         tile: int | None = None,
+        flows: tuple[Flow, ...] = (),
     ) -> int:
-        self.tasks.append(Task(place, name, kind, resources, duration_ns, tuple(sorted(set(after))), size, tile))
+        self.tasks.append(Task(place, name, kind, resources, duration_ns, tuple(sorted(set(after))), size, tile, flows))
         return len(self.tasks) - 1

@@ -16,8 +16,10 @@ from math import prod
 
 from soap.graph import DimMap, Operand, Operator, OperatorGraph, TensorKind
 from soap.regions import Box, volume, whole
-from soap.simulator.plan import Fetch, Piece, Plan
+from soap.simulator.flows import reduced_tensor
+from soap.simulator.plan import Plan
 from soap.simulator.tiling import Tile, iteration_points
+from soap.simulator.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 
 PACKING_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Operators for which cuDNN brings the parameters together into one piece of memory, which is kept for the backward pass."""
@@ -49,9 +51,9 @@ class MemoryUse:
 def memory_use(plan: Plan, optimizer_states: int = 2) -> tuple[MemoryUse, ...]:
     """Upper bound of each device's use. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
     parameters, trainable = _shard_bytes(plan)
-    activations = _sum((_tile_bytes(plan), _read_bytes(plan), _fetched_bytes(plan), _summed_bytes(plan), _assembled_bytes(plan)))
+    activations = _sum((_tile_bytes(plan), _read_bytes(plan), fetched_bytes(plan), _summed_bytes(plan), _assembled_bytes(plan)))
     gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan), _parameter_gradient_bytes(plan)))
-    backward = _sum((gradients, _sent_bytes(plan), _largest_sum_bytes(plan)))
+    backward = _sum((gradients, sent_bytes(plan), largest_sum_bytes(plan)))
     return tuple(
         MemoryUse(
             parameters=parameters[d],
@@ -144,24 +146,14 @@ def _read_bytes(plan: Plan) -> list[int]:
     return _total(plan, read)
 
 
-def _fetched_bytes(plan: Plan) -> list[int]:
-    """What is received, and regions that are put together from several pieces, for each tile that may do so in a segment of its own."""
-    result = [0] * plan.device_count
-    for fetch in plan.fetches:
-        received = sum(_box_bytes(plan.graph, fetch.tensor, piece.box) for piece in fetch.pieces if _is_remote(plan, fetch, piece))
-        joined = _box_bytes(plan.graph, fetch.tensor, fetch.box) * len(fetch.consumers) if len(fetch.pieces) > 1 else 0
-        result[fetch.device] += received + joined
-    return result
-
-
-def _is_remote(plan: Plan, fetch: Fetch, piece: Piece) -> bool:
-    return plan.holdings[piece.holding].device != fetch.device
-
-
 def _summed_bytes(plan: Plan) -> list[int]:
-    """Sums of partial results, on every device of the group."""
-    sums = ((device, plan.graph.operators[r.operator].outputs[r.output].tensor, r.box) for r in plan.reductions for device in r.devices)
-    return _total(plan, sums)
+    """Sums of partial results on every device of the group; of those that are scattered, the cell and what others send for it."""
+    result = [0] * plan.device_count
+    for reduction in plan.reductions:
+        tensor = reduced_tensor(plan, reduction)
+        for device, left in zip(reduction.devices, reduction.cells or [reduction.box] * len(reduction.devices), strict=True):
+            result[device] += _box_bytes(plan.graph, tensor, left) * (len(reduction.devices) if reduction.cells else 1)
+    return result
 
 
 def _assembled_bytes(plan: Plan) -> list[int]:
@@ -187,10 +179,11 @@ def _frontier_bytes(plan: Plan) -> list[int]:
     """Largest sum of gradients that wait between operators, when these go backward in reverse order.
 
     A holding's gradient lives from its last consumer to its producer, and so does what other devices return of it; the gradient of a sum is
-    copied to be summed in its turn. A fetched region's gradient lives from its last consumer to its first.
+    copied to be summed in its turn, or brought together from cells. A fetched region's gradient lives from its last consumer to its first.
     """
     graph = plan.graph
     last = [-1] * len(plan.holdings)
+    gathered: dict[int, int] = {}
     steps = [[0] * (len(graph.operators) + 1) for _ in range(plan.device_count)]
     for fetch in plan.fetches:
         if not graph.tensors[fetch.tensor].requires_grad:
@@ -200,7 +193,7 @@ def _frontier_bytes(plan: Plan) -> list[int]:
         first, latest = min(readers), max(readers)
         for piece in fetch.pieces:
             last[piece.holding] = max(last[piece.holding], latest)
-            if _is_remote(plan, fetch, piece):
+            if is_remote(plan, fetch, piece):
                 size = _box_bytes(graph, fetch.tensor, piece.box)
                 _add_life(steps[plan.holdings[piece.holding].device], producer, latest, size)
         _add_life(steps[fetch.device], first, latest, _box_bytes(graph, fetch.tensor, fetch.box))
@@ -209,6 +202,13 @@ def _frontier_bytes(plan: Plan) -> list[int]:
             copies = 1 if holding.reduction is None else 2
             size = copies * _box_bytes(graph, holding.tensor, holding.box)
             _add_life(steps[holding.device], graph.producers[holding.tensor][0], reader, size)
+            if holding.reduction is not None and plan.reductions[holding.reduction].cells:
+                gathered[holding.reduction] = max(gathered.get(holding.reduction, 0), reader)
+    for number, reader in gathered.items():  # received, and in its place
+        reduction = plan.reductions[number]
+        size = 2 * _box_bytes(graph, reduced_tensor(plan, reduction), reduction.box)
+        for device in reduction.devices:
+            _add_life(steps[device], reduction.operator, reader, size)
     return [_peak(changes) for changes in steps]
 
 
@@ -259,37 +259,3 @@ def _parameter_gradient_bytes(plan: Plan) -> list[int]:
             if count > 1:
                 collected[device] += _box_bytes(graph, shard.parameter, shard.box)
     return [2 * size + held for size, held in zip(largest, collected, strict=True)]
-
-
-def _sent_bytes(plan: Plan) -> list[int]:
-    """What a device sends: parts of its holdings (whole ones need no copy), and gradients of what it has received."""
-    graph = plan.graph
-    result = [0] * plan.device_count
-    for fetch in plan.fetches:
-        for piece in fetch.pieces:
-            holding = plan.holdings[piece.holding]
-            if holding.device != fetch.device:
-                size = _box_bytes(graph, fetch.tensor, piece.box)
-                result[holding.device] += size if piece.box != holding.box else 0
-                result[fetch.device] += size if graph.tensors[fetch.tensor].requires_grad else 0
-    return result
-
-
-def _largest_sum_bytes(plan: Plan) -> list[int]:
-    """The largest buffer that is summed over devices: the library may work on a copy."""
-    largest = [0] * plan.device_count
-    for device, size in _summed_buffers(plan):
-        largest[device] = max(largest[device], size)
-    return largest
-
-
-def _summed_buffers(plan: Plan) -> Iterable[tuple[int, int]]:
-    graph = plan.graph
-    for reduction in plan.reductions:
-        if len(reduction.devices) > 1:
-            tensor = graph.operators[reduction.operator].outputs[reduction.output].tensor
-            yield from ((device, _box_bytes(graph, tensor, reduction.box)) for device in reduction.devices)
-    for shard in plan.shards:
-        if len(shard.devices) > 1 and shard.trainable:
-            size = _box_bytes(graph, shard.parameter, shard.box)
-            yield from ((device, size) for device in shard.devices)

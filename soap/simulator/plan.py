@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from soap.graph import Operator, OperatorGraph
 from soap.regions import Box
@@ -37,7 +38,8 @@ class Piece:
 class Fetch:
     """A region of an activation brought together on one device for the tiles there that read exactly it.
 
-    ``pieces`` are disjoint and cover ``box``; those whose holding is on ``device`` are local, the others are transfers.
+    ``pieces`` are disjoint and cover ``box``; those whose holding is on ``device`` are local, each of the others is part of one message or
+    exchange.
     ``consumers``: (position in ``Plan.tiles``, input position). In the backward pass the region's gradient, summed over the
     consumers, goes back the same ways.
     """
@@ -49,13 +51,55 @@ class Fetch:
     consumers: tuple[tuple[int, int], ...]
 
 
+Part = tuple[int, int]
+"""A piece on its way: (position in ``Plan.fetches``, position of the piece in it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Pieces that one device sends another in one go, because they exist from the same moment on.
+
+    ``parts`` are taken from holdings of one tile, or of sums over the same tiles, and have one dtype. In the backward pass their gradients
+    come back together.
+    """
+
+    source: int
+    target: int
+    parts: tuple[Part, ...]
+
+
+class Pattern(StrEnum):
+    """Which collective an exchange is."""
+
+    ALL_GATHER = "all-gather"
+    ALL_TO_ALL = "all-to-all"
+    BROADCAST = "broadcast"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Pieces of one tensor that several devices give each other in one collective, once the last of them is there.
+
+    All-gather: all fetch one region, of which each holds a part. All-to-all: each gives something to each. Broadcast: one piece
+    goes from one device to the others. ``devices``: sorted, distinct, at least three. ``parts``: every piece that moves. The
+    backward pass is the transpose: gradients of the parts go the other way, for a broadcast summed on the way.
+    """
+
+    pattern: Pattern
+    tensor: str
+    devices: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Partial results of one output region, summed and left on every device of the group (all-reduce).
+    """Partial results of one output region, summed over a group of devices.
 
     ``tiles``: the contributing tiles (positions in ``Plan.tiles``), in index order: the order of summation on one device.
-    ``devices``: sorted, distinct; with a single device no communication is needed. In the backward pass the
-    gradients that the devices' own consumers give are summed over the group and reach every tile.
+    ``devices``: sorted, distinct; with a single device no communication is needed. Without ``cells`` the whole sum is left on every
+    device (all-reduce), and in the backward pass the gradients that the devices' own consumers give are summed over the group and reach
+    every tile. With ``cells``, one per device, disjoint, covering ``box`` and perhaps empty, each device gets its own cell of the sum
+    (reduce-scatter), and in the backward pass the cells' gradients are brought together on all (all-gather).
     """
 
     operator: int
@@ -64,6 +108,7 @@ class Reduction:
     box: Box
     tiles: tuple[int, ...]
     devices: tuple[int, ...]
+    cells: tuple[Box, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +141,8 @@ class Plan:
     first_tile: tuple[int, ...]
     holdings: tuple[Holding, ...]
     fetches: tuple[Fetch, ...]
+    messages: tuple[Message, ...]
+    exchanges: tuple[Exchange, ...]
     reductions: tuple[Reduction, ...]
     shards: tuple[Shard, ...]
 
@@ -114,16 +161,38 @@ def backward_name(op: Operator, tile: Tile) -> str:
     return f"backward {op.name}[{tile.index}]"
 
 
-def transfer_name(tensor: str, box: Box, source: int, target: int, *, gradient: bool = False) -> str:
-    """Task name of one piece on its way from device ``source`` to ``target``."""
-    region = ",".join(f"{a}:{b}" for a, b in box)
-    return f"transfer {'gradient of ' if gradient else ''}{tensor}[{region}] {source}->{target}"
+def message_name(plan: Plan, message: Message, *, gradient: bool = False) -> str:
+    """Task name of a message, or of its gradients on their way back."""
+    ends = f"{message.target}->{message.source}" if gradient else f"{message.source}->{message.target}"
+    return f"transfer {_parts_name(plan, message.parts, gradient)} {ends}"
+
+
+def exchange_name(plan: Plan, exchange: Exchange, *, gradient: bool = False) -> str:
+    """Task name of an exchange, or of its transpose."""
+    members = ",".join(map(str, exchange.devices))
+    if exchange.pattern is Pattern.BROADCAST:
+        return f"{exchange.pattern} {_parts_name(plan, exchange.parts[:1], gradient)} {members}"
+    region = _region(plan.fetches[exchange.parts[0][0]].box)
+    return f"{exchange.pattern} {'gradient of ' if gradient else ''}{exchange.tensor}{region} {members}"
+
+
+def _parts_name(plan: Plan, parts: Sequence[Part], gradient: bool) -> str:
+    fetch, piece = parts[0]
+    first = f"{plan.fetches[fetch].tensor}{_region(plan.fetches[fetch].pieces[piece].box)}"
+    return f"{'gradient of ' if gradient else ''}{first}{f'+{len(parts) - 1}' if len(parts) > 1 else ''}"
+
+
+def _region(box: Box) -> str:
+    return f"[{','.join(f'{a}:{b}' for a, b in box)}]"
 
 
 def reduce_name(op: Operator, reduction: Reduction, *, gradient: bool = False) -> str:
-    """Task name of summing partial results (or their gradients) over a group."""
-    region = ",".join(f"{a}:{b}" for a, b in reduction.box)
-    return f"reduce {'gradient of ' if gradient else ''}{op.outputs[reduction.output].tensor}[{region}]#{reduction.replica}"
+    """Task name of summing partial results over a group, or of what becomes of the sum's gradients."""
+    if reduction.cells:
+        verb = "all-gather gradient of" if gradient else "reduce-scatter"
+    else:
+        verb = "reduce gradient of" if gradient else "reduce"
+    return f"{verb} {op.outputs[reduction.output].tensor}{_region(reduction.box)}#{reduction.replica}"
 
 
 def sync_name(shard: Shard) -> str:
@@ -134,6 +203,15 @@ def sync_name(shard: Shard) -> str:
 def update_name(shard: Shard, device: int) -> str:
     """Task name of the optimizer's update of one copy."""
     return f"update {shard.parameter}[{shard.index}]@{device}"
+
+
+def remote_parts(plan: Plan, parts: Sequence[Part]) -> list[tuple[int, int, Box, int]]:
+    """Of each part: source device, target device, region, holding."""
+    found = []
+    for fetch, place in parts:
+        piece = plan.fetches[fetch].pieces[place]
+        found.append((plan.holdings[piece.holding].device, plan.fetches[fetch].device, piece.box, piece.holding))
+    return found
 
 
 def local_pieces(plan: Plan, fetch: Fetch) -> Sequence[Piece]:

@@ -1,14 +1,14 @@
 """From a strategy to a plan: which tile runs where, what travels, what is summed, who keeps which shard. No costs, no torch.
 
-Everything that depends on one operator's configuration alone (an ``OperatorPart``) or on the configurations of one parameter's
-users is computed once and kept, with positions counted from the operator's first tile; building a plan then is
-mostly adding offsets. A search should therefore keep one ``PlanBuilder`` for its graph and cluster.
+What depends on one operator's configuration alone (an ``OperatorPart``), on its and its readers' configurations (a ``Delivery``), or on
+those of one parameter's users, is computed once and kept, with positions counted from the operator's first tile; building a plan
+then is mostly adding offsets. A search should therefore keep one ``PlanBuilder`` for its graph and cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
@@ -16,7 +16,9 @@ from math import prod
 from soap.graph import OperatorGraph, TensorKind
 from soap.regions import Box, cells, contains, subtract, volume, whole
 from soap.simulator.coverage import HolderIndex
-from soap.simulator.plan import Fetch, Holding, Piece, Plan, Reduction, Shard
+from soap.simulator.delivery import Carriers, LocalFetch, Reader
+from soap.simulator.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction, Shard
+from soap.simulator.scattering import choose_cells
 from soap.simulator.tiling import Tile, tiles_of
 from soap.strategy import OpConfig, Strategy
 from soap.topology import Topology
@@ -25,19 +27,36 @@ Use = tuple[int, int]
 """(tile, operand position)."""
 Read = tuple[str, Box, int, tuple[Use, ...]]
 """A region of an activation that tiles of one operator need on one device: (tensor, box, device, its readers)."""
+Region = tuple[str, Box, int]
+"""A region of an activation that is needed on one device: (tensor, box, device)."""
 Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
 """A shard before positions are known: (box, devices, uses as (operator, tile, parameter position))."""
 
 
 @dataclass(frozen=True)
 class OperatorPart:
-    """What one operator under one configuration brings into a plan; tiles, holdings and reductions count from its own first."""
+    """What one operator under one configuration does, whoever reads its outputs. Positions count from its own first tile.
+
+    ``reductions``: its sums as all-reduces, with what is held then and where.
+    """
 
     tiles: tuple[Tile, ...]
     reductions: tuple[Reduction, ...]
     holdings: tuple[Holding, ...]
     holders: Mapping[str, HolderIndex]
     reads: tuple[Read, ...]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What one operator leaves on devices for its readers, and how it reaches them. Positions count from its own first."""
+
+    tiles: tuple[Tile, ...]
+    reductions: tuple[Reduction, ...]
+    holdings: tuple[Holding, ...]
+    fetches: tuple[LocalFetch, ...]
+    messages: tuple[Message, ...]
+    exchanges: tuple[Exchange, ...]
 
 
 class PlanBuilder:
@@ -48,8 +67,10 @@ class PlanBuilder:
         self.topology = topology
         size = max(1024, 8 * len(graph.operators))
         self._part = lru_cache(size)(self._make_part)
+        self._delivery = lru_cache(size)(self._make_delivery)
         self._cells = lru_cache(size)(self._make_cells)
         self._distances = lru_cache(None)(self._make_distances)
+        self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
 
     def __reduce__(self) -> tuple[object, ...]:
         return (PlanBuilder, (self.graph, self.topology))  # another process starts with empty caches
@@ -58,25 +79,41 @@ class PlanBuilder:
         """The plan of a strategy; raises StrategyError if it does not fit the graph or the cluster (``empty_tiles``: see there)."""
         strategy.validate(self.graph, self.topology.device_count, empty_tiles=empty_tiles)
         configs = [strategy.operators[op.name] for op in self.graph.operators]
-        parts = [self._part(position, config) for position, config in enumerate(configs)]
-        first_tile = _offsets([len(part.tiles) for part in parts])
-        first_holding = _offsets([len(part.holdings) for part in parts])
-        first_reduction = _offsets([len(part.reductions) for part in parts])
+        found = [
+            self._delivery(position, config, tuple([configs[reader] for reader in self._readers[position]]))
+            for position, config in enumerate(configs)
+        ]
+        first_tile = _offsets([len(own.tiles) for own in found])
+        first_holding = _offsets([len(own.holdings) for own in found])
+        first_reduction = _offsets([len(own.reductions) for own in found])
+        first_fetch = _offsets([len(own.fetches) for own in found])
         return Plan(
             graph=self.graph,
             device_count=self.topology.device_count,
-            tiles=tuple(tile for part in parts for tile in part.tiles),
+            tiles=tuple(tile for own in found for tile in own.tiles),
             first_tile=first_tile,
             holdings=tuple(
                 holding
-                for part, tile, reduction in zip(parts, first_tile, first_reduction, strict=True)
-                for holding in _shifted_holdings(part, tile, reduction)
+                for own, tile, reduction in zip(found, first_tile, first_reduction, strict=True)
+                for holding in _shifted_holdings(own, tile, reduction)
             ),
-            fetches=tuple(self._fetches(parts, first_tile, first_holding)),
+            fetches=tuple(
+                fetch for own, holding in zip(found, first_holding, strict=True) for fetch in _shifted_fetches(own, holding, first_tile)
+            ),
+            messages=tuple(
+                Message(m.source, m.target, _shifted_parts(m.parts, first))
+                for own, first in zip(found, first_fetch, strict=True)
+                for m in own.messages
+            ),
+            exchanges=tuple(
+                Exchange(e.pattern, e.tensor, e.devices, _shifted_parts(e.parts, first))
+                for own, first in zip(found, first_fetch, strict=True)
+                for e in own.exchanges
+            ),
             reductions=tuple(
-                Reduction(r.operator, r.output, r.replica, r.box, tuple(first + t for t in r.tiles), r.devices)
-                for part, first in zip(parts, first_tile, strict=True)
-                for r in part.reductions
+                Reduction(r.operator, r.output, r.replica, r.box, tuple([first + t for t in r.tiles]), r.devices, r.cells)
+                for own, first in zip(found, first_tile, strict=True)
+                for r in own.reductions
             ),
             shards=tuple(self._shards(configs, first_tile)),
         )
@@ -85,37 +122,51 @@ class PlanBuilder:
         tiles = tuple(tiles_of(self.graph, position, config))
         reductions = tuple(_reductions(self.graph, position, config, tiles))
         holdings = tuple(_holdings(self.graph, position, tiles, reductions))
-        places: dict[str, list[int]] = {out.tensor: [] for out in self.graph.operators[position].outputs}
-        for place, holding in enumerate(holdings):
-            places[holding.tensor].append(place)
-        holders = {tensor: HolderIndex(tensor, own, holdings) for tensor, own in places.items()}
+        holders = _holders(self.graph, position, holdings)
         return OperatorPart(tiles, reductions, holdings, holders, _reads(self.graph, position, tiles))
+
+    def _make_delivery(self, position: int, config: OpConfig, readers: tuple[OpConfig, ...]) -> Delivery:
+        """``readers``: configurations of the operators that read its outputs, in the graph's order."""
+        part = self._part(position, config)
+        reads = self._gather_reads(position, readers)
+        reductions = part.reductions
+        if config.replicas == 1:  # else a device's readers may be served by another replica's sum
+            reductions = tuple([self._scattered(reduction, reads) for reduction in part.reductions])
+        holdings, holders = part.holdings, part.holders
+        if any(reduction.cells for reduction in reductions):
+            holdings = tuple(_holdings(self.graph, position, part.tiles, reductions))
+            holders = _holders(self.graph, position, holdings)
+        fetches = tuple(
+            LocalFetch(tensor, box, device, holders[tensor].cover(box, device, self._distances(device)), tuple(consumers))
+            for (tensor, box, device), consumers in reads.items()
+        )
+        carriers = Carriers(self.graph.tensors, fetches, holdings, reductions)
+        return Delivery(part.tiles, reductions, holdings, fetches, tuple(carriers.messages), tuple(carriers.exchanges))
+
+    def _scattered(self, reduction: Reduction, reads: Mapping[Region, Sequence[Reader]]) -> Reduction:
+        """The reduction, leaving cells if the readers on its devices are better served so."""
+        if len(reduction.devices) < 2:
+            return reduction
+        tensor = self.graph.operators[reduction.operator].outputs[reduction.output].tensor
+        needed: dict[int, list[Box]] = {device: [] for device in reduction.devices}
+        for read, box, device in reads:
+            if read == tensor and device in needed:
+                needed[device].append(box)
+        cells = choose_cells(reduction.box, [needed[device] for device in reduction.devices])
+        return replace(reduction, cells=cells) if cells else reduction
+
+    def _gather_reads(self, position: int, readers: Sequence[OpConfig]) -> dict[Region, list[Reader]]:
+        """Distinct regions of the operator's outputs in the order of their first readers; operators that read the same are joined."""
+        outputs = {out.tensor for out in self.graph.operators[position].outputs}
+        gathered: dict[Region, list[Reader]] = {}
+        for reader, config in zip(self._readers[position], readers, strict=True):
+            for tensor, box, device, uses in self._part(reader, config).reads:
+                if tensor in outputs:
+                    gathered.setdefault((tensor, box, device), []).extend((reader, tile, place) for tile, place in uses)
+        return gathered
 
     def _make_distances(self, device: int) -> tuple[int, ...]:
         return tuple(self.topology.distance(source, device) for source in range(self.topology.device_count))
-
-    def _fetches(self, parts: Sequence[OperatorPart], first_tile: Sequence[int], first_holding: Sequence[int]) -> Iterator[Fetch]:
-        for (tensor, box, device), consumers in self._gather_reads(parts, first_tile):
-            producer, _ = self.graph.producers[tensor]
-            cover = parts[producer].holders[tensor].cover(box, device, self._distances(device))
-            first = first_holding[producer]
-            yield Fetch(tensor, box, device, tuple([Piece(part, first + holding) for part, holding in cover]), tuple(consumers))
-
-    def _gather_reads(self, parts: Sequence[OperatorPart], first_tile: Sequence[int]) -> list[tuple[tuple[str, Box, int], list[Use]]]:
-        """Distinct (tensor, box, device) in the order of their first readers; operators that read the same are joined."""
-        gathered: list[tuple[tuple[str, Box, int], list[Use]]] = []
-        shared: dict[tuple[str, Box, int], list[Use]] = {}
-        for part, first in zip(parts, first_tile, strict=True):
-            for tensor, box, device, uses in part.reads:
-                key = (tensor, box, device)
-                consumers = [(first + tile, place) for tile, place in uses]
-                if len(self.graph.consumers[tensor]) > 1:
-                    if key in shared:
-                        shared[key] += consumers
-                        continue
-                    shared[key] = consumers
-                gathered.append((key, consumers))
-        return gathered
 
     def _shards(self, configs: Sequence[OpConfig], first_tile: Sequence[int]) -> Iterator[Shard]:
         users = self.graph.parameter_users
@@ -183,19 +234,34 @@ def _reductions(graph: OperatorGraph, position: int, config: OpConfig, tiles: Se
 
 
 def _holdings(graph: OperatorGraph, position: int, tiles: Sequence[Tile], reductions: Sequence[Reduction]) -> Iterator[Holding]:
-    """What lies where once the operator has run: its tiles' outputs, or the sums on every device of their groups."""
+    """What lies where once the operator has run: its tiles' outputs, or the sums, or cells of them, on the devices of their groups."""
     outputs = graph.operators[position].outputs
     reduced = {reduction.output for reduction in reductions}
     for place, reduction in enumerate(reductions):
         first: dict[int, int] = {}
         for index in reduction.tiles:
             first.setdefault(tiles[index].device, index)
-        for device in reduction.devices:
-            yield Holding(outputs[reduction.output].tensor, reduction.box, device, first[device], place)
+        for i, device in enumerate(reduction.devices):
+            box = reduction.cells[i] if reduction.cells else reduction.box
+            if volume(box) > 0:
+                yield Holding(outputs[reduction.output].tensor, box, device, first[device], place)
     for output, operand in enumerate(outputs):
         for tile in tiles if output not in reduced else ():
             if volume(tile.outputs[output]) > 0:
                 yield Holding(operand.tensor, tile.outputs[output], tile.device, tile.index)
+
+
+def _holders(graph: OperatorGraph, position: int, holdings: Sequence[Holding]) -> Mapping[str, HolderIndex]:
+    places: dict[str, list[int]] = {out.tensor: [] for out in graph.operators[position].outputs}
+    for place, holding in enumerate(holdings):
+        places[holding.tensor].append(place)
+    return {tensor: HolderIndex(tensor, own, holdings) for tensor, own in places.items()}
+
+
+def _readers(graph: OperatorGraph, position: int) -> tuple[int, ...]:
+    """The operators that read an operator's outputs, in order."""
+    outputs = graph.operators[position].outputs
+    return tuple(sorted({reader for out in outputs for reader, _ in graph.consumers.get(out.tensor, ())}))
 
 
 def _reads(graph: OperatorGraph, position: int, tiles: Sequence[Tile]) -> tuple[Read, ...]:
@@ -210,7 +276,18 @@ def _reads(graph: OperatorGraph, position: int, tiles: Sequence[Tile]) -> tuple[
     return tuple((*key, tuple(uses)) for key, uses in readers.items())
 
 
-def _shifted_holdings(part: OperatorPart, first_tile: int, first_reduction: int) -> Iterator[Holding]:
-    for h in part.holdings:
+def _shifted_holdings(own: Delivery, first_tile: int, first_reduction: int) -> Iterator[Holding]:
+    for h in own.holdings:
         reduction = None if h.reduction is None else first_reduction + h.reduction
         yield Holding(h.tensor, h.box, h.device, first_tile + h.tile, reduction)
+
+
+def _shifted_fetches(own: Delivery, first_holding: int, first_tile: Sequence[int]) -> Iterator[Fetch]:
+    for f in own.fetches:
+        pieces = tuple([Piece(box, first_holding + holding) for box, holding in f.pieces])
+        consumers = tuple([(first_tile[reader] + tile, place) for reader, tile, place in f.consumers])
+        yield Fetch(f.tensor, f.box, f.device, pieces, consumers)
+
+
+def _shifted_parts(parts: Sequence[Part], first_fetch: int) -> tuple[Part, ...]:
+    return tuple([(first_fetch + fetch, piece) for fetch, piece in parts])

@@ -8,6 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.simulator.collectives import Flow
 from soap.simulator.plan import Plan
 from soap.topology import Topology
 
@@ -18,6 +19,7 @@ class TaskKind(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     TRANSFER = "transfer"
+    EXCHANGE = "exchange"
     REDUCE = "reduce"
     SYNC = "sync"
     UPDATE = "update"
@@ -29,7 +31,8 @@ class Task:
 
     ``resources``: what it holds while it runs; device d is resource d, link l is resource ``device_count + l``.
     ``predecessors``: positions in ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for computation).
-    ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None.
+    ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends what to whom in an exchange or
+    reduce-scatter; they add up to ``bytes``.
     """
 
     id: tuple[int, ...]
@@ -40,6 +43,7 @@ class Task:
     predecessors: tuple[int, ...]
     bytes: int = 0
     tile: int | None = None
+    flows: tuple[Flow, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from soap.simulator.collectives import ring
+from soap.simulator.collectives import flow_links, ring
 from soap.simulator.plan import Plan, reduce_name, sync_name
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
@@ -165,6 +165,9 @@ def _groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
 
 def _task_links(tasks: TaskGraph, task: Task, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, int]]:
     """(link number, bytes). Each hop of a ring carries the same part of the whole, rounded up."""
+    if task.flows:
+        yield from flow_links(tasks.topology, task.flows).items()
+        return
     if task.name not in groups:
         yield from ((resource - tasks.topology.device_count, task.bytes) for resource in task.resources)
         return

@@ -37,18 +37,25 @@ def plan_of(graph: OperatorGraph, default: Split, device_count: int = 3, **other
 def random_order(plan: Plan, rng: random.Random) -> list[int]:
     """Any topological order of the tiles."""
     before: list[set[int]] = [set() for _ in plan.tiles]
-    for fetch in plan.fetches:
-        for piece in fetch.pieces:
-            held = plan.holdings[piece.holding]
-            sources = [held.tile] if held.reduction is None else plan.reductions[held.reduction].tiles
-            for tile, _ in fetch.consumers:
-                before[tile].update(sources)
+    sources = [{tile for piece in fetch.pieces for tile in _makers(plan, piece.holding)} for fetch in plan.fetches]
+    for exchange in plan.exchanges:  # all of it takes place at once
+        together = {tile for f, k in exchange.parts for tile in _makers(plan, plan.fetches[f].pieces[k].holding)}
+        for number, _ in exchange.parts:
+            sources[number] |= together
+    for number, fetch in enumerate(plan.fetches):
+        for tile, _ in fetch.consumers:
+            before[tile].update(sources[number])
     order: list[int] = []
     left = set(range(len(plan.tiles)))
     while left:
         order.append(rng.choice(sorted(tile for tile in left if not before[tile] & left)))
         left.discard(order[-1])
     return order
+
+
+def _makers(plan: Plan, holding: int) -> tuple[int, ...]:
+    held = plan.holdings[holding]
+    return (held.tile,) if held.reduction is None else plan.reductions[held.reduction].tiles
 
 
 def moved_bytes(plan: Plan) -> int:

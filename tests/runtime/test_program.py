@@ -16,7 +16,8 @@ from tests.graph_builder import GraphBuilder, convnet, mlp
 from tests.runtime.plans import plan_of, random_order, split
 from tests.strategies import cases
 
-FORWARD = {ActionKind.TILE, ActionKind.TRANSFER, ActionKind.REDUCE}
+FORTH = {"message": ActionKind.TRANSFER, "exchange": ActionKind.EXCHANGE}
+BACK = {"message": ActionKind.RETURN, "exchange": ActionKind.RETURN_EXCHANGE}
 
 
 def test_data_parallel_is_one_segment_per_rank_and_one_bucket() -> None:
@@ -99,11 +100,13 @@ def test_every_action_comes_after_what_it_needs(case: tuple[OperatorGraph, Topol
 
 def _check_forward(program: Program, places: dict[tuple[ActionKind, int], int]) -> None:
     plan = program.plan
-    for number, transfer in enumerate(program.transfers):
-        held, here = plan.holdings[transfer.holding], places[ActionKind.TRANSFER, number]
-        made = places[ActionKind.TILE, held.tile] if held.reduction is None else places[ActionKind.REDUCE, held.reduction]
-        assert made < here
-        assert all(here < places[ActionKind.TILE, tile] for tile, _ in plan.fetches[transfer.fetch].consumers)
+    for (kind, number), carrier in program.index.moves.items():
+        here = places[FORTH[kind], number]
+        for fetch, piece in carrier.parts:
+            held = plan.holdings[plan.fetches[fetch].pieces[piece].holding]
+            made = places[ActionKind.TILE, held.tile] if held.reduction is None else places[ActionKind.REDUCE, held.reduction]
+            assert made < here
+            assert all(here < places[ActionKind.TILE, tile] for tile, _ in plan.fetches[fetch].consumers)
     for number, reduction in enumerate(plan.reductions):
         assert all(places[ActionKind.TILE, tile] < places[ActionKind.REDUCE, number] for tile in reduction.tiles)
 
@@ -115,14 +118,15 @@ def _check_backward(program: Program, places: dict[tuple[ActionKind, int], int])
     def of_tile(tile: int) -> int:
         return places[ActionKind.SEGMENT, program.segment_of[tile]]
 
-    for number, transfer in enumerate(program.transfers):
-        if (ActionKind.RETURN, number) not in places:
-            continue
-        here, held = places[ActionKind.RETURN, number], plan.holdings[transfer.holding]
-        consumers = [tile for tile, _ in plan.fetches[transfer.fetch].consumers if tile in program.activity.tiles]
-        assert all(of_tile(tile) < here for tile in consumers)
-        used = of_tile(held.tile) if held.reduction is None else places[ActionKind.REDUCE_GRADIENT, held.reduction]
-        assert here < used
+    for (kind, number), carrier in program.index.moves.items():
+        active = [part for part in carrier.parts if part[0] in program.activity.fetches]
+        assert ((BACK[kind], number) in places) == bool(active)
+        for fetch, piece in active:
+            here, held = places[BACK[kind], number], plan.holdings[plan.fetches[fetch].pieces[piece].holding]
+            consumers = [tile for tile, _ in plan.fetches[fetch].consumers if tile in program.activity.tiles]
+            assert all(of_tile(tile) < here for tile in consumers)
+            used = of_tile(held.tile) if held.reduction is None else places[ActionKind.REDUCE_GRADIENT, held.reduction]
+            assert here < used
     for number in program.activity.reductions:
         here = places[ActionKind.REDUCE_GRADIENT, number]
         assert all(here < of_tile(tile) for tile in plan.reductions[number].tiles)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from soap.graph import OperatorGraph
 from soap.regions import volume
-from soap.runtime.program import compile_program
+from soap.runtime.program import Program, compile_program
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Plan
+from soap.simulator.plan import Exchange, Message, Part, Pattern, Plan, remote_parts
 from soap.strategy import Strategy
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder, convnet, mlp, transformer
@@ -97,12 +97,24 @@ def test_nothing_to_train(pool: Pool) -> None:
     assert_equal_to_one_process(pool.run(train, plan))
 
 
+def returned_parts(program: Program) -> list[Part]:
+    """What has its gradient sent back; the transpose of a broadcast takes zeros from those that have none."""
+    moved = [carrier.parts for carrier in program.index.moves.values() if not _is_broadcast(carrier)]
+    parts = [part for own in moved for part in own if part[0] in program.activity.fetches]
+    sums = [e.parts for e in program.plan.exchanges if _is_broadcast(e) and any(f in program.activity.fetches for f, _ in e.parts)]
+    return [*parts, *(part for own in sums for part in own)]
+
+
+def _is_broadcast(carrier: Message | Exchange) -> bool:
+    return isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_bytes_on_the_wire_are_the_plans(pool: Pool, name: str) -> None:
     plan = NAMED[name]
     program, steps = compile_program(plan), 2
     outcomes = pool.run(train, plan)
-    back = sum(8 * volume(t.box) for t in program.transfers if t.fetch in program.activity.fetches)
+    back = 8 * sum(volume(box) for _, _, box, _ in remote_parts(plan, returned_parts(program)))
     sums = [r for r in plan.reductions if len(r.devices) > 1]
     returned = [plan.reductions[i] for i in program.activity.reductions if len(plan.reductions[i].devices) > 1]
     shards = [plan.shards[s] for bucket in program.buckets for s in bucket.shards if len(bucket.devices) > 1]

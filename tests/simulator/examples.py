@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from soap.graph import WHOLE, DimMap, Factor, OperatorGraph
+from soap.simulator.collectives import Flow
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
 from soap.simulator.tiling import Tile
 from soap.strategy import OpConfig, Strategy
@@ -14,7 +15,8 @@ from tests.strategies import CPU
 
 
 class PointCosts:
-    """A nanosecond per point of a tile (two backward), per byte of a transfer, per byte and device of an all-reduce; updates 1."""
+    """A nanosecond per point of a tile (two backward), per byte of a transfer or exchange, per byte and device of an all-reduce;
+    updates 1."""
 
     description = "made up for tests"
     hash = "0" * 16
@@ -33,6 +35,9 @@ class PointCosts:
 
     def allreduce_ns(self, reduced_bytes: int, topology: Topology, devices: Sequence[int]) -> int:
         return reduced_bytes * len(devices)
+
+    def exchange_ns(self, flows: Sequence[Flow], topology: Topology, reduced_bytes: int = 0) -> int:
+        return sum(size for _, _, size in flows)
 
 
 def pairwise_cluster(*counts: int) -> Topology:

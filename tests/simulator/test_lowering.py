@@ -97,16 +97,60 @@ def test_an_uneven_split_fetches_what_lies_elsewhere() -> None:
 
 
 def test_partial_results_are_summed_there_and_back() -> None:
-    split = strategy(l1=on(0, 1, degrees=(1, 2, 1)), loss=on(0, 1, degrees=(2,)))
-    tasks = lowered(chain(4, 2, 6), split)
+    split = strategy(l1=on(0, 1, degrees=(1, 2, 1)), l2=on(0, 1, degrees=(1, 1, 2)), loss=on(0, degrees=(1,)))
+    tasks = lowered(chain(4, 2, 6, 8), split)
     assert predecessors(tasks, "reduce l1[0:4,0:6]#0") == {"forward l1[0]", "forward l1[1]"}
-    assert predecessors(tasks, "forward loss[1]") == {"reduce l1[0:4,0:6]#0"}
-    assert predecessors(tasks, "reduce gradient of l1[0:4,0:6]#0") == {"backward loss[0]", "backward loss[1]"}
+    assert predecessors(tasks, "forward l2[1]") == {"reduce l1[0:4,0:6]#0"}
+    assert predecessors(tasks, "reduce gradient of l1[0:4,0:6]#0") == {"backward l2[0]", "backward l2[1]"}
     for tile in (0, 1):
         assert predecessors(tasks, f"backward l1[{tile}]") == {f"forward l1[{tile}]", "reduce gradient of l1[0:4,0:6]#0"}
     named = by_name(tasks)
     assert named["reduce gradient of l1[0:4,0:6]#0"].bytes == named["reduce l1[0:4,0:6]#0"].bytes == 2 * 4 * 6 * 4
-    assert counts(tasks)[TaskKind.REDUCE] == 3  # l1, its gradient, the loss
+    assert counts(tasks)[TaskKind.REDUCE] == 2
+
+
+def test_a_sum_of_which_each_device_reads_a_part_is_scattered_there_and_gathered_back() -> None:
+    split = strategy(l1=on(0, 1, degrees=(1, 2, 1)), loss=on(0, 1, degrees=(2,)))
+    tasks = lowered(chain(4, 2, 6), split)
+    assert predecessors(tasks, "reduce-scatter l1[0:4,0:6]#0") == {"forward l1[0]", "forward l1[1]"}
+    assert predecessors(tasks, "forward loss[1]") == {"reduce-scatter l1[0:4,0:6]#0"}
+    assert predecessors(tasks, "all-gather gradient of l1[0:4,0:6]#0") == {"backward loss[0]", "backward loss[1]"}
+    for tile in (0, 1):
+        assert predecessors(tasks, f"backward l1[{tile}]") == {f"forward l1[{tile}]", "all-gather gradient of l1[0:4,0:6]#0"}
+    named = by_name(tasks)
+    there, back = named["reduce-scatter l1[0:4,0:6]#0"], named["all-gather gradient of l1[0:4,0:6]#0"]
+    assert there.bytes == back.bytes == 4 * 6 * 4  # half of an all-reduce's
+    assert there.flows == back.flows == ((0, 1, 48), (1, 0, 48)) or set(there.flows) == set(back.flows) == {(0, 1, 48), (1, 0, 48)}
+    assert there.kind is back.kind is TaskKind.REDUCE
+    assert {task.name for task in tasks.tasks if task.kind is TaskKind.REDUCE} == {there.name, back.name, "reduce loss[]#0"}
+
+
+def test_an_all_gather_waits_for_all_its_parts_and_returns_their_gradients() -> None:
+    split = strategy(l1=on(0, 1, 2, degrees=(3, 1, 1)), l2=on(0, 1, 2, degrees=(1, 1, 3)), loss=on(3, degrees=(1,)))
+    tasks = lowered(chain(7, 2, 6, 9), split)
+    name = "all-gather l1[0:7,0:6] 0,1,2"
+    assert predecessors(tasks, name) == {"forward l1[0]", "forward l1[1]", "forward l1[2]"}
+    assert predecessors(tasks, "forward l2[1]") == {name, "forward l1[1]"}
+    there, back = by_name(tasks)[name], by_name(tasks)["all-gather gradient of l1[0:7,0:6] 0,1,2"]
+    row = 6 * 4
+    assert set(there.flows) == {(0, 1, 3 * row), (0, 2, 3 * row), (1, 0, 2 * row), (1, 2, 2 * row), (2, 0, 2 * row), (2, 1, 2 * row)}
+    assert set(back.flows) == {(target, source, size) for source, target, size in there.flows}
+    assert there.bytes == back.bytes == 2 * 7 * row
+    assert there.kind is TaskKind.EXCHANGE
+    assert predecessors(tasks, back.name) == {"backward l2[0]", "backward l2[1]", "backward l2[2]"}
+    assert predecessors(tasks, "backward l1[1]") == {"forward l1[1]", back.name, "backward l2[1]"}
+    assert {4 + link for link in range(12) if FOUR.links[link].source != "d3" and FOUR.links[link].target != "d3"} == set(there.resources)
+
+
+def test_a_broadcast_goes_along_a_tree_and_comes_back_as_a_sum() -> None:
+    split = strategy(l1=on(1, degrees=(1, 1, 1)), l2=on(0, 1, 2, 3, degrees=(1, 1, 4)), loss=on(3, degrees=(1,)))
+    tasks = lowered(chain(4, 2, 6, 8), split)
+    there, back = by_name(tasks)["broadcast l1[0:4,0:6] 0,1,2,3"], by_name(tasks)["broadcast gradient of l1[0:4,0:6] 0,1,2,3"]
+    assert there.flows == ((1, 0, 96), (1, 2, 96), (0, 3, 96))
+    assert set(back.flows) == {(0, 1, 96), (2, 1, 96), (3, 0, 96)}
+    assert there.bytes == back.bytes == 3 * 96
+    assert predecessors(tasks, "forward l2[1]") == {"forward l1[0]"}
+    assert predecessors(tasks, "forward l2[2]") == {there.name}
 
 
 def test_partial_results_of_one_device_only_wait_for_each_other() -> None:
@@ -216,7 +260,8 @@ def test_task_graphs_are_in_order_with_unique_ids(case: Case) -> None:
         assert all(p < position for p in task.predecessors)
         assert set(task.resources) <= set(resources) and list(task.predecessors) == sorted(set(task.predecessors))
         assert (task.tile is not None) == (task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD))
-        assert (task.bytes > 0) == (task.kind in (TaskKind.TRANSFER, TaskKind.REDUCE, TaskKind.SYNC))
+        assert (task.bytes > 0) == (task.kind in (TaskKind.TRANSFER, TaskKind.EXCHANGE, TaskKind.REDUCE, TaskKind.SYNC))
+        assert not task.flows or sum(size for *_, size in task.flows) == task.bytes
 
 
 @settings(max_examples=80, deadline=None)
@@ -232,8 +277,9 @@ def test_bytes_on_links_are_those_of_the_plan(case: Case) -> None:
         for piece in fetch.pieces
         if plan.holdings[piece.holding].device != fetch.device
     )
-    gradients = sum(task.bytes for task in tasks if task.kind is TaskKind.TRANSFER and "gradient of" in task.name)
-    assert moved[TaskKind.TRANSFER] == forward + gradients and gradients <= forward
+    carried = (TaskKind.TRANSFER, TaskKind.EXCHANGE)
+    gradients = sum(task.bytes for task in tasks if task.kind in carried and "gradient of" in task.name)
+    assert moved[TaskKind.TRANSFER] + moved[TaskKind.EXCHANGE] == forward + gradients and gradients <= forward
     assert moved[TaskKind.SYNC] <= sum(ring_bytes(volume(s.box) * graph.tensors[s.parameter].itemsize, len(s.devices)) for s in plan.shards)
 
 

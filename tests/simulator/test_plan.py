@@ -10,7 +10,19 @@ from hypothesis import given, settings
 from soap.errors import StrategyError
 from soap.graph import OperatorGraph, TensorKind
 from soap.regions import contains, intersect, volume, whole
-from soap.simulator.plan import Fetch, Holding, Piece, Reduction, Shard, local_pieces, reduce_name, sync_name, update_name
+from soap.simulator.plan import (
+    Fetch,
+    Holding,
+    Pattern,
+    Piece,
+    Reduction,
+    Shard,
+    local_pieces,
+    reduce_name,
+    remote_parts,
+    sync_name,
+    update_name,
+)
 from soap.simulator.planning import PlanBuilder, build_plan
 from soap.strategy import Strategy
 from soap.topology import Topology
@@ -213,17 +225,69 @@ def test_holdings_are_the_outputs_of_their_tiles_or_groups(case: Case) -> None:
     for holding in plan.holdings:
         tile = plan.tiles[holding.tile]
         producer, output = graph.producers[holding.tensor]
-        assert (tile.operator, tile.device, tile.outputs[output]) == (producer, holding.device, holding.box)
+        assert (tile.operator, tile.device) == (producer, holding.device)
         if holding.reduction is None:
+            assert tile.outputs[output] == holding.box
             covered[holding.tensor] = covered.get(holding.tensor, 0) + volume(holding.box)
         else:
             reduction = plan.reductions[holding.reduction]
             assert holding.tile in reduction.tiles and holding.device in reduction.devices
-            assert {plan.tiles[place].outputs[output] for place in reduction.tiles} == {holding.box}
+            assert {plan.tiles[place].outputs[output] for place in reduction.tiles} == {reduction.box}
+            left = reduction.cells[reduction.devices.index(holding.device)] if reduction.cells else reduction.box
+            assert holding.box == left
             assert reduction.devices == tuple(sorted({plan.tiles[place].device for place in reduction.tiles}))
     for tensor, elements in covered.items():
         config = chosen.operators[graph.operators[graph.producers[tensor][0]].name]
         assert elements * graph.tensors[tensor].itemsize == graph.tensors[tensor].bytes * config.replicas
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_cells_of_a_sum_are_disjoint_and_cover_it(case: Case) -> None:
+    graph, topology, chosen = case
+    plan = build_plan(graph, chosen, topology)
+    for place, reduction in enumerate(plan.reductions):
+        held = [holding for holding in plan.holdings if holding.reduction == place]
+        if not reduction.cells:
+            assert [(holding.device, holding.box) for holding in held] == [(device, reduction.box) for device in reduction.devices]
+            continue
+        assert len(reduction.cells) == len(reduction.devices) > 1
+        assert sum(volume(cell) for cell in reduction.cells) == volume(reduction.box)
+        cells = [cell for cell in reduction.cells if volume(cell)]
+        assert all(contains(reduction.box, cell) for cell in cells)
+        assert all(intersect(a, b) is None for i, a in enumerate(cells) for b in cells[:i])
+        assert [holding.box for holding in held] == cells
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_every_piece_from_elsewhere_is_carried_once(case: Case) -> None:
+    graph, topology, chosen = case
+    plan = build_plan(graph, chosen, topology)
+    remote = [
+        (number, k)
+        for number, fetch in enumerate(plan.fetches)
+        for k, piece in enumerate(fetch.pieces)
+        if plan.holdings[piece.holding].device != fetch.device
+    ]
+    assert sorted(part for carrier in (*plan.messages, *plan.exchanges) for part in carrier.parts) == remote
+    for message in plan.messages:
+        moved = remote_parts(plan, message.parts)
+        assert {(source, target) for source, target, _, _ in moved} == {(message.source, message.target)}
+        held = [plan.holdings[holding] for *_, holding in moved]
+        assert len({h.tile if h.reduction is None else plan.reductions[h.reduction].tiles for h in held}) == 1
+        assert len({graph.tensors[h.tensor].dtype for h in held}) == 1
+    for exchange in plan.exchanges:
+        moved = remote_parts(plan, exchange.parts)
+        assert {plan.fetches[number].tensor for number, _ in exchange.parts} == {exchange.tensor}
+        assert exchange.devices == tuple(sorted({device for source, target, _, _ in moved for device in (source, target)}))
+        assert len(exchange.devices) >= 3
+        pairs = {(source, target) for source, target, _, _ in moved}
+        if exchange.pattern is Pattern.BROADCAST:
+            assert len(pairs) == len(moved) == len(exchange.devices) - 1
+            assert len({(box, holding) for _, _, box, holding in moved}) == 1
+        else:
+            assert len(pairs) == len(exchange.devices) * (len(exchange.devices) - 1)
 
 
 @settings(max_examples=80, deadline=None)

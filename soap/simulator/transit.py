@@ -1,0 +1,77 @@
+"""Memory of what a plan moves: regions that are received, copies of what is sent, and buffers of sums. A part of ``memory``'s bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from soap.simulator.flows import box_bytes, reduced_tensor
+from soap.simulator.plan import Exchange, Fetch, Message, Pattern, Piece, Plan, local_pieces, remote_parts
+
+
+def fetched_bytes(plan: Plan) -> list[int]:
+    """Regions that are fetched, with what comes for them from elsewhere, unless that is received straight into its place.
+
+    A region whose pieces are all here is put together for each tile that may do so in a segment of its own.
+    """
+    alone = {part for message in plan.messages if len(message.parts) == 1 for part in message.parts}
+    alone |= {part for exchange in plan.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
+    result = [0] * plan.device_count
+    for number, fetch in enumerate(plan.fetches):
+        remote = [(number, k) for k, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)]
+        region = box_bytes(plan, fetch.tensor, fetch.box)
+        if len(fetch.pieces) > 1:
+            result[fetch.device] += region * (1 if remote else len(fetch.consumers))
+        elif remote:
+            result[fetch.device] += region
+        if len(fetch.pieces) > 1 or not alone.issuperset(remote):
+            result[fetch.device] += sum(box_bytes(plan, fetch.tensor, fetch.pieces[k].box) for _, k in remote)
+    return result
+
+
+def is_remote(plan: Plan, fetch: Fetch, piece: Piece) -> bool:
+    return plan.holdings[piece.holding].device != fetch.device
+
+
+def sent_bytes(plan: Plan) -> list[int]:
+    """What a device sends: copies of what it gives to each other one (a whole holding by itself needs none), and gradients."""
+    graph = plan.graph
+    result = [0] * plan.device_count
+    carriers: list[Message | Exchange] = [*plan.messages, *plan.exchanges]
+    for carrier in carriers:
+        told = carrier.parts[:1] if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST else carrier.parts
+        for (number, _), (source, _, box, holding) in zip(told, remote_parts(plan, told), strict=True):
+            if len(told) > 1 or box != plan.holdings[holding].box:
+                result[source] += box_bytes(plan, plan.fetches[number].tensor, box)
+        for (number, _), (_, target, box, _) in zip(carrier.parts, remote_parts(plan, carrier.parts), strict=True):
+            tensor = plan.fetches[number].tensor
+            result[target] += box_bytes(plan, tensor, box) if graph.tensors[tensor].requires_grad else 0
+    for exchange in plan.exchanges:  # to receive all in one piece, a device may send itself what it has
+        for number in {number for number, _ in exchange.parts}:
+            fetch = plan.fetches[number]
+            result[fetch.device] += sum(box_bytes(plan, fetch.tensor, piece.box) for piece in local_pieces(plan, fetch))
+    for reduction in plan.reductions:
+        tensor = reduced_tensor(plan, reduction)
+        for device, cell in zip(reduction.devices, reduction.cells, strict=False):
+            back = len(reduction.devices) * box_bytes(plan, tensor, cell) if graph.tensors[tensor].requires_grad else 0
+            result[device] += box_bytes(plan, tensor, reduction.box) + back
+    return result
+
+
+def largest_sum_bytes(plan: Plan) -> list[int]:
+    """The largest buffer that is summed over devices: the library may work on a copy."""
+    largest = [0] * plan.device_count
+    for device, size in _summed_buffers(plan):
+        largest[device] = max(largest[device], size)
+    return largest
+
+
+def _summed_buffers(plan: Plan) -> Iterable[tuple[int, int]]:
+    graph = plan.graph
+    for reduction in plan.reductions:
+        if len(reduction.devices) > 1:
+            tensor = reduced_tensor(plan, reduction)
+            yield from ((device, box_bytes(plan, tensor, reduction.box)) for device in reduction.devices)
+    for shard in plan.shards:
+        if len(shard.devices) > 1 and shard.trainable:
+            size = box_bytes(plan, shard.parameter, shard.box)
+            yield from ((device, size) for device in shard.devices)
