@@ -29,6 +29,7 @@ def fetched_bytes(plan: Plan) -> list[int]:
 
 
 def is_remote(plan: Plan, fetch: Fetch, piece: Piece) -> bool:
+    """Whether a piece comes from another device."""
     return plan.holdings[piece.holding].device != fetch.device
 
 
