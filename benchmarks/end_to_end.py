@@ -116,6 +116,7 @@ def measured(
         learning_rate=0.01,
         accumulate=1,
         clip_norm=None,
+        compiled=False,
         data=None,
         backend="auto",
         device_kind=None,

@@ -63,6 +63,7 @@ def make_parser() -> Parser:
     parser.add_argument("--optimizer", choices=list(OPTIMIZER_STATES), default="sgd", help="default %(default)s")
     parser.add_argument("--lr", metavar="X", type=positive_number, help="learning rate (default: the checkpoint's, or 0.01)")
     parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help="batches per update (default %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
     parser.add_argument("--clip-norm", metavar="X", type=positive_number, help="scale gradients to at most this global norm")
     data_help = "yields one sequence of tensors per step, the same on all ranks (default: drawn like the example inputs)"
     parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
@@ -122,6 +123,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
         learning_rate=args.lr,
         accumulate=args.accumulate,
         clip_norm=args.clip_norm,
+        compiled=args.compile,
         data=args.data,
         backend=args.backend,
         device_kind=None if args.device == "auto" else args.device,

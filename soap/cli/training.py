@@ -48,6 +48,7 @@ class Job:
     learning_rate: float | None
     accumulate: int
     clip_norm: float | None
+    compiled: bool
     data: str | None
     backend: str
     device_kind: DeviceKind | None
@@ -141,6 +142,7 @@ def _trainer(job: Job, model: TracedModel, name: str) -> Trainer:
         seed=job.seed,
         accumulate=job.accumulate,
         clip_norm=job.clip_norm,
+        compiled=job.compiled,
     )
 
 

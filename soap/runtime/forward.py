@@ -6,7 +6,7 @@ as a detached leaf. Values are let go as soon as their last reader on this rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -18,6 +18,7 @@ from soap.runtime.arrivals import Arrivals
 from soap.runtime.redistribute import Pending, assemble, cut
 from soap.runtime.shards import Region, ShardStore
 from soap.runtime.state import Output, StepState
+from soap.runtime.units import Outputs, Unit
 from soap.simulator.plan import forward_name, local_pieces, message_name, reduce_name, remote_parts
 from soap.simulator.tasks import TaskKind
 from soap.simulator.tiling import Tile
@@ -25,14 +26,22 @@ from soap.tracing.model import TileContext, TracedModel
 
 
 class ForwardPass:
-    """One method per action. ``tensors``: full inputs and constants by name."""
+    """One method per action. ``tensors``: full inputs and constants by name. ``units``: first tile -> tiles that are computed together."""
 
     def __init__(
-        self, state: StepState, model: TracedModel, shards: ShardStore, tensors: Mapping[str, torch.Tensor], context: TileContext
+        self,
+        state: StepState,
+        model: TracedModel,
+        shards: ShardStore,
+        tensors: Mapping[str, torch.Tensor],
+        context: TileContext,
+        units: Mapping[int, Unit] | None = None,
     ) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
         self.model, self.shards, self.tensors = model, shards, tensors
         self.context = context
+        self._units = units or {}
+        self._computed: dict[int, Outputs] = {}
         self.loss = torch.zeros((), dtype=state.dtype_of(state.graph.loss), device=state.comm.device)
         self._found_loss = self.loss
         self._segment = -1
@@ -49,20 +58,30 @@ class ForwardPass:
         if self.program.segment_of[number] != self._segment:
             self._segment = self.program.segment_of[number]
             self._attached, self._fetched, self._regions = {}, {}, {}
-        tile, active = self.plan.tiles[number], number in self.program.activity.tiles
+        tile = self.plan.tiles[number]
         op = self.plan.operator(tile)
-        inputs = [self._input(number, k) for k in range(len(op.inputs))]
-        parameters = [self._parameter(number, k) for k in range(len(op.parameters))]
-        with self.state.task(forward_name(op, tile), TaskKind.FORWARD), torch.set_grad_enabled(active):
-            if tile.size:
-                outputs = self.model.run_tile(tile, inputs, parameters, self.context)
-            else:  # fewer samples than tiles: nothing, or nothing to be added to a sum
-                outputs = tuple(self.state.empty(box, out.tensor).zero_() for out, box in zip(op.outputs, tile.outputs, strict=True))
+        outputs = self._outputs(number)
         self._check_outputs(op, tile, outputs)
         self._keep_held(number, outputs)
         self._keep_partial(number, outputs)
         for k in range(len(op.inputs)):
             self._leave_fetch(self.program.index.fetch_of.get((number, k)))
+
+    def _outputs(self, number: int) -> Outputs:
+        if number in self._units:
+            unit = self._units[number]
+            self._computed.update(zip(unit.tiles, unit.run(self._input, self._parameter), strict=True))
+        if number in self._computed:
+            return self._computed.pop(number)
+        tile = self.plan.tiles[number]
+        op = self.plan.operator(tile)
+        if not tile.size:  # fewer samples than tiles: nothing, or nothing to be added to a sum
+            return [self.state.empty(box, out.tensor).zero_() for out, box in zip(op.outputs, tile.outputs, strict=True)]
+        inputs = [self._input(number, k) for k in range(len(op.inputs))]
+        parameters = [self._parameter(number, k) for k in range(len(op.parameters))]
+        active = number in self.program.activity.tiles
+        with self.state.task(forward_name(op, tile), TaskKind.FORWARD), torch.set_grad_enabled(active):
+            return list(self.model.run_tile(tile, inputs, parameters, self.context))
 
     def transfer(self, number: int) -> None:
         """Send or receive a message."""
@@ -108,8 +127,10 @@ class ForwardPass:
         """Let go of what the last segment has used."""
         self._attached, self._fetched, self._regions = {}, {}, {}
 
-    def _check_outputs(self, op: Operator, tile: Tile, outputs: Sequence[torch.Tensor]) -> None:
+    def _check_outputs(self, op: Operator, tile: Tile, outputs: Outputs) -> None:
         for operand, box, output in zip(op.outputs, tile.outputs, outputs, strict=True):
+            if output is None:
+                continue
             expected = (lengths(box), self.state.dtype_of(operand.tensor))
             if (tuple(output.shape), output.dtype) != expected:
                 raise RuntimeFailure(
@@ -117,11 +138,13 @@ class ForwardPass:
                     f"expected {expected[0]} {expected[1]}: this is a defect of the operator's rule, please report it"
                 )
 
-    def _keep_held(self, number: int, outputs: Sequence[torch.Tensor]) -> None:
+    def _keep_held(self, number: int, outputs: Outputs) -> None:
         """Put a tile's outputs where their consumers look for them, and note those whose gradients will come from outside."""
         activity = self.program.activity
         for output, holding in self.program.index.direct.get(number, ()):
             tensor, name = outputs[output], self.plan.holdings[holding].tensor
+            if tensor is None:
+                continue
             read = ("holding", holding) in self._readers
             if read:
                 self._attached[holding] = tensor
@@ -133,11 +156,11 @@ class ForwardPass:
             if seed or holding in self.program.answered:
                 self._note(Output(tensor, holding, None, seed))
 
-    def _keep_partial(self, number: int, outputs: Sequence[torch.Tensor]) -> None:
+    def _keep_partial(self, number: int, outputs: Outputs) -> None:
         activity = self.program.activity
         for output, tensor in enumerate(outputs):
             reduction = self.program.index.partial.get((number, output))
-            if reduction is None:
+            if reduction is None or tensor is None:
                 continue
             self._partials[number, output] = tensor.detach()
             seed = number in activity.seeds and self.state.reduced_tensor(reduction) == self.state.graph.loss

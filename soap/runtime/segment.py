@@ -14,13 +14,14 @@ from soap.runtime.shards import ShardStore
 from soap.runtime.state import StepState
 from soap.runtime.sync import WHOLE_STEP, GradientSync, MicroBatch, SyncSchedule
 from soap.runtime.trace import Recorder
+from soap.runtime.units import units_of
 from soap.tracing.model import TileContext, TracedModel
 
 
 class StepRunner:
     """Executes a program on one rank, again and again. After a step's last micro-batch, ``gradients`` holds the complete gradients.
 
-    ``gradients``: those of another runner with the same buckets, if both work for the same steps.
+    ``gradients``: those of another runner with the same buckets, if both work for the same steps. ``compiled``: by ``torch.compile``.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class StepRunner:
         dtype_of: Callable[[str], torch.dtype],
         recorder: Recorder | None = None,
         gradients: GradientSync | None = None,
+        compiled: bool = False,
     ) -> None:
         self.program, self.model, self.comm, self.shards = program, model, comm, shards
         self.dtype_of, self.recorder = dtype_of, recorder
         self.gradients = gradients or GradientSync(program, shards.tensors, comm)
+        self._units = units_of(program, model, comm.rank) if compiled else {}
         self._schedule = SyncSchedule(program, comm.rank, early=recorder is None)
         self._forward, self._backward = part_of(program.forward, comm.rank), part_of(program.backward, comm.rank)
         self._without_sync = [action for action in self._backward if action.kind is not ActionKind.SYNC]
@@ -52,7 +55,7 @@ class StepRunner:
         ``carried``: what another runner's ``gradients`` hold of the step's earlier micro-batches.
         """
         state = StepState(self.program, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
-        forward = ForwardPass(state, self.model, self.shards, tensors, context)
+        forward = ForwardPass(state, self.model, self.shards, tensors, context, self._units)
         backward = BackwardPass(state, self.gradients)
         handlers = _handlers(forward, backward)
         with self.gradients.step(self._schedule, part, carried):

@@ -105,6 +105,6 @@ class BatchSizes:
     def _sized(self, model: TracedModel, program: Program, shards: ShardStore, gradients: GradientSync | None) -> SizedProgram:
         trainer = self.trainer
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
-        runner = StepRunner(program, model, trainer.comm, shards, dtype_of, gradients=gradients)
+        runner = StepRunner(program, model, trainer.comm, shards, dtype_of, gradients=gradients, compiled=trainer.compiled)
         constants = {name: trainer.place(t).clone(memory_format=torch.contiguous_format) for name, t in model.constants.items()}
         return SizedProgram(trainer, model, program, runner, constants)

@@ -22,6 +22,7 @@ from soap.runtime.shards import ShardStore, gather_regions
 from soap.runtime.sizes import BatchSizes, run_dtype
 from soap.runtime.sync import MicroBatch
 from soap.runtime.trace import Event, Recorder, join_events
+from soap.runtime.units import missing_compiler
 from soap.runtime.world import TIMEOUT_S, close_world, open_world
 from soap.simulator.lowering import build_plan
 from soap.simulator.plan import Plan, update_name
@@ -50,7 +51,7 @@ class Trainer:
     dropout. ``dtype``: compute in this floating-point type instead of the model's own. ``accumulate``: micro-batches per step.
     ``clip_norm``: scale gradients to at most this global norm. Copies of a parameter start equal to their first device's, buffers equal
     to rank 0's. ``take_over``: train in the model's own memory where a rank keeps a parameter whole; ``model.parameters`` then follow
-    the training.
+    the training. ``compiled``: by ``torch.compile``, which takes its time in the first step.
 
     Use as a context manager, or call ``close``, to leave the process group that it has opened.
     """
@@ -70,9 +71,12 @@ class Trainer:
         clip_norm: float | None = None,
         timeout_s: float = TIMEOUT_S,
         take_over: bool = False,
+        compiled: bool = False,
     ) -> None:
         if accumulate < 1 or not (clip_norm is None or clip_norm > 0):
             raise RuntimeFailure(f"accumulate {accumulate}, clip_norm {clip_norm}: expected at least 1 micro-batch and a norm above 0")
+        if compiled and (missing := missing_compiler()):
+            raise RuntimeFailure(f"compiled steps: expected what torch.compile needs, but there is {missing}; train without")
         topology: Topology | None = None
         if not isinstance(plan, Plan):
             strategy, topology = plan
@@ -82,6 +86,7 @@ class Trainer:
             ours, theirs = f"{model.graph.name!r} ({model.graph.hash})", f"{plan.graph.name!r} ({plan.graph.hash})"
             raise RuntimeFailure(f"plan is for model {theirs}, not {ours}; build it for this model")
         self.model, self.seed, self.dtype = model, seed, dtype
+        self.compiled = compiled
         self.accumulate, self.clip_norm = accumulate, clip_norm
         self.gradient_norm: float | None = None
         self.program = compile_program(plan, order)

@@ -67,7 +67,6 @@ def largest_sum_bytes(plan: Plan) -> list[int]:
 
 
 def _summed_buffers(plan: Plan) -> Iterable[tuple[int, int]]:
-    graph = plan.graph
     for reduction in plan.reductions:
         if len(reduction.devices) > 1:
             tensor = reduced_tensor(plan, reduction)

@@ -12,7 +12,7 @@ from soap.errors import ModelError
 from soap.graph import OperatorGraph
 from soap.regions import Box, Interval, relative, volume, whole
 from soap.simulator.tiling import Tile
-from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whole, substitute
+from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whole, substitute, walk
 from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.model import TileContext
 from soap.tracing.rules import tiled
@@ -56,6 +56,12 @@ class ExecutableModel:
             program = self.programs[self.graph.operators[tile.operator].name]
             compiled = self._compiled[key] = CompiledTile(self.program.values, program, tile)
         return compiled.run(inputs, parameters, context)
+
+    def is_pure(self, operator: int) -> bool:
+        """See ``TracedModel.is_pure``."""
+        calls = [step.call for step in self.programs[self.graph.operators[operator].name].steps]
+        leaves = (leaf for call in calls for leaf in walk((call.args, dict(call.kwargs))))
+        return not any(is_random(call) for call in calls) and not any(isinstance(leaf, BufferRef) for leaf in leaves)
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but random numbers."""

@@ -69,6 +69,9 @@ class TracedModel(Protocol):
         these are partial results. Inputs must not be modified by the caller before the backward pass.
         """
 
+    def is_pure(self, operator: int) -> bool:
+        """Whether tiles of an operator are functions of their operands alone: no random numbers, nothing noted for the end of the step."""
+
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """The scalar loss by running the whole exported program in this process, call by call: the oracle for checks. Differentiable."""
 
