@@ -17,79 +17,20 @@ from soap.tracing.autocast import Caster, concerns
 from soap.tracing.calls import BufferRef, Call, Program, Ref, substitute
 from soap.tracing.forms import FORMS, Fake, value_of
 from soap.tracing.views import SAME
+from soap.tracing.writer import ProgramWriter
 
 aten = torch.ops.aten
 
 _DROPPED = {"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size"}
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class NodeReader:
-    """Writes nodes to ``program``. ``dtype`` replaces every floating-point dtype, if given.
+class NodeReader(ProgramWriter):
+    """Writes nodes to ``program``."""
 
-    ``autocast``: the casts that ``torch.autocast`` to this type would make are written as calls. ``local_statistics``: training batch norm
-    normalises each tile by its own statistics.
-    """
-
-    def __init__(
-        self, program: Program, dtype: torch.dtype | None, *, autocast: torch.dtype | None = None, local_statistics: bool = False
-    ) -> None:
-        self.program = program
-        self.local_statistics = local_statistics
-        self._caster = None if autocast is None else Caster(autocast)
-        self.buffers: dict[str, str] = {}  # value -> state-dict name
+    def __init__(self, program: Program, dtype: torch.dtype | None, **options: Any) -> None:
+        super().__init__(program, dtype, **options)
         self.at: dict[torch.fx.Node, Any] = {}  # node -> value name, or names, that it now stands for
-        self._dtype = dtype
         self._aliasing = Aliasing()
-        self._used_names: set[str] = set(program.values)
-
-    # What ``forms.Writer`` asks for
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a value."""
-        return self.program.values[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a value."""
-        return self.program.values[name].dtype
-
-    def emit(self, call: Call, shape: Sequence[int], dtype: torch.dtype) -> str:
-        """Write a call with one output, named as the call, and return that name."""
-        self.program.calls.append(call)
-        return self.value(call.outputs[0], shape, dtype)
-
-    def updated_buffer(self, leaf: Any) -> BufferRef | None:
-        """The buffer behind an argument, which the program changes; None for None."""
-        if leaf is None:
-            return None
-        if not isinstance(leaf, Ref) or leaf.name not in self.buffers:
-            raise ModelError(f"running statistics are {leaf}; expected buffers of the module")
-        name = self.buffers[leaf.name]
-        self.program.buffers.setdefault(name, self.buffer(name))
-        return BufferRef(name)
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """The first value of a buffer."""
-        raise ModelError(f"buffer {name!r} is changed where none is known")
-
-    # Values
-
-    def convert(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that is used in place of this one."""
-        return self._dtype if self._dtype is not None and dtype in _FLOATS else dtype
-
-    def value(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
-        """A new value of the program."""
-        self.program.values[name] = value_of(name, shape, dtype)
-        return name
-
-    def unique(self, name: str) -> str:
-        """The name, or, if an inlined part of the graph uses it too, another one like it."""
-        candidate, number = name, 1
-        while candidate in self._used_names:
-            candidate, number = f"{name}_{number}", number + 1
-        self._used_names.add(candidate)
-        return candidate
 
     # Calls
 
@@ -151,8 +92,8 @@ class NodeReader:
                 f"call {call.name!r} of {call.kind} returns a {type(fake).__name__} that depends on data; expected tensors of static shape"
             )
         fakes = [Fake(value_of(call.name, f.shape, f.dtype).shape, self.convert(f.dtype)) for f in tensors]
-        if self._caster is not None and concerns(call):
-            call, dtypes = self._cast(call, self._caster)
+        if self.caster is not None and concerns(call):
+            call, dtypes = self._cast(call, self.caster)
             fakes = [Fake(f.shape, dtype) for f, dtype in zip(fakes, dtypes, strict=True)]
         if call.kind in FORMS:
             self.at[node] = FORMS[call.kind](self, call, fakes if several else fakes[0])

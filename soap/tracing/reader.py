@@ -17,7 +17,6 @@ from soap.tracing.nodes import NodeReader, plain
 aten = torch.ops.aten
 
 
-
 class Reader(NodeReader):
     """One pass over the exported graph. ``dtype`` replaces every floating-point dtype of the program, if given.
 

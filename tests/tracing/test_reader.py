@@ -356,6 +356,21 @@ def test_symbolic_programs_are_read_at_the_sizes_of_their_examples() -> None:
         Reader(exported, None).read()
 
 
+def test_in_place_calls_on_slices_of_dynamic_sizes() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = x @ self.w
+        y[: y.shape[0] - 1].mul_(3)
+        return (y.sin() * y).sum()
+
+    module, batch = Lambda(forward, w=_square()).double(), torch.export.Dim("batch", min=3)
+    x = torch.linspace(0, 1, 12, dtype=torch.float64).reshape(4, 3)
+    exported = torch.export.export(module, (x,), dynamic_shapes={"args": ({0: batch},)}, strict=False)
+    for size in (4, 3):
+        model = import_program(exported, name="m", shapes=[(size, 3)])
+        loss = model.reference_loss([x[:size]], model.parameters, TileContext(0, 0, {}))
+        torch.testing.assert_close(loss, module(x[:size]))
+
+
 def test_shapes_that_depend_on_data_are_refused() -> None:
     with pytest.raises(ModelError, match=r"dynamic shape|depends on data") as caught:
         imported(Lambda(lambda self, x: (x @ self.w).sum() + x[x > 0].sum(), w=_square()), torch.ones(2, 3))
