@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from soap.cli.batches import DrawnBatches, UserBatches
+from soap.cli.batches import DrawnBatches, JoinedBatches, UserBatches
 from soap.errors import SoapError
 
 EXAMPLES = [torch.tensor([[0.5, 1.5], [2.5, 3.5]]), torch.tensor([3, 7]), torch.zeros(0, 4), torch.tensor(2.0)]
@@ -80,3 +80,12 @@ def test_wrong_user_batches(module: str, name: str, message: str) -> None:
 def test_missing_module(module: str) -> None:
     with pytest.raises(SoapError, match=r"--data nowhere\.data:f: No module named 'nowhere'; expected package\.module:callable"):
         UserBatches("nowhere.data:f")
+
+
+def test_joined_batches_are_those_of_several_steps() -> None:
+    batches = drawn(1)
+    joined = JoinedBatches(batches, 3)
+    for step in range(2):
+        expected = [tensor for i in range(3) for tensor in batches(3 * step + i)]
+        assert len(joined(step)) == 12
+        assert all(torch.equal(a, b) for a, b in zip(joined(step), expected, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import soap
-from soap.cli.run import main
+from soap.cli.run import main, make_parser, prepare
 from tests.cli.refusals import assert_refused
 
 MODEL = "zoo:gpt:tiny"
@@ -162,3 +162,30 @@ def test_idle_processes_are_told_of(strategy_file: Path, capsys: pytest.CaptureF
     monkeypatch.setattr("soap.runtime.launch.launch", lambda **_: {})
     assert main([str(strategy_file), "--model", MODEL, "--device", "cpu"]) == 0
     assert capsys.readouterr().err == "soap-run: 18 processes for 16 devices: 2 stay idle\n"
+
+
+def test_a_strategy_for_one_batch_norm_is_not_used_for_the_other(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, cluster = soap.load("zoo:resnet50:tiny", plan_only=True), soap.load_cluster("local:2")
+    path = tmp_path / "s.json"
+    soap.save_strategy(path, soap.api.classical("data_parallel", model.graph, cluster), model, cluster)
+    arguments = [str(path), "--model", "zoo:resnet50:tiny", "--batch-norm", "local"]
+    assert_refused(capsys, main, arguments, 5, "strategy was made for another model", "search again")
+
+
+def prediction(tmp_path: Path, *options: str) -> tuple[Any, Any]:
+    model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(CLUSTER)
+    path = tmp_path / "s.json"
+    soap.save_strategy(path, soap.api.classical("megatron", model.graph, cluster), model, cluster)
+    return prepare(make_parser().parse_args([str(path), "--model", MODEL, "--cluster", CLUSTER, *options]))
+
+
+def test_predicted_with_the_optimizer_that_runs(tmp_path: Path) -> None:
+    sgd, adam = (prediction(tmp_path, "--optimizer", name)[1]["strategy"] for name in ("sgd", "adam"))
+    assert (sgd.optimizer_states, adam.optimizer_states) == (0, 2)
+    assert sum(use.total for use in sgd.memory) < sum(use.total for use in adam.memory)
+
+
+def test_options_of_training_reach_the_ranks(tmp_path: Path) -> None:
+    job, _ = prediction(tmp_path, "--accumulate", "4", "--clip-norm", "2.5")
+    assert (job.accumulate, job.clip_norm) == (4, 2.5)
+    assert job.reading == {"batch_dims": None, "batch_norm": "global", "autocast": None}

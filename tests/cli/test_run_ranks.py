@@ -32,6 +32,12 @@ def batches():
     Path(f"rank-{os.getpid()}").touch()
     for _ in range(3):
         yield SHAPES(generator)
+
+
+def ragged():
+    for batch in batches():
+        yield batch
+    yield [tensor[:3] for tensor in batch]
 """
 
 
@@ -84,6 +90,27 @@ def test_prints_a_table_and_takes_data(folder: Path) -> None:
     assert "predicted" in done.stdout and "measured" in done.stdout and "not measured" in done.stdout
     assert "zoo:gpt:tiny on pair: 2 processes, gloo, 3 steps" in done.stdout
     assert len(list(folder.glob("rank-*"))) == 2
+
+
+@pytest.mark.slow
+def test_streams_with_a_smaller_last_batch(folder: Path) -> None:
+    options = ["--data", "mydata:ragged", "--dtype", "float64", "--steps", "5", "--check", "--json", "--compare-data-parallel"]
+    done = run(folder, *options, "--accumulate", "2", "--clip-norm", "0.5", "--timeline", "t.json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    own, usual = report["strategies"]["strategy"], report["strategies"]["data_parallel"]
+    assert len(own["losses"]) == 5 and own["losses"] == pytest.approx(usual["losses"], rel=1e-9)
+    assert report["check"]["passed"] is True  # of the steps that are checked, the second holds the smaller batch
+
+
+@pytest.mark.slow
+def test_autocast_trains_and_is_checked(folder: Path) -> None:
+    assert run(folder, "--autocast", "bfloat16", "--steps", "2").returncode == 5  # the strategy is for another model
+    model, cluster = soap.load(MODEL, plan_only=True, autocast="bfloat16"), soap.load_cluster(folder / "cluster.yaml")
+    soap.save_strategy(folder / "s.json", soap.api.classical("megatron", model.graph, cluster), model, cluster)
+    done = run(folder, "--autocast", "bfloat16", "--steps", "2", "--check", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["check"]["tolerance"] == 5e-2
 
 
 @pytest.mark.slow

@@ -96,6 +96,10 @@ def batches(name: str, sizes: Sequence[int]) -> list[Batch]:
     return [EXAMPLES[name].batch(samples, step) for step, samples in enumerate(sizes)]
 
 
+def converted(batch: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch]
+
+
 def sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
 
@@ -155,8 +159,6 @@ def worst(found: Trained, expected: Trained) -> float:
     """Largest difference of any loss, parameter or buffer, relative to 1 or the tensor's largest element."""
     assert found.state.keys() == expected.state.keys()
     losses = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found.losses, expected.losses, strict=True))
-    return max(
-        losses,
-        *(float((found.state[n].double() - t.double()).abs().max() / max(1.0, float(t.double().abs().max()))) for n, t in expected.state.items()),
-    )
+    pairs = [(found.state[name].double(), tensor.double()) for name, tensor in expected.state.items()]
+    return max(losses, *(float((mine - other).abs().max() / max(1.0, float(other.abs().max()))) for mine, other in pairs))
 

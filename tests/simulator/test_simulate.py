@@ -15,6 +15,7 @@ from soap.graph import OperatorGraph
 from soap.simulator import simulate
 from soap.simulator.memory import memory_use
 from soap.simulator.simulate import Simulator
+from soap.simulator.tasks import TaskKind
 from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
 from tests.simulator.examples import PointCosts, chain, on, pairwise_cluster, strategy
@@ -40,6 +41,13 @@ def test_outcome_by_hand() -> None:
     assert outcome.memory == memory_use(outcome.plan, 2)
     assert (outcome.fits, outcome.overflow_bytes) == (True, 0)
     assert simulator().cost(PIPELINE) == (181, 0)
+
+
+def test_a_step_of_several_micro_batches_synchronizes_once() -> None:
+    outcome = simulator().run(strategy(l1=on(0, 1, degrees=(2, 1, 1)), loss=on(0, 1, degrees=(2,))))
+    last = [end for task, end in zip(outcome.tasks.tasks, outcome.schedule.end_ns, strict=True) if task.kind is TaskKind.BACKWARD]
+    assert outcome.step_ns() == outcome.step_ns(1) == outcome.makespan_ns > max(last)
+    assert outcome.step_ns(3) == outcome.makespan_ns + 2 * max(last)
 
 
 def test_what_does_not_fit_is_counted_over_all_devices() -> None:

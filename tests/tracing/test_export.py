@@ -150,3 +150,37 @@ def test_an_existing_file_stays_when_the_export_fails(tmp_path: Path) -> None:
     with pytest.raises(ModelError):
         export_model(nn.Linear(3, 2), INPUTS[:1], path=path)
     assert path.read_bytes() == b"before"
+
+
+class Sequences(nn.Module):
+    """Samples in dimension 1, as recurrent models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.inner(x).mean(0), labels)
+
+
+def test_open_batch_dimensions_by_name(tmp_path: Path) -> None:
+    inputs = (torch.ones(3, 5, 4), torch.zeros(5, dtype=torch.long))
+    export_model(Sequences(), inputs, path=tmp_path / "m.pt2", dynamic_batch={"x": 1, "labels": 0})
+    model = load_model(tmp_path / "m.pt2", batch_dims={"x": 1})
+    assert model.graph.tensors["x"].shape == (3, 5, 4)
+    assert model.resized([(3, 2, 4), (2,)]).graph.tensors["x"].shape == (3, 2, 4)
+
+
+def test_what_cannot_stay_open_is_one_line(tmp_path: Path) -> None:
+    def refused(match: str, module: nn.Module, *inputs: Tensor, **options: object) -> None:
+        with pytest.raises(ModelError, match=match) as caught:
+            export_model(module, inputs, path=tmp_path / "m.pt2", **{"dynamic_batch": True, **options})  # type: ignore[arg-type]
+        assert "\n" not in str(caught.value) and not (tmp_path / "m.pt2").exists()
+
+    fixed = Lambda(lambda self, x: x.reshape(4, 3).sum() * self.w, w=nn.Parameter(torch.ones(())))
+    refused(r"^torch.export cannot trace Lambda: the number of samples cannot stay open \(", fixed, torch.ones(4, 3))
+    refused(r"^dynamic_batch: sizes \[1\]; expected example inputs with one number of samples, at least 2", fixed, torch.ones(1, 3))
+    refused(r"^dynamic_batch: no input has a dimension", fixed, torch.ones(()))
+    unknown = r"^dynamic_batch: 'z' has no dimension 0; expected one of args\[0\] and its dimension"
+    refused(unknown, fixed, torch.ones(4, 3), dynamic_batch={"z": 0})
+    refused(r"^dynamic_batch: 'args\[0\]' has no dimension 2", fixed, torch.ones(4, 3), dynamic_batch={"args[0]": 2})

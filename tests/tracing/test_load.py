@@ -197,7 +197,32 @@ def test_dynamic_shapes_in_a_file(tmp_path: Path) -> None:
         strict=False,
     )
     torch.export.save(exported, tmp_path / "dynamic.pt2")
-    _refused(tmp_path / "dynamic.pt2", "dynamic shapes; expected static shapes: export without dynamic_shapes")
+    assert load_model(tmp_path / "dynamic.pt2").graph.tensors["args_0"].shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "Pow(Integer(10), Integer(99999999))",
+        "Symbol('__import__')",
+        "Symbol('s0', commutative=True)",
+        "eval('1')",
+        "s0",
+        "lambda: 1",
+        "Integer(5).__class__",
+        "1" * 10_001,
+        "1" * 9_000 + "x",
+    ],
+)
+def test_only_sums_and_products_are_sizes(saved: Path, tmp_path: Path, expression: str) -> None:
+    def change(content: bytes) -> bytes:
+        program = json.loads(content)
+        values = program["graph_module"]["graph"]["tensor_values"]
+        values[next(iter(values))]["sizes"][0] = {"as_expr": {"expr_str": expression, "hint": {"as_int": 4}}}
+        return json.dumps(program).encode()
+
+    _rewrite(saved, tmp_path / "bad.pt2", {"models/model.json": change})
+    _refused(tmp_path / "bad.pt2", "expected sums and products of symbols and numbers")
 
 
 def test_torchs_switches_are_left_as_they_were(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from soap.errors import ModelError, SoapWarning
 from soap.graph import TensorKind
 from soap.tracing.importer import import_program
 from soap.tracing.model import TileContext
+from soap.tracing.reader import Reader
 from tests.tracing.programs import Lambda, export, imported
 
 
@@ -261,11 +262,13 @@ def test_programs_that_cannot_be_planned(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_dynamic_shapes_are_refused() -> None:
+def test_symbolic_programs_are_read_at_the_sizes_of_their_examples() -> None:
     module, batch = Lambda(lambda self, x: (x @ self.w).sum(), w=_square()), torch.export.Dim("batch", min=2)
     exported = torch.export.export(module, (torch.ones(4, 3),), dynamic_shapes={"args": ({0: batch},)}, strict=False)
-    with pytest.raises(ModelError, match=r"dynamic shape .*; expected static shapes: export without dynamic_shapes"):
-        import_program(exported, name="m")
+    assert import_program(exported, name="m").graph.tensors["args_0"].shape == (4, 3)
+    assert import_program(exported, name="m", shapes=[(7, 3)]).graph.tensors["args_0"].shape == (7, 3)
+    with pytest.raises(ModelError, match=r"^the program has a dynamic shape .*; expected whole numbers"):
+        Reader(exported, None).read()
 
 
 def test_shapes_that_depend_on_data_are_refused() -> None:

@@ -1,0 +1,133 @@
+"""Casts as calls compute, bit for bit, what ``torch.autocast`` computes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from soap.errors import ModelError
+from soap.tracing.autocast import Autocast, Caster
+from soap.tracing.export import export_model
+from soap.tracing.importer import import_program
+from soap.tracing.load import load_model
+from soap.tracing.model import TileContext
+from tests.tracing.programs import Lambda, export
+
+LOW = torch.bfloat16
+
+
+def attention(self: Any, x: Tensor) -> Tensor:
+    q, k, v = self.qkv(x).view(2, 4, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v).square().mean()
+
+
+def block(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = self.layer(x)
+    return (self.layer(x) * y).sum()
+
+
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], tuple[Tensor, ...]]] = {
+    "linear and norm": (
+        lambda self, x: F.mse_loss(self.norm(self.layer(x) + x), x),
+        {"layer": nn.Linear(8, 8), "norm": nn.LayerNorm(8)},
+        (torch.linspace(-1, 1, 32).view(4, 8),),
+    ),
+    "mixed operands": (
+        lambda self, x: torch.cat([self.layer(x), x]).sum(),
+        {"layer": nn.Linear(8, 8)},
+        (torch.linspace(-1, 1, 32).view(4, 8),),
+    ),
+    "casts of the user's": (
+        lambda self, x: (self.layer(x).float().softmax(-1) * x.double()).sum(),
+        {"layer": nn.Linear(8, 8)},
+        (torch.linspace(-1, 1, 32).view(4, 8),),
+    ),
+    "in place": (lambda self, x: (x + 1).add_(self.layer(x)).relu_().sum(), {"layer": nn.Linear(8, 8)}, (torch.ones(4, 8),)),
+    "attention": (attention, {"qkv": nn.Linear(8, 24)}, (torch.linspace(-1, 1, 64).view(2, 4, 8),)),
+    "convolution": (
+        lambda self, x: F.max_pool2d(self.conv(x), 2).sum(),
+        {"conv": nn.Conv2d(3, 4, 3)},
+        (torch.linspace(-1, 1, 192).view(1, 3, 8, 8),),
+    ),
+    "matrices": (
+        lambda self, x: (x @ self.w @ x.mT).sum(),
+        {"w": nn.Parameter(torch.ones(8, 8))},
+        (torch.linspace(-1, 1, 64).view(2, 4, 8),),
+    ),
+    "no gradients": (block, {"layer": nn.Linear(8, 8)}, (torch.ones(4, 8),)),
+    "loss": (
+        lambda self, x: F.cross_entropy(self.layer(x), torch.tensor([0, 1, 2, 3])),
+        {"layer": nn.Linear(8, 8)},
+        (torch.linspace(-1, 1, 32).view(4, 8),),
+    ),
+}
+
+
+def both(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """Loss and gradients of torch's autocast, and of the program with casts."""
+    with torch.autocast("cpu", dtype=LOW, cache_enabled=False):
+        expected = module(*inputs)
+    expected.backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = import_program(export(module, *inputs), name="m", autocast=LOW)
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in model.parameters.items()}
+    loss = model.reference_loss(inputs, parameters, TileContext(0, 0, {}))
+    loss.backward()  # type: ignore[no-untyped-call]
+    for name, tensor in model.program.values.items():
+        assert name not in model.program.constants or tensor.dtype == model.program.constants[name].dtype
+    return expected.detach(), gradients, loss.detach(), {n: p.grad for n, p in parameters.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_are_torchs(name: str) -> None:
+    torch.manual_seed(0)
+    function, members, inputs = CASES[name]
+    expected, gradients, loss, found = both(Lambda(function, **members), inputs)
+    assert loss.dtype == expected.dtype
+    assert torch.equal(loss, expected)
+    assert found.keys() == gradients.keys()
+    assert all(torch.equal(found[n], gradients[n]) for n in gradients)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_layers_that_cast_inside_run_under_autocast(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    module = Lambda(lambda self, x: self.memory(x)[0].float().square().sum(), memory=kind(4, 4, batch_first=True))
+    inputs = (torch.linspace(-1, 1, 24).view(2, 3, 4),)
+    expected, gradients, loss, found = both(module, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
+    assert found.keys() == gradients.keys()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = import_program(export(module, *inputs), name="m", autocast=LOW)
+    calls = [call for call in model.program.calls if isinstance(call.target, Autocast)]
+    assert len(calls) == 1 and all(op.partitionable for op in model.graph.operators)
+
+
+def test_what_travels_has_the_type_that_was_made(tmp_path: Path) -> None:
+    function, members, inputs = CASES["linear and norm"]
+    export_model(Lambda(function, **members), inputs, path=tmp_path / "m.pt2")
+    plain, cast = load_model(tmp_path / "m.pt2"), load_model(tmp_path / "m.pt2", autocast="bfloat16")
+    assert cast.graph.hash != plain.graph.hash
+    made = {op.kind: cast.graph.tensors[op.outputs[0].tensor].dtype for op in cast.graph.operators}
+    assert made["linear"] == "bfloat16" and made["mse_loss"] == made["layer_norm"] == "float32"
+    assert {t.dtype for t in cast.graph.parameters} == {"float32"}
+    wide = load_model(tmp_path / "m.pt2", autocast="bfloat16", dtype="float64")
+    assert {t.dtype for t in wide.graph.tensors.values()} == {"float64"}  # which autocast leaves alone
+
+
+def test_other_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^autocast to float32: expected bfloat16 or float16"):
+        Caster(torch.float32)
+    with pytest.raises(ModelError, match=r"^autocast 'float16': expected bfloat16"):
+        load_model(tmp_path / "m.pt2", autocast="float16")
