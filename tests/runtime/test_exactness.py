@@ -112,7 +112,7 @@ def test_every_example_trains_as_a_plain_loop(four: Pool, files: dict[str, str],
     assert_exact(four, files[name], name, [[6], [6], [6]])
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ["shared", *(pytest.param(name, marks=pytest.mark.slow) for name in ("conv norm", "weighted"))])
 def test_batches_of_other_sizes(four: Pool, files: dict[str, str], name: str) -> None:
     """Smaller than the others, than the number of shards, one sample, and larger."""
     assert_exact(four, files[name], name, [[6], [5], [3], [1], [9], [1], [2], [6]])
@@ -130,6 +130,7 @@ def test_gradients_clipped_by_their_global_norm(four: Pool, files: dict[str, str
     assert_exact(four, files["shared"], "shared", [[6]], {"clip_norm": 1e6})
 
 
+@pytest.mark.slow
 def test_accumulated_gradients(four: Pool, files: dict[str, str]) -> None:
     """Micro-batches of one size, of several, and fewer of them at the end."""
     options = {"accumulate": 3, "clip_norm": 0.2}
@@ -156,6 +157,7 @@ def test_local_batch_norm_is_that_of_data_parallel_ranks(four: Pool, files: dict
         assert worst(result, plain) > 1e-3  # which batch norm over the whole batch would give
 
 
+@pytest.mark.slow
 def test_local_batch_norm_is_checked_by_the_same_groups(four: Pool, files: dict[str, str]) -> None:
     reading = (("batch_norm", "local"),)
     graph = loaded(files["conv norm"], "float64", reading).graph
@@ -164,6 +166,7 @@ def test_local_batch_norm_is_checked_by_the_same_groups(four: Pool, files: dict[
         assert result.passed and result.tolerance == TOLERANCE, (kind, result.worst)
 
 
+@pytest.mark.slow
 def test_autocast_computes_as_torch_does(four: Pool, files: dict[str, str]) -> None:
     """Within the rounding of bfloat16 of plain training under torch.autocast, and of the check's process under any strategy."""
     reading = (("autocast", "bfloat16"),)
@@ -180,6 +183,7 @@ def test_autocast_computes_as_torch_does(four: Pool, files: dict[str, str]) -> N
             assert outcome.passed and outcome.tolerance == 5e-2, (kind, outcome.worst)
 
 
+@pytest.mark.slow
 def test_everything_in_bfloat16(four: Pool, files: dict[str, str]) -> None:
     for name in ("shared", "weighted"):
         graph = loaded(files[name], "bfloat16", ()).graph
@@ -188,6 +192,7 @@ def test_everything_in_bfloat16(four: Pool, files: dict[str, str]) -> None:
             assert outcome.passed and outcome.tolerance == 5e-2, (kind, outcome.worst)
 
 
+@pytest.mark.slow
 def test_zoo_models_take_batches_of_other_sizes(four: Pool) -> None:
     graph = loaded("zoo:gpt:tiny", "float64", ()).graph
     for kind in ("data_parallel", "megatron"):

@@ -88,7 +88,8 @@ def _run_apply(local: Local) -> torch.Tensor:
     weight, bias = (next(operands) if present else None for present in options["affine"])
     count = options["count"]
     mean, variance = batch_norm_moments(sums, count)
-    local.note_statistics(local.boxes[0][1], mean.detach(), variance.detach() * (count / max(count - 1, 1)))
+    if moves_statistics(local.boxes[0]):
+        local.note_statistics(local.boxes[0][1], mean.detach(), variance.detach() * (count / max(count - 1, 1)))
     return batch_norm_apply(x, mean, variance, weight, bias, options["eps"])
 
 
@@ -118,8 +119,11 @@ def _run_local(local: Local) -> torch.Tensor:
 
 
 def moves_statistics(box: Sequence[Interval]) -> bool:
-    """Whether a region of batch norm's input moves the running statistics of its channels: the first one along all else does, as rank 0's
-    statistics are the ones that DistributedDataParallel keeps."""
+    """Whether a region of batch norm's input moves the running statistics of its channels: the first one along all else does.
+
+    It has samples in batches of every size, so that one device sees all of them; and rank 0's are the statistics that
+    DistributedDataParallel keeps.
+    """
     return all(start == 0 for dim, (start, _) in enumerate(box) if dim != 1)
 
 
