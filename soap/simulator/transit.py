@@ -35,7 +35,6 @@ def is_remote(plan: Plan, fetch: Fetch, piece: Piece) -> bool:
 
 def sent_bytes(plan: Plan) -> list[int]:
     """What a device sends: copies of what it gives to each other one (a whole holding by itself needs none), and gradients."""
-    graph = plan.graph
     result = [0] * plan.device_count
     carriers: list[Message | Exchange] = [*plan.messages, *plan.exchanges]
     for carrier in carriers:
@@ -45,7 +44,7 @@ def sent_bytes(plan: Plan) -> list[int]:
                 result[source] += box_bytes(plan, plan.fetches[number].tensor, box)
         for (number, _), (_, target, box, _) in zip(carrier.parts, remote_parts(plan, carrier.parts), strict=True):
             tensor = plan.fetches[number].tensor
-            result[target] += box_bytes(plan, tensor, box) if graph.tensors[tensor].requires_grad else 0
+            result[target] += box_bytes(plan, tensor, box) if plan.graph.tensors[tensor].requires_grad else 0
     for exchange in plan.exchanges:  # to receive all in one piece, a device may send itself what it has
         for number in {number for number, _ in exchange.parts}:
             fetch = plan.fetches[number]
@@ -53,7 +52,7 @@ def sent_bytes(plan: Plan) -> list[int]:
     for reduction in plan.reductions:
         tensor = reduced_tensor(plan, reduction)
         for device, cell in zip(reduction.devices, reduction.cells, strict=False):
-            back = len(reduction.devices) * box_bytes(plan, tensor, cell) if graph.tensors[tensor].requires_grad else 0
+            back = len(reduction.devices) * box_bytes(plan, tensor, cell) if plan.graph.tensors[tensor].requires_grad else 0
             result[device] += box_bytes(plan, tensor, reduction.box) + back
     return result
 
