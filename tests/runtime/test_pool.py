@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,10 @@ def leave_early_in_rank_one() -> None:
         dist.barrier()
 
 
+def answer_what_cannot_be_sent() -> object:
+    return lambda: None
+
+
 def test_worlds_of_any_size(pool: Pool) -> None:
     for size in (3, 2, 3, 1, 2):
         assert pool.run(sum_of_ranks, 10, ranks=size) == [(10 * size + size * (size - 1) // 2, size)] * size
@@ -61,6 +66,7 @@ def test_worlds_of_any_size(pool: Pool) -> None:
 
 
 def test_failure_is_told_before_those_who_wait_for_it_and_the_pool_can_be_used_again(two: Pool) -> None:
+    two.run(sum_of_ranks, 0)
     with pytest.raises(RankError) as caught:
         two.run(fail_in_rank_one)
     first, _, rest = str(caught.value).partition("\n")
@@ -68,6 +74,25 @@ def test_failure_is_told_before_those_who_wait_for_it_and_the_pool_can_be_used_a
     assert "ValueError: seven is no prime" in rest
     assert "in fail_in_rank_one\n" in rest
     assert rest.index("seven") < rest.index("rank 0 gave no answer 1 s after that; it stands at") < rest.rindex("barrier")
+    assert two.run(sum_of_ranks, 1) == [(3, 2)] * 2
+    with pytest.raises(RankError, match=r"(?s)^rank [01]: Traceback .*answer_what_cannot_be_sent"):
+        two.run(answer_what_cannot_be_sent)
+
+
+def test_interrupted_run_leaves_no_answer_for_the_next(two: Pool) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    two.run(sum_of_ranks, 0)
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            two.run(hang_in_rank_one)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
     assert two.run(sum_of_ranks, 1) == [(3, 2)] * 2
 
 
@@ -99,4 +124,4 @@ def test_ranks_do_not_outlive_a_parent_that_is_killed() -> None:
         assert parent.stdout is not None
         assert len(parent.stdout.readline().split()) == 2
         parent.kill()
-        parent.communicate(timeout=30)  # ends when nobody holds the other end any more: the ranks have it as well
+        parent.communicate(timeout=100)  # ends when nobody holds the other end any more: the ranks have it as well
