@@ -145,4 +145,6 @@ def is_random(call: Call) -> bool:
         return bool(argument(call, "train")) and float(argument(call, "dropout") or 0.0) > 0.0
     if call.kind == "scaled_dot_product_attention":
         return float(argument(call, "dropout_p") or 0.0) > 0.0
+    if call.kind in ("dropout", "feature_dropout"):
+        return bool(argument(call, "train")) and float(argument(call, "p")) > 0.0
     return torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ())
