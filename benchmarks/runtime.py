@@ -25,7 +25,7 @@ from soap.cli.options import not_negative, positive
 from soap.runtime.launch import launch
 
 CONTESTS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "resnet50": ("data_parallel", "DistributedDataParallel", {}),
+    "resnet50": ("data_parallel", "DistributedDataParallel", {"batch_norm": "local"}),
     "gpt": ("data_parallel", "DistributedDataParallel", {}),
     "rnnlm": ("data_parallel", "DistributedDataParallel", {}),
     "gpt-megatron": ("megatron", "parallelize_module", {}),

@@ -44,6 +44,7 @@ class SizedProgram:
     program: Program
     runner: StepRunner
     constants: Mapping[str, torch.Tensor]
+    unread: frozenset[str]
 
     def tensors(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Inputs and constants by name, on this rank's device."""
@@ -107,4 +108,4 @@ class BatchSizes:
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
         runner = StepRunner(program, model, trainer.comm, shards, dtype_of, gradients=gradients, compiled=trainer.compiled)
         constants = {name: trainer.place(t).clone(memory_format=torch.contiguous_format) for name, t in model.constants.items()}
-        return SizedProgram(trainer, model, program, runner, constants)
+        return SizedProgram(trainer, model, program, runner, constants, model.unread(program.plan.tiles))

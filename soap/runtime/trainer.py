@@ -141,7 +141,7 @@ class Trainer:
             if recorder is not None and last:
                 runner = sized.traced(recorder)
                 recorder.align()
-            context = TileContext(self.seed, self.steps * self.accumulate + number, self.buffers)
+            context = TileContext(self.seed, self.steps * self.accumulate + number, self.buffers, unread=sized.unread)
             losses.append(runner.run(sized.tensors(part), context, MicroBatch(number, len(parts)), carried=self.sizes.gradients.gradients))
             sized.model.end_step(context)
             self._gradients = runner.gradients

@@ -10,7 +10,7 @@ import torch
 
 from soap.errors import ModelError
 from soap.graph import OperatorGraph
-from soap.regions import Box, Interval, relative, volume, whole
+from soap.regions import Box, Interval, lengths, relative, volume, whole
 from soap.simulator.tiling import Tile
 from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whole, substitute, walk
 from soap.tracing.compiled import CompiledTile, OperatorProgram
@@ -50,12 +50,26 @@ class ExecutableModel:
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
         """See ``TracedModel.run_tile``."""
+        if context.unread.issuperset(self.programs[self.graph.operators[tile.operator].name].outputs):
+            return tuple(inputs[0].new_zeros(lengths(box), dtype=torch.float64) for box in tile.outputs)
         key = (tile.operator, tile.intervals)
         compiled = self._compiled.get(key)
         if compiled is None:
             program = self.programs[self.graph.operators[tile.operator].name]
             compiled = self._compiled[key] = CompiledTile(self.program.values, program, tile)
         return compiled.run(inputs, parameters, context)
+
+    def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
+        """See ``TracedModel.unread``."""
+        found: dict[str, bool] = {}
+        steps = [[s for s in self.programs[op.name].steps if s.call.target is batch_norm_apply] for op in self.graph.operators]
+        for tile in tiles:
+            for step in steps[tile.operator]:
+                x, sums = step.call.operands[:2]
+                shape = self.program.values[x].shape
+                dims = [dim.interval(tile.intervals, size) == (0, size) for dim, size in zip(step.operands[0], shape, strict=True)]
+                found[sums] = found.get(sums, True) and all(seen for i, seen in enumerate(dims) if i != 1)
+        return frozenset(sums for sums, always in found.items() if always)
 
     def is_pure(self, operator: int) -> bool:
         """See ``TracedModel.is_pure``."""

@@ -22,13 +22,15 @@ class TileContext:
     this rank's full-size copies by state-dict name. Tiles note in ``statistics`` what they found, by call: (channels, mean, unbiased
     variance); ``end_step`` moves the buffers by it, each channel once however many tiles have met it. ``update_buffers`` False leaves
     buffers alone.
-    ``tiles``: what the reference needs to know of the plan: local batch norm normalises by tile. None at all: by the whole batch.
+    ``unread``: what ``TracedModel.unread`` says of the plan. ``tiles``: what the reference needs to know of the plan: local batch norm
+    normalises by tile. None at all: by the whole batch.
     """
 
     seed: int = 0
     step: int = 0
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     update_buffers: bool = True
+    unread: frozenset[str] = frozenset()
     tiles: Sequence[Tile] = ()
     statistics: dict[str, list[tuple[Interval, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
 
@@ -68,6 +70,9 @@ class TracedModel(Protocol):
         Returns one tensor of the shape of ``tile.outputs[k]`` per output k; where the operator has summed factors that are split,
         these are partial results. Inputs must not be modified by the caller before the backward pass.
         """
+
+    def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
+        """Values that no tile of a plan looks at, for ``TileContext``: batch norm's statistics where each tile sees all of its channels."""
 
     def is_pure(self, operator: int) -> bool:
         """Whether tiles of an operator are functions of their operands alone: no random numbers, nothing noted for the end of the step."""

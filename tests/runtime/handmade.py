@@ -67,6 +67,12 @@ class HandModel:
             values.update({operand.tensor: value for operand, value in zip(op.outputs, outputs, strict=True)})
         return values[self.graph.loss]
 
+    def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
+        return frozenset()
+
+    def is_pure(self, operator: int) -> bool:
+        return False
+
     def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
         raise ModelError("made by hand for one size")
 

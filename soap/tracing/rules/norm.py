@@ -86,6 +86,8 @@ def _run_apply(local: Local) -> torch.Tensor:
     options, operands = local.call.kwargs, iter(local.tensors)
     x, sums = next(operands), next(operands)
     weight, bias = (next(operands) if present else None for present in options["affine"])
+    if local.call.operands[1] in local.context.unread:
+        return _by_itself(local, x, weight, bias)
     count = options["count"]
     mean, variance = batch_norm_moments(sums, count)
     if moves_statistics(local.boxes[0]):
@@ -106,9 +108,15 @@ def apply(view: View) -> Tiled:
 
 
 def _run_local(local: Local) -> torch.Tensor:
-    options, operands, box = local.call.kwargs, iter(local.tensors), local.boxes[0]
+    operands = iter(local.tensors)
     x = next(operands)
-    weight, bias = (next(operands) if present else None for present in options["affine"])
+    weight, bias = (next(operands) if present else None for present in local.call.kwargs["affine"])
+    return _by_itself(local, x, weight, bias)
+
+
+def _by_itself(local: Local, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """Batch norm of a tile by its own statistics, by torch's kernel."""
+    options, box = local.call.kwargs, local.boxes[0]
     if not moves_statistics(box) or options["buffers"][0] is None or x.numel() <= x.shape[1]:
         return batch_norm_local(x, weight, bias, (None, None), 0.0, options["eps"])
     kind = torch.promote_types(x.dtype, torch.float32)
