@@ -1,8 +1,8 @@
 """Synchronization of gradients by all-reduce: buffers per bucket, summed while the backward pass goes on.
 
-Gradients live in views of the buffers for the whole training. Autograd leaves what a segment contributes on the shards, whence a hook
-brings it here as soon as it is there. A sum over the devices starts when its last gradient has come, at the latest when the program says
-that the bucket is complete; sums start in the order of the program, which all ranks share.
+Gradients of shards that several devices keep live in views of the buffers for the whole training. Autograd leaves what a segment
+contributes on the shards, whence a hook brings it here as soon as it is there. A sum over the devices starts when its last gradient has
+come, at the latest when the program says that the bucket is complete; sums start in the order of the program, which all ranks share.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class GradientSync:
         self.gradients: dict[int, torch.Tensor] = {}
         self._tensors = tensors
         self._buffers: dict[int, torch.Tensor] = {}
+        self._places: dict[int, torch.Tensor] = {}
         self._bucket_of: dict[int, int] = {}
         self._fresh: set[int] = set()
         self._missing: dict[int, int] = {}
@@ -73,13 +74,15 @@ class GradientSync:
         for number, bucket in enumerate(program.buckets):
             if comm.rank not in bucket.devices:
                 continue
+            self._bucket_of.update(dict.fromkeys(bucket.shards, number))
+            if len(bucket.devices) == 1:  # nothing is summed: autograd's own tensors will do
+                continue
             shards = [tensors[i] for i in bucket.shards]
             buffer = torch.zeros(sum(shard.numel() for shard in shards), dtype=shards[0].dtype, device=shards[0].device)
             self._buffers[number] = buffer
             first = 0
             for i, shard in zip(bucket.shards, shards, strict=True):
-                self.gradients[i] = buffer[first : first + shard.numel()].view(shard.shape)
-                self._bucket_of[i] = number
+                self._places[i] = self.gradients[i] = buffer[first : first + shard.numel()].view(shard.shape)
                 first += shard.numel()
 
         for i in program.idle_shards:
@@ -96,9 +99,12 @@ class GradientSync:
         """
         if part.first:
             self._fresh = set(self._bucket_of)
+            for shard in self._bucket_of.keys() - self._places.keys():
+                self.gradients.pop(shard, None)
         elif carried is not None and carried is not self.gradients:
-            for shard, own in self.gradients.items():
-                own.copy_(carried[shard])
+            self._fresh = set()
+            for shard, gradient in carried.items():
+                self._put(shard, gradient.clone())
         self._follow = schedule.follow if part.last else {}
         self._missing = {bucket: sum(schedule.contributions[i] for i in self.program.buckets[bucket].shards) for bucket in self._buffers}
         hooks = []
@@ -113,8 +119,8 @@ class GradientSync:
         for pending in self._pending.values():
             pending.wait()
         self._pending.clear()
-        for bucket in self._buffers:
-            self._fill(bucket)
+        for shard in tuple(self._fresh):
+            self._fill(shard)
 
     @contextmanager
     def segment(self, number: int) -> Iterator[None]:
@@ -126,7 +132,8 @@ class GradientSync:
     def start(self, bucket: int) -> Pending:
         """Begin summing a bucket over its devices, unless that has begun already."""
         if bucket not in self._pending:
-            self._fill(bucket)
+            for shard in self.program.buckets[bucket].shards:
+                self._fill(shard)
             buffer = self._buffers[bucket]
             self.comm.traffic.synchronized_bytes += buffer.numel() * buffer.element_size()
             self._pending[bucket] = self.comm.all_reduce(buffer, self.program.buckets[bucket].devices)
@@ -137,20 +144,27 @@ class GradientSync:
         assert tensor.grad is not None
         if shard in self._fresh:
             self._fresh.discard(shard)
-            self.gradients[shard].copy_(tensor.grad)
+            self._put(shard, tensor.grad)
         else:
             self.gradients[shard].add_(tensor.grad)
         tensor.grad = None
-        self._missing[self._bucket_of[shard]] -= 1
+        bucket = self._bucket_of[shard]
+        if bucket in self._missing:
+            self._missing[bucket] -= 1
         while self._startable and self._missing[self._startable[0]] == 0:
             self.start(self._startable.pop(0))
 
-    def _fill(self, bucket: int) -> None:
+    def _put(self, shard: int, gradient: torch.Tensor) -> None:
+        if shard in self._places:
+            self._places[shard].copy_(gradient)
+        else:
+            self.gradients[shard] = gradient
+
+    def _fill(self, shard: int) -> None:
         """A shard to which nothing flowed on this rank contributes zeros."""
-        for shard in self.program.buckets[bucket].shards:
-            if shard in self._fresh:
-                self._fresh.discard(shard)
-                self.gradients[shard].zero_()
+        if shard in self._fresh:
+            self._fresh.discard(shard)
+            self._put(shard, torch.zeros_like(self._tensors[shard], requires_grad=False))
 
 
 def _contributions(program: Program, rank: int) -> dict[int, int]:
