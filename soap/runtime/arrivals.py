@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from soap.runtime.redistribute import Pending, are_adjacent, cut
+from soap.runtime.packing import are_adjacent
+from soap.runtime.redistribute import Pending, cut
 from soap.runtime.state import StepState
 from soap.simulator.plan import Exchange, Part, Pattern, exchange_name, message_name
 

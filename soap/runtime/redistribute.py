@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from soap.regions import Box, lengths, relative
+from soap.runtime.packing import pack
 
 SENT_BYTES = 64 * 2**20
 SENT_TENSORS = 64
@@ -259,35 +259,6 @@ def assemble(box: Box, boxes: Sequence[Box], pieces: Sequence[torch.Tensor]) -> 
 def cut(tensor: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
     """The part ``box`` of a tensor that holds ``held``: a view, or the tensor itself."""
     return tensor if box == held else tensor[relative(box, held)]
-
-
-def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements, one tensor after the other; a single contiguous tensor is not copied."""
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-
-
-def are_adjacent(places: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors, one after the other, are one piece of memory."""
-    if len({place.untyped_storage().data_ptr() for place in places}) != 1 or not all(place.is_contiguous() for place in places):
-        return False
-    return all(place.data_ptr() + place.nbytes == other.data_ptr() for place, other in pairwise(places))
-
-
-def land(places: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """Where to receive what ``pack`` has made of such tensors: flat memory, and what brings it from there to its places.
-
-    If the places themselves lie one after the other, they are that memory.
-    """
-    if are_adjacent(places):
-        return places[0].as_strided((sum(place.numel() for place in places),), (1,)), None
-    buffer = places[0].new_empty(sum(place.numel() for place in places))
-
-    def copy() -> None:
-        for place, part in zip(places, torch.split(buffer, [place.numel() for place in places]), strict=True):
-            place.copy_(part.view(place.shape))
-
-    return buffer, copy
 
 
 def _bytes_if_bool(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch
 
 from soap.regions import Box, lengths
 from soap.runtime.activity import ValueKey
+from soap.runtime.packing import land, pack
 from soap.runtime.program import Program
-from soap.runtime.redistribute import Communicator, Pending, cut, land, pack
+from soap.runtime.redistribute import Communicator, Pending, cut
 from soap.runtime.trace import Recorder
 from soap.simulator.flows import reduced_tensor
 from soap.simulator.plan import Reduction

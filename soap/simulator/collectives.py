@@ -97,6 +97,11 @@ def ring_allreduce_seconds(topology: Topology, devices: Sequence[int], reduced_b
     return ring(topology, devices).seconds(reduced_bytes)
 
 
+def ring_bytes(reduced_bytes: int, device_count: int) -> int:
+    """Bytes that a ring all-reduce of a buffer puts on all its hops together: each of 2(n-1) steps moves the buffer once."""
+    return 2 * (device_count - 1) * reduced_bytes
+
+
 def flow_links(topology: Topology, flows: Iterable[Flow]) -> dict[int, int]:
     """Link number -> bytes that the flows put on it, by link number."""
     carried: dict[int, int] = {}

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from soap.regions import Box
-from soap.simulator.collectives import Flow, flow_links, ring_links
+from soap.simulator.collectives import Flow, flow_links, ring_bytes, ring_links
 from soap.simulator.costs import CostModel
 from soap.simulator.flows import Round, box_bytes, exchange_rounds, reduced_tensor, scatter_rounds
 from soap.simulator.places import PlanPlaces
@@ -44,7 +44,7 @@ from soap.simulator.tasks import Task, TaskGraph, TaskKind
 from soap.simulator.tiling import Tile
 from soap.topology import Link, Topology
 
-__all__ = ["PlanBuilder", "build_plan", "lower", "ring_bytes"]
+__all__ = ["PlanBuilder", "build_plan", "lower"]
 
 FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 """Phases, the first part of a task's id."""
@@ -57,11 +57,6 @@ def lower(plan: Plan, topology: Topology, costs: CostModel) -> TaskGraph:
     lowering.backward()
     lowering.synchronize()
     return TaskGraph(plan, topology, tuple(lowering.tasks))
-
-
-def ring_bytes(reduced_bytes: int, device_count: int) -> int:
-    """Bytes that a ring all-reduce of a buffer puts on all its hops together: each of 2(n-1) steps moves the buffer once."""
-    return 2 * (device_count - 1) * reduced_bytes
 
 
 class _Lowering:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from soap.errors import RuntimeFailure
 from soap.regions import Box, intersect, lengths, relative, subtract
-from soap.runtime.redistribute import Communicator, assemble, cut
+from soap.runtime.redistribute import SENT_TENSORS, Communicator, assemble, cut
 from soap.runtime.world import choose_backend, choose_device, open_world
 from tests.runtime.pool import Pool
 from tests.strategies import boxes
@@ -62,6 +62,59 @@ def exchange(dtype: torch.dtype) -> list[float]:
 def test_messages_arrive(pool: Pool, dtype: torch.dtype) -> None:
     kept = (lambda rank: float(bool(rank))) if dtype is torch.bool else float
     assert pool.run(exchange, dtype) == [[1, kept(2), 2, 2], [1, kept(0), 1, 2], [1, kept(1), 2, 2]]
+
+
+def collectives(dtype: torch.dtype) -> list[list[float]]:
+    """Uneven all-to-all, reduce-scatter of rows and reduce, on three ranks."""
+    world = open_world(3)
+    comm = Communicator(world.device, [], world.timeout)
+    rank, everyone = world.rank, (0, 1, 2)
+    # To each rank its number + 1 elements, but nothing from rank 1 to itself; a column comes first, so that it is not contiguous.
+    table = torch.full((4, 4), rank, dtype=torch.int64).to(dtype)
+    parcels = [[] if rank == to == 1 else [table[: to + 1, 1]] for to in everyone]
+    sizes = [0 if rank == source == 1 else rank + 1 for source in everyone]
+    received = torch.full((sum(sizes),), 9, dtype=torch.int64).to(dtype)
+    comm.all_to_all(parcels, received, sizes, everyone).wait()
+    result = [received.tolist()]
+    if dtype is not torch.bool:
+        whole = torch.arange(8, dtype=torch.int64).reshape(4, 2).to(dtype) * (rank + 1)
+        result.append(comm.reduce_scatter([whole[:2], whole[2:], whole[4:]], everyone).wait().flatten().tolist())
+        total = torch.tensor([1, rank]).to(dtype)
+        comm.reduce(total, 2, everyone).wait()
+        result.append(total.tolist() if rank == 2 else [])
+    comm.finish_sends()
+    comm.close()
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_collectives(pool: Pool, dtype: torch.dtype) -> None:
+    found = pool.run(collectives, dtype)
+    kept = (lambda rank: float(bool(rank))) if dtype is torch.bool else float
+    sources = [[0, 1, 2], [0, 0, 2, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2]]
+    assert [own[0] for own in found] == [[kept(rank) for rank in own] for own in sources]
+    if dtype is not torch.bool:
+        assert [own[1] for own in found] == [[0, 6, 12, 18], [24, 30, 36, 42], []]
+        assert found[2][2] == [3, 3]
+
+
+def test_many_messages_wait_for_the_oldest(pool: Pool) -> None:
+    assert pool.run(send_many) == [[], [float(i) for i in range(3 * SENT_TENSORS)], []]
+
+
+def send_many() -> list[float]:
+    """More than may be on its way at once, from rank 0 to rank 1."""
+    world = open_world(3)
+    comm = Communicator(world.device, [], world.timeout)
+    received = []
+    for tag in range(3 * SENT_TENSORS):
+        if world.rank == 0:
+            comm.send(torch.tensor([float(tag)]), 1, tag)
+        elif world.rank == 1:
+            received.append(float(comm.receive(torch.empty(1), 0, tag).wait()))
+    comm.finish_sends()
+    comm.close()
+    return received
 
 
 def test_backends() -> None:

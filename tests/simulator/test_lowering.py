@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from soap.graph import OperatorGraph, TensorKind
 from soap.regions import volume
-from soap.simulator.lowering import PlanBuilder, build_plan, lower, ring_bytes
+from soap.simulator.collectives import ring_bytes
+from soap.simulator.lowering import PlanBuilder, build_plan, lower
 from soap.simulator.plan import update_name
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
