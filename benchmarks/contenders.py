@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,18 +25,21 @@ import soap
 from benchmarks.models import Made, make_model
 from soap import api
 from soap.runtime.trainer import Trainer
-from soap.runtime.world import close_world, open_world
+from soap.runtime.world import choose_device, close_world, open_world
 from soap.simulator.reference import execution_order
+from soap.topology import DeviceKind
 from soap.zoo.gpt import GPT, Block
 
 LEARNING_RATE = 0.01
+Placed = TypeVar("Placed", Tensor, nn.Module)
 Step = Callable[[], float]
 """One training iteration; gives the loss."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One model and the ways to train it. ``ours``: classical strategy; ``theirs``: name in ``PEERS``. ``path``: the exported model."""
+    """One model and the ways to train it. ``ours``: classical strategy; ``theirs``: name in ``PEERS``. ``path``: the exported model.
+    ``device``: kind of device, which all ranks share if there are fewer of them."""
 
     model: str
     path: Path
@@ -44,12 +47,18 @@ class Contest:
     theirs: str
     options: Mapping[str, Any]
     """Of ``soap.api.load``."""
+    device: DeviceKind = "cpu"
+
+    def place(self, tensor: Placed) -> Placed:
+        """A tensor or module on this rank's device."""
+        return tensor.to(choose_device(self.device, int(os.environ["LOCAL_RANK"])))
 
 
-def batch_of(name: str) -> Made:
+def batch_of(contest: Contest) -> Made:
     """The model and its global batch, the same on every rank."""
     torch.manual_seed(0)
-    return make_model(name)
+    module, inputs = make_model(contest.model)
+    return contest.place(module), tuple(contest.place(tensor) for tensor in inputs)
 
 
 def soap_step(contest: Contest) -> Step:
@@ -59,22 +68,28 @@ def soap_step(contest: Contest) -> Step:
     strategy = api.classical(contest.ours, model.graph, topology)
     simulation = api.simulator_for(model.graph, topology).run(strategy)
     order = execution_order(simulation.tasks, simulation.schedule)
-    trainer = Trainer(model, (strategy, topology), order, optimizer=partial(torch.optim.SGD, lr=LEARNING_RATE), take_over=True)
-    inputs = model.example_inputs
+    sgd = partial(torch.optim.SGD, lr=LEARNING_RATE)
+    trainer = Trainer(model, (strategy, topology), order, optimizer=sgd, device_kind=contest.device, take_over=True)
+    inputs = [contest.place(tensor) for tensor in model.example_inputs]
     return lambda: trainer.step(*inputs)
 
 
 def data_parallel_step(contest: Contest) -> Step:
     """``DistributedDataParallel`` with its defaults; every rank has its share of the batch."""
-    module, inputs = batch_of(contest.model)
+    module, inputs = batch_of(contest)
     rank, size = dist.get_rank(), dist.get_world_size()
     own = tuple(tensor.tensor_split(size)[rank].contiguous() for tensor in inputs)
     return _plain_step(DistributedDataParallel(module), own)
 
 
+def plain_step(contest: Contest) -> Step:
+    """The module itself, on one device."""
+    return _plain_step(*batch_of(contest))
+
+
 def tensor_parallel_step(contest: Contest) -> Step:
     """``parallelize_module`` with the plan of Megatron for the zoo's GPT; every rank has the global batch."""
-    module, inputs = batch_of(contest.model)
+    module, inputs = batch_of(contest)
     size = dist.get_world_size()
     plan: dict[str, ParallelStyle] = {
         "token_embedding": RowwiseParallel(input_layouts=Replicate()),
@@ -85,7 +100,7 @@ def tensor_parallel_step(contest: Contest) -> Step:
         plan |= {f"blocks.{i}.attention.{layer}": ColwiseParallel() for layer in ("query", "key", "value")}
         plan |= {f"blocks.{i}.attention.output": RowwiseParallel()}
         plan |= {f"blocks.{i}.up": ColwiseParallel(), f"blocks.{i}.down": RowwiseParallel()}
-    return _plain_step(parallelize_module(module, init_device_mesh("cpu", (size,)), plan), inputs)
+    return _plain_step(parallelize_module(module, init_device_mesh(contest.device, (size,)), plan), inputs)
 
 
 def _plain_step(module: nn.Module, inputs: Sequence[Tensor]) -> Step:
@@ -102,6 +117,7 @@ def _plain_step(module: nn.Module, inputs: Sequence[Tensor]) -> Step:
 
 
 PEERS: dict[str, Callable[[Contest], Step]] = {
+    "plain": plain_step,
     "DistributedDataParallel": data_parallel_step,
     "parallelize_module": tensor_parallel_step,
 }
@@ -110,7 +126,7 @@ PEERS: dict[str, Callable[[Contest], Step]] = {
 
 def race(contest: Contest, rounds: int, steps: int) -> list[tuple[float, float]]:
     """Seconds per step of (ours, theirs) in each round, of the slowest rank, in turn in the same processes."""
-    world = open_world(dist_size(), "cpu", "gloo")
+    world = open_world(dist_size(), contest.device, "gloo")
     try:
         runners = (soap_step(contest), PEERS[contest.theirs](contest))
         for step in runners * 2:
@@ -134,20 +150,34 @@ def _seconds(step: Step, steps: int) -> float:
     for _ in range(steps):
         dist.barrier()
         start = perf_counter_ns()
-        step()
+        step()  # its loss is a number: the device has finished the forward pass
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         times.append((perf_counter_ns() - start) / 1e9)
     return median(times)
 
 
+def curves(contest: Contest, steps: int) -> tuple[list[float], list[float]]:
+    """Losses of (ours, theirs) over some steps on the same batch."""
+    world = open_world(dist_size(), contest.device, "gloo")
+    try:
+        ours, theirs = soap_step(contest), PEERS[contest.theirs](contest)
+        return [ours() for _ in range(steps)], [theirs() for _ in range(steps)]
+    finally:
+        close_world(world)
+
+
 def peak_bytes(contest: Contest, ours: bool) -> int:
     """Most tensor memory that a rank holds at once, from before it has the model to the end of the third step; the worst rank's."""
-    world = open_world(dist_size(), "cpu", "gloo")
+    world = open_world(dist_size(), contest.device, "gloo")
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             step = (soap_step if ours else PEERS[contest.theirs])(contest)
             gc.collect()
             for _ in range(3):
                 step()
+        if contest.device == "cuda":
+            return torch.cuda.max_memory_allocated()
         events = sorted((e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
         held = highest = 0
         for _, change in events:

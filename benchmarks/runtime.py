@@ -1,10 +1,11 @@
 """Does a plan cost more than the same by PyTorch's own tools? Data parallelism against DistributedDataParallel, Megatron's plan against
-``parallelize_module``: iterations per second and peak memory, as ratios measured in one run.
+``parallelize_module``, one device against the plain module: time of a step and peak memory, as ratios measured in one run.
 
     python -m benchmarks.runtime
+    python -m benchmarks.runtime --device cuda --models single-gpt-large single-resnet50-large
 
 Two ranks with one thread each, over gloo. Both sides train in the same processes, in turn, round after round; a ratio is the median of
-the rounds' ratios. ``--wait`` says for how long it may wait for an idle machine.
+the rounds' ratios. ``single-*`` also compares the losses of 50 steps. ``--wait`` says for how long it may wait for an idle machine.
 """
 
 from __future__ import annotations
@@ -17,38 +18,54 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from benchmarks.contenders import Contest, peak_bytes, race
+from benchmarks.contenders import Contest, curves, peak_bytes, race
 from benchmarks.end_to_end import machine, quietly
 from benchmarks.models import export_model
 from soap.cli.options import not_negative, positive
 from soap.runtime.launch import launch
 
-CONTESTS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "resnet50": ("data_parallel", "DistributedDataParallel", {"batch_norm": "local"}),
-    "gpt": ("data_parallel", "DistributedDataParallel", {}),
-    "rnnlm": ("data_parallel", "DistributedDataParallel", {}),
-    "gpt-megatron": ("megatron", "parallelize_module", {}),
+LOCAL = {"batch_norm": "local"}
+"""DistributedDataParallel normalises each rank's samples by themselves."""
+CONTESTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "resnet50": ("resnet50", "data_parallel", "DistributedDataParallel", LOCAL),
+    "gpt": ("gpt", "data_parallel", "DistributedDataParallel", {}),
+    "rnnlm": ("rnnlm", "data_parallel", "DistributedDataParallel", {}),
+    "gpt-megatron": ("gpt", "megatron", "parallelize_module", {}),
+    "single-gpt": ("gpt-dry", "single_device", "plain", {}),
+    "single-resnet50": ("resnet50", "single_device", "plain", {}),
+    "single-gpt-large": ("gpt-large", "single_device", "plain", {}),
+    "single-resnet50-large": ("resnet50-large", "single_device", "plain", {}),
 }
-"""Name -> (strategy, peer, how the model is loaded). DistributedDataParallel has batch norm over each rank's samples alone."""
+"""Name -> (model, strategy, peer, how the model is loaded)."""
+USUAL = ("resnet50", "gpt", "rnnlm", "gpt-megatron")
+CURVE_STEPS = 50
 
 
 def benchmark(name: str, args: argparse.Namespace, folder: Path) -> str:
     """One line of the table."""
-    ours, theirs, options = CONTESTS[name]
-    model = "runtime-" + name.split("-")[0]
-    contest = Contest(model, export_model(model, folder), ours, theirs, options)
-    times, others = quietly(lambda: launch(args.ranks, race, (contest, args.rounds, args.steps))[0], args.wait)
-    memory = [launch(args.ranks, peak_bytes, (contest, side))[0] for side in (True, False)]
+    model, ours, theirs, options = CONTESTS[name]
+    contest = Contest(f"runtime-{model}", export_model(f"runtime-{model}", folder), ours, theirs, options, args.device)
+    ranks = 1 if theirs == "plain" else args.ranks
+    times, others = quietly(lambda: launch(ranks, race, (contest, args.rounds, args.steps))[0], args.wait)
+    memory = [launch(ranks, peak_bytes, (contest, side))[0] for side in (True, False)]
     speed = sorted(b / a for a, b in times)
     quarter = len(speed) // 4
     own, peer = (median(side) * 1e3 for side in zip(*times, strict=True))
     half = f"{speed[quarter]:.3f} to {speed[-1 - quarter]:.3f}"
     held = " | ".join(f"{size / 2**20:.0f} MiB" for size in memory)
-    return (
+    line = (
         f"| {name} | {ours} | {theirs} | {own:.1f} ms | {peer:.1f} ms | **{median(speed):.3f}** | {half} | {held} "
         f"| {memory[0] / memory[1]:.2f} | {others:.0%} |"
     )
+    return line if theirs != "plain" else f"{line} {_apart(contest):.1e} |"
+
+
+def _apart(contest: Contest) -> float:
+    """Largest difference of the losses of a run of steps, relative to the plain module's."""
+    ours, theirs = launch(1, curves, (contest, CURVE_STEPS))[0]
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 HEAD = """| model | plan | peer | SOAP | peer | speed ratio | middle half | SOAP's peak | peer's peak | memory ratio | others |
@@ -59,7 +76,8 @@ def options() -> argparse.ArgumentParser:
     """The benchmark's options."""
     parser = argparse.ArgumentParser(prog="runtime", description="Speed and memory of plans beside PyTorch's own tools.")
     parser.add_argument("--ranks", type=positive, default=2, help="processes (default %(default)s)")
-    parser.add_argument("--models", nargs="+", choices=list(CONTESTS), default=list(CONTESTS), help="default: all")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default %(default)s")
+    parser.add_argument("--models", nargs="+", choices=list(CONTESTS), default=list(USUAL), help=f"default: {' '.join(USUAL)}")
     parser.add_argument("--rounds", type=positive, default=15, help="in which both sides train in turn (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=5, help="of each side in a round (default %(default)s)")
     parser.add_argument("--wait", type=not_negative, default=0, help="seconds to wait for an idle machine, per model (default %(default)s)")
