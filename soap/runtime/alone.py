@@ -50,6 +50,9 @@ def step_alone(
         if loss.requires_grad:
             (loss / len(parts)).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
+    for tensor in trainable.values():
+        if tensor.grad is not None and tensor.grad.is_sparse:  # of a table that asks for it; the ranks' are dense
+            tensor.grad = tensor.grad.to_dense()
     if trainer.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(trainable.values(), trainer.clip_norm)
     gradients = {name: tensor.grad for name, tensor in trainable.items() if tensor.grad is not None}

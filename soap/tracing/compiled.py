@@ -15,7 +15,7 @@ import torch
 from soap.errors import ModelError
 from soap.regions import Box, contains, lengths, relative, volume, whole
 from soap.simulator.tiling import Tile
-from soap.tracing.calls import Call, Ref, Value, is_random, substitute
+from soap.tracing.calls import Call, Ref, Value, argument, is_random, substitute
 from soap.tracing.model import TileContext
 from soap.tracing.rules.notation import Local, Maps, Tiled
 from soap.tracing.rules.random import seeded
@@ -153,8 +153,10 @@ def _cut(held: Box, box: Box, call: str) -> _Cut:
 
 
 def _may_run_plainly(step: ProgramStep) -> bool:
-    """Whether a call on whole tensors is just the ATen call. Views are not: copies that made their memory contiguous were dropped."""
-    return isinstance(step.call.target, torch._ops.OpOverload) and not step.rule.light and not is_random(step.call)
+    """Whether a call on whole tensors is just the ATen call. Views are not: copies that made their memory contiguous were dropped. Nor are
+    look-ups that ask for sparse gradients: ours are dense."""
+    call = step.call
+    return isinstance(call.target, torch._ops.OpOverload) and not (step.rule.light or is_random(call) or argument(call, "sparse", False))
 
 
 def _plain_runner(call: Call) -> Runner:

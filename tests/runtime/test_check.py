@@ -108,3 +108,31 @@ def test_a_gradient_that_is_off_by_a_hundredth_is_a_defect(three: Pool, tmp_path
     assert worst.alone_from_float64 is not None and worst.alone_from_float64 < 1e-4
     assert "differs from one process by 1.00e-02 relative, expected at most 1e-04 (from float64: 1.0e-02, one process " in message
     assert not three.run(run, path, "bfloat16", inputs, 1.5)[0][0].passed
+
+
+class SparseTables(nn.Module):
+    """Look-ups that ask autograd for sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Embedding(10, 4, sparse=True), nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
+
+    def forward(self, places: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.table(places).sum(1) * self.bag(places), wanted)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_tables_that_ask_for_sparse_gradients_get_dense_ones(three: Pool, tmp_path: Path, devices: int) -> None:
+    path = str(tmp_path / "m.pt2")
+    places = torch.arange(18).reshape(6, 3) % 7
+    export_model(SparseTables().train(), (places, torch.ones(6, 4)), path=path)
+    results = three.run(_check_alone, path, devices)
+    assert results[0].passed
+    assert results[0].worst.error < 1e-12
+
+
+def _check_alone(path: str, devices: int) -> CheckResult:
+    model, topology = load_model(path, dtype="float64"), local_topology(3)
+    name = "single_device" if devices == 1 else "data_parallel"
+    with Trainer(model, (CLASSICAL[name](model.graph, topology), topology), optimizer=sgd) as trainer:
+        return check(trainer, lambda step: model.example_inputs, sgd, 2)
