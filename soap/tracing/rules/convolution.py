@@ -33,7 +33,8 @@ def _convolution_windows(get: Any, x: Sequence[int], weight: Sequence[int], out:
         )
     else:
         pads = each(padding, rank)
-    return [Window(*w) for w in zip(stride, pads, extents, strict=True)]
+    plain = [Window(*w) for w in zip(stride, pads, extents, strict=True)]
+    return [win.fitted(*sizes) for win, sizes in zip(plain, zip(x[-rank:], out[-rank:], strict=True), strict=True)]
 
 
 def _run_convolution(local: Local) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -19,15 +19,25 @@ SPACE = {1: ("l",), 2: ("h", "w"), 3: ("d", "h", "w")}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One dimension of a window: step from one output to the next, padding before the first, and how many inputs it spans."""
+    """One dimension of a window: step from one output to the next, padding before the first, and how many inputs it spans.
+
+    ``slack``: inputs behind the last window that no output sees. They are read along, so that a tile of all outputs reads all inputs, as
+    they lie in memory.
+    """
 
     stride: int
     padding: int
     extent: int
+    slack: int = 0
 
     def over(self, out: DimMap) -> DimMap:
-        """The inputs that outputs ``[a, b)`` see: ``[a*stride - padding, (b-1)*stride - padding + extent)``."""
-        return DimMap(out.factor, self.stride, -self.padding, self.extent - self.padding) if out.factor is not None else WHOLE
+        """The inputs that outputs ``[a, b)`` see: ``[a*stride - padding, (b-1)*stride - padding + extent)``, and the slack."""
+        return DimMap(out.factor, self.stride, -self.padding, self.extent - self.padding + self.slack) if out.factor is not None else WHOLE
+
+    def fitted(self, size: int, outputs: int) -> Window:
+        """With the slack that it has over so many inputs."""
+        slack = size - ((outputs - 1) * self.stride - self.padding + self.extent)
+        return replace(self, slack=slack if 0 < slack < self.stride else 0)
 
 
 def each(value: Any, rank: int) -> list[int]:
@@ -39,10 +49,12 @@ def each(value: Any, rank: int) -> list[int]:
 def pad_windows(local: Local, windows: Sequence[Window], value: float, *, by_hand: bool = False) -> tuple[torch.Tensor, list[int]]:
     """The local input as its windows need it, and the padding that is left to the call itself.
 
-    That is all of it where each dimension lacks as much before as after, as in a tile of samples: nothing is copied then. Else, or if it is
-    to be done ``by_hand``, the input is padded with ``value`` by what it lacks at the tensor's borders.
+    That is all of it in a tile that has all of space, and wherever each dimension lacks as much before as after: nothing is copied then.
+    Else, or if it is to be done ``by_hand``, the input is padded with ``value`` by what it lacks at the tensor's borders.
     """
     x, rank = local.tensors[0], len(windows)
+    if not by_hand and all(_is_all(local, win, i - rank) for i, win in enumerate(windows)):
+        return x, [win.padding for win in windows]
     lacking: list[tuple[int, int]] = []
     for i, (win, out, inside) in enumerate(zip(windows, local.output_boxes[0][-rank:], local.boxes[0][-rank:], strict=True)):
         first, last = out[0] * win.stride - win.padding, (out[1] - 1) * win.stride - win.padding + win.extent
@@ -51,12 +63,19 @@ def pad_windows(local: Local, windows: Sequence[Window], value: float, *, by_han
             x = x.narrow(x.dim() - rank + i, 0, 0)
             lacking.append((last - first, 0))
             continue
-        if high < inside[1] or low > inside[0]:  # a dimension that was kept whole: cut what no output sees
+        if inside[1] - high >= win.stride or low > inside[0]:  # a dimension that was kept whole: cut what no output sees
             x = x.narrow(x.dim() - rank + i, low - inside[0], high - low)
         lacking.append((low - first, last - high))
     if not by_hand and all(before == after <= win.padding for (before, after), win in zip(lacking, windows, strict=True)):
         return x, [before for before, _ in lacking]
     return F.pad(x, [n for pair in reversed(lacking) for n in pair], value=value), [0] * rank
+
+
+def _is_all(local: Local, window: Window, dim: int) -> bool:
+    """Whether a tile has all of a dimension, and the call's own padding gives just its outputs."""
+    size, outputs = local.shapes[0][dim], local.output_shapes[0][dim]
+    given = (size + 2 * window.padding - window.extent) // window.stride + 1
+    return local.boxes[0][dim] == (0, size) and local.output_boxes[0][dim] == (0, outputs) and given == outputs
 
 
 def padded_bytes(view: View, windows: Sequence[Window]) -> int:
