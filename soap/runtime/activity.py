@@ -6,10 +6,11 @@ ranks agree on who sends which gradient to whom without asking each other. The s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from soap.graph import OperatorGraph
 from soap.simulator.plan import Exchange, Message, Plan, local_pieces, remote_parts
 
 ValueKey = tuple[Literal["holding", "fetch"], int]
@@ -58,9 +59,23 @@ class PlanIndex:
                 self.carriers_from.setdefault(place, []).append(key)
 
 
+@dataclass(frozen=True)
+class Tail:
+    """``operators``: positions of those that run when the backward pass is over (see ``tail``). ``seeds``: tensor -> the loss's gradient by
+    it, where the backward pass begins."""
+
+    operators: frozenset[int]
+    seeds: Mapping[str, float]
+
+
+def no_tail(graph: OperatorGraph) -> Tail:
+    """The backward pass begins with the loss."""
+    return Tail(frozenset(), {graph.loss: 1.0})
+
+
 @dataclass
 class Activity:
-    """Which parts of a plan carry gradients. ``seeds``: tiles whose loss output (or partial loss) starts with gradient 1."""
+    """Which parts of a plan carry gradients. ``seeds``: tiles of whose outputs (or partial results) the gradient is known at once."""
 
     tiles: set[int] = field(default_factory=set)
     fetches: set[int] = field(default_factory=set)
@@ -69,12 +84,11 @@ class Activity:
     seeds: set[int] = field(default_factory=set)
 
 
-def find_activity(plan: Plan, index: PlanIndex) -> Activity:
-    """Follow the gradients from the loss of replica 0 back to the inputs."""
+def find_activity(plan: Plan, index: PlanIndex, seeds: Iterable[str]) -> Activity:
+    """Follow the gradients back to the inputs from replica 0 of these tensors: the loss, or what it is a sum of."""
     graph, found = plan.graph, Activity()
-    loss_operator, _ = graph.producers.get(graph.loss, (-1, 0))
-    if graph.tensors[graph.loss].requires_grad:
-        found.seeds = {i for i, tile in enumerate(plan.tiles) if tile.operator == loss_operator and tile.replica == 0}
+    first = {graph.producers[name][0] for name in seeds if name in graph.producers and graph.tensors[name].requires_grad}
+    found.seeds = {i for i, tile in enumerate(plan.tiles) if tile.operator in first and tile.replica == 0}
     consumed: list[set[int]] = [set() for _ in plan.tiles]
     for number, fetch in enumerate(plan.fetches):
         for tile, _ in fetch.consumers:

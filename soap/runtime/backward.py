@@ -133,9 +133,9 @@ class BackwardPass:
         else:
             assert output.reduction is not None
             total = self._sum_gradient(output.reduction)
-        if not output.seed:
+        if output.seed is None:
             return total
-        one = torch.full_like(output.tensor, self.state.share)
+        one = torch.full_like(output.tensor, self.state.share * output.seed)
         return one if total is None else total + one
 
     def _sum_gradient(self, reduction: int) -> torch.Tensor | None:

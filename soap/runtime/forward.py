@@ -43,7 +43,7 @@ class ForwardPass:
         self._units = units or {}
         self._computed: dict[int, Outputs] = {}
         self.loss = torch.zeros((), dtype=state.dtype_of(state.graph.loss), device=state.comm.device)
-        self._found_loss = self.loss
+        self._numbers: dict[int, torch.Tensor] = {}
         self._segment = -1
         self._attached: dict[int, torch.Tensor] = {}
         self._fetched: dict[int, torch.Tensor] = {}
@@ -102,24 +102,38 @@ class ForwardPass:
 
     def reduce(self, number: int) -> None:
         """Sum this rank's partial results, then those of the group."""
-        reduction = self.plan.reductions[number]
-        own = [tile for tile in reduction.tiles if self.plan.tiles[tile].device == self.state.rank]
-        partials = [self._partials.pop((tile, reduction.output)) for tile in own]
-        total = partials[0].clone(memory_format=torch.contiguous_format)
-        for partial in partials[1:]:
-            total.add_(partial)
+        reduction, total = self.plan.reductions[number], self._own_sum(number)
         name = reduce_name(self.state.graph.operators[reduction.operator], reduction)
         if reduction.cells:
             self._reducing[number] = self.state.scatter_sum(total, reduction, name)
         else:
             self._reducing[number] = self.state.sum_over(total, reduction.devices, name)
 
+    def reduce_numbers(self, together: int) -> None:
+        """Sum several reductions of one number each at once."""
+        numbers = self.program.number_sums[together]
+        reduction = self.plan.reductions[numbers[0]]
+        totals = torch.stack([self._own_sum(number).reshape(()) for number in numbers])
+        pending = self.state.sum_over(totals, reduction.devices, reduce_name(self.state.graph.operators[reduction.operator], reduction))
+        for place, number in enumerate(numbers):
+            one = totals[place].reshape(lengths(self.plan.reductions[number].box))
+            self._reducing[number] = Pending((), one, pending.wait_only)
+
+    def _own_sum(self, number: int) -> torch.Tensor:
+        reduction = self.plan.reductions[number]
+        own = [tile for tile in reduction.tiles if self.plan.tiles[tile].device == self.state.rank]
+        partials = [self._partials.pop((tile, reduction.output)) for tile in own]
+        total = partials[0].clone(memory_format=torch.contiguous_format)
+        for partial in partials[1:]:
+            total.add_(partial)
+        return total
+
     def tell_loss(self, holding: int) -> None:
         """Bring the loss to every rank: from the holding's device, unless all have it already."""
         own = self.program.losses.get(self.state.rank)
         if own is not None:
             reduction = self.plan.holdings[own].reduction
-            self.loss = (self._found_loss if reduction is None else self._reducing[reduction].wait()).reshape(()).clone()
+            self.loss = (self._numbers[own] if reduction is None else self._reducing[reduction].wait()).reshape(()).clone()
         if len(self.program.losses) < self.state.comm.world_size:
             self.state.comm.broadcast(self.loss, self.plan.holdings[holding].device).wait()
 
@@ -148,12 +162,12 @@ class ForwardPass:
             read = ("holding", holding) in self._readers
             if read:
                 self._attached[holding] = tensor
-            if self.program.losses.get(self.state.rank) == holding:
-                self._found_loss = tensor.detach()
+            if name in self.program.seeds or name == self.state.graph.loss:  # read when the backward pass is over
+                self._numbers[holding] = tensor.detach()
             if read and holding in self.program.kept:
                 self.state.leaves["holding", holding] = self._leaf(tensor, name, holding in activity.holdings)
-            seed = number in activity.seeds and name == self.state.graph.loss
-            if seed or holding in self.program.answered:
+            seed = self.program.seeds.get(name) if number in activity.seeds else None
+            if seed is not None or holding in self.program.answered:
                 self._note(Output(tensor, holding, None, seed))
 
     def _keep_partial(self, number: int, outputs: Outputs) -> None:
@@ -163,8 +177,8 @@ class ForwardPass:
             if reduction is None or tensor is None:
                 continue
             self._partials[number, output] = tensor.detach()
-            seed = number in activity.seeds and self.state.reduced_tensor(reduction) == self.state.graph.loss
-            if seed or reduction in activity.reductions:
+            seed = self.program.seeds.get(self.state.reduced_tensor(reduction)) if number in activity.seeds else None
+            if seed is not None or reduction in activity.reductions:
                 self._note(Output(tensor, None, reduction, seed))
 
     def _note(self, output: Output) -> None:
@@ -173,7 +187,9 @@ class ForwardPass:
     def _held(self, holding: int) -> torch.Tensor:
         """The detached value of a holding of this rank."""
         reduction = self.plan.holdings[holding].reduction
-        return self.state.leaves["holding", holding].detach() if reduction is None else self._reducing[reduction].wait()
+        if reduction is not None:
+            return self._reducing[reduction].wait()
+        return self._numbers[holding] if holding in self._numbers else self.state.leaves["holding", holding].detach()
 
     def _input(self, number: int, place: int) -> torch.Tensor:
         """An input region of a tile."""

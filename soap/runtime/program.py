@@ -11,12 +11,12 @@ segments can run backward by decreasing start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from soap.errors import RuntimeFailure
-from soap.runtime.activity import Activity, Carrier, PlanIndex, ValueKey, count_readers, find_activity
+from soap.runtime.activity import Activity, Carrier, PlanIndex, Tail, ValueKey, count_readers, find_activity, no_tail
 from soap.runtime.buckets import Bucket, make_buckets, rescheduled, shards_without_gradient
 from soap.simulator.plan import Part, Plan
 
@@ -38,6 +38,8 @@ class ActionKind(Enum):
     """Take part in ``plan.exchanges[subject]``."""
     REDUCE = auto()
     """Sum the partial results of ``plan.reductions[subject]``."""
+    REDUCE_NUMBERS = auto()
+    """Sum the partial results of several reductions, ``number_sums[subject]``, at once."""
     LOSS = auto()
     """Tell the loss to every rank, if some do not have it; it is in ``plan.holdings[subject]``."""
     SEGMENT = auto()
@@ -90,6 +92,10 @@ class Program:
     """Shards whose gradient is zero."""
     losses: dict[int, int]
     """Device -> the holding in which it has the loss, if it has it: that of replica 0."""
+    seeds: Mapping[str, float]
+    """Tensor -> the loss's gradient by it, where the backward pass begins."""
+    number_sums: tuple[tuple[int, ...], ...]
+    """Reductions that are summed together when the backward pass is over."""
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
 
@@ -118,17 +124,23 @@ def compile_program(
     single_tiles: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     buckets_of: Program | None = None,
+    tail: Tail | None = None,
 ) -> Program:
     """The program of a plan. ``order``: all tiles, topologically; the plan's own order if None.
 
     ``single_tiles`` makes every tile a segment of its own and every shard a bucket of its own, so that each task can be timed.
     ``buckets_of``: another program with the same shards, whose buckets are taken, so that both can share the buffers of gradients.
+    ``tail``: what may run when the backward pass is over; left where it is if nothing has to be summed or sent for it.
     """
     order = tuple(range(len(plan.tiles))) if order is None else tuple(order)
     index = PlanIndex(plan)
+    _check_order(plan, index, order)
+    if tail is None or plan.device_count == 1 or _mixes(plan, tail):
+        tail = no_tail(plan.graph)
+    order = tuple(sorted(order, key=lambda tile: plan.tiles[tile].operator in tail.operators))
     places = _check_order(plan, index, order)
-    activity = find_activity(plan, index)
-    segments = _cut(plan, index, order, single_tiles)
+    activity = find_activity(plan, index, tail.seeds)
+    segments = _cut(plan, index, order, single_tiles, tail.operators)
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     start_of = {tile: segments[i].start for tile, i in segment_of.items()}
     if buckets_of is None:
@@ -137,6 +149,9 @@ def compile_program(
         buckets = rescheduled(buckets_of.buckets, plan, activity.tiles, start_of)
     made = [(i, h) for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]
     losses = {held.device: i for i, held in reversed(made)}
+    forward, number_sums, closing = _set_apart(plan, tail, _forward(plan, places))
+    backward = _backward(plan, index, activity, segments, start_of, buckets)
+    told = Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before
     return Program(
         plan,
         index,
@@ -149,8 +164,10 @@ def compile_program(
         buckets,
         shards_without_gradient(plan, buckets),
         losses,
-        tuple(_forward(plan, places)),
-        tuple(_backward(plan, index, activity, segments, start_of, buckets, losses)),
+        tail.seeds,
+        number_sums,
+        tuple(forward),
+        (*backward, *closing, told),
     )
 
 
@@ -184,14 +201,15 @@ def _part_ready(plan: Plan, part: Part, places: Sequence[int]) -> int:
     return _ready(plan, plan.fetches[part[0]].pieces[part[1]].holding, places)
 
 
-def _cut(plan: Plan, index: PlanIndex, order: Sequence[int], single_tiles: bool) -> tuple[Segment, ...]:
-    """Cut each device's tiles into segments."""
+def _cut(plan: Plan, index: PlanIndex, order: Sequence[int], single_tiles: bool, tail: Set[int]) -> tuple[Segment, ...]:
+    """Cut each device's tiles into segments; those of the ``tail`` come last, in segments of their own."""
     started: set[int] = set()
     segments: list[tuple[int, int, list[int]]] = []
     current: dict[int, list[int]] = {}
     for place, tile in enumerate(order):
         device = plan.tiles[tile].device
-        if _begins(plan, index, tile, started) or single_tiles or device not in current:
+        enters = plan.tiles[tile].operator in tail and device in current and plan.tiles[current[device][-1]].operator not in tail
+        if _begins(plan, index, tile, started) or single_tiles or enters or device not in current:
             current[device] = []
             segments.append((device, place, current[device]))
         current[device].append(tile)
@@ -240,6 +258,43 @@ def _forward(plan: Plan, places: Sequence[int]) -> Iterator[Action]:
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
 
 
+def _closing(plan: Plan, tail: Tail) -> set[str]:
+    """Tensors that are summed and sent when the backward pass is over."""
+    made = {out.tensor for position in tail.operators for out in plan.graph.operators[position].outputs}
+    return made | (set(tail.seeds) if tail.operators else set())
+
+
+def _mixes(plan: Plan, tail: Tail) -> bool:
+    """Whether a message has something of the tail and something else."""
+    closing = _closing(plan, tail)
+    return any(len({plan.fetches[fetch].tensor in closing for fetch, _ in message.parts}) > 1 for message in plan.messages)
+
+
+def _set_apart(plan: Plan, tail: Tail, actions: Iterable[Action]) -> tuple[list[Action], tuple[tuple[int, ...], ...], list[Action]]:
+    """The actions without those of the tail; reductions of what enters the tail, those that can be summed together; the tail's actions."""
+    closing = _closing(plan, tail)
+    before: list[Action] = []
+    behind: list[Action] = []
+    sums: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for action in actions:
+        if action.kind is ActionKind.REDUCE:
+            reduction = plan.reductions[action.subject]
+            tensor = plan.graph.operators[reduction.operator].outputs[reduction.output].tensor
+            if tensor in closing:
+                sums.setdefault((reduction.devices, plan.graph.tensors[tensor].dtype), []).append(action.subject)
+                continue
+            before.append(action)
+            continue
+        if action.kind is ActionKind.TILE:
+            apart = plan.tiles[action.subject].operator in tail.operators
+        else:
+            carrier = plan.messages[action.subject] if action.kind is ActionKind.TRANSFER else plan.exchanges[action.subject]
+            apart = plan.fetches[carrier.parts[0][0]].tensor in closing
+        (behind if apart else before).append(action)
+    together = [Action(ActionKind.REDUCE_NUMBERS, number, devices) for number, (devices, _) in enumerate(sums)]
+    return before, tuple(map(tuple, sums.values())), [*together, *behind]
+
+
 def _is_sum(plan: Plan, parts: Sequence[Part]) -> int:
     """How many stages later parts of sums are there than those of tiles."""
     fetch, piece = parts[0]
@@ -253,7 +308,6 @@ def _backward(
     segments: Sequence[Segment],
     start_of: dict[int, int],
     buckets: Sequence[Bucket],
-    losses: Mapping[int, int],
 ) -> Iterator[Action]:
     """Segments by decreasing start; behind each the gradients that it completes: sent back, summed over a group, synchronized."""
     entries: list[tuple[tuple[int, int, int], Action]] = []
@@ -282,7 +336,6 @@ def _backward(
         if len(bucket.devices) > 1:
             entries.append(((-bucket.start, 4, number), Action(ActionKind.SYNC, number, bucket.devices)))
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
-    yield Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before
 
 
 def _returned(index: PlanIndex, complete: Mapping[int, int]) -> dict[Carrier, int]:

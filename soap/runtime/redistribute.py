@@ -70,6 +70,10 @@ class Pending:
             step()
         return self.tensor
 
+    def wait_only(self) -> None:
+        """Wait, for those who want another tensor that is complete then as well."""
+        self.wait()
+
     @property
     def is_over(self) -> bool:
         """Whether its tensor is no longer needed; messages under gloo cannot tell before they are waited for."""

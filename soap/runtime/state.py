@@ -20,12 +20,13 @@ from soap.simulator.tasks import TaskKind
 
 
 class Output(NamedTuple):
-    """A tensor of a segment whose gradient comes from outside: one that is held, or a partial result. ``seed``: it is the loss."""
+    """A tensor of a segment whose gradient comes from outside: one that is held, or a partial result. ``seed``: what of its
+    gradient is known from the start: 1 if it is the loss."""
 
     tensor: torch.Tensor
     holding: int | None
     reduction: int | None
-    seed: bool
+    seed: float | None
 
 
 class StepState:

@@ -21,6 +21,7 @@ from soap.runtime.redistribute import Communicator, Traffic
 from soap.runtime.shards import ShardStore, gather_regions
 from soap.runtime.sizes import BatchSizes, run_dtype
 from soap.runtime.sync import MicroBatch
+from soap.runtime.tail import find_tail
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.units import missing_compiler
 from soap.runtime.world import TIMEOUT_S, close_world, open_world
@@ -89,7 +90,7 @@ class Trainer:
         self.compiled = compiled
         self.accumulate, self.clip_norm = accumulate, clip_norm
         self.gradient_norm: float | None = None
-        self.program = compile_program(plan, order)
+        self.program = compile_program(plan, order, tail=find_tail(model))
         self.plan = plan = self.program.plan
         self.world = open_world(plan.device_count, device_kind or "cpu", backend, timeout_s)
         self.rank, self.device = self.world.rank, self.world.device

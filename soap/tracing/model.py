@@ -74,6 +74,9 @@ class TracedModel(Protocol):
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         """Values that no tile of a plan looks at, for ``TileContext``: batch norm's statistics where each tile sees all of its channels."""
 
+    def is_linear(self, operator: int) -> bool:
+        """Whether an operator does nothing but add its inputs up, or scale them by constants."""
+
     def is_pure(self, operator: int) -> bool:
         """Whether tiles of an operator are functions of their operands alone: no random numbers, nothing noted for the end of the step."""
 

@@ -70,6 +70,9 @@ class HandModel:
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         return frozenset()
 
+    def is_linear(self, operator: int) -> bool:
+        return False
+
     def is_pure(self, operator: int) -> bool:
         return False
 
