@@ -80,6 +80,9 @@ class ForwardPass:
         inputs = [self._input(number, k) for k in range(len(op.inputs))]
         parameters = [self._parameter(number, k) for k in range(len(op.parameters))]
         active = number in self.program.activity.tiles
+        if not self.state.is_traced:
+            with torch.set_grad_enabled(active):
+                return list(self.model.run_tile(tile, inputs, parameters, self.context))
         with self.state.task(forward_name(op, tile), TaskKind.FORWARD), torch.set_grad_enabled(active):
             return list(self.model.run_tile(tile, inputs, parameters, self.context))
 
@@ -146,7 +149,7 @@ class ForwardPass:
             if output is None:
                 continue
             expected = (lengths(box), self.state.dtype_of(operand.tensor))
-            if (tuple(output.shape), output.dtype) != expected:
+            if (output.shape, output.dtype) != expected:
                 raise RuntimeFailure(
                     f"tile {tile.index} of operator {op.name!r} made {operand.tensor!r} as {tuple(output.shape)} {output.dtype}; "
                     f"expected {expected[0]} {expected[1]}: this is a defect of the operator's rule, please report it"

@@ -95,7 +95,7 @@ class Program:
     seeds: Mapping[str, float]
     """Tensor -> the loss's gradient by it, where the backward pass begins."""
     number_sums: tuple[tuple[int, ...], ...]
-    """Reductions that are summed together when the backward pass is over."""
+    """Reductions that are summed together, as the forward pass ends."""
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
 
@@ -137,6 +137,8 @@ def compile_program(
     _check_order(plan, index, order)
     if tail is None or plan.device_count == 1 or _mixes(plan, tail):
         tail = no_tail(plan.graph)
+    if _stays_at_home(plan, tail):  # then the model's own order: it completes gradients, and lets their sums begin, the soonest
+        order = tuple(range(len(plan.tiles)))
     order = tuple(sorted(order, key=lambda tile: plan.tiles[tile].operator in tail.operators))
     places = _check_order(plan, index, order)
     activity = find_activity(plan, index, tail.seeds)
@@ -270,8 +272,18 @@ def _mixes(plan: Plan, tail: Tail) -> bool:
     return any(len({plan.fetches[fetch].tensor in closing for fetch, _ in message.parts}) > 1 for message in plan.messages)
 
 
+def _stays_at_home(plan: Plan, tail: Tail) -> bool:
+    """Whether nothing but the loss and gradients goes from device to device, so that no order of the tiles makes anybody wait."""
+    ends = _closing(plan, tail) | {plan.graph.loss}
+    sums = {plan.graph.operators[r.operator].outputs[r.output].tensor for r in plan.reductions if len(r.devices) > 1}
+    parts = [part for message in plan.messages for part in message.parts] + [part for exchange in plan.exchanges for part in exchange.parts]
+    moved = {plan.fetches[fetch].tensor for fetch, _ in parts}
+    return (sums | moved) <= ends
+
+
 def _set_apart(plan: Plan, tail: Tail, actions: Iterable[Action]) -> tuple[list[Action], tuple[tuple[int, ...], ...], list[Action]]:
-    """The actions without those of the tail; reductions of what enters the tail, those that can be summed together; the tail's actions."""
+    """The actions without those of the tail, but with the sums that it reads at their end: nobody waits for these yet. Reductions that are
+    summed together. The tail's actions."""
     closing = _closing(plan, tail)
     before: list[Action] = []
     behind: list[Action] = []
@@ -292,7 +304,7 @@ def _set_apart(plan: Plan, tail: Tail, actions: Iterable[Action]) -> tuple[list[
             apart = plan.fetches[carrier.parts[0][0]].tensor in closing
         (behind if apart else before).append(action)
     together = [Action(ActionKind.REDUCE_NUMBERS, number, devices) for number, (devices, _) in enumerate(sums)]
-    return before, tuple(map(tuple, sums.values())), [*together, *behind]
+    return [*before, *together], tuple(map(tuple, sums.values())), behind
 
 
 def _is_sum(plan: Plan, parts: Sequence[Part]) -> int:

@@ -165,6 +165,11 @@ class StepState:
         self.comm.traffic.reduced_bytes += tensor.nbytes
         self.comm.traffic.scattered_bytes += tensor.nbytes
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether tasks are timed."""
+        return self._recorder is not None
+
     def task(self, name: str, kind: TaskKind) -> AbstractContextManager[None]:
         """Times what is computed inside, if this step is traced."""
         return nullcontext() if self._recorder is None else self._recorder.task(name, kind)

@@ -67,6 +67,10 @@ def move_running_statistics(
     mean, variance = running
     if mean is None or variance is None:
         return
+    if len(found) == 1 and found[0][0] == (0, mean.numel()):
+        mean.lerp_(found[0][1].to(mean.dtype), momentum)
+        variance.lerp_(found[0][2].to(variance.dtype), momentum)
+        return
     moved = torch.zeros(mean.shape, dtype=torch.bool, device=mean.device)
     for (start, stop), new_mean, new_variance in found:
         span = slice(start, stop)

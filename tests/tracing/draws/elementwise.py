@@ -110,7 +110,7 @@ def overloads() -> list[torch._ops.OpOverload]:
     return found
 
 
-UNUSABLE = {"frexp.Tensor"}
+UNUSABLE = {"equal.default", "frexp.Tensor"}
 """Tagged overloads that torch cannot differentiate, or not on small tensors of any dtype that training has."""
 
 
