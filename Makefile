@@ -15,6 +15,9 @@ PY := $(abspath $(VENV))/bin/python
 ENVIRONMENT := $(STAMP)
 endif
 
+# Tests run in so many processes, each of which starts ranks of its own.
+WORKERS ?= 2
+
 # The tests start many processes on few cores; a thread pool in each would only make them wait for each other.
 test quick: export OMP_NUM_THREADS ?= 1
 
@@ -28,10 +31,10 @@ demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy o
 	$(PY) -m examples.demo
 
 test: lint types  ## everything: lint, types, all tests (with a wheel built and imported)
-	$(PY) -m pytest
+	$(PY) -m pytest -n $(WORKERS)
 
 quick: lint types  ## the same without the slow tests: under three minutes
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -n $(WORKERS) -m "not slow"
 
 lint: $(ENVIRONMENT)  ## style
 	$(PY) -m ruff check .

@@ -4,8 +4,9 @@
     python -m benchmarks.runtime
     python -m benchmarks.runtime --device cuda --models single-gpt-large single-resnet50-large
 
-Two ranks with one thread each, over gloo. Both sides train in the same processes, in turn, round after round; a ratio is the median of
-the rounds' ratios. ``single-*`` also compares the losses of 50 steps. ``--wait`` says for how long it may wait for an idle machine.
+Two ranks with one thread each, over gloo. Both sides train in the same processes, in turn, round after round, half of them with the one
+side made first and half with the other; a ratio is the median of the rounds' ratios. ``single-*`` also compares the losses of 50 steps.
+``--wait`` says for how long it may wait for an idle machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,7 +50,8 @@ def benchmark(name: str, args: argparse.Namespace, folder: Path) -> str:
     model, ours, theirs, options = CONTESTS[name]
     contest = Contest(f"runtime-{model}", export_model(f"runtime-{model}", folder), ours, theirs, options, args.device)
     ranks = 1 if theirs == "plain" else args.ranks
-    times, others = quietly(lambda: launch(ranks, race, (contest, args.rounds, args.steps))[0], args.wait)
+    halves = [quietly(partial(_race, ranks, contest, args, first), args.wait) for first in (False, True)]
+    times, others = halves[0][0] + halves[1][0], max(share for _, share in halves)
     memory = [launch(ranks, peak_bytes, (contest, side))[0] for side in (True, False)]
     speed = sorted(b / a for a, b in times)
     quarter = len(speed) // 4
@@ -60,6 +63,10 @@ def benchmark(name: str, args: argparse.Namespace, folder: Path) -> str:
         f"| {memory[0] / memory[1]:.2f} | {others:.0%} |"
     )
     return line if theirs != "plain" else f"{line} {_apart(contest):.1e} |"
+
+
+def _race(ranks: int, contest: Contest, args: argparse.Namespace, theirs_first: bool) -> list[tuple[float, float]]:
+    return launch(ranks, race, (contest, args.rounds, args.steps, theirs_first))[0]
 
 
 def _apart(contest: Contest) -> float:
@@ -78,7 +85,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=positive, default=2, help="processes (default %(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default %(default)s")
     parser.add_argument("--models", nargs="+", choices=list(CONTESTS), default=list(USUAL), help=f"default: {' '.join(USUAL)}")
-    parser.add_argument("--rounds", type=positive, default=15, help="in which both sides train in turn (default %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=8, help="in which both sides train in turn, twice over (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=5, help="of each side in a round (default %(default)s)")
     parser.add_argument("--wait", type=not_negative, default=0, help="seconds to wait for an idle machine, per model (default %(default)s)")
     return parser
