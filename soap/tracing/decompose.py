@@ -21,6 +21,8 @@ from soap.tracing.nodes import NodeReader, plain
 from soap.tracing.rules import tiled
 from soap.tracing.rules.registry import target_name
 
+OWN_GRADIENTS = {"embedding", "embedding_bag", "_embedding_bag"}
+"""Calls whose gradient depends on options that their parts do not know (``scale_grad_by_freq``, ``padding_idx``)."""
 DEEPEST = 6
 """How often a part of a part may be decomposed; torch's own tables end after three."""
 
@@ -53,7 +55,8 @@ def _parts(call: Call, values: dict[str, Value], constants: set[str], deepest: i
         return [call]
     if tiled(call, values).known:
         return [call]
-    if deepest == 0 or is_random(call) or any(isinstance(leaf, BufferRef) for leaf in walk((call.args, dict(call.kwargs)))):
+    whole = call.kind in OWN_GRADIENTS or is_random(call)
+    if deepest == 0 or whole or any(isinstance(leaf, BufferRef) for leaf in walk((call.args, dict(call.kwargs)))):
         raise _Stuck(target_name(call.target))
     graph = _traced(call, values)
     if graph is None:

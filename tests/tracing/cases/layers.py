@@ -18,7 +18,7 @@ def _attention() -> None:
     q, sdpa = (2, 4, 5, 3), F.scaled_dot_product_attention
     case("attention", sdpa, q, (2, 4, 6, 3), (2, 4, 6, 2))
     case("attention, 3-d", sdpa, (4, 5, 3), (4, 6, 3), (4, 6, 3))
-    case("attention, 2-d", sdpa, (5, 3), (6, 3), (6, 3), whole=True)
+    case("attention, 2-d", sdpa, (5, 3), (6, 3), (6, 3))
     case("attention, causal", lambda q, k, v: sdpa(q, k, v, is_causal=True), q, q, q)
     case("attention, causal, 3-d", lambda q, k, v: sdpa(q, k, v, is_causal=True, scale=0.3), (4, 5, 3), (4, 5, 3), (4, 5, 3))
     case("attention, causal, more keys", lambda q, k, v: sdpa(q, k, v, is_causal=True), q, (2, 4, 7, 3), (2, 4, 7, 3))

@@ -43,7 +43,7 @@ def _picks() -> None:
     case("repeat, of one", lambda x: x.repeat(4, 2), (1, 3))
     case("tile", lambda x: x.tile(2), (3, 4))
     case("repeat_interleave", lambda x: x.repeat_interleave(3, 1), (4, 5))
-    case("repeat_interleave, all", lambda x: x.repeat_interleave(2), (4, 5), whole=True)
+    case("repeat_interleave, all", lambda x: x.repeat_interleave(2), (4, 5))
     case("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), (2, 12, 3, 5))
     case("pixel_unshuffle", lambda x: F.pixel_unshuffle(x, 2), (2, 3, 6, 4))
 

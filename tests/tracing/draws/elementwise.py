@@ -67,7 +67,8 @@ def prelu(d: Draw, name: str) -> Drawn:
 
 @draws("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout")
 def dropout(d: Draw, name: str) -> Drawn:
-    return call(name, d.floats(*d.shape(2, 4)), 0.4, d.yes(0.8), random=True)
+    train = d.yes(0.8)
+    return call(name, d.floats(*d.shape(2, 4)), 0.4, train, random=train or name not in ("aten.dropout", "aten.feature_dropout"))
 
 
 @draws("bernoulli.default", "bernoulli.p", "bernoulli.Tensor")
