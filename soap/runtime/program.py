@@ -23,8 +23,6 @@ from soap.simulator.plan import Part, Plan
 BUCKET_BYTES = 25 * 2**20
 """Gradients are summed in buffers of about this size, so that summing overlaps with the rest of the backward pass. The figure is
 DistributedDataParallel's default."""
-CPU_BUCKET_BYTES = 8 * 2**20
-"""The same between CPUs: gloo sums buffers of this size as fast, and less is left to wait for behind the last gradient."""
 FIRST_BUCKET_BYTES = 2**20
 """Size of the first buffer: the sooner summing begins, the more of it overlaps. DistributedDataParallel's as well."""
 

@@ -16,7 +16,7 @@ from soap.errors import RuntimeFailure, SoapWarning
 from soap.presets import local_topology
 from soap.runtime.clipping import clip
 from soap.runtime.inputs import compare_ranks, micro_batches
-from soap.runtime.program import BUCKET_BYTES, CPU_BUCKET_BYTES, compile_program
+from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
 from soap.runtime.shards import ShardStore, gather_regions
 from soap.runtime.sizes import BatchSizes, run_dtype
@@ -90,8 +90,7 @@ class Trainer:
         self.compiled = compiled
         self.accumulate, self.clip_norm = accumulate, clip_norm
         self.gradient_norm: float | None = None
-        bucket_bytes = CPU_BUCKET_BYTES if (device_kind or "cpu") == "cpu" else BUCKET_BYTES
-        self.program = compile_program(plan, order, bucket_bytes=bucket_bytes, tail=find_tail(model))
+        self.program = compile_program(plan, order, tail=find_tail(model))
         self.plan = plan = self.program.plan
         self.world = open_world(plan.device_count, device_kind or "cpu", backend, timeout_s)
         self.rank, self.device = self.world.rank, self.world.device
