@@ -25,7 +25,7 @@ import soap
 from benchmarks.models import Made, make_model
 from soap import api
 from soap.runtime.trainer import Trainer
-from soap.runtime.world import choose_device, close_world, open_world
+from soap.runtime.world import choose_device, close_world, open_world, world_size
 from soap.simulator.reference import execution_order
 from soap.topology import DeviceKind
 from soap.zoo.gpt import GPT, Block
@@ -129,7 +129,7 @@ def race(contest: Contest, rounds: int, steps: int, theirs_first: bool) -> list[
 
     ``theirs_first``: who is made first gets other memory than who comes second, which is worth a percent or two.
     """
-    world = open_world(dist_size(), contest.device, "gloo")
+    world = open_world(world_size(os.environ), contest.device, "gloo")
     try:
         makers = [soap_step, PEERS[contest.theirs]]
         runners = [make(contest) for make in (makers[::-1] if theirs_first else makers)]
@@ -141,11 +141,6 @@ def race(contest: Contest, rounds: int, steps: int, theirs_first: bool) -> list[
         return [(float(a), float(b)) for a, b in slowest]
     finally:
         close_world(world)
-
-
-def dist_size() -> int:
-    """Number of ranks that the launcher has started."""
-    return int(os.environ["WORLD_SIZE"])
 
 
 def _seconds(step: Step, steps: int) -> float:
@@ -163,7 +158,7 @@ def _seconds(step: Step, steps: int) -> float:
 
 def curves(contest: Contest, steps: int) -> tuple[list[float], list[float]]:
     """Losses of (ours, theirs) over some steps on the same batch."""
-    world = open_world(dist_size(), contest.device, "gloo")
+    world = open_world(world_size(os.environ), contest.device, "gloo")
     try:
         ours, theirs = soap_step(contest), PEERS[contest.theirs](contest)
         return [ours() for _ in range(steps)], [theirs() for _ in range(steps)]
@@ -173,7 +168,7 @@ def curves(contest: Contest, steps: int) -> tuple[list[float], list[float]]:
 
 def peak_bytes(contest: Contest, ours: bool) -> int:
     """Most tensor memory that a rank holds at once, from before it has the model to the end of the third step; the worst rank's."""
-    world = open_world(dist_size(), contest.device, "gloo")
+    world = open_world(world_size(os.environ), contest.device, "gloo")
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             step = (soap_step if ours else PEERS[contest.theirs])(contest)

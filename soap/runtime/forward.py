@@ -120,7 +120,7 @@ class ForwardPass:
         pending = self.state.sum_over(totals, reduction.devices, reduce_name(self.state.graph.operators[reduction.operator], reduction))
         for place, number in enumerate(numbers):
             one = totals[place].reshape(lengths(self.plan.reductions[number].box))
-            self._reducing[number] = Pending((), one, pending.wait_only)
+            self._reducing[number] = Pending((), one, pending.wait)
 
     def _own_sum(self, number: int) -> torch.Tensor:
         reduction = self.plan.reductions[number]

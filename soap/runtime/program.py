@@ -140,7 +140,7 @@ def compile_program(
     if _stays_at_home(plan, tail):  # then the model's own order: it completes gradients, and lets their sums begin, the soonest
         order = tuple(range(len(plan.tiles)))
     order = tuple(sorted(order, key=lambda tile: plan.tiles[tile].operator in tail.operators))
-    places = _check_order(plan, index, order)
+    places = _places(order)
     activity = find_activity(plan, index, tail.seeds)
     segments = _cut(plan, index, order, single_tiles, tail.operators)
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
@@ -173,13 +173,19 @@ def compile_program(
     )
 
 
-def _check_order(plan: Plan, index: PlanIndex, order: Sequence[int]) -> list[int]:
-    """Tile -> place in the order. Raises RuntimeFailure if it is no topological order of all tiles."""
-    if sorted(order) != list(range(len(plan.tiles))):
-        raise RuntimeFailure(f"order of {len(order)} tiles: expected each of the plan's {len(plan.tiles)} tiles once; compute it anew")
+def _places(order: Sequence[int]) -> list[int]:
+    """Tile -> place in the order."""
     places = [0] * len(order)
     for place, tile in enumerate(order):
         places[tile] = place
+    return places
+
+
+def _check_order(plan: Plan, index: PlanIndex, order: Sequence[int]) -> None:
+    """Raise RuntimeFailure if it is no topological order of all tiles."""
+    if sorted(order) != list(range(len(plan.tiles))):
+        raise RuntimeFailure(f"order of {len(order)} tiles: expected each of the plan's {len(plan.tiles)} tiles once; compute it anew")
+    places = _places(order)
     ready = [max(_ready(plan, piece.holding, places) for piece in fetch.pieces) for fetch in plan.fetches]
     for exchange in plan.exchanges:  # all of it is there at once
         latest = max(_part_ready(plan, part, places) for part in exchange.parts)
@@ -189,7 +195,6 @@ def _check_order(plan: Plan, index: PlanIndex, order: Sequence[int]) -> list[int
         if ready[fetch] >= places[tile]:
             name = plan.operator(plan.tiles[tile]).name
             raise RuntimeFailure(f"order runs tile {plan.tiles[tile].index} of {name!r} before its input; expected a topological order")
-    return places
 
 
 def _ready(plan: Plan, holding: int, places: Sequence[int]) -> int:

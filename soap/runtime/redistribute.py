@@ -44,10 +44,10 @@ class Traffic:
 class Pending:
     """A communication under way. ``wait`` blocks until its tensor may be used, and may be called again."""
 
-    def __init__(self, works: Sequence[dist.Work], tensor: torch.Tensor, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: Sequence[dist.Work], tensor: torch.Tensor, finish: Callable[[], object] | None = None) -> None:
         self.tensor = tensor
         self._works = works
-        self._steps = [] if finish is None else [finish]
+        self._steps: list[Callable[[], object]] = [] if finish is None else [finish]
         self._watched: Future[None] | None = None
 
     def then(self, step: Callable[[], None]) -> Pending:
@@ -69,10 +69,6 @@ class Pending:
         for step in steps:
             step()
         return self.tensor
-
-    def wait_only(self) -> None:
-        """Wait, for those who want another tensor that is complete then as well."""
-        self.wait()
 
     @property
     def is_over(self) -> bool:
