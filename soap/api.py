@@ -129,14 +129,14 @@ class SearchOutcome:
     @property
     def record(self) -> dict[str, Any]:
         """What a strategy file remembers of the search. Nothing of when or where it ran: equal searches write equal files."""
-        result, costs = self.result, self.simulator.costs
+        result = self.result
         return {
             "predicted_ns": result.cost_ns,
             "data_parallel_ns": result.data_parallel_ns,
             "starts": {start.name: {"predicted_ns": start.cost_ns, "fits": start.fits} for start in result.starts},
             "memory_bytes": [use.total for use in self.simulation.memory],
             "bytes_moved": self.simulation.bytes_moved,
-            "costs": {"description": costs.description, "hash": costs.hash},
+            "costs": {"description": self.simulator.costs.description, "hash": self.simulator.costs_hash},
             "search": {
                 "seed": result.seed,
                 "budget": result.budget,

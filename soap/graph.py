@@ -218,6 +218,17 @@ class OperatorGraph:
                 users.setdefault(operand.tensor, []).append((i, k))
         return {name: tuple(places) for name, places in users.items()}
 
+    @cached_property
+    def backward_operators(self) -> frozenset[int]:
+        """Positions of the operators to which a gradient of the loss may flow."""
+        wanted, found = {self.loss}, set()
+        for position in range(len(self.operators) - 1, -1, -1):
+            op = self.operators[position]
+            if any(out.tensor in wanted and self.tensors[out.tensor].requires_grad for out in op.outputs):
+                found.add(position)
+                wanted.update(operand.tensor for operand in op.inputs)
+        return frozenset(found)
+
     def needs_backward(self, op: Operator) -> bool:
         """Whether any output of the operator carries a gradient."""
         return any(self.tensors[out.tensor].requires_grad for out in op.outputs)

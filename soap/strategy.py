@@ -14,8 +14,13 @@ from typing import Literal
 from soap.errors import StrategyError
 from soap.graph import Operator, OperatorGraph
 
-SyncMethod = Literal["allreduce"]
-SYNC_METHODS: tuple[SyncMethod, ...] = ("allreduce",)
+SyncMethod = Literal["allreduce", "parameter_server"]
+SYNC_METHODS: tuple[SyncMethod, ...] = ("allreduce", "parameter_server")
+RUNNABLE_SYNC_METHODS: tuple[SyncMethod, ...] = ("allreduce",)
+"""Those that the runtime has. The others can be simulated, and are not searched."""
+
+MAX_PARTITIONS = 4096
+"""Bound of a parameter server's partitions: above any host's cores, and few enough to simulate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +49,21 @@ class OpConfig:
 
 @dataclass(frozen=True, slots=True)
 class SyncConfig:
-    """How the copies of a parameter's shards agree after the backward pass."""
+    """How the copies of a parameter's shards agree after the backward pass.
+
+    ``allreduce``: gradients are summed over the devices, each of which updates its copy. ``parameter_server``: they are pushed to the
+    host of the shard's first device, whose CPU cores update the parameter, in ``partitions`` parts, and the values are pulled back.
+    """
 
     method: SyncMethod = "allreduce"
+    partitions: int = 1
 
     def __post_init__(self) -> None:
         if self.method not in SYNC_METHODS:
             raise StrategyError(f"synchronization method {self.method!r}: expected one of {', '.join(SYNC_METHODS)}")
+        most = MAX_PARTITIONS if self.method == "parameter_server" else 1
+        if not 1 <= self.partitions <= most:
+            raise StrategyError(f"synchronization by {self.method} in {self.partitions} partitions: expected 1 to {most}")
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: 
     strategy.validate(graph, topology.device_count)
     operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
     synced = ((t.name, strategy.sync(t.name)) for t in graph.parameters)
-    parameters = {name: {"sync": sync.method} for name, sync in synced if sync != SyncConfig()}
+    parameters = {name: _sync_entry(sync) for name, sync in synced if sync != SyncConfig()}
     lines = [
         f'"format": {_text(FORMAT)}',
         f'"version": {VERSION}',
@@ -72,7 +72,7 @@ def loads(text: str, graph: OperatorGraph, topology: Topology) -> tuple[Strategy
     for op in graph.operators:
         configs[op.name] = _config(op, document["operators"][op.name], numbers, room)
         room -= len(configs[op.name].devices)
-    syncs = {name: SyncConfig(entry["sync"]) for name, entry in document.get("parameters", {}).items()}
+    syncs = {name: _sync(name, entry) for name, entry in document.get("parameters", {}).items()}
     strategy = Strategy(configs, syncs)
     strategy.validate(graph, topology.device_count)
     return strategy, document.get("record", {})
@@ -141,6 +141,17 @@ def _operator_entry(op: Operator, config: OpConfig) -> dict[str, Any]:
         **({"replicas": config.replicas} if config.replicas > 1 else {}),
         "devices": compact_devices(config.devices),
     }
+
+
+def _sync_entry(sync: SyncConfig) -> dict[str, Any]:
+    return {"sync": sync.method, **({"partitions": sync.partitions} if sync.partitions > 1 else {})}
+
+
+def _sync(name: str, entry: Mapping[str, Any]) -> SyncConfig:
+    try:
+        return SyncConfig(entry["sync"], int(entry.get("partitions", 1)))
+    except StrategyError as cause:
+        raise StrategyError(f"parameter {short(name)}: {cause}") from None
 
 
 def _text(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from soap.strategy import SYNC_METHODS
+from soap.strategy import MAX_PARTITIONS, SYNC_METHODS
 
 FORMAT = "soap-strategy"
 VERSION = 1
@@ -34,7 +34,8 @@ _OPERATOR = _record(
     },
     optional=("degrees", "replicas"),
 )
-_PARAMETER = _record({"sync": {"enum": list(SYNC_METHODS)}})
+_PARTITIONS: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": MAX_PARTITIONS}
+_PARAMETER = _record({"sync": {"enum": list(SYNC_METHODS)}, "partitions": _PARTITIONS}, optional=("partitions",))
 
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -177,6 +177,13 @@ class Topology:
         """Link numbers from device ``source`` to device ``target``, in order; () if they are the same."""
         return self._router.paths(self.devices[source].name)[self.devices[target].name]
 
+    def route_latency_seconds(self, source: int, target: int) -> float:
+        """The latencies of a route's links, added up in their order; 0 on the same device."""
+        seconds = 0.0
+        for link in self.route(source, target):  # ``sum`` rounds in other ways from Python 3.12 on
+            seconds += self.links[link].latency_seconds
+        return seconds
+
     def distance(self, source: int, target: int) -> int:
         """0 on the same device, 1 on the same host, 2 between hosts."""
         if source == target:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from soap.graph import DimMap, Factor, Operator, OperatorGraph
 from soap.regions import Box
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Device, DeviceType, Host, Link, Topology
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
@@ -128,16 +128,21 @@ def configs(draw: st.DrawFn, op: Operator, device_count: int, *, max_tiles: int 
 
 
 @st.composite
-def strategies_for(draw: st.DrawFn, graph: OperatorGraph, device_count: int, *, max_tiles: int = 8) -> Strategy:
-    """Any legal strategy for this graph."""
-    return Strategy({op.name: draw(configs(op, device_count, max_tiles=max_tiles)) for op in graph.operators})
+def strategies_for(
+    draw: st.DrawFn, graph: OperatorGraph, device_count: int, *, max_tiles: int = 8, servers: bool = False
+) -> Strategy:
+    """Any legal strategy for this graph; with parameter servers for some parameters if ``servers``, which cannot be run."""
+    operators = {op.name: draw(configs(op, device_count, max_tiles=max_tiles)) for op in graph.operators}
+    names = [parameter.name for parameter in graph.parameters] if servers else []
+    counts = {name: draw(st.sampled_from((0, 1, 3))) for name in names}
+    return Strategy(operators, {name: SyncConfig("parameter_server", count) for name, count in counts.items() if count})
 
 
 @st.composite
 def cases(
-    draw: st.DrawFn, *, max_moves: int = 6, max_devices: int = 4, max_tiles: int = 8
+    draw: st.DrawFn, *, max_moves: int = 6, max_devices: int = 4, max_tiles: int = 8, servers: bool = False
 ) -> tuple[OperatorGraph, Topology, Strategy]:
     """A graph, a topology, and a legal strategy for both."""
     graph = draw(graphs(max_moves=max_moves))
     topology = draw(topologies(max_devices=max_devices))
-    return graph, topology, draw(strategies_for(graph, topology.device_count, max_tiles=max_tiles))
+    return graph, topology, draw(strategies_for(graph, topology.device_count, max_tiles=max_tiles, servers=servers))

@@ -114,6 +114,15 @@ def test_hash_is_the_structure() -> None:
     assert replace(graph, operators=renamed).hash != graph.hash
 
 
+def test_gradients_flow_to_what_the_loss_depends_on() -> None:
+    g = GraphBuilder()
+    frozen = g.linear(g.input("x", 4, 6), 6, weight=g.parameter("frozen", 6, 6, frozen=True), bias=False, name="a")
+    x = g.linear(frozen, 6, bias=False, name="b")
+    g.linear(x, 6, bias=False, name="aside")
+    graph = g.build(g.mean(g.elementwise(x, name="c")))
+    assert [graph.operators[position].name for position in sorted(graph.backward_operators)] == ["b", "c", graph.operators[-1].name]
+
+
 @given(graphs())
 @settings(max_examples=40, deadline=None)
 def test_random_graphs_are_consistent(graph: OperatorGraph) -> None:

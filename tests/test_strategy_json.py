@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from soap.errors import StrategyError
 from soap.graph import OperatorGraph
 from soap.strategies import CLASSICAL, data_parallel, random_strategy
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.strategy_json import StrategyHeader, compact_devices, dumps, expand_devices, load_header, loads
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder, mlp
@@ -20,6 +21,7 @@ from tests.strategies import cases, cluster
 
 GRAPH, CLUSTER = mlp(), cluster([2, 2])
 RECORD = {"seed": 1, "budget": 200, "predicted": {"iteration_ns": 12345, "speedup": 1.5}, "note": "größer"}
+SERVED = {"sync": "parameter_server"}
 
 
 def document() -> dict[str, Any]:
@@ -43,7 +45,7 @@ def changed(edit: Callable[[dict[str, Any]], object]) -> str:
     return refused(json.dumps(data))
 
 
-@given(cases(max_moves=4))
+@given(cases(max_moves=4, servers=True))
 @settings(max_examples=40, deadline=None)
 def test_what_is_written_is_read_back(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, strategy = case
@@ -152,6 +154,8 @@ def test_other_versions() -> None:
         (lambda d: d["operators"]["fc0"].update(replicas=0), "at operators/fc0/replicas"),
         (lambda d: d["operators"]["fc0"].pop("kind"), "at operators/fc0: 'kind' is a required property"),
         (lambda d: d.update(parameters={"fc0.weight": {"sync": "gossip"}}), "at parameters/fc0.weight/sync: 'gossip' is not one of"),
+        (lambda d: d.update(parameters={"fc0.weight": {**SERVED, "partitions": 0}}), "at parameters/fc0.weight/partitions: 0 is less"),
+        (lambda d: d.update(parameters={"fc0.weight": {**SERVED, "partitions": 10**9}}), "at parameters/fc0.weight/partitions: 10000"),
         (lambda d: d["cluster"].update(devices="all"), "at cluster/devices: 'all' is not of type 'array'"),
         (lambda d: d.update(record=[]), "at record: [] is not of type 'object'"),
     ],
@@ -223,6 +227,16 @@ def test_impossible_degrees_and_devices() -> None:
     unknown = "operator 'fc0': unknown device {}; expected a number, a run such as '0-3', or one of " + names
     for item in ("gpu7", "3-0", "0-3:0", "-1", "1e3", "٣-٤"):
         assert fc0(devices=[item]) == unknown.format(repr(item))
+
+
+def test_parameter_servers_are_written_and_read() -> None:
+    syncs = {"fc0.weight": SyncConfig("parameter_server", 4), "fc1.weight": SyncConfig("parameter_server")}
+    data = json.loads(dumps(replace(data_parallel(GRAPH, CLUSTER), parameters=syncs), GRAPH, CLUSTER))
+    assert data["parameters"] == {"fc0.weight": {**SERVED, "partitions": 4}, "fc1.weight": SERVED}
+    assert loads(json.dumps(data), GRAPH, CLUSTER)[0].parameters == syncs
+    data["parameters"]["fc0.weight"]["sync"] = "allreduce"
+    expected = "parameter 'fc0.weight': synchronization by allreduce in 4 partitions: expected 1 to 1"
+    assert refused(json.dumps(data)) == expected
 
 
 def test_unknown_parameters_are_refused() -> None:

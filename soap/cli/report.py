@@ -38,7 +38,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation) -
             "shared_cores": shared_cores(topology),
         },
         "same_as": next((name for name, make in CLASSICAL.items() if make(graph, topology) == strategy), None),
-        "costs": {"description": simulator.costs.description, "hash": simulator.costs.hash},
+        "costs": {"description": simulator.costs.description, "hash": simulator.costs_hash},
         "predicted_ns": simulation.makespan_ns,
         "fits": simulation.fits,
         "speedup": baselines[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),

@@ -30,6 +30,7 @@ from soap.cli.tables import aligned, listed, milliseconds, speed_up
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.presets import preset_names
+from soap.runtime.program import check_runnable
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
 from soap.simulator.timeline import chrome_trace, measured_trace, merge_traces
@@ -110,6 +111,8 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
     from soap.cli.training import Job  # from here on torch is needed anyway
 
     trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]
+    for name in trained:
+        check_runnable(predicted[name].plan)
     orders = {name: tuple(execution_order(predicted[name].tasks, predicted[name].schedule)) for name in trained}
     job = Job(
         model=args.model,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from soap import api
-from soap.cli import report
+from soap.cli import iteration, report
 from soap.cli.command import Parser, run_command
 from soap.cli.options import add_cluster, add_model, add_outputs, reading, refuse_overwriting
 from soap.files import check_writable, write_text_atomically
@@ -48,9 +48,13 @@ def execute(args: argparse.Namespace) -> int:
     simulator = api.simulator_for(graph, topology)
     simulation = simulator.run(strategy)
     if args.timeline:
-        write_text_atomically(args.timeline, json.dumps(chrome_trace(simulation.tasks, simulation.schedule)) + "\n")
-    summary = report.document(simulator, strategy, simulation)
-    print(report.dump(summary) if args.json else report.text(summary, args.builtin or Path(args.strategy).name))
+        trace = chrome_trace(simulation.tasks, simulation.schedule, memory=simulation.memory_over_time)
+        write_text_atomically(args.timeline, json.dumps(trace) + "\n")
+    summary = {**report.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
+    if args.json:
+        print(report.dump(summary))
+    else:
+        print(report.text(summary, args.builtin or Path(args.strategy).name) + "\n\n" + iteration.text(summary["iteration"]))
     return 0
 
 

@@ -19,9 +19,9 @@ from math import ceil
 
 from soap.graph import Operand, Operator, OperatorGraph
 from soap.regions import Box, volume
-from soap.simulator.collectives import REDUCE_TRAFFIC, Flow, Ring, exchange_seconds, ring
+from soap.simulator.costs import nanoseconds
 from soap.simulator.tiling import Tile, iteration_points
-from soap.topology import DeviceType, Link, Topology
+from soap.topology import DeviceType, Topology
 
 PEAK_SHARE = 0.75
 """Part of a data sheet's peak rate that operators reach: what PyTorch's own estimator assumes (``torch.utils._runtime_estimation``)."""
@@ -66,13 +66,8 @@ def is_measured(device: DeviceType) -> bool:
     return device.source.startswith(MEASURED)
 
 
-def nanoseconds(seconds: float) -> int:
-    """Whole nanoseconds, rounded up, at least 1."""
-    return max(1, ceil(seconds * 1e9))
-
-
 class RooflineCosts:
-    """A ``CostModel`` from the figures of a topology's device types and links."""
+    """A ``CostModel`` from the figures of a topology's device types."""
 
     def __init__(self, topology: Topology, optimizer_states: int = 2) -> None:
         """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2, momentum 1, plain SGD 0)."""
@@ -80,9 +75,6 @@ class RooflineCosts:
         types = {device.type.name: device.type for device in topology.devices}
         self._types = tuple(types[name] for name in sorted(types))
         self._tiles: dict[TileKey, int] = {}
-        self._links = topology.links
-        self._rings: dict[tuple[int, ...], Ring] = {}
-        self._exchanges: dict[tuple[tuple[Flow, ...], int], int] = {}
 
     @property
     def description(self) -> str:
@@ -99,9 +91,8 @@ class RooflineCosts:
         """16 hex digits over every figure and constant that enters an answer."""
         figures = [[device.identity, is_measured(device)] for device in self._types]
         overheads = [TILE_CALLS, UPDATE_CALLS_PER_STATE, LSTM_CALLS, STEP_CALLS, sorted(STEPWISE_KINDS)]
-        constants = [PEAK_SHARE, REDUCE_TRAFFIC, SAVED_TRAFFIC, sorted(LOOKUP_KINDS), self.optimizer_states, *overheads]
-        links = [[float(x.bandwidth_bytes_per_second), float(x.latency_seconds)] for x in self._links]
-        text = json.dumps(["roofline", 2, constants, figures, links])
+        constants = [PEAK_SHARE, SAVED_TRAFFIC, sorted(LOOKUP_KINDS), self.optimizer_states, *overheads]
+        text = json.dumps(["roofline", 3, constants, figures])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
@@ -117,34 +108,6 @@ class RooflineCosts:
         traffic = (3 + 2 * self.optimizer_states) * parameter_bytes
         calls = 1 + UPDATE_CALLS_PER_STATE * self.optimizer_states
         return nanoseconds(traffic / device.memory_bandwidth_bytes_per_second + calls * device.kernel_seconds)
-
-    def transfer_ns(self, transfer_bytes: int, links: Sequence[Link]) -> int:
-        """Sum of the latencies + bytes / bandwidth of the narrowest link."""
-        latency_seconds = sum(link.latency_seconds for link in links)
-        bottleneck = min((link.bandwidth_bytes_per_second for link in links), default=float("inf"))
-        return nanoseconds(latency_seconds + transfer_bytes / bottleneck)
-
-    def allreduce_ns(self, reduced_bytes: int, topology: Topology, devices: Sequence[int]) -> int:
-        """All-reduce over a ring (``simulator.collectives``)."""
-        if topology.links is not self._links:
-            return nanoseconds(ring(topology, devices).seconds(reduced_bytes))
-        key = tuple(devices)
-        found = self._rings.get(key)
-        if found is None:
-            found = self._rings[key] = ring(topology, devices)
-        return nanoseconds(found.seconds(reduced_bytes))
-
-    def exchange_ns(self, flows: Sequence[Flow], topology: Topology, reduced_bytes: int = 0) -> int:
-        """A direct exchange (``simulator.collectives``)."""
-        if topology.links is not self._links:
-            return nanoseconds(exchange_seconds(topology, flows, reduced_bytes))
-        key = (tuple(flows), reduced_bytes)
-        found = self._exchanges.get(key)
-        if found is None:
-            if len(self._exchanges) >= CACHE_ENTRIES:
-                self._exchanges.clear()
-            found = self._exchanges[key] = nanoseconds(exchange_seconds(topology, flows, reduced_bytes))
-        return found
 
     def _cached(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """The intervals of a tile decide its regions, so they name it; replicas and devices of one type share the answer."""

@@ -123,8 +123,7 @@ class BackwardPass:
     def synchronize(self, bucket: int) -> None:
         """Start summing the gradients of parameter shards over their copies."""
         pending = self.gradients.start(bucket)
-        names = [sync_name(self.plan.shards[shard]) for shard in self.program.buckets[bucket].shards]
-        self.state.watch(names, TaskKind.SYNC, pending)
+        self.state.watch(sync_name(self.plan, self.plan.buckets[bucket]), TaskKind.SYNC, pending)
 
     def _gradient(self, output: Output) -> torch.Tensor | None:
         """What comes from outside for one output of a segment; None stands for zeros."""

@@ -11,17 +11,16 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.graph import Operator, TensorKind
-from soap.regions import lengths, volume, whole
+from soap.regions import lengths
 from soap.runtime.activity import ValueKey
 from soap.runtime.arrivals import Arrivals
+from soap.runtime.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
 from soap.runtime.redistribute import Pending, assemble, cut
-from soap.runtime.shards import Region, ShardStore
+from soap.runtime.shards import ShardStore
 from soap.runtime.state import Output, StepState
 from soap.runtime.units import Outputs, Unit
-from soap.simulator.plan import forward_name, local_pieces, message_name, reduce_name, remote_parts
+from soap.simulator.plan import message_name, reduce_name, remote_parts
 from soap.simulator.tasks import TaskKind
-from soap.simulator.tiling import Tile
 from soap.tracing.model import TileContext, TracedModel
 
 
@@ -32,6 +31,7 @@ class ForwardPass:
         self,
         state: StepState,
         model: TracedModel,
+        prepared: PreparedTiles,
         shards: ShardStore,
         tensors: Mapping[str, torch.Tensor],
         context: TileContext,
@@ -40,51 +40,53 @@ class ForwardPass:
         self.state, self.program, self.plan = state, state.program, state.plan
         self.model, self.shards, self.tensors = model, shards, tensors
         self.context = context
+        self._prepared = prepared
         self._units = units or {}
         self._computed: dict[int, Outputs] = {}
         self.loss = torch.zeros((), dtype=state.dtype_of(state.graph.loss), device=state.comm.device)
+        self._telling: Pending | None = None
         self._numbers: dict[int, torch.Tensor] = {}
         self._segment = -1
         self._attached: dict[int, torch.Tensor] = {}
         self._fetched: dict[int, torch.Tensor] = {}
-        self._regions: dict[tuple[str, Region], torch.Tensor] = {}
+        self._regions: dict[int, torch.Tensor] = {}
         self._partials: dict[tuple[int, int], torch.Tensor] = {}
         self._arrivals = Arrivals(state)
         self._reducing: dict[int, Pending] = {}
-        self._readers = dict(self.program.readers(state.rank))
+        self._readers = prepared.readers.copy()
 
     def run_tile(self, number: int) -> None:
         """Compute a tile."""
-        if self.program.segment_of[number] != self._segment:
-            self._segment = self.program.segment_of[number]
-            self._attached, self._fetched, self._regions = {}, {}, {}
-        tile = self.plan.tiles[number]
-        op = self.plan.operator(tile)
-        outputs = self._outputs(number)
-        self._check_outputs(op, tile, outputs)
-        self._keep_held(number, outputs)
-        self._keep_partial(number, outputs)
-        for k in range(len(op.inputs)):
-            self._leave_fetch(self.program.index.fetch_of.get((number, k)))
+        tile = self._prepared.tiles[number]
+        if tile.segment != self._segment:
+            self._segment = tile.segment
+            self._forget_segment()
+        outputs = self._outputs(tile)
+        if not tile.checked:  # shapes and types are the same in every step
+            _check_outputs(tile, outputs)
+            tile.checked = True
+        if tile.held:
+            self._keep_held(tile, outputs)
+        if tile.summands:
+            self._keep_summands(tile, outputs)
+        for fetch in tile.leaves:
+            self._leave_fetch(fetch)
 
-    def _outputs(self, number: int) -> Outputs:
-        if number in self._units:
-            unit = self._units[number]
-            self._computed.update(zip(unit.tiles, unit.run(self._input, self._parameter), strict=True))
-        if number in self._computed:
-            return self._computed.pop(number)
-        tile = self.plan.tiles[number]
-        op = self.plan.operator(tile)
-        if not tile.size:  # fewer samples than tiles: nothing, or nothing to be added to a sum
-            return [self.state.empty(box, out.tensor).zero_() for out, box in zip(op.outputs, tile.outputs, strict=True)]
-        inputs = [self._input(number, k) for k in range(len(op.inputs))]
-        parameters = [self._parameter(number, k) for k in range(len(op.parameters))]
-        active = number in self.program.activity.tiles
-        if not self.state.is_traced:
-            with torch.set_grad_enabled(active):
-                return list(self.model.run_tile(tile, inputs, parameters, self.context))
-        with self.state.task(forward_name(op, tile), TaskKind.FORWARD), torch.set_grad_enabled(active):
-            return list(self.model.run_tile(tile, inputs, parameters, self.context))
+    def _outputs(self, tile: PreparedTile) -> Outputs:
+        if self._units:
+            if tile.number in self._units:
+                unit = self._units[tile.number]
+                self._computed.update(zip(unit.tiles, unit.run(self._unit_input, self._unit_parameter), strict=True))
+            if tile.number in self._computed:
+                return self._computed.pop(tile.number)
+        if tile.empty:  # fewer samples than tiles: nothing, or nothing to be added to a sum
+            return [torch.zeros(shape, dtype=dtype, device=self.state.comm.device) for shape, dtype in tile.made]
+        inputs = [self._input(source) for source in tile.inputs]
+        parameters = [self._parameter(parameter) for parameter in tile.parameters]
+        if not self.state.is_traced and torch.is_grad_enabled() is tile.active:
+            return self.model.run_tile(tile.tile, inputs, parameters, self.context)
+        with self.state.task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(tile.active):
+            return self.model.run_tile(tile.tile, inputs, parameters, self.context)
 
     def transfer(self, number: int) -> None:
         """Send or receive a message."""
@@ -95,13 +97,13 @@ class ForwardPass:
         parts = remote_parts(self.plan, message.parts)
         values = [cut(self._held(holding), self.plan.holdings[holding].box, box) for _, _, box, holding in parts]
         self.state.sent[number] = self.state.send(values, message.target, number, message_name(self.plan, message))
-        self._leave_holdings(holding for *_, holding in parts)
+        self._leave_holdings({holding for *_, holding in parts})
 
     def exchange(self, number: int) -> None:
         """Take part in an exchange."""
         self._arrivals.exchange(number, self._held)
         parts = remote_parts(self.plan, self.plan.exchanges[number].parts)
-        self._leave_holdings(holding for source, _, _, holding in parts if source == self.state.rank)
+        self._leave_holdings({holding for source, _, _, holding in parts if source == self.state.rank})
 
     def reduce(self, number: int) -> None:
         """Sum this rank's partial results, then those of the group."""
@@ -138,51 +140,44 @@ class ForwardPass:
             reduction = self.plan.holdings[own].reduction
             self.loss = (self._numbers[own] if reduction is None else self._reducing[reduction].wait()).reshape(()).clone()
         if len(self.program.losses) < self.state.comm.world_size:
-            self.state.comm.broadcast(self.loss, self.plan.holdings[holding].device).wait()
+            self._telling = self.state.comm.broadcast(self.loss, self.plan.holdings[holding].device)
+
+    def loss_value(self) -> float:
+        """The loss, once it is here: the later it is asked for, the less anybody waits."""
+        if self._telling is not None:
+            self._telling.wait()
+        return float(self.loss)
 
     def release(self) -> None:
         """Let go of what the last segment has used."""
+        self._forget_segment()
+
+    def _forget_segment(self) -> None:
         self._attached, self._fetched, self._regions = {}, {}, {}
 
-    def _check_outputs(self, op: Operator, tile: Tile, outputs: Outputs) -> None:
-        for operand, box, output in zip(op.outputs, tile.outputs, outputs, strict=True):
-            if output is None:
-                continue
-            expected = (lengths(box), self.state.dtype_of(operand.tensor))
-            if (output.shape, output.dtype) != expected:
-                raise RuntimeFailure(
-                    f"tile {tile.index} of operator {op.name!r} made {operand.tensor!r} as {tuple(output.shape)} {output.dtype}; "
-                    f"expected {expected[0]} {expected[1]}: this is a defect of the operator's rule, please report it"
-                )
-
-    def _keep_held(self, number: int, outputs: Outputs) -> None:
+    def _keep_held(self, tile: PreparedTile, outputs: Outputs) -> None:
         """Put a tile's outputs where their consumers look for them, and note those whose gradients will come from outside."""
-        activity = self.program.activity
-        for output, holding in self.program.index.direct.get(number, ()):
-            tensor, name = outputs[output], self.plan.holdings[holding].tensor
+        for held in tile.held:
+            tensor = outputs[held.output]
             if tensor is None:
                 continue
-            read = ("holding", holding) in self._readers
-            if read:
-                self._attached[holding] = tensor
-            if name in self.program.seeds or name == self.state.graph.loss:  # read when the backward pass is over
-                self._numbers[holding] = tensor.detach()
-            if read and holding in self.program.kept:
-                self.state.leaves["holding", holding] = self._leaf(tensor, name, holding in activity.holdings)
-            seed = self.program.seeds.get(name) if number in activity.seeds else None
-            if seed is not None or holding in self.program.answered:
-                self._note(Output(tensor, holding, None, seed))
+            if held.read:
+                self._attached[held.holding] = tensor
+            if held.late:
+                self._numbers[held.holding] = tensor.detach()
+            if held.kept:
+                self.state.leaves["holding", held.holding] = _leaf(tensor, held.takes_gradient)
+            if held.answered:
+                self._note(Output(tensor, held.holding, None, held.seed))
 
-    def _keep_partial(self, number: int, outputs: Outputs) -> None:
-        activity = self.program.activity
-        for output, tensor in enumerate(outputs):
-            reduction = self.program.index.partial.get((number, output))
-            if reduction is None or tensor is None:
+    def _keep_summands(self, tile: PreparedTile, outputs: Outputs) -> None:
+        for summand in tile.summands:
+            tensor = outputs[summand.output]
+            if tensor is None:
                 continue
-            self._partials[number, output] = tensor.detach()
-            seed = self.program.seeds.get(self.state.reduced_tensor(reduction)) if number in activity.seeds else None
-            if seed is not None or reduction in activity.reductions:
-                self._note(Output(tensor, None, reduction, seed))
+            self._partials[tile.number, summand.output] = tensor.detach()
+            if summand.answered:
+                self._note(Output(tensor, None, summand.reduction, summand.seed))
 
     def _note(self, output: Output) -> None:
         self.state.outputs.setdefault(self._segment, []).append(output)
@@ -194,60 +189,65 @@ class ForwardPass:
             return self._reducing[reduction].wait()
         return self._numbers[holding] if holding in self._numbers else self.state.leaves["holding", holding].detach()
 
-    def _input(self, number: int, place: int) -> torch.Tensor:
-        """An input region of a tile."""
-        name, box = self.plan.operator(self.plan.tiles[number]).inputs[place].tensor, self.plan.tiles[number].inputs[place]
-        tensor = self.state.graph.tensors[name]
-        if tensor.kind is not TensorKind.ACTIVATION:
-            return cut(self.tensors[name], whole(tensor.shape), box)
-        if volume(box) == 0:
-            return self.state.empty(box, name)
-        fetch = self.program.index.fetch_of[number, place]
-        if fetch in self.program.index.carriers:
-            return self._arrived(fetch)
-        pieces = self.plan.fetches[fetch].pieces
-        values = [self._piece(fetch, k) for k in range(len(pieces))]
-        if fetch not in self._fetched:
-            self._fetched[fetch] = assemble(box, [piece.box for piece in pieces], values)
-        return self._fetched[fetch]
+    def _unit_input(self, number: int, place: int) -> torch.Tensor:
+        return self._input(self._prepared.tiles[number].inputs[place])
 
-    def _arrived(self, fetch: int) -> torch.Tensor:
+    def _unit_parameter(self, number: int, place: int) -> torch.Tensor:
+        return self._parameter(self._prepared.tiles[number].parameters[place])
+
+    def _input(self, source: Source) -> torch.Tensor:
+        """An input region of a tile."""
+        fetch = source.fetch
+        if fetch is None:
+            return self.state.empty(source.box, source.tensor) if source.empty else _cut(self.tensors[source.tensor], source.part)
+        if fetch.sole is not None:
+            attached = self._attached.get(fetch.sole)
+            return self._holding_leaf(fetch.sole) if attached is None else attached
+        if fetch.carried:
+            return self._arrived(fetch)
+        if fetch.number not in self._fetched:
+            values = [self._piece(piece) for piece in fetch.pieces]
+            self._fetched[fetch.number] = assemble(fetch.box, [piece.box for piece in fetch.pieces], values)
+        return self._fetched[fetch.number]
+
+    def _arrived(self, fetch: Fetched) -> torch.Tensor:
         """A region of which a part lies elsewhere: a leaf as a whole."""
-        leaves = self.state.leaves
-        key: ValueKey = ("fetch", fetch)
+        leaves, key = self.state.leaves, fetch.key
         if key not in leaves:
-            region = self._arrivals.take(fetch, self._held)
-            leaves[key] = self._leaf(region, self.plan.fetches[fetch].tensor, fetch in self.program.activity.fetches)
-            self._leave_holdings(self._local_holdings(fetch))
+            region = self._arrivals.take(fetch.number, self._held)
+            carries = fetch.number in self.program.activity.fetches and self.state.graph.tensors[fetch.tensor].requires_grad
+            leaves[key] = _leaf(region, carries)
+            self._leave_holdings(fetch.holdings)
         return leaves[key]
 
-    def _piece(self, fetch: int, place: int) -> torch.Tensor:
+    def _piece(self, piece: Piece) -> torch.Tensor:
         """One piece of a fetch: attached if this segment made it, else of a leaf."""
-        piece = self.plan.fetches[fetch].pieces[place]
-        box = self.plan.holdings[piece.holding].box
-        if piece.holding in self._attached:
-            return cut(self._attached[piece.holding], box, piece.box)
+        attached = self._attached.get(piece.holding)
+        return _cut(self._holding_leaf(piece.holding) if attached is None else attached, piece.part)
+
+    def _holding_leaf(self, holding: int) -> torch.Tensor:
+        """The leaf of a holding that another segment has made, or that was summed."""
         leaves = self.state.leaves
-        key: ValueKey = ("holding", piece.holding)
+        key: ValueKey = ("holding", holding)
         if key not in leaves:
-            name = self.plan.fetches[fetch].tensor
-            leaves[key] = self._leaf(self._held(piece.holding), name, piece.holding in self.program.activity.holdings)
-        return cut(leaves[key], box, piece.box)
+            carries = holding in self.program.activity.holdings and self._requires_grad(holding)
+            leaves[key] = _leaf(self._held(holding), carries)
+        return leaves[key]
 
-    def _local_holdings(self, fetch: int) -> set[int]:
-        return {piece.holding for piece in local_pieces(self.plan, self.plan.fetches[fetch])}
+    def _requires_grad(self, holding: int) -> bool:
+        return self.state.graph.tensors[self.plan.holdings[holding].tensor].requires_grad
 
-    def _leave_fetch(self, fetch: int | None) -> None:
+    def _leave_fetch(self, fetch: Fetched) -> None:
         """One of a fetch's consumers has had it."""
-        if fetch is None or not self._is_last(("fetch", fetch)):
+        if not self._is_last(fetch.key):
             return
-        self._fetched.pop(fetch, None)
-        if fetch not in self.program.index.carriers:
-            self._leave_holdings(self._local_holdings(fetch))
+        self._fetched.pop(fetch.number, None)
+        if not fetch.carried:
+            self._leave_holdings(fetch.holdings)
 
     def _leave_holdings(self, holdings: Iterable[int]) -> None:
-        """A reader has had these holdings of this rank, each once."""
-        for holding in set(holdings):
+        """A reader has had these holdings of this rank, each named once."""
+        for holding in holdings:
             if self._is_last(("holding", holding)):
                 self._attached.pop(holding, None)
                 reduction = self.plan.holdings[holding].reduction
@@ -257,19 +257,36 @@ class ForwardPass:
     def _is_last(self, key: ValueKey) -> bool:
         """Count down the readers of a value. After the last one its leaf goes, unless a gradient will be left on it."""
         left = self._readers[key] = self._readers[key] - 1
-        if left == 0 and key in self.state.leaves and not self.state.leaves[key].requires_grad:
+        if left:
+            return False
+        leaf = self.state.leaves.get(key)
+        if leaf is not None and not leaf.requires_grad:
             del self.state.leaves[key]
-        return left == 0
+        return True
 
-    def _parameter(self, number: int, place: int) -> torch.Tensor:
+    def _parameter(self, parameter: Parameter) -> torch.Tensor:
         """A parameter region of a tile, assembled once per segment."""
-        name = self.plan.operator(self.plan.tiles[number]).parameters[place].tensor
-        region = self.shards.region(number, place)
-        key = (name, region)
-        if key not in self._regions:
-            self._regions[key] = self.shards.build(region) if volume(region.box) else self.state.empty(region.box, name)
-        return self._regions[key]
+        if parameter.sole is not None:
+            return self.shards.tensors[parameter.sole]
+        region = self._regions.get(parameter.place)
+        if region is None:
+            build = self.state.empty(parameter.region.box, parameter.tensor) if parameter.empty else self.shards.build(parameter.region)
+            region = self._regions[parameter.place] = build
+        return region
 
-    def _leaf(self, tensor: torch.Tensor, name: str, carries_gradient: bool) -> torch.Tensor:
-        wanted = carries_gradient and self.state.graph.tensors[name].requires_grad and tensor.is_floating_point()
-        return tensor.detach().requires_grad_(wanted)
+
+def _check_outputs(tile: PreparedTile, outputs: Outputs) -> None:
+    for operand, expected, output in zip(tile.operator.outputs, tile.made, outputs, strict=True):
+        if output is not None and (output.shape, output.dtype) != expected:
+            raise RuntimeFailure(
+                f"tile {tile.tile.index} of operator {tile.operator.name!r} made {operand.tensor!r} as {tuple(output.shape)} "
+                f"{output.dtype}; expected {expected[0]} {expected[1]}: this is a defect of the operator's rule, please report it"
+            )
+
+
+def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    return tensor if part is None else tensor[part]
+
+
+def _leaf(tensor: torch.Tensor, takes_gradient: bool) -> torch.Tensor:
+    return tensor.detach().requires_grad_(takes_gradient and tensor.is_floating_point())

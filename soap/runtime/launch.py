@@ -5,19 +5,24 @@ Under ``torchrun`` (several hosts, or a user's own command line) nothing is star
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from queue import SimpleQueue
+from types import FrameType
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -31,6 +36,11 @@ SHUTDOWN_S = 5
 """How long ranks may take to end after one failed or Ctrl-C was pressed; then they are killed."""
 START_S = 120
 """How long ranks may take to find each other."""
+PATIENCE_S = 10
+"""How long a signal waits for the ranks to be started, before it ends the launcher all the same."""
+AGAIN_S = 0.05
+"""After so long it is seen whether they have been."""
+_STARTING = inspect.unwrap(LocalElasticAgent._start_workers).__code__
 AFTERMATH = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timed out")
 """Marks of an error that only says that another rank has ended."""
 
@@ -52,7 +62,7 @@ def launch(processes: int, entry: Callable[..., Result], args: Sequence[Any] = (
     try:
         with (
             _quiet_launcher(),
-            _same_signals_afterwards(),
+            _signals_end_ranks(),
             _environment_for_ranks(threads),
             _interrupts_for_launcher_alone() as interrupted,
             _own_temporary_folder(),
@@ -82,6 +92,7 @@ def _config(processes: int) -> LaunchConfig:
         monitor_interval=0.05,
         start_method="spawn",
         shutdown_timeout=SHUTDOWN_S,
+        signals_to_handle="",  # ours are there
     )
 
 
@@ -152,9 +163,6 @@ def _interrupts_for_launcher_alone() -> Iterator[threading.Event]:
         yield interrupted
         return
 
-    def terminate(number: int, frame: object) -> None:
-        raise SignalException("stopped before the ranks have started", signal.Signals(number))
-
     def take() -> None:
         while not done.is_set():
             if signal.sigtimedwait({signal.SIGINT}, 0.1) is not None:
@@ -163,7 +171,6 @@ def _interrupts_for_launcher_alone() -> Iterator[threading.Event]:
                 return
 
     resource_tracker.ensure_running()  # or it is started with the first rank, and unblocks what is blocked here
-    signal.signal(signal.SIGTERM, terminate)  # until the launcher sets its own
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
@@ -188,18 +195,51 @@ def _own_temporary_folder() -> Iterator[None]:
 
 
 @contextmanager
-def _same_signals_afterwards() -> Iterator[None]:
-    """The launcher replaces signal handlers and does not put them back. Only the main thread has to do with signals."""
+def _signals_end_ranks() -> Iterator[None]:
+    """Signals raise SignalException, upon which torch's launcher ends the ranks, but not while it is starting them.
+
+    A rank whose start is broken off would print where it was; those that the launcher has not heard of yet would stay. So a signal that
+    comes then is sent again a little later, by a thread. Only the main thread has to do with signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
+    later: SimpleQueue[int | None] = SimpleQueue()  # a handler may put something there whatever it has interrupted
+    first_s: float | None = None
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        nonlocal first_s
+        first_s = first_s or time.monotonic()
+        if _starts_ranks(frame) and time.monotonic() - first_s < PATIENCE_S:
+            later.put(number)
+            return
+        raise SignalException("stopped", signal.Signals(number))
+
+    def send_again() -> None:
+        while (number := later.get()) is not None:
+            time.sleep(AGAIN_S)
+            os.kill(os.getpid(), number)
+
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+    thread = threading.Thread(target=send_again, daemon=True)
+    thread.start()
+    before = {number: signal.signal(number, terminate) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        try:
+            later.put(None)
+            thread.join()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _starts_ranks(frame: FrameType | None) -> bool:
+    """Whether torch's launcher is just starting ranks, and has not yet noted them all."""
+    while frame is not None and frame.f_code is not _STARTING:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

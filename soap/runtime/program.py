@@ -17,14 +17,8 @@ from enum import Enum, auto
 
 from soap.errors import RuntimeFailure
 from soap.runtime.activity import Activity, Carrier, PlanIndex, Tail, ValueKey, count_readers, find_activity, no_tail
-from soap.runtime.buckets import Bucket, make_buckets, rescheduled, shards_without_gradient
-from soap.simulator.plan import Part, Plan
-
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are summed in buffers of about this size, so that summing overlaps with the rest of the backward pass. The figure is
-DistributedDataParallel's default."""
-FIRST_BUCKET_BYTES = 2**20
-"""Size of the first buffer: the sooner summing begins, the more of it overlaps. DistributedDataParallel's as well."""
+from soap.simulator.buckets import idle_shards
+from soap.simulator.plan import Bucket, Part, Plan
 
 
 class ActionKind(Enum):
@@ -87,7 +81,6 @@ class Program:
     """Holdings that a tile of another segment or device reads, and the loss: their values outlive their segment."""
     answered: frozenset[int]
     """Holdings to which a gradient comes from another segment or device."""
-    buckets: tuple[Bucket, ...]
     idle_shards: tuple[int, ...]
     """Shards whose gradient is zero."""
     losses: dict[int, int]
@@ -98,6 +91,11 @@ class Program:
     """Reductions that are summed together, as the forward pass ends."""
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What is summed together, by the plan."""
+        return self.plan.buckets
 
     def readers(self, rank: int) -> dict[ValueKey, int]:
         """How often the forward pass of a rank reads each value that it keeps, in the sense of ``count_readers``; the loss once more."""
@@ -112,6 +110,13 @@ class Program:
         return sorted(devices for devices in sets if len(devices) > 1)
 
 
+def check_runnable(plan: Plan) -> None:
+    """Raise RuntimeFailure if the plan asks for what can only be simulated."""
+    if plan.served:
+        name = plan.shards[plan.served[0].shard].parameter
+        raise RuntimeFailure(f"parameter {name!r} has a parameter server, which can only be simulated; expected sync 'allreduce' to run it")
+
+
 def part_of(actions: Iterable[Action], rank: int) -> list[Action]:
     """The actions in which a rank takes part, in order."""
     return [action for action in actions if action.devices is None or rank in action.devices]
@@ -122,16 +127,14 @@ def compile_program(
     order: Sequence[int] | None = None,
     *,
     single_tiles: bool = False,
-    bucket_bytes: int = BUCKET_BYTES,
-    buckets_of: Program | None = None,
     tail: Tail | None = None,
 ) -> Program:
     """The program of a plan. ``order``: all tiles, topologically; the plan's own order if None.
 
-    ``single_tiles`` makes every tile a segment of its own and every shard a bucket of its own, so that each task can be timed.
-    ``buckets_of``: another program with the same shards, whose buckets are taken, so that both can share the buffers of gradients.
+    ``single_tiles`` makes every tile a segment of its own, so that each task can be timed.
     ``tail``: what may run when the backward pass is over; left where it is if nothing has to be summed or sent for it.
     """
+    check_runnable(plan)
     order = tuple(range(len(plan.tiles))) if order is None else tuple(order)
     index = PlanIndex(plan)
     _check_order(plan, index, order)
@@ -145,14 +148,10 @@ def compile_program(
     segments = _cut(plan, index, order, single_tiles, tail.operators)
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     start_of = {tile: segments[i].start for tile, i in segment_of.items()}
-    if buckets_of is None:
-        buckets = make_buckets(plan, activity.tiles, start_of, places, 0 if single_tiles else bucket_bytes, FIRST_BUCKET_BYTES)
-    else:
-        buckets = rescheduled(buckets_of.buckets, plan, activity.tiles, start_of)
     made = [(i, h) for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]
     losses = {held.device: i for i, held in reversed(made)}
     forward, number_sums, closing = _set_apart(plan, tail, _forward(plan, places))
-    backward = _backward(plan, index, activity, segments, start_of, buckets)
+    backward = _backward(plan, index, activity, segments, start_of)
     told = Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before
     return Program(
         plan,
@@ -163,8 +162,7 @@ def compile_program(
         segment_of,
         frozenset(_read_elsewhere(plan, segment_of, None)) | {i for i, held in enumerate(plan.holdings) if held.tensor == plan.graph.loss},
         frozenset(_read_elsewhere(plan, segment_of, activity)),
-        buckets,
-        shards_without_gradient(plan, buckets),
+        idle_shards(plan),
         losses,
         tail.seeds,
         number_sums,
@@ -324,7 +322,6 @@ def _backward(
     activity: Activity,
     segments: Sequence[Segment],
     start_of: dict[int, int],
-    buckets: Sequence[Bucket],
 ) -> Iterator[Action]:
     """Segments by decreasing start; behind each the gradients that it completes: sent back, summed over a group, synchronized."""
     entries: list[tuple[tuple[int, int, int], Action]] = []
@@ -349,10 +346,17 @@ def _backward(
         starts = [complete[fetch] for fetch in fetches]
         starts += [returned[key] for holding in holdings for key in index.carriers_from.get(holding, ()) if key in returned]
         entries.append(((-min(starts), 3, number), Action(ActionKind.REDUCE_GRADIENT, number, devices)))
-    for number, bucket in enumerate(buckets):
+    for number, bucket in enumerate(plan.buckets):
         if len(bucket.devices) > 1:
-            entries.append(((-bucket.start, 4, number), Action(ActionKind.SYNC, number, bucket.devices)))
+            place = (-_bucket_start(plan, bucket, activity, start_of), 4, number)
+            entries.append((place, Action(ActionKind.SYNC, number, bucket.devices)))
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
+
+
+def _bucket_start(plan: Plan, bucket: Bucket, activity: Activity, start_of: Mapping[int, int]) -> int:
+    """Start of the segment with whose backward pass a bucket is complete; 0 if nothing flows to it: zeros are summed at the end."""
+    uses = (tile for shard in bucket.shards for tile, _ in plan.shards[shard].uses)
+    return min((start_of[tile] for tile in uses if tile in activity.tiles), default=0)
 
 
 def _returned(index: PlanIndex, complete: Mapping[int, int]) -> dict[Carrier, int]:

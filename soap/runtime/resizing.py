@@ -29,10 +29,10 @@ def resized_program(program: Program, graph: OperatorGraph, topology: Topology) 
     plan = resized_plan(program.plan, graph, topology)
     if len(plan.tiles) == len(program.order):
         try:
-            return compile_program(plan, program.order, buckets_of=program)
+            return compile_program(plan, program.order)
         except RuntimeFailure:
             pass  # other intervals may depend on each other in other ways: then the graph's order
-    return compile_program(plan, buckets_of=program)
+    return compile_program(plan)
 
 
 def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
@@ -43,7 +43,7 @@ def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
         old, config = before[_namesake(op, plan.graph.operators)]
         configs[op.name] = _carried_over(old, config, op)
     built = PlanBuilder(graph, topology).build(Strategy(configs), empty_tiles=True)
-    return replace(built, shards=_with_uses(plan.shards, built))
+    return replace(built, shards=_with_uses(plan.shards, built), buckets=plan.buckets)
 
 
 def config_of(plan: Plan, position: int) -> OpConfig:

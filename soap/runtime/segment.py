@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from soap.runtime.backward import BackwardPass
 from soap.runtime.forward import ForwardPass
-from soap.runtime.program import ActionKind, Program, part_of
+from soap.runtime.prepared import PreparedTiles
+from soap.runtime.program import Action, ActionKind, Program, part_of
 from soap.runtime.redistribute import Communicator
 from soap.runtime.shards import ShardStore
 from soap.runtime.state import StepState
@@ -39,37 +40,40 @@ class StepRunner:
         self.dtype_of, self.recorder = dtype_of, recorder
         self.gradients = gradients or GradientSync(program, shards.tensors, comm)
         self._units = units_of(program, model, comm.rank) if compiled else {}
+        self._prepared = PreparedTiles(program, shards, comm.rank, dtype_of)
         self._schedule = SyncSchedule(program, comm.rank, early=recorder is None)
-        self._forward, self._backward = part_of(program.forward, comm.rank), part_of(program.backward, comm.rank)
-        self._without_sync = [action for action in self._backward if action.kind is not ActionKind.SYNC]
+        self._forward, self._backward = _calls(program.forward, comm.rank), _calls(program.backward, comm.rank)
+        self._without_sync = [call for call in self._backward if call[0] != ActionKind.SYNC.name]
 
     def run(
         self,
         tensors: Mapping[str, torch.Tensor],
         context: TileContext,
         part: MicroBatch = WHOLE_STEP,
-        carried: Mapping[int, torch.Tensor] | None = None,
-    ) -> float:
-        """Forward and backward on full ``tensors`` (inputs and constants by name). Returns the loss.
-
-        ``carried``: what another runner's ``gradients`` hold of the step's earlier micro-batches.
-        """
+    ) -> Callable[[], float]:
+        """Forward and backward on full ``tensors`` (inputs and constants by name). Returns what gives the loss, when it is
+        wanted: the parameters can be updated meanwhile."""
         state = StepState(self.program, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
-        forward = ForwardPass(state, self.model, self.shards, tensors, context, self._units)
+        forward = ForwardPass(state, self.model, self._prepared, self.shards, tensors, context, self._units)
         backward = BackwardPass(state, self.gradients)
         handlers = _handlers(forward, backward)
-        with self.gradients.step(self._schedule, part, carried):
-            for action in self._forward:
-                handlers[action.kind](action.subject)
+        with self.gradients.step(self._schedule, part):
+            for kind, subject in self._forward:
+                handlers[kind](subject)
             forward.release()
-            for action in self._backward if part.last else self._without_sync:
-                handlers[action.kind](action.subject)
+            for kind, subject in self._backward if part.last else self._without_sync:
+                handlers[kind](subject)
         self.comm.finish_sends()
-        return float(forward.loss)
+        return forward.loss_value
 
 
-def _handlers(forward: ForwardPass, backward: BackwardPass) -> dict[ActionKind, Callable[[int], None]]:
-    return {
+def _calls(actions: Sequence[Action], rank: int) -> list[tuple[str, int]]:
+    """The rank's actions by the names of their kinds: enum members are slow keys."""
+    return [(action.kind.name, action.subject) for action in part_of(actions, rank)]
+
+
+def _handlers(forward: ForwardPass, backward: BackwardPass) -> dict[str, Callable[[int], None]]:
+    handlers = {
         ActionKind.TILE: forward.run_tile,
         ActionKind.TRANSFER: forward.transfer,
         ActionKind.EXCHANGE: forward.exchange,
@@ -82,3 +86,4 @@ def _handlers(forward: ForwardPass, backward: BackwardPass) -> dict[ActionKind, 
         ActionKind.REDUCE_GRADIENT: backward.reduce_gradient,
         ActionKind.SYNC: backward.synchronize,
     }
+    return {kind.name: handler for kind, handler in handlers.items()}

@@ -51,9 +51,10 @@ class SizedProgram:
         return {**self.constants, **{n: self.trainer.place(t) for n, t in zip(self.model.input_names, inputs, strict=True)}}
 
     def traced(self, recorder: Recorder) -> StepRunner:
-        """A runner that times every task; its gradients are its own."""
+        """A runner that times every task."""
         program = compile_program(self.program.plan, self.program.order, single_tiles=True)
-        return StepRunner(program, self.model, self.runner.comm, self.runner.shards, self.runner.dtype_of, recorder)
+        runner = self.runner
+        return StepRunner(program, self.model, runner.comm, runner.shards, runner.dtype_of, recorder, runner.gradients)
 
 
 class BatchSizes:

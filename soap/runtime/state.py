@@ -74,7 +74,7 @@ class StepState:
         """Start sending tensors as one message, under the name of a task."""
         pending = self.comm.send(pack(tensors), target, tag)
         self.comm.traffic.sent_bytes += _bytes(tensors)
-        self.watch([name], TaskKind.TRANSFER, pending)
+        self.watch(name, TaskKind.TRANSFER, pending)
         return pending
 
     def receive(self, places: Sequence[torch.Tensor], source: int, tag: int, name: str) -> Pending:
@@ -82,7 +82,7 @@ class StepState:
         buffer, finish = land(places)
         pending = self.comm.receive(buffer, source, tag)
         self.comm.traffic.received_bytes += _bytes(places)
-        self.watch([name], TaskKind.TRANSFER, pending)
+        self.watch(name, TaskKind.TRANSFER, pending)
         return pending if finish is None else pending.then(finish)
 
     def exchange(
@@ -103,7 +103,7 @@ class StepState:
         pending = self.comm.all_to_all(parcels, buffer, sizes, devices)
         others = [i for i, device in enumerate(devices) if device != self.rank]
         self._count_exchange(_bytes([t for i in others for t in parcels[i]]), _bytes([t for i in others for t in places[i]]))
-        self.watch([name], TaskKind.EXCHANGE, pending)
+        self.watch(name, TaskKind.EXCHANGE, pending)
         return pending if finish is None else pending.then(finish)
 
     def tell(self, tensor: torch.Tensor, targets: int, devices: tuple[int, ...], name: str) -> None:
@@ -111,14 +111,14 @@ class StepState:
         pending = self.comm.broadcast(pack([tensor]), self.rank, devices)
         self.comm.keep(pending)
         self._count_exchange(targets * tensor.nbytes, 0)
-        self.watch([name], TaskKind.EXCHANGE, pending)
+        self.watch(name, TaskKind.EXCHANGE, pending)
 
     def hear(self, place: torch.Tensor, source: int, devices: tuple[int, ...], name: str) -> Pending:
         """Start receiving a broadcast into its place."""
         buffer, finish = land([place])
         pending = self.comm.broadcast(buffer, source, devices)
         self._count_exchange(0, place.nbytes)
-        self.watch([name], TaskKind.EXCHANGE, pending)
+        self.watch(name, TaskKind.EXCHANGE, pending)
         return pending if finish is None else pending.then(finish)
 
     def sum_at(self, tensor: torch.Tensor, target: int, devices: tuple[int, ...], name: str) -> Pending:
@@ -126,7 +126,7 @@ class StepState:
         pending = self.comm.reduce(tensor, target, devices)
         at_target = self.rank == target
         self._count_exchange(0 if at_target else tensor.nbytes, (len(devices) - 1) * tensor.nbytes if at_target else 0)
-        self.watch([name], TaskKind.EXCHANGE, pending)
+        self.watch(name, TaskKind.EXCHANGE, pending)
         return pending
 
     def _count_exchange(self, sent_bytes: int, received_bytes: int) -> None:
@@ -140,7 +140,7 @@ class StepState:
         pending = self.comm.all_reduce(tensor, devices)
         if len(devices) > 1:
             self.comm.traffic.reduced_bytes += tensor.nbytes
-            self.watch([name], TaskKind.REDUCE, pending)
+            self.watch(name, TaskKind.REDUCE, pending)
         return pending
 
     def scatter_sum(self, tensor: torch.Tensor, reduction: Reduction, name: str) -> Pending:
@@ -148,7 +148,7 @@ class StepState:
         parts = [cut(tensor, reduction.box, cell) for cell in reduction.cells]
         pending = self.comm.reduce_scatter(parts, reduction.devices)
         self._count_scatter(tensor)
-        self.watch([name], TaskKind.REDUCE, pending)
+        self.watch(name, TaskKind.REDUCE, pending)
         return pending
 
     def gather_cells(self, own: torch.Tensor, whole: torch.Tensor, reduction: Reduction, name: str) -> Pending:
@@ -157,7 +157,7 @@ class StepState:
         buffer, finish = land([place for place in places if place.numel()])
         pending = self.comm.all_to_all([[own]] * len(places), buffer, [place.numel() for place in places], reduction.devices)
         self._count_scatter(whole)
-        self.watch([name], TaskKind.REDUCE, pending)
+        self.watch(name, TaskKind.REDUCE, pending)
         pending.tensor = whole
         return pending if finish is None else pending.then(finish)
 
@@ -174,10 +174,10 @@ class StepState:
         """Times what is computed inside, if this step is traced."""
         return nullcontext() if self._recorder is None else self._recorder.task(name, kind)
 
-    def watch(self, names: Sequence[str], kind: TaskKind, pending: Pending) -> None:
+    def watch(self, name: str, kind: TaskKind, pending: Pending) -> None:
         """Times a communication, if this step is traced."""
         if self._recorder is not None:
-            self._recorder.watch(names, kind, pending)
+            self._recorder.watch(name, kind, pending)
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -1,16 +1,17 @@
 """Synchronization of gradients by all-reduce: buffers per bucket, summed while the backward pass goes on.
 
 Gradients of shards that several devices keep live in views of the buffers for the whole training. Autograd leaves what a segment
-contributes on the shards, whence a hook brings it here as soon as it is there. A sum over the devices starts when its last gradient has
-come, at the latest when the program says that the bucket is complete; sums start in the order of the program, which all ranks share.
+contributes on the shards, whence a hook brings it here as soon as it is there, while it is in the processor's cache. A sum over the devices
+starts when its last gradient has come, at the latest when the program says that the bucket is complete; sums start in the order of the
+program, which all ranks share. What a single device keeps stays where autograd adds it up.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 
 import torch
@@ -44,18 +45,22 @@ WHOLE_STEP = MicroBatch()
 
 
 class SyncSchedule:
-    """When a rank's gradients are complete, by one program. ``contributions``: shard -> number of segments whose backward pass may give it
-    a gradient. ``follow``: segment -> the buckets that are summed right behind it; ``early`` False leaves every sum to its own action."""
+    """When a rank's gradients are complete, by one program. ``contributions``: bucket that is summed -> how often a segment's backward pass
+    may give one of its shards a gradient. ``follow``: segment -> the buckets that are summed right behind it; ``early`` False leaves every
+    sum to its own action."""
 
     def __init__(self, program: Program, rank: int, early: bool = True) -> None:
-        self.contributions = _contributions(program, rank)
+        of_shard = _contributions(program, rank)
+        shared = {number: bucket for number, bucket in enumerate(program.buckets) if len(bucket.devices) > 1}
+        self.contributions = {number: sum(of_shard[i] for i in bucket.shards) for number, bucket in shared.items()}
         self.follow = _buckets_behind(part_of(program.backward, rank)) if early else {}
 
 
 class GradientSync:
     """The gradients of a rank's shards. ``gradients``: shard -> its gradient, valid after ``step``.
 
-    Inside ``step``, backward passes through ``tensors`` give their gradients to this object.
+    Inside ``step``, backward passes through ``tensors`` give their gradients to this object; there is one of it for the tensors. It serves
+    all programs whose plans have the same shards and buckets.
     """
 
     def __init__(self, program: Program, tensors: Mapping[int, torch.Tensor], comm: Communicator) -> None:
@@ -65,18 +70,20 @@ class GradientSync:
         self._tensors = tensors
         self._buffers: dict[int, torch.Tensor] = {}
         self._places: dict[int, torch.Tensor] = {}
-        self._bucket_of: dict[int, int] = {}
+        self._alone: list[int] = []
         self._fresh: set[int] = set()
         self._missing: dict[int, int] = {}
         self._pending: dict[int, Pending] = {}
         self._startable: list[int] = []
         self._follow: Mapping[int, Sequence[int]] = {}
+        self._bucket_of: dict[int, int] = {}
         for number, bucket in enumerate(program.buckets):
             if comm.rank not in bucket.devices:
                 continue
-            self._bucket_of.update(dict.fromkeys(bucket.shards, number))
             if len(bucket.devices) == 1:  # nothing is summed: autograd's own tensors will do
+                self._alone.extend(bucket.shards)
                 continue
+            self._bucket_of.update(dict.fromkeys(bucket.shards, number))
             shards = [tensors[i] for i in bucket.shards]
             buffer = torch.zeros(sum(shard.numel() for shard in shards), dtype=shards[0].dtype, device=shards[0].device)
             self._buffers[number] = buffer
@@ -88,39 +95,39 @@ class GradientSync:
         for i in program.idle_shards:
             if i in tensors:
                 self.gradients[i] = torch.zeros_like(tensors[i], requires_grad=False)
+        self._open = False
+        for i in self._places:
+            self._hook(i)
 
     @contextmanager
-    def step(
-        self, schedule: SyncSchedule, part: MicroBatch = WHOLE_STEP, carried: Mapping[int, torch.Tensor] | None = None
-    ) -> Iterator[None]:
-        """One forward and backward pass. What an earlier step has left is forgotten; behind the last micro-batch gradients are complete.
-
-        ``carried``: what another one of the same shards holds of earlier micro-batches.
-        """
+    def step(self, schedule: SyncSchedule, part: MicroBatch = WHOLE_STEP) -> Iterator[None]:
+        """One forward and backward pass. What an earlier step has left is forgotten; behind the last micro-batch gradients are complete."""
         if part.first:
-            self._fresh = set(self._bucket_of)
-            for shard in self._bucket_of.keys() - self._places.keys():
-                self.gradients.pop(shard, None)
-        elif carried is not None and carried is not self.gradients:
-            self._fresh = set()
-            for shard, gradient in carried.items():
-                self._put(shard, gradient.clone())
+            self._forget()
         self._follow = schedule.follow if part.last else {}
-        self._missing = {bucket: sum(schedule.contributions[i] for i in self.program.buckets[bucket].shards) for bucket in self._buffers}
-        hooks = []
-        for i in self._bucket_of:
-            self._tensors[i].grad = None
-            hooks.append(self._tensors[i].register_post_accumulate_grad_hook(partial(self._take, i)))  # type: ignore[no-untyped-call]
+        self._missing = schedule.contributions.copy()
+        self._open = True
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            self._open = False
         for pending in self._pending.values():
             pending.wait()
         self._pending.clear()
         for shard in tuple(self._fresh):
             self._fill(shard)
+        for shard in self._alone:
+            gradient = self._tensors[shard].grad
+            self.gradients[shard] = torch.zeros_like(self._tensors[shard], requires_grad=False) if gradient is None else gradient
+
+    def _forget(self) -> None:
+        """Begin with nothing. The optimizer's update has read ``.grad``, and has left it there."""
+        self._fresh = set(self._places)
+        for shard in self._places:
+            self._tensors[shard].grad = None
+        for shard in self._alone:
+            self._tensors[shard].grad = None
+            self.gradients.pop(shard, None)
 
     @contextmanager
     def segment(self, number: int) -> Iterator[None]:
@@ -139,32 +146,34 @@ class GradientSync:
             self._pending[bucket] = self.comm.all_reduce(buffer, self.program.buckets[bucket].devices)
         return self._pending[bucket]
 
-    def _take(self, shard: int, tensor: torch.Tensor) -> None:
-        """One segment's contribution is there."""
-        assert tensor.grad is not None
-        if shard in self._fresh:
-            self._fresh.discard(shard)
-            self._put(shard, tensor.grad)
-        else:
-            self.gradients[shard].add_(tensor.grad)
-        tensor.grad = None
-        bucket = self._bucket_of[shard]
-        if bucket in self._missing:
-            self._missing[bucket] -= 1
-        while self._startable and self._missing[self._startable[0]] == 0:
-            self.start(self._startable.pop(0))
+    def _hook(self, shard: int) -> None:
+        """Have autograd's contributions to a shard brought to its place, one segment's after the other's."""
+        reference, bucket = weakref.ref(self), self._bucket_of[shard]  # a tensor's hooks live as long as it does
 
-    def _put(self, shard: int, gradient: torch.Tensor) -> None:
-        if shard in self._places:
-            self._places[shard].copy_(gradient)
-        else:
-            self.gradients[shard] = gradient
+        def take(tensor: torch.Tensor) -> None:
+            own = reference()
+            if own is None or not own._open:
+                return
+            gradient = tensor.grad
+            assert gradient is not None
+            tensor.grad = None
+            if shard in own._fresh:
+                own._fresh.discard(shard)
+                own._places[shard].copy_(gradient)
+            else:
+                own._places[shard].add_(gradient)
+            missing = own._missing
+            missing[bucket] -= 1
+            while own._startable and missing[own._startable[0]] == 0:
+                own.start(own._startable.pop(0))
+
+        self._tensors[shard].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def _fill(self, shard: int) -> None:
         """A shard to which nothing flowed on this rank contributes zeros."""
         if shard in self._fresh:
             self._fresh.discard(shard)
-            self._put(shard, torch.zeros_like(self._tensors[shard], requires_grad=False))
+            self._places[shard].zero_()
 
 
 def _contributions(program: Program, rank: int) -> dict[int, int]:

@@ -54,7 +54,7 @@ class Recorder:
         self._synchronize()
         self.events.append(Event(self.comm.rank, name, kind, start, self._now()))
 
-    def watch(self, names: Sequence[str], kind: TaskKind, pending: Pending) -> None:
+    def watch(self, name: str, kind: TaskKind, pending: Pending) -> None:
         """Time a communication without waiting for it here."""
         start = self._now()
 
@@ -63,7 +63,7 @@ class Recorder:
                 wait()
                 self._synchronize()
                 end = self._now()
-                self.events.extend(Event(self.comm.rank, name, kind, start, end) for name in names)
+                self.events.append(Event(self.comm.rank, name, kind, start, end))
 
             self._watching.append(self._threads.submit(watched))
             return self._watching[-1]

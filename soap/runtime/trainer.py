@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -106,7 +107,6 @@ class Trainer:
         self.steps = 0
         self._batch_compared = False
         self.sizes = BatchSizes(self, topology or local_topology(plan.device_count))
-        self._gradients = self.sizes.gradients
         self.optimizer_factory = optimizer
         trainable = [self.shards.tensors[i] for i in self.shards.tensors if plan.shards[i].trainable]
         self.optimizer = optimizer(trainable) if trainable else None
@@ -122,7 +122,7 @@ class Trainer:
     def trace(self, *inputs: torch.Tensor) -> list[Event]:
         """One training iteration in which every task (of the last micro-batch) is timed on its own; the events of all ranks, on all ranks.
 
-        Slower than ``step``: nothing is joined into segments and buckets.
+        Slower than ``step``: no tiles are joined into segments.
         """
         recorder = Recorder(self.comm)
         self._iterate(inputs, recorder)
@@ -143,23 +143,21 @@ class Trainer:
                 runner = sized.traced(recorder)
                 recorder.align()
             context = TileContext(self.seed, self.steps * self.accumulate + number, self.buffers, unread=sized.unread)
-            losses.append(runner.run(sized.tensors(part), context, MicroBatch(number, len(parts)), carried=self.sizes.gradients.gradients))
+            losses.append(runner.run(sized.tensors(part), context, MicroBatch(number, len(parts))))
             sized.model.end_step(context)
-            self._gradients = runner.gradients
         self._update(recorder)
         self.steps += 1
-        return sum(losses) / len(losses)
+        return sum(loss() for loss in losses) / len(losses)
 
     def _update(self, recorder: Recorder | None) -> None:
-        gradients = self._gradients.gradients
+        gradients = self.sizes.gradients.gradients
         if self.clip_norm is not None:
             self.gradient_norm = clip(self.comm, self.plan, gradients, self.clip_norm)
-        if recorder is not None:
-            self._update_one_by_one(gradients, recorder)
-            return
-        self._set_gradients(gradients)
+        for number, tensor in self.shards.tensors.items():
+            tensor.grad = gradients.get(number)
         if self.optimizer is not None:
-            self.optimizer.step()
+            with recorder.task(update_name(self.rank), TaskKind.UPDATE) if recorder is not None and gradients else nullcontext():
+                self.optimizer.step()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of the last step by canonical name, on rank 0 (empty elsewhere). Parameters without gradient are left out."""
@@ -167,7 +165,7 @@ class Trainer:
         full: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self.plan.shards[shard].parameter for shard in wanted):
             full[name] = torch.zeros(self.plan.graph.tensors[name].shape, dtype=self._dtype_of(name), device=self._home(name))
-        gather_regions(self.comm, self.plan, self._gradients.gradients, wanted, full)
+        gather_regions(self.comm, self.plan, self.sizes.gradients.gradients, wanted, full)
         return full if self.rank == 0 else {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -251,18 +249,6 @@ class Trainer:
                     SoapWarning,
                     stacklevel=3,
                 )
-
-    def _set_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        for number, tensor in self.shards.tensors.items():
-            tensor.grad = gradients.get(number)
-
-    def _update_one_by_one(self, gradients: Mapping[int, torch.Tensor], recorder: Recorder) -> None:
-        """Optimizers leave alone what has no gradient, so that each shard can be updated, and timed, by itself."""
-        for number, gradient in gradients.items():
-            self._set_gradients({number: gradient})
-            if self.optimizer is not None:
-                with recorder.task(update_name(self.plan.shards[number], self.rank), TaskKind.UPDATE):
-                    self.optimizer.step()
 
     def _gather_buffers(self) -> dict[str, torch.Tensor]:
         """Each element from the rank that has updated it: tiles change their own region of their rank's copy only."""

@@ -21,7 +21,7 @@ from soap.runtime.redistribute import cut
 from soap.simulator.plan import Plan
 from soap.tracing.model import TileContext, TracedModel
 
-Outputs = list[torch.Tensor | None]
+Outputs = Sequence[torch.Tensor | None]
 """A tile's outputs; None for those that only other tiles of the unit read."""
 Given = Callable[[int, int], torch.Tensor]
 """An operand of a tile, by its place, from outside the unit."""

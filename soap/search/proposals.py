@@ -18,7 +18,7 @@ operator is drawn uniformly from ``Space.movable``, which does not depend on the
 - ``group``: an operator is drawn; all operators of its repeated-layer group that have the same configuration (the set M) get
   another structured configuration, uniformly. No effect if a member outside of M has that configuration already, as the way
   back would then move it too. Otherwise any member of M, in either direction, draws exactly this move: symmetric.
-- ``sync``: one parameter, another synchronization method, uniformly: symmetric. Weight 0 as long as there is only one method.
+- ``sync``: one parameter, another synchronization method, uniformly: symmetric. Weight 0 as long as only one can be run.
 
 A current state outside of the space (weight 0) is never proposed, so it is transient and the target does not constrain the way
 out: from there ``log_ratio`` is 0.
@@ -33,7 +33,7 @@ from math import exp, inf, log
 
 from soap.search.alignment import aligned_configs
 from soap.search.space import Space, grid_of, is_structured, make_config, placements
-from soap.strategy import SYNC_METHODS, OpConfig, Strategy, SyncConfig
+from soap.strategy import RUNNABLE_SYNC_METHODS, OpConfig, Strategy, SyncConfig
 
 INFORMED_SHARE = 0.5
 """Part of the informed move's draws that come from the candidates."""
@@ -127,9 +127,9 @@ def group(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | No
 
 
 def sync(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
-    """Another synchronization method of one parameter."""
+    """Another synchronization method of one parameter, of those that can be run."""
     parameter = rng.choice(space.graph.parameters)
-    others = [m for m in SYNC_METHODS if m != strategy.sync(parameter.name).method]
+    others = [m for m in RUNNABLE_SYNC_METHODS if m != strategy.sync(parameter.name).method]
     if not others:
         return None
     changed = strategy.with_parameter(parameter.name, SyncConfig(rng.choice(others)))
@@ -148,7 +148,7 @@ def move_weights(space: Space) -> dict[str, float]:
         "split": 1.0 if split_possible else 0.0,
         "informed": 3.0,
         "group": 3.0 if space.groups else 0.0,
-        "sync": 1.0 if len(SYNC_METHODS) > 1 and space.graph.parameters else 0.0,
+        "sync": 1.0 if len(RUNNABLE_SYNC_METHODS) > 1 and space.graph.parameters else 0.0,
     }
 
 

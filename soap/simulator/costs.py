@@ -1,18 +1,25 @@
-"""The costs seam: what the simulator asks of a cost model. All answers are whole nanoseconds of at least 1."""
+"""The costs seam: what the simulator asks of a cost model. All answers are whole nanoseconds of at least 1.
+
+What communication costs follows from the topology alone (``communication``) and is no cost model's business.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from math import ceil
 from typing import Protocol
 
 from soap.graph import OperatorGraph
-from soap.simulator.collectives import Flow
 from soap.simulator.tiling import Tile
-from soap.topology import DeviceType, Link, Topology
+from soap.topology import DeviceType
+
+
+def nanoseconds(seconds: float) -> int:
+    """Whole nanoseconds, rounded up, at least 1: max(1, ceil(seconds * 1e9))."""
+    return max(1, ceil(seconds * 1e9))
 
 
 class CostModel(Protocol):
-    """Durations of tasks. Must be deterministic: equal questions get equal answers."""
+    """Durations of computations. Must be deterministic: equal questions get equal answers."""
 
     @property
     def description(self) -> str:
@@ -30,12 +37,3 @@ class CostModel(Protocol):
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update of a shard."""
-
-    def transfer_ns(self, transfer_bytes: int, links: Sequence[Link]) -> int:
-        """One message over a route: latency + bytes / bottleneck bandwidth."""
-
-    def allreduce_ns(self, reduced_bytes: int, topology: Topology, devices: Sequence[int]) -> int:
-        """All-reduce of a buffer over two or more devices."""
-
-    def exchange_ns(self, flows: Sequence[Flow], topology: Topology, reduced_bytes: int = 0) -> int:
-        """Flows between devices that run at once as one collective; every target then adds up at most ``reduced_bytes``."""

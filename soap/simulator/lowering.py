@@ -1,23 +1,26 @@
-"""From a plan to timed tasks: what each tile, message, exchange, reduction and shard costs, on which devices and links, after what.
+"""From a plan to timed tasks: what each tile, message, exchange, reduction, bucket and update takes, where, and after what.
 
-``lower`` walks the operators forward, then backward, then the shards. Task ids are (phase, position, stage, a, b, c), made only
-of places in the operator or parameter that a task belongs to, so that editing another operator leaves them alone; they
+``lower`` walks the operators forward, then backward, then the buckets, then the devices. Task ids are (phase, position, stage, a, b, c),
+made only of places in the operator, parameter or device that a task belongs to, so that editing another operator leaves them alone; they
 order tasks of equal ready time as the iteration does: forward operators first to last, backward last to first, synchronization, update.
 
 Order in the runtime. ``reference.execution_order`` gives one total order of all tiles, which every rank follows for its own part of it.
 Forward: before a tile its fetches that are not there yet, and after the last tile of a group its reduction; a message leaves as soon as
 its pieces are there, an exchange takes place as soon as all of its pieces are. Backward: the tiles in reverse; before the first tile of a
 group (in that reverse order) the reduction of its gradient; after the last consumer of what a message or exchange has brought (in that
-reverse order) the gradients travel back; after the last of a shard's uses it is synchronized.
+reverse order) the gradients travel back; after the last use of its shards a bucket is summed. The optimizer runs once, at the end.
 The simulator, where a device takes what is ready first, may swap backward tiles that do not depend on each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from soap.regions import Box
-from soap.simulator.collectives import Flow, flow_links, ring_bytes, ring_links
+from soap.simulator.allreduce import allreduce_bytes
+from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
+from soap.simulator.collectives import Flow, flow_links
+from soap.simulator.communication import Communication
 from soap.simulator.costs import CostModel
 from soap.simulator.flows import Round, box_bytes, exchange_rounds, reduced_tensor, scatter_rounds
 from soap.simulator.places import PlanPlaces
@@ -29,20 +32,23 @@ from soap.simulator.plan import (
     Pattern,
     Plan,
     Reduction,
-    Shard,
     backward_name,
     exchange_name,
     forward_name,
     message_name,
+    pull_name,
+    push_name,
     reduce_name,
     remote_parts,
+    serve_name,
     sync_name,
     update_name,
 )
 from soap.simulator.planning import PlanBuilder, build_plan
+from soap.simulator.servers import Partition, core_type, partitions, serve_ns
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
 from soap.simulator.tiling import Tile
-from soap.topology import Link, Topology
+from soap.topology import Topology
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
 
@@ -50,9 +56,9 @@ FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 """Phases, the first part of a task's id."""
 
 
-def lower(plan: Plan, topology: Topology, costs: CostModel) -> TaskGraph:
-    """The timed tasks of one training iteration, predecessors first."""
-    lowering = _Lowering(plan, topology, costs)
+def lower(plan: Plan, topology: Topology, costs: CostModel, communication: Communication | None = None) -> TaskGraph:
+    """The timed tasks of one training iteration, predecessors first. ``communication``: of this topology, to keep its answers."""
+    lowering = _Lowering(plan, costs, communication or Communication(topology))
     lowering.forward()
     lowering.backward()
     lowering.synchronize()
@@ -67,10 +73,11 @@ class _Lowering:
     part of its gradient; empty if nobody sends one.
     """
 
-    def __init__(self, plan: Plan, topology: Topology, costs: CostModel) -> None:
+    def __init__(self, plan: Plan, costs: CostModel, communication: Communication) -> None:
         self.plan = plan
-        self.topology = topology
+        self.topology = communication.topology
         self.costs = costs
+        self.communication = communication
         self.tasks: list[Task] = []
         self._forward: list[int] = []
         self._backward: dict[int, int] = {}
@@ -78,8 +85,6 @@ class _Lowering:
         self._gradients: list[list[int]] = [[] for _ in plan.holdings]
         self._brought: dict[Part, int] = {}
         self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
-        self._routes: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Link, ...]]] = {}
-        self._rings: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._exchange_links: dict[frozenset[tuple[int, int]], tuple[int, ...]] = {}
         self._index = PlanPlaces(plan)
 
@@ -121,22 +126,64 @@ class _Lowering:
                 self._backward[index] = self._compute(tile, TaskKind.BACKWARD, [self._forward[index], *gradient])
 
     def synchronize(self) -> None:
-        """All-reduce and update of every trainable shard that gets a gradient."""
-        order = {tensor.name: position for position, tensor in enumerate(self.plan.graph.parameters)}
-        for shard in self.plan.shards:
-            after = [self._backward[tile] for tile, _ in shard.uses if tile in self._backward]
-            if shard.trainable and after:
-                self._synchronize(shard, order[shard.parameter], after)
+        """One all-reduce per bucket that several devices share, then one update per device, as the optimizer makes it."""
+        positions = {tensor.name: position for position, tensor in enumerate(self.plan.graph.parameters)}
+        ready: list[list[int]] = [[] for _ in range(self.plan.device_count)]
+        for tile, task in self._backward.items():
+            ready[self.plan.tiles[tile].device].append(task)
+        for bucket in self.plan.buckets:
+            if len(bucket.devices) == 1:
+                continue
+            first = self.plan.shards[bucket.shards[0]]
+            after = [self._backward[tile] for i in bucket.shards for tile, _ in self.plan.shards[i].uses if tile in self._backward]
+            place, size = (SYNC, positions[first.parameter], 0, first.index, 0, 0), bucket_bytes(self.plan, bucket)
+            task = self._all_reduce(place, sync_name(self.plan, bucket), TaskKind.SYNC, size, bucket.devices, after)
+            for device in bucket.devices:
+                ready[device].append(task)
+        self._serve(positions)
+        for device, duration in self._updates().items():
+            self._add((UPDATE, device, 0, 0, 0, 0), update_name(device), TaskKind.UPDATE, (device,), duration, ready[device])
 
-    def _synchronize(self, shard: Shard, position: int, after: list[int]) -> None:
-        size = self._bytes(shard.parameter, shard.box)
-        if len(shard.devices) > 1:
-            place = (SYNC, position, 0, shard.index, 0, 0)
-            after = [self._all_reduce(place, sync_name(shard), TaskKind.SYNC, size, shard.devices, after)]
-        for device in shard.devices:
-            duration = self.costs.update_ns(size, self.topology.devices[device].type)
-            place = (UPDATE, position, 0, shard.index, device, 0)
-            self._add(place, update_name(shard, device), TaskKind.UPDATE, (device,), duration, after)
+    def _serve(self, positions: Mapping[str, int]) -> None:
+        """Push, update and pull of what parameter servers keep."""
+        plan = self.plan
+        todo: dict[int, list[Partition]] = {}
+        for part in partitions(plan, self.topology):
+            todo.setdefault(part.served, []).append(part)
+        for number, served in enumerate(plan.served):
+            shard = plan.shards[served.shard]
+            place, home = (positions[shard.parameter], shard.index), shard.devices[0]
+            size = shard_bytes(plan.graph, shard)
+            pushed: dict[int, list[int]] = {}
+            for tile, _ in shard.uses:
+                if tile in self._backward:
+                    pushed.setdefault(plan.tiles[tile].device, []).append(self._backward[tile])
+            for device in sorted(pushed.keys() - {home}):
+                name = push_name(plan, served, device)
+                pushed[device] = [self._move((SYNC, place[0], 1, place[1], 0, device), name, device, home, size, pushed[device])]
+            arrived = [task for tasks in pushed.values() for task in tasks]
+            updates = []
+            for part in todo[number]:
+                duration = serve_ns(self.costs, part.size, len(pushed), core_type(self.topology, part.host))
+                own = (SYNC, place[0], 2, place[1], 0, part.index)
+                updates.append(self._add(own, serve_name(plan, served, part.index), TaskKind.UPDATE, (part.resource,), duration, arrived))
+            for device in shard.devices[1:]:
+                self._move((SYNC, place[0], 3, place[1], 0, device), pull_name(plan, served, device), home, device, size, updates)
+
+    def _move(self, place: tuple[int, ...], name: str, source: int, target: int, size: int, after: Iterable[int]) -> int:
+        """A message that keeps parameters in step."""
+        resources = self._link_resources(self.topology.route(source, target))
+        return self._add(place, name, TaskKind.SYNC, resources, self.communication.transfer_ns(size, source, target), after, size)
+
+    def _updates(self) -> dict[int, int]:
+        """Device -> how long the updates of its shards take together, where there are any."""
+        found: dict[int, int] = {}
+        for i in (*(i for bucket in self.plan.buckets for i in bucket.shards), *idle_shards(self.plan)):
+            shard = self.plan.shards[i]
+            for device in shard.devices:
+                own_ns = self.costs.update_ns(shard_bytes(self.plan.graph, shard), self.topology.devices[device].type)
+                found[device] = found.get(device, 0) + own_ns
+        return dict(sorted(found.items()))
 
     def _tiles(self, position: int) -> tuple[Tile, ...]:
         first = self.plan.first_tile
@@ -208,13 +255,13 @@ class _Lowering:
         source, target = (carrier.target, carrier.source) if gradient else (carrier.source, carrier.target)
         moved = remote_parts(self.plan, parts)
         size = sum(self._bytes(self.plan.fetches[n].tensor, box) for (n, _), (_, _, box, _) in zip(parts, moved, strict=True))
-        resources, links = self._route(source, target)
-        name = message_name(self.plan, carrier, gradient=gradient)
-        return self._add(place, name, TaskKind.TRANSFER, resources, self.costs.transfer_ns(size, links), after, size)
+        resources = self._link_resources(self.topology.route(source, target))
+        duration = self.communication.transfer_ns(size, source, target)
+        return self._add(place, message_name(self.plan, carrier, gradient=gradient), TaskKind.TRANSFER, resources, duration, after, size)
 
     def _exchange(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         flows = tuple(flow for own, _ in rounds for flow in own)
-        duration = sum(self.costs.exchange_ns(own, self.topology, reduced) for own, reduced in rounds)
+        duration = sum(self.communication.exchange_ns(own, reduced) for own, reduced in rounds)
         pairs = frozenset((source, target) for source, target, _ in flows)
         if pairs not in self._exchange_links:
             self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
@@ -270,17 +317,8 @@ class _Lowering:
     def _all_reduce(
         self, place: tuple[int, ...], name: str, kind: TaskKind, size: int, devices: tuple[int, ...], after: Iterable[int]
     ) -> int:
-        if devices not in self._rings:
-            self._rings[devices] = self._link_resources(ring_links(self.topology, devices))
-        duration = self.costs.allreduce_ns(size, self.topology, devices)
-        return self._add(place, name, kind, self._rings[devices], duration, after, ring_bytes(size, len(devices)))
-
-    def _route(self, source: int, target: int) -> tuple[tuple[int, ...], tuple[Link, ...]]:
-        """The links from one device to another, as resources and as they are."""
-        if (source, target) not in self._routes:
-            route = self.topology.route(source, target)
-            self._routes[source, target] = (self._link_resources(route), tuple(self.topology.links[link] for link in route))
-        return self._routes[source, target]
+        duration, links = self.communication.allreduce(size, devices)
+        return self._add(place, name, kind, self._link_resources(links), duration, after, allreduce_bytes(size, len(devices)))
 
     def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.plan.device_count + link for link in links)

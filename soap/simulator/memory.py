@@ -51,6 +51,7 @@ class MemoryUse:
 def memory_use(plan: Plan, optimizer_states: int = 2) -> tuple[MemoryUse, ...]:
     """Upper bound of each device's use. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
     parameters, trainable = _shard_bytes(plan)
+    served = _served_bytes(plan)
     activations = _sum((_tile_bytes(plan), _read_bytes(plan), fetched_bytes(plan), _summed_bytes(plan), _assembled_bytes(plan)))
     gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan), _parameter_gradient_bytes(plan)))
     backward = _sum((gradients, sent_bytes(plan), largest_sum_bytes(plan)))
@@ -58,7 +59,7 @@ def memory_use(plan: Plan, optimizer_states: int = 2) -> tuple[MemoryUse, ...]:
         MemoryUse(
             parameters=parameters[d],
             gradients=trainable[d],
-            optimizer=optimizer_states * trainable[d],
+            optimizer=optimizer_states * (trainable[d] - served[d]),
             activations=activations[d],
             # An optimizer that updates many tensors in one call needs as much again as it updates; by then the activations are free.
             buffers=max(backward[d], trainable[d] - activations[d]),
@@ -96,18 +97,36 @@ def _shard_bytes(plan: Plan) -> tuple[list[int], list[int]]:
     return held, trainable
 
 
+def _served_bytes(plan: Plan) -> list[int]:
+    """Parameter bytes of each device that a server updates: the states are there."""
+    result = [0] * plan.device_count
+    for served in plan.served:
+        shard = plan.shards[served.shard]
+        for device in shard.devices:
+            result[device] += _box_bytes(plan.graph, shard.parameter, shard.box)
+    return result
+
+
 def _tile_bytes(plan: Plan) -> list[int]:
-    """Outputs of the tiles, and what they keep besides."""
+    """Of each device: what all its tiles keep."""
+    result = [0] * plan.device_count
+    for tile, size in zip(plan.tiles, kept_bytes(plan), strict=True):
+        result[tile.device] += size
+    return result
+
+
+def kept_bytes(plan: Plan) -> list[int]:
+    """Of each tile: its outputs, and what it keeps besides for its backward pass."""
     graph = plan.graph
     windows = [_windows(op) for op in graph.operators]
-    result = [0] * plan.device_count
+    result = []
     for tile in plan.tiles:
         op = plan.operator(tile)
         kept = list(zip(op.outputs, tile.outputs, strict=True))
         if op.kind in PACKING_KINDS:
             kept += zip(op.parameters, tile.parameters, strict=True)
         padded = sum(_padded_bytes(graph, op.inputs[k], tile.inputs[k], tile) for k in windows[tile.operator])
-        result[tile.device] += sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + _saved(op, tile) + padded
+        result.append(sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + _saved(op, tile) + padded)
     return result
 
 

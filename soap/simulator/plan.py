@@ -128,6 +128,23 @@ class Shard:
     trainable: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Shards with one owner set and dtype (positions in ``Plan.shards``) whose gradients lie in one buffer, in this order, and are summed
+    over ``devices`` at once. A single device sums nothing, and has a bucket for each shard."""
+
+    shards: tuple[int, ...]
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A shard (position in ``Plan.shards``) that a parameter server on the host of its first device updates, cut into ``partitions``."""
+
+    shard: int
+    partitions: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """All of a strategy, lowered. Positions in these tuples are the identities used across them.
@@ -145,6 +162,8 @@ class Plan:
     exchanges: tuple[Exchange, ...]
     reductions: tuple[Reduction, ...]
     shards: tuple[Shard, ...]
+    buckets: tuple[Bucket, ...]
+    served: tuple[Served, ...]
 
     def operator(self, tile: Tile) -> Operator:
         """The operator that a tile belongs to."""
@@ -179,7 +198,11 @@ def exchange_name(plan: Plan, exchange: Exchange, *, gradient: bool = False) -> 
 def _parts_name(plan: Plan, parts: Sequence[Part], gradient: bool) -> str:
     fetch, piece = parts[0]
     first = f"{plan.fetches[fetch].tensor}{_region(plan.fetches[fetch].pieces[piece].box)}"
-    return f"{'gradient of ' if gradient else ''}{first}{f'+{len(parts) - 1}' if len(parts) > 1 else ''}"
+    return f"{'gradient of ' if gradient else ''}{first}{_more(parts)}"
+
+
+def _more(things: Sequence[object]) -> str:
+    return f"+{len(things) - 1}" if len(things) > 1 else ""
 
 
 def _region(box: Box) -> str:
@@ -195,14 +218,34 @@ def reduce_name(op: Operator, reduction: Reduction, *, gradient: bool = False) -
     return f"{verb} {op.outputs[reduction.output].tensor}{_region(reduction.box)}#{reduction.replica}"
 
 
-def sync_name(shard: Shard) -> str:
-    """Task name of summing a shard's gradient over its copies."""
-    return f"sync {shard.parameter}[{shard.index}]"
+def sync_name(plan: Plan, bucket: Bucket) -> str:
+    """Task name of summing a bucket's gradients over its devices."""
+    first = plan.shards[bucket.shards[0]]
+    return f"sync {first.parameter}[{first.index}]{_more(bucket.shards)}"
 
 
-def update_name(shard: Shard, device: int) -> str:
-    """Task name of the optimizer's update of one copy."""
-    return f"update {shard.parameter}[{shard.index}]@{device}"
+def push_name(plan: Plan, served: Served, device: int) -> str:
+    """Task name of sending a device's gradient to the server."""
+    return f"push {_shard_name(plan, served)} {device}->{plan.shards[served.shard].devices[0]}"
+
+
+def serve_name(plan: Plan, served: Served, partition: int) -> str:
+    """Task name of adding up gradients of a partition and updating it on the server."""
+    return f"serve {_shard_name(plan, served)}/{partition}"
+
+
+def pull_name(plan: Plan, served: Served, device: int) -> str:
+    """Task name of sending new values to a device."""
+    return f"pull {_shard_name(plan, served)} {plan.shards[served.shard].devices[0]}->{device}"
+
+
+def _shard_name(plan: Plan, served: Served) -> str:
+    return f"{plan.shards[served.shard].parameter}[{plan.shards[served.shard].index}]"
+
+
+def update_name(device: int) -> str:
+    """Task name of the optimizer's update of all that a device keeps."""
+    return f"update @{device}"
 
 
 def remote_parts(plan: Plan, parts: Sequence[Part]) -> list[tuple[int, int, Box, int]]:

@@ -15,6 +15,7 @@ from math import prod
 
 from soap.graph import OperatorGraph, TensorKind
 from soap.regions import Box, cells, contains, subtract, volume, whole
+from soap.simulator.buckets import find_served, make_buckets
 from soap.simulator.coverage import HolderIndex
 from soap.simulator.delivery import Carriers, LocalFetch, Reader
 from soap.simulator.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction, Shard
@@ -87,10 +88,13 @@ class PlanBuilder:
         first_holding = _offsets([len(own.holdings) for own in found])
         first_reduction = _offsets([len(own.reductions) for own in found])
         first_fetch = _offsets([len(own.fetches) for own in found])
+        tiles = tuple(tile for own in found for tile in own.tiles)
+        shards = tuple(self._shards(configs, first_tile))
+        served = find_served(self.graph, tiles, shards, strategy.parameters)
         return Plan(
             graph=self.graph,
             device_count=self.topology.device_count,
-            tiles=tuple(tile for own in found for tile in own.tiles),
+            tiles=tiles,
             first_tile=first_tile,
             holdings=tuple(
                 holding
@@ -115,7 +119,9 @@ class PlanBuilder:
                 for own, first in zip(found, first_tile, strict=True)
                 for r in own.reductions
             ),
-            shards=tuple(self._shards(configs, first_tile)),
+            shards=shards,
+            buckets=make_buckets(self.graph, tiles, shards, served),
+            served=served,
         )
 
     def _make_part(self, position: int, config: OpConfig) -> OperatorPart:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soap.graph import OperatorGraph
+from soap.simulator.communication import Communication
 from soap.simulator.costs import CostModel
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory import MemoryUse, memory_use, peak_bytes
 from soap.simulator.plan import Plan
 from soap.simulator.reference import simulate
+from soap.simulator.residency import MemoryCurve, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.timeline import bytes_moved
 from soap.strategy import Strategy
@@ -50,6 +53,11 @@ class Simulation:
         return memory_use(self.plan, self.optimizer_states)
 
     @cached_property
+    def memory_over_time(self) -> tuple[MemoryCurve, ...]:
+        """What each device holds from when to when: below ``memory``, which is a bound for any order of the tasks."""
+        return memory_over_time(self.tasks, self.schedule, self.optimizer_states)
+
+    @cached_property
     def overflow_bytes(self) -> int:
         """What the devices lack, added up; 0 if everything fits."""
         return _overflow([use.total for use in self.memory], self.tasks.topology)
@@ -75,15 +83,21 @@ class Simulator:
         self.graph = graph
         self.topology = topology
         self.costs = costs
+        self.communication = Communication(topology)
         self.optimizer_states = optimizer_states
         self._parameters = {parameter.name: None for parameter in graph.parameters}
         self._builder = PlanBuilder(graph, topology)
         self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
 
+    @property
+    def costs_hash(self) -> str:
+        """16 hex digits that change whenever a task could take another time: of the cost model and of the links."""
+        return hashlib.sha256((self.costs.hash + self.communication.hash).encode()).hexdigest()[:16]
+
     def run(self, strategy: Strategy) -> Simulation:
         """The full outcome. StrategyError if the strategy does not fit the graph or the cluster."""
         plan = self._builder.build(strategy)
-        tasks = lower(plan, self.topology, self.costs)
+        tasks = lower(plan, self.topology, self.costs, self.communication)
         return Simulation(plan, tasks, simulate(tasks), self.optimizer_states)
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
@@ -100,7 +114,7 @@ class Simulator:
 
     def _simulate(self, strategy: Strategy) -> tuple[int, int]:
         plan = self._builder.build(strategy)
-        makespan_ns = simulate(lower(plan, self.topology, self.costs)).makespan_ns
+        makespan_ns = simulate(lower(plan, self.topology, self.costs, self.communication)).makespan_ns
         return makespan_ns, _overflow(peak_bytes(plan, self.optimizer_states), self.topology)
 
     def _key(self, strategy: Strategy) -> Hashable:

@@ -29,7 +29,8 @@ class TaskKind(StrEnum):
 class Task:
     """One task. ``id`` is stable across edits of the strategy (phase, operator, tile, …), never an insertion counter; it breaks ties.
 
-    ``resources``: what it holds while it runs; device d is resource d, link l is resource ``device_count + l``.
+    ``resources``: what it holds while it runs; device d is resource d, link l is resource ``device_count + l``, and the hosts' CPU
+    cores follow, host by host (``servers.first_cores``).
     ``predecessors``: positions in ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for computation).
     ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends what to whom in an exchange or
     reduce-scatter; they add up to ``bytes``.

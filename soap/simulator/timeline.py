@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from soap.simulator.collectives import flow_links, ring
+from soap.simulator import allreduce
+from soap.simulator.collectives import flow_links
+from soap.simulator.communication import Communication
 from soap.simulator.plan import Plan, reduce_name, sync_name
+from soap.simulator.residency import MemoryCurve
+from soap.simulator.servers import core_names
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
 if TYPE_CHECKING:
@@ -26,8 +30,16 @@ NS_PER_US = 1000
 
 
 def resource_names(tasks: TaskGraph) -> list[str]:
-    """Names of all resources in the order of their numbers: devices, then links."""
-    return [device.name for device in tasks.topology.devices] + [link.name for link in tasks.topology.links]
+    """Names of all resources in the order of their numbers: devices, links, CPU cores."""
+    topology = tasks.topology
+    return [device.name for device in topology.devices] + [link.name for link in topology.links] + core_names(topology)
+
+
+def shown_resources(tasks: TaskGraph) -> dict[int, str]:
+    """Number -> name of all devices and links, and of the CPU cores that have something to do."""
+    always = tasks.topology.device_count + len(tasks.topology.links)
+    used = {resource for task in tasks.tasks for resource in task.resources}
+    return {number: name for number, name in enumerate(resource_names(tasks)) if number < always or number in used}
 
 
 def to_frame(tasks: TaskGraph, schedule: Schedule) -> pd.DataFrame:
@@ -47,12 +59,21 @@ def to_frame(tasks: TaskGraph, schedule: Schedule) -> pd.DataFrame:
     )
 
 
-def chrome_trace(tasks: TaskGraph, schedule: Schedule, process_name: str = "simulated") -> Trace:
-    """The schedule as one process with a thread per device and per link; a task that holds several links shows on each."""
-    events = _process_events(process_name, resource_names(tasks))
+def chrome_trace(
+    tasks: TaskGraph, schedule: Schedule, process_name: str = "simulated", memory: Sequence[MemoryCurve] = ()
+) -> Trace:
+    """The schedule as one process with a thread per device, link and busy CPU core; a task that holds several links shows on each.
+
+    ``memory``: each device's, shown as a counter.
+    """
+    events = _process_events(process_name, shown_resources(tasks))
     for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
         for resource in task.resources:
             events.append(_complete_event(task.name, task.kind.value, resource, start, end, task.bytes))
+    for device, curve in zip(tasks.topology.devices, memory, strict=False):
+        for time_ns, held in zip(curve.times_ns.tolist(), curve.bytes_held.tolist(), strict=True):
+            counter = {"name": f"memory of {device.name}", "ph": "C", "pid": 0, "ts": time_ns / NS_PER_US}
+            events.append({**counter, "args": {"bytes": held}})
     return _trace(events)
 
 
@@ -72,7 +93,7 @@ def measured_trace(events: Iterable[MeasuredEvent], process_name: str = "measure
         thread = rank if kind in COMPUTE_KINDS else lanes.thread(rank, start, end)
         shown.append(_complete_event(name, kind, thread, start - origin_ns, end - origin_ns))
     communication = [f"{names[rank]} communication" for rank in lanes.ranks]
-    return _trace(_process_events(process_name, [*names, *communication]) + shown)
+    return _trace(_process_events(process_name, dict(enumerate([*names, *communication]))) + shown)
 
 
 def merge_traces(*traces: Trace) -> Trace:
@@ -108,22 +129,32 @@ def critical_path(tasks: TaskGraph, schedule: Schedule) -> list[int]:
     return path[::-1]
 
 
+def critical_path_ns(tasks: TaskGraph, schedule: Schedule) -> dict[TaskKind, int]:
+    """How much of the critical path each kind of task is; together they are the makespan."""
+    found: dict[TaskKind, int] = {}
+    for position in critical_path(tasks, schedule):
+        task = tasks.tasks[position]
+        found[task.kind] = found.get(task.kind, 0) + task.duration_ns
+    return found
+
+
 def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:
-    """How long each device and each link is held during the iteration, by name."""
-    busy = [0] * (tasks.topology.device_count + len(tasks.topology.links))
+    """How long each device, link and used CPU core is held during the iteration, by name."""
+    names = shown_resources(tasks)
+    busy = dict.fromkeys(names, 0)
     for task in tasks.tasks:
         for resource in task.resources:
             busy[resource] += task.duration_ns
-    return dict(zip(resource_names(tasks), busy, strict=True))
+    return {name: busy[number] for number, name in names.items()}
 
 
 def link_bytes(tasks: TaskGraph) -> dict[str, int]:
     """Bytes that cross each link during the iteration, by name. What travels over several links counts on each."""
     carried = [0] * len(tasks.topology.links)
-    groups = _groups(tasks.plan)
+    groups, communication = _groups(tasks.plan), Communication(tasks.topology)
     for task in tasks.tasks:
         if task.bytes:
-            for link, size in _task_links(tasks, task, groups):
+            for link, size in _task_links(communication, task, groups):
                 carried[link] += size
     return {link.name: size for link, size in zip(tasks.topology.links, carried, strict=True)}
 
@@ -156,24 +187,26 @@ class _Lanes:
 
 def _groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     """Name of each all-reduce -> its devices."""
-    groups = {sync_name(shard): shard.devices for shard in plan.shards}
+    groups = {sync_name(plan, bucket): bucket.devices for bucket in plan.buckets}
     for reduction in plan.reductions:
         for gradient in (False, True):
             groups[reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=gradient)] = reduction.devices
     return groups
 
 
-def _task_links(tasks: TaskGraph, task: Task, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, int]]:
-    """(link number, bytes). Each hop of a ring carries the same part of the whole, rounded up."""
+def _task_links(communication: Communication, task: Task, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+    """(link number, bytes). What an all-reduce puts on a link is rounded up."""
+    topology = communication.topology
     if task.flows:
-        yield from flow_links(tasks.topology, task.flows).items()
+        yield from flow_links(topology, task.flows).items()
         return
     if task.name not in groups:
-        yield from ((resource - tasks.topology.device_count, task.bytes) for resource in task.resources)
+        yield from ((resource - topology.device_count, task.bytes) for resource in task.resources)
         return
     devices = groups[task.name]
-    for link, uses in ring(tasks.topology, devices).uses:
-        yield link, -(-task.bytes * uses // len(devices))
+    reduced_bytes = task.bytes // allreduce.allreduce_bytes(1, len(devices))
+    algorithm = communication.allreduce_option(reduced_bytes, devices).algorithm
+    yield from allreduce.link_bytes(topology, algorithm, devices, reduced_bytes).items()
 
 
 def _holders_by_end(tasks: TaskGraph, ends: Sequence[int]) -> dict[tuple[int, int], int]:
@@ -196,10 +229,10 @@ def _reason(task: Task, start_ns: int, ends: Sequence[int], holders: Mapping[tup
     return min(found, default=None)
 
 
-def _process_events(process_name: str, threads: Sequence[str]) -> list[dict[str, Any]]:
-    """Metadata of process 0: its name and its threads', in the order given."""
+def _process_events(process_name: str, threads: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Metadata of process 0: its name and its threads' by their numbers, in which they are shown."""
     events = [_metadata("process_name", 0, {"name": process_name}), _metadata("process_sort_index", 0, {"sort_index": 0})]
-    for thread, name in enumerate(threads):
+    for thread, name in threads.items():
         events.append(_metadata("thread_name", thread, {"name": name}))
         events.append(_metadata("thread_sort_index", thread, {"sort_index": thread}))
     return events

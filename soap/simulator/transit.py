@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from soap.simulator.buckets import bucket_bytes
 from soap.simulator.flows import box_bytes, reduced_tensor
-from soap.simulator.plan import Exchange, Fetch, Message, Pattern, Piece, Plan, local_pieces, remote_parts
+from soap.simulator.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
 
 
 def fetched_bytes(plan: Plan) -> list[int]:
@@ -13,19 +14,30 @@ def fetched_bytes(plan: Plan) -> list[int]:
 
     A region whose pieces are all here is put together for each tile that may do so in a segment of its own.
     """
-    alone = {part for message in plan.messages if len(message.parts) == 1 for part in message.parts}
-    alone |= {part for exchange in plan.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
     result = [0] * plan.device_count
-    for number, fetch in enumerate(plan.fetches):
-        remote = [(number, k) for k, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)]
+    for number, k in received_apart(plan):
+        fetch = plan.fetches[number]
+        result[fetch.device] += box_bytes(plan, fetch.tensor, fetch.pieces[k].box)
+    for fetch in plan.fetches:
+        remote = any(is_remote(plan, fetch, piece) for piece in fetch.pieces)
         region = box_bytes(plan, fetch.tensor, fetch.box)
         if len(fetch.pieces) > 1:
             result[fetch.device] += region * (1 if remote else len(fetch.consumers))
         elif remote:
             result[fetch.device] += region
-        if len(fetch.pieces) > 1 or not alone.issuperset(remote):
-            result[fetch.device] += sum(box_bytes(plan, fetch.tensor, fetch.pieces[k].box) for _, k in remote)
     return result
+
+
+def received_apart(plan: Plan) -> set[Part]:
+    """Parts that are received first and then put in their place."""
+    alone = {part for message in plan.messages if len(message.parts) == 1 for part in message.parts}
+    alone |= {part for exchange in plan.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
+    found: set[Part] = set()
+    for number, fetch in enumerate(plan.fetches):
+        remote = {(number, k) for k, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)}
+        if len(fetch.pieces) > 1 or not alone.issuperset(remote):
+            found |= remote
+    return found
 
 
 def is_remote(plan: Plan, fetch: Fetch, piece: Piece) -> bool:
@@ -70,7 +82,7 @@ def _summed_buffers(plan: Plan) -> Iterable[tuple[int, int]]:
         if len(reduction.devices) > 1:
             tensor = reduced_tensor(plan, reduction)
             yield from ((device, box_bytes(plan, tensor, reduction.box)) for device in reduction.devices)
-    for shard in plan.shards:
-        if len(shard.devices) > 1 and shard.trainable:
-            size = box_bytes(plan, shard.parameter, shard.box)
-            yield from ((device, size) for device in shard.devices)
+    for bucket in plan.buckets:
+        if len(bucket.devices) > 1:
+            size = bucket_bytes(plan, bucket)
+            yield from ((device, size) for device in bucket.devices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -121,15 +122,19 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
     """A call's argument by its schema name, wherever it was passed; the schema's default if it was not."""
     if name in call.kwargs:
         return call.kwargs[name]
-    schema = getattr(call.target, "_schema", None)
-    if schema is None:
+    place, standard = parameters_of(call.target).get(name, (None, None))
+    if place is None:
         return default
-    for position, parameter in enumerate(schema.arguments):
-        if parameter.name == name:
-            if position < len(call.args):
-                return call.args[position]
-            return parameter.default_value if parameter.has_default_value() else default
-    return default
+    if place < len(call.args):
+        return call.args[place]
+    return default if standard is None else standard[0]
+
+
+@cache
+def parameters_of(target: Any) -> dict[str, tuple[int, tuple[Any] | None]]:
+    """A target's parameters by name: place and default value, as far as there is one. (Asking the schema is slow.)"""
+    arguments = getattr(getattr(target, "_schema", None), "arguments", ())
+    return {a.name: (place, (a.default_value,) if a.has_default_value() else None) for place, a in enumerate(arguments)}
 
 
 def on_whole(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

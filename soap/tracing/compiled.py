@@ -51,11 +51,12 @@ class CompiledTile:
             self._place(key, box)
         self._steps = [self._prepare(step, tile, values) for step in program.steps]
         self._outputs = [self._places[name] for name in program.outputs]
+        self._made_here = [None] * (len(self._boxes) - len(program.inputs) - len(program.parameters))
         self._forget_early()
 
     def run(self, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext) -> tuple[torch.Tensor, ...]:
         """The tile's outputs from its regions of inputs and parameters."""
-        made: list[Any] = [*inputs, *parameters, *[None] * (len(self._boxes) - len(inputs) - len(parameters))]
+        made: list[Any] = [*inputs, *parameters, *self._made_here]
         for step in self._steps:
             step.perform(made, context)
         return tuple([made[place] for place in self._outputs])
@@ -95,9 +96,9 @@ Runner = Callable[[Sequence[torch.Tensor], TileContext], Any]
 
 
 class _Step:
-    """One call: ``reads`` (place, what to cut of it), ``makes`` (place, shape)."""
+    """One call: ``reads`` (place, what to cut of it), ``makes`` (place, shape). Shapes are checked when it first runs."""
 
-    __slots__ = ("forgets", "local", "makes", "reads", "rule", "run")
+    __slots__ = ("_checked", "_cuts", "_only", "_places", "forgets", "local", "makes", "reads", "rule", "run")
 
     def __init__(
         self,
@@ -109,10 +110,17 @@ class _Step:
     ) -> None:
         self.local, self.reads, self.makes, self.run, self.rule = local, reads, makes, run, rule
         self.forgets: tuple[int, ...] = ()
+        self._places = tuple(place for place, _ in reads)
+        self._cuts = any(cut is not None for _, cut in reads)
+        self._only = makes[0][0] if len(makes) == 1 else None
+        self._checked = False
 
     def perform(self, made: list[Any], context: TileContext) -> None:
         """Run the call on the tensors in ``made`` and put its results there."""
-        tensors = [made[place] if cut is None else cut(made[place]) for place, cut in self.reads]
+        if self._cuts:
+            tensors = [made[place] if cut is None else cut(made[place]) for place, cut in self.reads]
+        else:
+            tensors = [made[place] for place in self._places]
         if self.run is not None:
             result = self.run(tensors, context)
         else:
@@ -122,13 +130,22 @@ class _Step:
             result = self.rule(local)
             local.tensors = ()
         results = result if isinstance(result, (tuple, list)) else (result,)
-        for (place, shape), tensor in zip(self.makes, results, strict=False):
+        if not self._checked:
+            self._check(results)
+        if self._only is not None:
+            made[self._only] = results[0]
+        else:
+            for (place, _), tensor in zip(self.makes, results, strict=False):
+                made[place] = tensor
+        for place in self.forgets:
+            made[place] = None
+
+    def _check(self, results: Sequence[torch.Tensor]) -> None:
+        for (_, shape), tensor in zip(self.makes, results, strict=False):
             if tensor.shape != shape:
                 name, box = self.local.call.name, self.local.output_boxes
                 raise ModelError(f"internal: {name} gave shape {tuple(tensor.shape)} for region {box}; please report this")
-            made[place] = tensor
-        for place in self.forgets:
-            made[place] = None
+        self._checked = True
 
 
 def _box(maps: Maps, tile: Tile, value: Value) -> Box:
@@ -165,16 +182,40 @@ def _plain_runner(call: Call) -> Runner:
         return lambda tensors, context: _seeded(call, tensors, context)
     places = [i for i, arg in enumerate(call.args) if isinstance(arg, Ref)]
     target, template, kwargs = call.target, list(call.args), dict(call.kwargs)
-    if len(places) < len(call.operands):  # some operands are in lists or passed by name
-        return lambda tensors, _: Local(call, tensors, (), (), (), ()).plain()
+    if len(places) < len(call.operands):
+        return _nested_runner(call)
     if places == list(range(len(places))):
         rest = template[len(places) :]
-        return lambda tensors, _: target(*tensors, *rest, **kwargs)
+        if kwargs:
+            return lambda tensors, _: target(*tensors, *rest, **kwargs)
+        return lambda tensors, _: target(*tensors, *rest)
 
     def run(tensors: Sequence[torch.Tensor], _: TileContext) -> Any:
         args = template.copy()
         for place, tensor in zip(places, tensors, strict=True):
             args[place] = tensor
+        return target(*args, **kwargs)
+
+    return run
+
+
+def _nested_runner(call: Call) -> Runner:
+    """Some operands are in lists, or passed by name."""
+    spans: list[tuple[int, int | None]] = []  # position of an argument that is a tensor (None) or so many of them
+    for i, arg in enumerate(call.args):
+        if isinstance(arg, Ref):
+            spans.append((i, None))
+        elif isinstance(arg, (list, tuple)) and arg and all(isinstance(item, Ref) for item in arg):
+            spans.append((i, len(arg)))
+    if sum(count or 1 for _, count in spans) < len(call.operands):
+        return lambda tensors, _: Local(call, tensors, (), (), (), ()).plain()
+    target, template, kwargs = call.target, list(call.args), dict(call.kwargs)
+
+    def run(tensors: Sequence[torch.Tensor], _: TileContext) -> Any:
+        args, first = template.copy(), 0
+        for place, count in spans:
+            args[place] = tensors[first] if count is None else tensors[first : first + count]
+            first += count or 1
         return target(*args, **kwargs)
 
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +51,7 @@ class ExecutableModel:
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
         """See ``TracedModel.run_tile``."""
-        if context.unread.issuperset(self.programs[self.graph.operators[tile.operator].name].outputs):
+        if context.unread and context.unread.issuperset(self.programs[self.graph.operators[tile.operator].name].outputs):
             return tuple(inputs[0].new_zeros(lengths(box), dtype=torch.float64) for box in tile.outputs)
         key = (tile.operator, tile.intervals)
         compiled = self._compiled.get(key)
@@ -157,17 +158,21 @@ class ExecutableModel:
 
     def end_step(self, context: TileContext) -> None:
         """See ``TracedModel.end_step``. Statistics move in the order of the program, whatever order the tiles ran in."""
-
-        def change(leaf: Any) -> Any:
-            return context.buffers[leaf.name] if isinstance(leaf, BufferRef) else leaf
-
+        buffers, statistics = context.buffers, context.statistics
         with torch.no_grad():
-            for call in self.program.calls:
-                if call.name in context.statistics:
-                    buffers, options = substitute(call.kwargs["buffers"], change), call.kwargs
-                    move_running_statistics(buffers, context.statistics.pop(call.name), options["momentum"])
+            moved = [move for move in self._moving if move[0] in statistics]
+            move_running_statistics([(buffers[mean], buffers[var], statistics[name], momentum) for name, mean, var, momentum in moved])
+            statistics.clear()
             for call in self.program.end_step if context.update_buffers else ():
-                call.target(*substitute(list(call.args), change), **substitute(dict(call.kwargs), change))
+                args = [buffers[arg.name] if isinstance(arg, BufferRef) else arg for arg in call.args]
+                call.target(*args, **call.kwargs)
+
+    @cached_property
+    def _moving(self) -> list[tuple[str, str, str, float]]:
+        """Calls that move running statistics, in order: (call, running mean, running variance, momentum)."""
+        calls = [call for call in self.program.calls if call.target in (batch_norm_apply, batch_norm_local)]
+        named = [(call, call.kwargs["buffers"]) for call in calls if None not in call.kwargs["buffers"]]
+        return [(call.name, mean.name, var.name, call.kwargs["momentum"]) for call, (mean, var) in named]
 
 
 def _plain_batch_norm(x: torch.Tensor, affine: Sequence[torch.Tensor], kwargs: dict[str, Any], context: TileContext) -> torch.Tensor:

@@ -9,6 +9,8 @@ import pytest
 
 import soap
 from soap.cli.simulate import main
+from soap.simulator.timeline import critical_path_ns, link_bytes
+from soap.units import format_bytes
 from tests.cli.refusals import assert_refused
 
 COMMAND = ["zoo:gpt:tiny", "--cluster", "p100-4x4"]
@@ -26,6 +28,41 @@ def test_prices_a_classical_strategy(name: str, capsys: pytest.CaptureFixture[st
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {event["name"] for event in events} == {task.name for task in simulation.tasks.tasks if task.resources}
     assert (name == "data_parallel") == (report["unlike_data_parallel"] == [])
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "megatron"])
+def test_says_what_decides_the_iteration(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--builtin", name, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    told, simulation = report["iteration"], soap.simulate("zoo:gpt:tiny", "p100-4x4", name)
+    assert told["iteration_ns"] == sum(told["critical_path_ns"].values()) == report["predicted_ns"]
+    assert [device["name"] for device in told["devices"]] == report["cluster"]["devices"]
+    assert [device["peak_bytes"] for device in told["devices"]] == [curve.peak_bytes for curve in simulation.memory_over_time]
+    for device, use in zip(told["devices"], report["memory_bytes"], strict=True):
+        assert use["parameters"] < device["peak_bytes"] <= use["total"]
+        assert device["busy_ns"] == report["busy_ns"][device["name"]] <= told["iteration_ns"]
+    assert {link["name"]: link["bytes"] for link in told["links"]} == link_bytes(simulation.tasks)
+    assert sum(link["bytes"] for link in told["links"]) >= report["bytes_moved"] > 0
+
+
+def test_says_it_to_people_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--builtin", "megatron"]) == 0
+    out = capsys.readouterr().out
+    simulation = soap.simulate("zoo:gpt:tiny", "p100-4x4", "megatron")
+    lines = [line.split() for line in out.splitlines()]
+    for kind, duration in critical_path_ns(simulation.tasks, simulation.schedule).items():
+        assert [kind.value, f"{duration / 1e6:.3f}", "ms", f"{duration / simulation.makespan_ns:.0%}"] in lines
+    (row,) = [line for line in lines if line[:1] == ["node0/gpu0"] and len(line) > 4]
+    assert " ".join(row[-2:]) == format_bytes(simulation.memory_over_time[0].peak_bytes)
+    busiest = max(link_bytes(simulation.tasks).items(), key=lambda entry: entry[1])
+    assert any(line[-2:] == format_bytes(busiest[1]).split() and "ms" in line for line in lines)
+    assert "more; --json has all" in out  # this cluster has more links than are listed
+
+
+def test_one_device_has_no_links_to_tell_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["zoo:gpt:tiny", "--cluster", "local:1", "--builtin", "single_device"]) == 0
+    out = capsys.readouterr().out
+    assert "peak memory" in out and "carries" not in out
 
 
 def test_data_parallelism_is_reported_as_such(capsys: pytest.CaptureFixture[str]) -> None:

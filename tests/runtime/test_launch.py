@@ -65,6 +65,44 @@ def test_under_torchrun_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> N
     assert launch(4, max, (5, 6)) == {3: 6}
 
 
+STOPPED_WHILE_STARTING = """
+import multiprocessing.util as util, os, signal, sys, time
+from pathlib import Path
+from soap.errors import RuntimeFailure
+from soap.runtime.launch import launch
+from tests.runtime.launched import wait_forever
+
+spawn, started = util.spawnv_passfds, []
+
+def spawn_and_be_stopped(path, args, fds):
+    started.append(spawn(path, args, fds))
+    if any("spawn_main" in os.fsdecode(arg) for arg in args):  # a rank: it waits for what it is to do, which follows
+        Path(sys.argv[1], f"started-{started[-1]}").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+    return started[-1]
+
+if __name__ == "__main__":
+    util.spawnv_passfds = spawn_and_be_stopped
+    try:
+        launch(2, wait_forever, (sys.argv[1],))
+    except RuntimeFailure as error:
+        raise SystemExit(str(error))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_signal_between_the_starts_of_ranks_waits_for_the_last(tmp_path: Path) -> None:
+    """Nothing is printed by a rank whose start is broken off, and no rank is left behind."""
+    script = tmp_path / "script.py"
+    script.write_text(STOPPED_WHILE_STARTING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script, tmp_path], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "stopped by SIGTERM; all ranks have ended\n")
+    ranks = [int(path.name.removeprefix("started-")) for path in tmp_path.glob("started-*")]
+    assert len(ranks) == 2 and not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_interrupt_ends_all_ranks(tmp_path: Path) -> None:
     program = (

@@ -10,11 +10,12 @@ from soap.errors import RuntimeFailure
 from soap.graph import OperatorGraph
 from soap.runtime.program import ActionKind, Program, compile_program, part_of
 from soap.simulator.lowering import build_plan
-from soap.strategy import Strategy
+from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder, convnet, mlp
 from tests.runtime.plans import plan_of, random_order, split
-from tests.strategies import cases
+from tests.simulator.examples import batch_split
+from tests.strategies import cases, cluster
 
 FORTH = {"message": ActionKind.TRANSFER, "exchange": ActionKind.EXCHANGE}
 BACK = {"message": ActionKind.RETURN, "exchange": ActionKind.RETURN_EXCHANGE}
@@ -25,7 +26,7 @@ def test_data_parallel_is_one_segment_per_rank_and_one_bucket() -> None:
     assert [segment.device for segment in program.segments] == [0, 1, 2]
     assert [action.kind for action in part_of(program.forward, 1)].count(ActionKind.TILE) == len(program.plan.graph.operators)
     assert [action.kind for action in part_of(program.backward, 1)] == [ActionKind.SEGMENT, ActionKind.SYNC, ActionKind.LOSS]
-    (bucket,) = program.buckets
+    (bucket,) = program.plan.buckets
     assert bucket.devices == (0, 1, 2)
     assert sorted(bucket.shards) == list(range(6))
 
@@ -38,17 +39,16 @@ def test_segment_begins_at_the_first_consumer_of_what_arrives() -> None:
     assert kinds == [ActionKind.SEGMENT, ActionKind.RETURN] * 2 + [ActionKind.SEGMENT, ActionKind.LOSS]
 
 
-def test_buckets_are_filled_in_the_order_of_the_backward_pass() -> None:
-    plan = plan_of(mlp(), split((0, 1), b=2))
-    small = compile_program(plan, bucket_bytes=1)
-    assert len(small.segments) == 2  # one for each rank, however small the buckets are
-    assert [bucket.shards for bucket in small.buckets] == [(4,), (5,), (2,), (3,), (0,), (1,)]  # the head comes first
-
-
 def test_single_tiles_for_tracing() -> None:
     program = compile_program(plan_of(convnet(), split((0, 1), b=2)), single_tiles=True)
     assert all(len(segment.tiles) == 1 for segment in program.segments)
-    assert all(len(bucket.shards) == 1 for bucket in program.buckets)
+
+
+def test_parameter_servers_are_only_simulated() -> None:
+    graph, topology = mlp(), cluster([2])
+    chosen = batch_split(graph, [0, 1]).with_parameter("fc1.weight", SyncConfig("parameter_server"))
+    with pytest.raises(RuntimeFailure, match=r"^parameter 'fc1.weight' has a parameter server, which can only be simulated; expected sync"):
+        compile_program(build_plan(graph, chosen, topology))
 
 
 def test_replica_of_the_loss_has_no_backward_pass() -> None:
@@ -96,6 +96,9 @@ def test_every_action_comes_after_what_it_needs(case: tuple[OperatorGraph, Topol
     assert len(places) == len(program.forward) + len(program.backward)
     _check_forward(program, places)
     _check_backward(program, places)
+    found = {shard for bucket in program.buckets for shard in bucket.shards}
+    for number, shard in enumerate(plan.shards):  # whatever gets a gradient is summed
+        assert number in found or not (shard.trainable and any(tile in program.activity.tiles for tile, _ in shard.uses))
 
 
 def _check_forward(program: Program, places: dict[tuple[ActionKind, int], int]) -> None:
@@ -130,7 +133,7 @@ def _check_backward(program: Program, places: dict[tuple[ActionKind, int], int])
     for number in program.activity.reductions:
         here = places[ActionKind.REDUCE_GRADIENT, number]
         assert all(here < of_tile(tile) for tile in plan.reductions[number].tiles)
-    for number, bucket in enumerate(program.buckets):
+    for number, bucket in enumerate(plan.buckets):
         for shard in bucket.shards if len(bucket.devices) > 1 else ():
             uses = [tile for tile, _ in plan.shards[shard].uses if tile in program.activity.tiles]
             assert all(of_tile(tile) < places[ActionKind.SYNC, number] for tile in uses)

@@ -15,7 +15,7 @@ from soap.runtime.program import compile_program
 from soap.runtime.trace import Event, join_events
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import lower
-from soap.simulator.plan import Plan, backward_name, forward_name, update_name
+from soap.simulator.plan import Plan, backward_name, forward_name, sync_name, update_name
 from soap.simulator.tasks import TaskKind
 from soap.strategy import OpConfig, Strategy
 from soap.tracing.export import export_model
@@ -43,10 +43,8 @@ def test_trace_has_every_task_of_the_plan_once(pool: Pool) -> None:
     named = {kind: {name for name, k in counts if k is kind} for kind in TaskKind}
     assert named[TaskKind.FORWARD] == {forward_name(plan.operator(tile), tile) for tile in plan.tiles}
     assert named[TaskKind.BACKWARD] == {backward_name(plan.operator(plan.tiles[t]), plan.tiles[t]) for t in program.activity.tiles}
-    shards = [plan.shards[s] for bucket in program.buckets for s in bucket.shards]
-    assert len(named[TaskKind.SYNC]) == sum(len(shard.devices) > 1 for shard in shards)
-    idle = [plan.shards[s] for s in program.idle_shards]
-    assert named[TaskKind.UPDATE] == {update_name(shard, device) for shard in (*shards, *idle) for device in shard.devices}
+    assert named[TaskKind.SYNC] == {sync_name(plan, bucket) for bucket in plan.buckets if len(bucket.devices) > 1}
+    assert named[TaskKind.UPDATE] == {update_name(device) for bucket in plan.buckets for device in bucket.devices}
     assert all(0 <= event.start_ns <= event.end_ns for event in events)
 
 

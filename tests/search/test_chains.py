@@ -52,7 +52,7 @@ def test_optimum_of_coupled_layers_is_found(edge_ns: int) -> None:
 @pytest.mark.parametrize("widths", [(4, 4, 4), (4, 64, 2), (64, 2, 64)])
 def test_optimum_of_simulated_models_is_found(widths: tuple[int, ...]) -> None:
     graph, topology = chain(8, *widths), cluster([2])
-    simulator = Simulator(graph, topology, PointCosts())
+    simulator = Simulator(graph, topology, PointCosts(1))
     best = exhaustive_search(graph, 2, simulator)
     result = search(graph, topology, simulator, budget=300)
     assert best.evaluations == 6 * 6 * 4
@@ -62,7 +62,7 @@ def test_optimum_of_simulated_models_is_found(widths: tuple[int, ...]) -> None:
 
 def test_never_worse_than_the_best_start() -> None:
     graph, topology = transformer(), cluster([2, 2])
-    simulator = Simulator(graph, topology, PointCosts())
+    simulator = Simulator(graph, topology, PointCosts(1))
     for seed in range(3):
         result = search(graph, topology, simulator, budget=5, seed=seed)
         assert result.cost_ns <= min(cost for cost, fits in result.start_costs.values() if fits)
@@ -217,7 +217,7 @@ def test_nothing_fits() -> None:
 def test_simulator_says_which_device_needs_how_much() -> None:
     graph, topology = mlp(batch=2**22, widths=(4096, 4096)), cluster([1, 1])
     with pytest.raises(InfeasibleError, match=r"host\d/device0 needs \d+(\.\d+)? [GT]iB, available \d+(\.\d+)? GiB, in the closest of 5 "):
-        search(graph, topology, Simulator(graph, topology, PointCosts()), budget=5)
+        search(graph, topology, Simulator(graph, topology, PointCosts(1)), budget=5)
 
 
 def test_bar_is_quiet_when_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

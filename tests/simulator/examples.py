@@ -5,47 +5,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from soap.graph import WHOLE, DimMap, Factor, OperatorGraph
-from soap.simulator.collectives import Flow
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
 from soap.simulator.tiling import Tile
 from soap.strategy import OpConfig, Strategy
 from soap.topology import Device, DeviceType, Host, Link, Topology
 from tests.graph_builder import ATTRIBUTE, SAMPLE, GraphBuilder
-from tests.strategies import CPU
+
+UNIT_NS = 1_953_125
+"""Nanoseconds of which schedules by hand are counted: 2**-9 seconds, so that floating-point times are exact."""
+SLOW = DeviceType("test-slow", "cpu", {"float32": 1e10}, 3 * 2.0**9, 2**30, 1e-6, "made up for tests")
+"""Adds a byte per unit."""
 
 
 class PointCosts:
-    """A nanosecond per point of a tile (two backward), per byte of a transfer or exchange, per byte and device of an all-reduce;
-    updates 1."""
+    """A unit per point of a tile (two backward); updates 1."""
 
     description = "made up for tests"
     hash = "0" * 16
 
+    def __init__(self, unit_ns: int = UNIT_NS) -> None:
+        self.unit_ns = unit_ns
+
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        return max(1, tile.size)
+        return self.unit_ns * max(1, tile.size)
 
     def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        return 2 * max(1, tile.size)
+        return 2 * self.unit_ns * max(1, tile.size)
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
-        return 1
+        return self.unit_ns
 
-    def transfer_ns(self, transfer_bytes: int, links: Sequence[Link]) -> int:
-        return transfer_bytes
 
-    def allreduce_ns(self, reduced_bytes: int, topology: Topology, devices: Sequence[int]) -> int:
-        return reduced_bytes * len(devices)
-
-    def exchange_ns(self, flows: Sequence[Flow], topology: Topology, reduced_bytes: int = 0) -> int:
-        return sum(size for _, _, size in flows)
+def units(duration_ns: int) -> int:
+    """Whole units."""
+    assert duration_ns % UNIT_NS == 0
+    return duration_ns // UNIT_NS
 
 
 def pairwise_cluster(*counts: int) -> Topology:
-    """``counts[h]`` devices on host h; every ordered pair of devices has a link of its own, numbered by source, then target."""
+    """``counts[h]`` devices on host h; every ordered pair of devices has a link of its own, numbered by source, then target.
+
+    A byte takes a unit on a link.
+    """
     places = [host for host, count in enumerate(counts) for _ in range(count)]
-    devices = tuple(Device(i, f"d{i}", host, CPU) for i, host in enumerate(places))
+    devices = tuple(Device(i, f"d{i}", host, SLOW) for i, host in enumerate(places))
     ends = [(a.name, b.name) for a in devices for b in devices if a is not b]
-    links = tuple(Link(i, f"{a}->{b}", a, b, 1e9, 0.0) for i, (a, b) in enumerate(ends))
+    links = tuple(Link(i, f"{a}->{b}", a, b, 2.0**9, 0.0) for i, (a, b) in enumerate(ends))
     return Topology("test", devices, tuple(Host(f"h{i}", 1, 2**30) for i in range(len(counts))), links)
 
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 
 from soap.graph import OperatorGraph, TensorKind
 from soap.regions import volume
-from soap.simulator.collectives import ring_bytes
+from soap.simulator.allreduce import allreduce_bytes
+from soap.simulator.buckets import bucket_bytes, idle_shards
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
-from soap.simulator.plan import update_name
+from soap.simulator.plan import sync_name, update_name
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.strategy import Strategy
@@ -29,6 +30,7 @@ from tests.simulator.examples import (
     pairwise_cluster,
     predecessors,
     strategy,
+    units,
 )
 from tests.strategies import cases, cluster
 
@@ -48,19 +50,18 @@ def test_data_parallelism_only_reduces_the_loss_and_synchronizes(devices: int) -
         TaskKind.FORWARD: 3 * devices,
         TaskKind.BACKWARD: 3 * devices,
         TaskKind.REDUCE: 1,
-        TaskKind.SYNC: 2,
-        TaskKind.UPDATE: 2 * devices,
+        TaskKind.SYNC: 1,
+        TaskKind.UPDATE: devices,
     }
     synced = {task.name: task.bytes for task in tasks.tasks if task.kind is TaskKind.SYNC}
-    expected = {"sync l1.weight[0]": 2 * (devices - 1) * 6 * 2 * 4, "sync l2.weight[0]": 2 * (devices - 1) * 3 * 6 * 4}
-    assert synced == expected
+    assert synced == {"sync l2.weight[0]+1": 2 * (devices - 1) * (6 * 2 + 3 * 6) * 4}
     assert by_name(tasks)["reduce loss[]#0"].bytes == 2 * (devices - 1) * 4
 
 
 def test_one_device_has_nothing_to_send() -> None:
     graph = chain(8, 2, 6, 3)
     tasks = lowered(graph, batch_split(graph, [2]))
-    assert counts(tasks) == {TaskKind.FORWARD: 3, TaskKind.BACKWARD: 3, TaskKind.UPDATE: 2}
+    assert counts(tasks) == {TaskKind.FORWARD: 3, TaskKind.BACKWARD: 3, TaskKind.UPDATE: 1}
     assert sum(task.bytes for task in tasks.tasks) == 0
     assert {task.resources for task in tasks.tasks} == {(2,)}
 
@@ -69,11 +70,11 @@ def test_resources_of_transfers_and_rings_are_links_behind_the_devices() -> None
     split = strategy(l1=on(0, 3, degrees=(2, 1, 1)), loss=on(3, degrees=(1,)))
     named = by_name(lowered(chain(4, 2, 6), split))
     transfer = named["transfer l1[0:2,0:6] 0->3"]
-    assert (transfer.resources, transfer.bytes, transfer.duration_ns) == ((4 + 2,), 2 * 6 * 4, 48)
+    assert (transfer.resources, transfer.bytes, units(transfer.duration_ns)) == ((4 + 2,), 2 * 6 * 4, 48)
     back = named["transfer gradient of l1[0:2,0:6] 3->0"]
     assert (back.resources, back.bytes) == ((4 + 9,), 48)
     sync = named["sync l1.weight[0]"]
-    assert (sync.resources, sync.bytes, sync.duration_ns) == ((4 + 2, 4 + 9), 2 * 48, 48 * 2)
+    assert (sync.resources, sync.bytes, units(sync.duration_ns)) == ((4 + 2, 4 + 9), 2 * 48, 48 + 24)
 
 
 def test_a_route_over_switches_holds_every_link_on_it() -> None:
@@ -175,7 +176,7 @@ def test_replicas_that_nobody_reads_have_no_backward() -> None:
     backward = [task.name for task in tasks.tasks if task.kind is TaskKind.BACKWARD]
     assert backward == ["backward loss[0]", "backward l1[1]"]
     assert predecessors(tasks, "sync l1.weight[0]") == {"backward l1[1]"}
-    assert {task.name for task in tasks.tasks if task.kind is TaskKind.UPDATE} == {"update l1.weight[0]@0", "update l1.weight[0]@1"}
+    assert {task.name for task in tasks.tasks if task.kind is TaskKind.UPDATE} == {"update @0", "update @1"}
 
 
 def test_each_replica_takes_the_gradient_of_its_own_readers() -> None:
@@ -229,10 +230,12 @@ def test_a_shared_parameter_is_synchronized_shard_by_shard() -> None:
     graph = finish(g, g.linear(x, 6, weight="a.weight", bias=False, name="b"))
     split = strategy(a=on(0, 1, degrees=(1, 1, 2)), b=on(0, 2, 0, degrees=(1, 1, 3)), loss=on(0, degrees=(1,)))
     tasks = lowered(graph, split)
-    assert predecessors(tasks, "update a.weight[0]@0") == {"backward a[0]", "backward b[0]"}
     assert predecessors(tasks, "sync a.weight[1]") == {"backward a[0]", "backward b[1]"}
-    assert predecessors(tasks, "update a.weight[1]@2") == {"sync a.weight[1]"}
     assert by_name(tasks)["sync a.weight[3]"].bytes == 2 * 2 * 6 * 4
+    backward = {f"backward {name}" for name in ("a[0]", "b[0]", "b[2]", "loss[0]")}
+    assert predecessors(tasks, "update @0") == {*backward, "sync a.weight[1]", "sync a.weight[3]"}
+    assert predecessors(tasks, "update @2") == {"backward b[1]", "sync a.weight[1]", "sync a.weight[2]"}
+    assert [units(by_name(tasks)[f"update @{device}"].duration_ns) for device in range(3)] == [3, 2, 2]  # one per shard
 
 
 def test_ids_stay_when_another_operator_changes() -> None:
@@ -241,21 +244,17 @@ def test_ids_stay_when_another_operator_changes() -> None:
     after = before.with_operator("l1", on(3, 2, 1, 0, degrees=(2, 1, 2)))
     old, new = by_name(lowered(graph, before)), by_name(lowered(graph, after))
     untouched = [name for name in old if "l1" not in name and name in new]
-    assert {"forward l2[0]", "backward l4[1]", "sync l3.weight[0]", "update l4.weight[0]@1", "reduce loss[]#0"} <= set(untouched)
+    assert {"forward l2[0]", "backward l4[1]", "update @1", "reduce loss[]#0"} <= set(untouched)
     assert [old[name].id for name in untouched] == [new[name].id for name in untouched]
 
 
-def test_ring_bytes() -> None:
-    assert [ring_bytes(100, n) for n in (2, 3, 4)] == [200, 400, 600]
-
-
 @settings(max_examples=80, deadline=None)
-@given(cases())
+@given(cases(servers=True))
 def test_task_graphs_are_in_order_with_unique_ids(case: Case) -> None:
     graph, topology, chosen = case
     tasks = lowered(graph, chosen, topology)
     assert len({task.id for task in tasks.tasks}) == len(tasks.tasks)
-    resources = range(topology.device_count + len(topology.links))
+    resources = range(topology.device_count + len(topology.links) + sum(host.cpu_cores for host in topology.hosts))
     for position, task in enumerate(tasks.tasks):
         assert len(task.id) == 6 and task.duration_ns >= 1
         assert all(p < position for p in task.predecessors)
@@ -281,27 +280,45 @@ def test_bytes_on_links_are_those_of_the_plan(case: Case) -> None:
     carried = (TaskKind.TRANSFER, TaskKind.EXCHANGE)
     gradients = sum(task.bytes for task in tasks if task.kind in carried and "gradient of" in task.name)
     assert moved[TaskKind.TRANSFER] + moved[TaskKind.EXCHANGE] == forward + gradients and gradients <= forward
-    assert moved[TaskKind.SYNC] <= sum(ring_bytes(volume(s.box) * graph.tensors[s.parameter].itemsize, len(s.devices)) for s in plan.shards)
+    kept = ((volume(shard.box) * graph.tensors[shard.parameter].itemsize, len(shard.devices)) for shard in plan.shards)
+    assert moved[TaskKind.SYNC] <= sum(allreduce_bytes(size, count) for size, count in kept)
 
 
 @settings(max_examples=80, deadline=None)
 @given(cases())
-def test_shards_with_a_gradient_are_updated_on_all_their_devices(case: Case) -> None:
+def test_gradients_are_summed_in_buckets_and_every_device_updates_once(case: Case) -> None:
     graph, topology, chosen = case
     tasks = lowered(graph, chosen, topology)
-    updates = {task.name for task in tasks.tasks if task.kind is TaskKind.UPDATE}
-    backward = {task.tile for task in tasks.tasks if task.kind is TaskKind.BACKWARD}
-    for shard in tasks.plan.shards:  # tiles that write nothing, and replicas that nobody reads, give no gradient
-        given_one = shard.trainable and any(place in backward for place, _ in shard.uses)
-        assert {update_name(shard, device) in updates for device in shard.devices} == {given_one}
-    for parameter in graph.parameters:  # but every element has one from somewhere
-        shards = [shard for shard in tasks.plan.shards if shard.parameter == parameter.name]
-        reached = {shard.index for shard in shards if update_name(shard, shard.devices[0]) in updates}
-        assert reached or not shards
+    plan, named = tasks.plan, by_name(tasks)
+    backward = {task.tile: position for position, task in enumerate(tasks.tasks) if task.kind is TaskKind.BACKWARD}
+    syncs = {position for position, task in enumerate(tasks.tasks) if task.kind is TaskKind.SYNC}
+    assert len(syncs) == sum(len(bucket.devices) > 1 for bucket in plan.buckets)
+    for bucket in plan.buckets:
+        users = {tile for i in bucket.shards for tile, _ in plan.shards[i].uses}
+        if len(bucket.devices) > 1:
+            sync = named[sync_name(plan, bucket)]
+            assert set(sync.predecessors) == {backward[tile] for tile in users if tile in backward}
+            assert sync.bytes == allreduce_bytes(bucket_bytes(plan, bucket), len(bucket.devices))
+    devices_of = {sync_name(plan, bucket): bucket.devices for bucket in plan.buckets}
+    found = {i for bucket in plan.buckets for i in bucket.shards}
+    for i, shard in enumerate(plan.shards):  # whatever gets a gradient is in a bucket
+        assert i in found or not (shard.trainable and any(tile in backward for tile, _ in shard.uses))
+    for device in range(topology.device_count):
+        kept = [i for i in (*found, *idle_shards(plan)) if device in plan.shards[i].devices]
+        assert (update_name(device) in named) == bool(kept)
+        if kept:
+            update = named[update_name(device)]
+            assert units(update.duration_ns) == len(kept)
+            own = {place for tile, place in backward.items() if plan.tiles[tile].device == device}
+            joined = {place for place in syncs if device in devices_of[tasks.tasks[place].name]}
+            assert set(update.predecessors) == own | joined
+    for parameter in graph.parameters:  # every element has a gradient from somewhere
+        shards = [i for i, shard in enumerate(plan.shards) if shard.parameter == parameter.name]
+        assert found & set(shards) or not shards
 
 
 @settings(max_examples=80, deadline=None)
-@given(cases())
+@given(cases(servers=True))
 def test_schedules_are_legal(case: Case) -> None:
     graph, topology, chosen = case
     tasks = lowered(graph, chosen, topology)
@@ -323,7 +340,7 @@ def test_schedules_are_legal(case: Case) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(cases())
+@given(cases(servers=True))
 def test_the_execution_order_is_topological(case: Case) -> None:
     graph, topology, chosen = case
     tasks = lowered(graph, chosen, topology)

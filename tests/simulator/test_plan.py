@@ -139,8 +139,8 @@ def test_data_parallel_parameters_have_one_shard_on_all_devices() -> None:
     graph = chain(4, 2, 6)
     plan = build_plan(graph, batch_split(graph, [3, 1]), FOUR)
     assert plan.shards == (Shard("l1.weight", 0, ((0, 6), (0, 2)), (1, 3), ((0, 0), (1, 0)), True),)
-    assert sync_name(plan.shards[0]) == "sync l1.weight[0]"
-    assert update_name(plan.shards[0], 3) == "update l1.weight[0]@3"
+    assert sync_name(plan, plan.buckets[0]) == "sync l1.weight[0]"
+    assert update_name(3) == "update @3"
 
 
 def test_a_shared_parameter_is_cut_along_all_its_users() -> None:

@@ -18,7 +18,7 @@ from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
-from tests.simulator.examples import PointCosts, chain, on, pairwise_cluster, strategy
+from tests.simulator.examples import UNIT_NS, PointCosts, chain, on, pairwise_cluster, strategy
 from tests.strategies import cases
 
 TWO = pairwise_cluster(1, 1)
@@ -36,11 +36,11 @@ def with_memory(topology: Topology, memory_bytes: int) -> Topology:
 
 def test_outcome_by_hand() -> None:
     outcome = simulator().run(PIPELINE)
-    assert outcome.makespan_ns == 181
+    assert outcome.makespan_ns == 181 * UNIT_NS
     assert outcome.bytes_moved == 96
     assert outcome.memory == memory_use(outcome.plan, 2)
     assert (outcome.fits, outcome.overflow_bytes) == (True, 0)
-    assert simulator().cost(PIPELINE) == (181, 0)
+    assert simulator().cost(PIPELINE) == (181 * UNIT_NS, 0)
 
 
 def test_a_step_of_several_micro_batches_synchronizes_once() -> None:
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_counted_over_all_devices() -> None:
     outcome = small.run(PIPELINE)
     assert not outcome.fits
     assert outcome.overflow_bytes == 1 + max(totals) - min(totals) + 1
-    assert small.cost(PIPELINE) == (181, outcome.overflow_bytes)
+    assert small.cost(PIPELINE) == (181 * UNIT_NS, outcome.overflow_bytes)
     assert simulator(with_memory(TWO, max(totals))).run(PIPELINE).fits
 
 
@@ -114,6 +114,14 @@ def test_cost_and_run_agree(case: tuple[OperatorGraph, Topology, Strategy]) -> N
     outcome = made.run(chosen)
     assert made.cost(chosen) == made.cost(chosen) == (outcome.makespan_ns, outcome.overflow_bytes)
     assert outcome.fits == all(use.total <= 2**12 for use in outcome.memory)
+
+
+def test_hash_of_the_costs_follows_the_model_of_costs_and_the_links() -> None:
+    base, other = simulator(), simulator()
+    assert base.costs_hash == other.costs_hash
+    other.costs.hash = "1" * 16  # type: ignore[misc]
+    faster = replace(TWO, links=tuple(replace(link, bandwidth_bytes_per_second=1e9) for link in TWO.links))
+    assert len({base.costs_hash, other.costs_hash, simulator(faster).costs_hash}) == 3
 
 
 def test_a_search_imports_neither_torch_nor_pandas() -> None:

@@ -12,10 +12,11 @@ from soap.graph import OperatorGraph
 from soap.simulator import timeline
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
+from soap.simulator.residency import memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph
 from soap.strategy import Strategy
 from soap.topology import Topology
-from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy
+from tests.simulator.examples import UNIT_NS, PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 from tests.strategies import cases
 
 TWO = pairwise_cluster(1, 1)
@@ -42,7 +43,8 @@ def threads(trace: timeline.Trace) -> dict[tuple[int, int], str]:
 def test_frame_has_a_row_per_task() -> None:
     frame = timeline.to_frame(*over_two_devices())
     assert list(frame.columns) == ["name", "kind", "on", "start_ns", "end_ns", "bytes"]
-    assert [tuple(row) for row in frame.itertuples(index=False)][:3] == [
+    rows = [(name, kind, on, units(start), units(end), size) for name, kind, on, start, end, size in frame.itertuples(index=False)]
+    assert rows[:3] == [
         ("forward l1[0]", "forward", "d0", 0, 24, 0),
         ("transfer l1[0:4,0:3] 0->1", "transfer", "d0->d1", 24, 72, 48),
         ("forward loss[0]", "forward", "d1", 72, 76, 0),
@@ -55,9 +57,22 @@ def test_chrome_trace_has_a_thread_per_device_and_link() -> None:
     assert list(threads(trace).values()) == ["d0", "d1", "d0->d1", "d1->d0"]
     assert [e["args"] for e in trace["traceEvents"] if e["name"] == "process_name"] == [{"name": "simulated"}]
     first, transfer, *_ = complete(trace)
-    assert first == {"name": "forward l1[0]", "cat": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 0.024}
-    assert (transfer["tid"], transfer["ts"], transfer["dur"], transfer["args"]) == (2, 0.024, 0.048, {"bytes": 48})
+    assert first == {"name": "forward l1[0]", "cat": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 24 * UNIT_NS / 1000}
+    assert (transfer["tid"], transfer["args"]) == (2, {"bytes": 48})
+    assert (transfer["ts"], transfer["dur"]) == (24 * UNIT_NS / 1000, 48 * UNIT_NS / 1000)
     assert json.loads(json.dumps(trace)) == trace
+
+
+def test_chrome_trace_shows_memory_as_counters() -> None:
+    tasks, schedule = over_two_devices()
+    curves = memory_over_time(tasks, schedule, 2)
+    trace = timeline.chrome_trace(tasks, schedule, memory=curves)
+    counters = [event for event in trace["traceEvents"] if event["ph"] == "C"]
+    for device, curve in zip(("d0", "d1"), curves, strict=True):
+        own = [(event["ts"], event["args"]["bytes"]) for event in counters if event["name"] == f"memory of {device}"]
+        assert own == [(time / 1000, held) for time, held in zip(curve.times_ns.tolist(), curve.bytes_held.tolist(), strict=True)]
+    assert complete(trace) == complete(timeline.chrome_trace(tasks, schedule))
+    assert len(timeline.merge_traces(trace, trace)["traceEvents"]) == 2 * len(trace["traceEvents"])
 
 
 def test_measured_events_look_like_simulated_ones() -> None:
@@ -119,7 +134,7 @@ def test_critical_path_goes_through_waits_for_a_link() -> None:
         "transfer gradient of l1[0:2,0:3] 1->0",
         "transfer gradient of l1[2:4,0:3] 1->0",
         "backward l1[1]",
-        "update l1.weight[0]@0",
+        "update @0",
     ]
 
 
@@ -132,7 +147,8 @@ def test_critical_path_of_nothing() -> None:
 
 def test_busy_time_and_bytes_of_a_transfer() -> None:
     tasks, _ = over_two_devices()
-    assert timeline.busy_time_ns(tasks) == {"d0": 24 + 48 + 1, "d1": 4 + 8, "d0->d1": 48, "d1->d0": 48}
+    busy = {name: units(busy_ns) for name, busy_ns in timeline.busy_time_ns(tasks).items()}
+    assert busy == {"d0": 24 + 48 + 1, "d1": 4 + 8, "d0->d1": 48, "d1->d0": 48}
     assert timeline.link_bytes(tasks) == {"d0->d1": 48, "d1->d0": 48}
     assert timeline.bytes_moved(tasks) == 96
 
@@ -158,6 +174,8 @@ def test_what_holds_for_every_schedule(case: tuple[OperatorGraph, Topology, Stra
     assert start[path[0]] == 0
     assert all(end[a] == start[b] for a, b in pairwise(path))
     assert sum(tasks.tasks[p].duration_ns for p in path) == schedule.makespan_ns
+    by_kind = timeline.critical_path_ns(tasks, schedule)
+    assert sum(by_kind.values()) == schedule.makespan_ns and set(by_kind) == {tasks.tasks[p].kind for p in path}
     shown = complete(timeline.chrome_trace(tasks, schedule))
     assert len(shown) == sum(len(task.resources) for task in tasks.tasks)
     assert max(timeline.busy_time_ns(tasks).values()) <= schedule.makespan_ns

@@ -10,10 +10,11 @@ from torch import nn
 from soap import zoo
 from soap.simulator.tiling import tiles_of
 from soap.strategy import OpConfig
+from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
 from tests.tracing.emulation import compare, emulated_loss, kept_bytes
-from tests.tracing.programs import Lambda, imported
+from tests.tracing.programs import Lambda, export, imported
 
 
 def _normed() -> tuple[nn.Module, torch.Tensor]:
@@ -43,6 +44,26 @@ def test_running_statistics_move_once_however_many_tiles_a_rank_runs(factor: str
     torch.testing.assert_close(context.buffers["inner.1.running_mean"], norm.running_mean)
     torch.testing.assert_close(context.buffers["inner.1.running_var"], norm.running_var)
     assert context.buffers["inner.1.num_batches_tracked"] == 2
+
+
+@pytest.mark.parametrize("batch_norm", ["global", "local"])
+def test_running_statistics_of_a_module_that_is_called_twice(batch_norm: Any) -> None:
+    """Each call moves them, in the order of the program; another module's move with them."""
+    torch.manual_seed(0)
+    shared, other = nn.BatchNorm1d(4, momentum=0.3).double(), nn.BatchNorm1d(4, momentum=0.2).double()
+    forward = lambda self, x: self.shared(torch.sin(3 * self.other(self.shared(x)))).square().mean()  # noqa: E731
+    module, x = Lambda(forward, shared=shared, other=other), 2 + torch.randn(5, 4, dtype=torch.float64)
+    model = import_program(export(module, x), name="model", dtype=torch.float64, batch_norm=batch_norm)
+    configs = {op.name: OpConfig((1,) * len(op.factors), (0,)) for op in model.graph.operators}
+    context = TileContext(0, 0, {n: b.clone() for n, b in model.buffers.items()})
+    for _ in range(2):
+        emulated_loss(model, configs, [x], model.parameters, context)
+        model.end_step(context)
+        module(x)
+    expected = dict(module.named_buffers())
+    assert set(context.buffers) == set(expected)
+    for name, buffer in context.buffers.items():
+        torch.testing.assert_close(buffer, expected[name])
 
 
 def test_running_statistics_of_regions_that_overlap_in_part() -> None:

@@ -60,17 +60,36 @@ def batch_norm_local(
     return torch.batch_norm(x, weight, bias, mean, variance, True, momentum, eps, True)
 
 
-def move_running_statistics(
-    running: Sequence[torch.Tensor | None], found: Sequence[tuple[Interval, torch.Tensor, torch.Tensor]], momentum: float
-) -> None:
-    """Move running mean and variance (in place) towards what tiles have found for their channels; each channel once."""
-    mean, variance = running
-    if mean is None or variance is None:
-        return
-    if len(found) == 1 and found[0][0] == (0, mean.numel()):
-        mean.lerp_(found[0][1].to(mean.dtype), momentum)
-        variance.lerp_(found[0][2].to(variance.dtype), momentum)
-        return
+Found = Sequence[tuple[Interval, torch.Tensor, torch.Tensor]]
+"""What tiles have found for some channels: (channels, mean, unbiased variance)."""
+
+
+def move_running_statistics(moves: Sequence[tuple[torch.Tensor, torch.Tensor, Found, float]]) -> None:
+    """For each (running mean, running variance, found, momentum), in this order: move the running ones (in place) towards what tiles have
+    found for their channels; each channel once."""
+    together: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # many small tensors: one call for all
+    waiting: set[int] = set()
+
+    def move_waiting() -> None:
+        for momentum, (running, values) in together.items():
+            torch._foreach_lerp_(running, values, momentum)
+        together.clear()
+        waiting.clear()
+
+    for mean, variance, found, momentum in moves:
+        if id(mean) in waiting:  # the same buffers as another call's
+            move_waiting()
+        if len(found) == 1 and found[0][0] == (0, mean.numel()):
+            running, values = together.setdefault(momentum, ([], []))
+            running += [mean, variance]
+            values += [found[0][1].to(mean.dtype), found[0][2].to(variance.dtype)]
+            waiting.add(id(mean))
+        else:
+            _move_parts(mean, variance, found, momentum)
+    move_waiting()
+
+
+def _move_parts(mean: torch.Tensor, variance: torch.Tensor, found: Found, momentum: float) -> None:
     moved = torch.zeros(mean.shape, dtype=torch.bool, device=mean.device)
     for (start, stop), new_mean, new_variance in found:
         span = slice(start, stop)
@@ -124,9 +143,9 @@ def _by_itself(local: Local, x: torch.Tensor, weight: torch.Tensor | None, bias:
     if not moves_statistics(box) or options["buffers"][0] is None or x.numel() <= x.shape[1]:
         return batch_norm_local(x, weight, bias, (None, None), 0.0, options["eps"])
     kind = torch.promote_types(x.dtype, torch.float32)
-    found = torch.zeros(2, x.shape[1], dtype=kind, device=x.device)  # with a momentum of 1 they become the tile's own
-    out = batch_norm_local(x, weight, bias, found.unbind(), 1.0, options["eps"])
-    local.note_statistics(box[1], found[0], found[1])
+    found = torch.zeros(2, x.shape[1], dtype=kind, device=x.device).unbind()  # with a momentum of 1 they become the tile's own
+    out = batch_norm_local(x, weight, bias, found, 1.0, options["eps"])
+    local.note_statistics(box[1], *found)
     return out
 
 
@@ -136,7 +155,10 @@ def moves_statistics(box: Sequence[Interval]) -> bool:
     It has samples in batches of every size, so that one device sees all of them; and rank 0's are the statistics that
     DistributedDataParallel keeps.
     """
-    return all(start == 0 for dim, (start, _) in enumerate(box) if dim != 1)
+    for dim, (start, _) in enumerate(box):  # noqa: SIM110 - in every step
+        if start and dim != 1:
+            return False
+    return True
 
 
 @rule("soap.batch_norm_local")

@@ -20,7 +20,7 @@ import torch
 
 from soap.graph import WHOLE, DimMap
 from soap.regions import Box, Interval, lengths
-from soap.tracing.calls import Call, Ref, Value, argument, substitute, walk
+from soap.tracing.calls import Call, Ref, Value, argument, parameters_of, substitute, walk
 from soap.tracing.model import TileContext
 
 Maps = tuple[DimMap, ...]
@@ -119,11 +119,10 @@ class Local:
         fill: Callable[[Any], Any] = lambda leaf: next(following) if isinstance(leaf, Ref) else leaf  # noqa: E731
         args = substitute(list(self.call.args), fill)
         kwargs = substitute(dict(self.call.kwargs), fill)
-        schema = getattr(self.call.target, "_schema", None)
-        names = [p.name for p in schema.arguments] if schema is not None else []
         for name, value in changes.items():
-            if name in names and names.index(name) < len(args):
-                args[names.index(name)] = value
+            place, _ = parameters_of(self.call.target).get(name, (len(args), None))
+            if place < len(args):
+                args[place] = value
             else:
                 kwargs[name] = value
         return self.call.target(*args, **kwargs)

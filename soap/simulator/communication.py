@@ -1,0 +1,81 @@
+"""What communication costs on a topology, the same for every cost model: messages, all-reduces, exchanges. Answers are kept.
+
+All are closed forms over the links' bandwidths and latencies and the devices' memory bandwidths (``allreduce``, ``collectives``), in whole
+nanoseconds, rounded up, at least 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from soap.simulator.allreduce import AllReduceOption, allreduce_options, fastest
+from soap.simulator.collectives import REDUCE_TRAFFIC, Flow, exchange_seconds
+from soap.simulator.costs import nanoseconds
+from soap.topology import Topology
+
+CACHE_ENTRIES = 2**18
+
+VERSION = 1
+"""To be raised whenever a formula changes."""
+
+
+class Communication:
+    """Durations, and the links that are held. A search should keep one for its cluster."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._routes: dict[tuple[int, int], tuple[float, float]] = {}
+        self._options: dict[tuple[int, ...], tuple[AllReduceOption, ...]] = {}
+        self._exchanges: dict[tuple[tuple[Flow, ...], int], int] = {}
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over every figure that enters an answer."""
+        links = [[float(link.bandwidth_bytes_per_second), float(link.latency_seconds)] for link in self.topology.links]
+        memory = [float(device.type.memory_bandwidth_bytes_per_second) for device in self.topology.devices]
+        text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, memory])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def transfer_ns(self, transfer_bytes: int, source: int, target: int) -> int:
+        """One message between two devices: its route's latencies, then the bytes at the rate of its narrowest link.
+
+        max(1, ceil((latency_seconds + seconds_per_byte * transfer_bytes) * 1e9)), in this order of operations.
+        """
+        found = self._routes.get((source, target))
+        if found is None:
+            found = self._routes[source, target] = self.route_figures(source, target)
+        return nanoseconds(found[0] + found[1] * transfer_bytes)
+
+    def route_figures(self, source: int, target: int) -> tuple[float, float]:
+        """(latency in seconds, seconds per byte) of a message between two devices; zeros on one device."""
+        links = [self.topology.links[link] for link in self.topology.route(source, target)]
+        per_byte = max((1 / link.bandwidth_bytes_per_second for link in links), default=0.0)
+        return self.topology.route_latency_seconds(source, target), per_byte
+
+    def allreduce_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
+        """What an all-reduce over these devices may be done by."""
+        found = self._options.get(devices)
+        if found is None:
+            found = self._options[devices] = allreduce_options(self.topology, devices)
+        return found
+
+    def allreduce_option(self, reduced_bytes: int, devices: tuple[int, ...]) -> AllReduceOption:
+        """The fastest for so many bytes."""
+        return fastest(self.allreduce_options(devices), reduced_bytes)
+
+    def allreduce(self, reduced_bytes: int, devices: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Duration in ns of an all-reduce by the fastest option, and the numbers of the links that it holds."""
+        option = self.allreduce_option(reduced_bytes, devices)
+        return option.duration_ns(reduced_bytes), option.links
+
+    def exchange_ns(self, flows: Sequence[Flow], reduced_bytes: int = 0) -> int:
+        """Flows between devices that run at once as one collective; every target then adds up at most ``reduced_bytes``."""
+        key = (tuple(flows), reduced_bytes)
+        found = self._exchanges.get(key)
+        if found is None:
+            if len(self._exchanges) >= CACHE_ENTRIES:
+                self._exchanges.clear()
+            found = self._exchanges[key] = nanoseconds(exchange_seconds(self.topology, flows, reduced_bytes))
+        return found

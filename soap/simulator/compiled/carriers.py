@@ -1,0 +1,282 @@
+"""Which messages and collectives carry the pieces that must move (compiled). The counterpart of ``delivery.Carriers``."""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.fetches import identify, is_remote, same_piece
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import CARRIERS, FULL, PARTS, PIECES, STAMP, Scratch
+from soap.simulator.compiled.state import State
+from soap.simulator.compiled.tables import GraphTables
+from soap.simulator.compiled.variants import GRIDS, VariantTables
+
+MESSAGE, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(4)
+"""Patterns of carriers."""
+
+
+@compiled
+def carry(G: GraphTables, V: VariantTables, C: State, S: Scratch, op: int) -> None:
+    """Divide the remote pieces among carriers; ``p_carrier`` says which."""
+    S.count[CARRIERS] = 0
+    S.count[PARTS] = 0
+    S.k_part[0] = 0
+    first = G.output_ptr[op]
+    for out in range(G.output_ptr[op + 1] - first):
+        count = 0
+        for piece in range(S.count[PIECES]):
+            if S.f_out[S.p_fetch[piece]] == out and is_remote(S, piece):
+                count += 1
+        if count >= 2:
+            rank = V.data[V.data[V.rows[C.variant[op], GRIDS] + out]]
+            identify(V, S, out, rank)
+            if count >= 6:
+                _gathers(V, S, out, rank)
+                _all_to_alls(C, S, out)
+            _broadcasts(C, S, out)
+    _messages(G, C, S, op)
+
+
+@compiled
+def _is_free(S, piece, out):  # type: ignore[no-untyped-def]
+    return S.p_carrier[piece] < 0 and S.f_out[S.p_fetch[piece]] == out and is_remote(S, piece)
+
+
+@compiled
+def open_carrier(S: Scratch, pattern: int) -> int:
+    """A carrier without parts."""
+    n = S.count[CARRIERS]
+    if n + 2 > len(S.k_pattern):
+        raise MemoryError(FULL)
+    S.k_pattern[n], S.k_task[n] = pattern, -1
+    S.k_part[n + 1] = S.count[PARTS]
+    S.count[CARRIERS] = n + 1
+    return n
+
+
+@compiled
+def add_part(S: Scratch, piece: int) -> None:
+    """One more part of the last carrier."""
+    n = S.count[PARTS]
+    if n + 2 > len(S.part):
+        raise MemoryError(FULL)
+    S.part[n] = piece
+    S.p_carrier[piece] = S.count[CARRIERS] - 1
+    S.count[PARTS] = n + 1
+    S.k_part[S.count[CARRIERS]] = n + 1
+
+
+@compiled
+def _is_complete(S, pieces):  # type: ignore[no-untyped-def]
+    """Whether at least three devices take part, and each gives something to each other one."""
+    S.count[STAMP] += 1
+    members = 0
+    for piece in pieces:
+        for device in (S.h_dev[S.p_hold[piece]], S.f_dev[S.p_fetch[piece]]):
+            if S.mark[device] != S.count[STAMP]:
+                S.mark[device] = S.count[STAMP]
+                S.mark_value[device] = members
+                members += 1
+    if members < 3 or len(pieces) < members * (members - 1):
+        return False
+    pairs = 0
+    mask = len(S.hash_key) - 1
+    for piece in pieces:
+        key = S.mark_value[S.h_dev[S.p_hold[piece]]] * members + S.mark_value[S.f_dev[S.p_fetch[piece]]]
+        place = (key * 0x9E3779B97F4A7C1) >> 32 & mask
+        while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != key:
+            place = (place + 1) & mask
+        if S.hash_stamp[place] != S.count[STAMP]:
+            S.hash_stamp[place], S.hash_key[place] = S.count[STAMP], key
+            pairs += 1
+    return pairs == members * (members - 1)
+
+
+@compiled
+def _gathers(V, S, out, rank):  # type: ignore[no-untyped-def]
+    """One region on several devices, of which each holds a part, goes to all."""
+    n = 0
+    for piece in range(S.count[PIECES]):
+        if _is_free(S, piece, out):
+            if n >= len(S.work):
+                raise MemoryError(FULL)
+            S.work[n] = S.f_box[S.p_fetch[piece]] * S.count[PIECES] + piece
+            n += 1
+    equal = S.work[:n]
+    equal.sort()
+    start = 0
+    while start < n:
+        stop = start
+        box = equal[start] // S.count[PIECES]
+        while stop < n and equal[stop] // S.count[PIECES] == box:
+            equal[stop] %= S.count[PIECES]
+            stop += 1
+        own = equal[start:stop]
+        if stop - start > 3 and _is_complete(S, own) and _all_get_the_same(V, S, own, rank):
+            open_carrier(S, ALL_GATHER)
+            for piece in own:
+                add_part(S, piece)
+        start = stop
+
+
+@compiled
+def _all_get_the_same(V, S, pieces, rank):  # type: ignore[no-untyped-def]
+    """Whether the fetches of these pieces consist of the same pieces, in whatever order."""
+    first = S.p_fetch[pieces[0]]
+    size = S.f_piece[first + 1] - S.f_piece[first]
+    before = first
+    for piece in pieces:
+        fetch = S.p_fetch[piece]
+        if fetch == before:
+            continue
+        before = fetch
+        if S.f_piece[fetch + 1] - S.f_piece[fetch] != size:
+            return False
+        for a in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
+            found = False
+            for b in range(S.f_piece[first], S.f_piece[first + 1]):
+                found |= same_piece(V, S, a, b, rank)
+            if not found:
+                return False
+    return True
+
+
+@compiled
+def _root(S, device):  # type: ignore[no-untyped-def]
+    while S.mark_value[device] != device:
+        S.mark_value[device] = S.mark_value[S.mark_value[device]]
+        device = S.mark_value[device]
+    return device
+
+
+@compiled
+def _all_to_alls(C, S, out):  # type: ignore[no-untyped-def]
+    """Pieces whose devices hang together, if each gives something to each other one."""
+    S.count[STAMP] += 1
+    count = 0
+    for piece in range(S.count[PIECES]):
+        if _is_free(S, piece, out):
+            ends = (S.h_dev[S.p_hold[piece]], S.f_dev[S.p_fetch[piece]])
+            for device in ends:
+                if S.mark[device] != S.count[STAMP]:
+                    S.mark[device] = S.count[STAMP]
+                    S.mark_value[device] = device
+            S.mark_value[_root(S, ends[0])] = _root(S, ends[1])
+            count += 1
+    if count <= 3:
+        return
+    if 2 * count > len(S.work):
+        raise MemoryError(FULL)
+    n = 0
+    for piece in range(S.count[PIECES]):
+        if _is_free(S, piece, out):
+            S.work[n] = _root(S, S.f_dev[S.p_fetch[piece]]) * S.count[PIECES] + piece
+            n += 1
+    members = S.work[:n]
+    members.sort()
+    start = 0
+    while start < n:
+        stop = start
+        root = members[start] // S.count[PIECES]
+        while stop < n and members[stop] // S.count[PIECES] == root:
+            members[stop] %= S.count[PIECES]
+            stop += 1
+        own = members[start:stop]
+        if stop - start > 3 and _is_complete(S, own):
+            open_carrier(S, ALL_TO_ALL)
+            for piece in own:
+                add_part(S, piece)
+        start = stop
+
+
+@compiled
+def _broadcasts(C, S, out):  # type: ignore[no-untyped-def]
+    """One piece goes to many. A device that needs it for two regions gets it by a message the second time."""
+    n = 0
+    for piece in range(S.count[PIECES]):
+        if _is_free(S, piece, out):
+            if n >= len(S.work):
+                raise MemoryError(FULL)
+            S.work[n] = S.p_id[piece] * S.count[PIECES] + piece
+            n += 1
+    equal = S.work[:n]
+    equal.sort()
+    start = 0
+    while start < n:
+        stop = start
+        identity = equal[start] // S.count[PIECES]
+        while stop < n and equal[stop] // S.count[PIECES] == identity:
+            stop += 1
+        if stop - start >= 3:
+            S.count[STAMP] += 1
+            targets = 0
+            for i in range(start, stop):
+                device = S.f_dev[S.p_fetch[equal[i] % S.count[PIECES]]]
+                if S.mark[device] != S.count[STAMP]:
+                    S.mark[device] = S.count[STAMP]
+                    targets += 1
+            if tree_depth(targets + 1) < targets:
+                open_carrier(S, BROADCAST)
+                S.count[STAMP] += 1
+                for i in range(start, stop):
+                    piece = equal[i] % S.count[PIECES]
+                    device = S.f_dev[S.p_fetch[piece]]
+                    if S.mark[device] != S.count[STAMP]:
+                        S.mark[device] = S.count[STAMP]
+                        add_part(S, piece)
+        start = stop
+
+
+@compiled
+def tree_depth(devices: int) -> int:
+    """Rounds of a binomial tree over so many devices."""
+    rounds, reached = 0, 1
+    while reached < devices:
+        reached *= 2
+        rounds += 1
+    return rounds
+
+
+@compiled
+def _messages(G, C, S, op):  # type: ignore[no-untyped-def]
+    """What one device sends another from the same moment on, of one dtype, in one go."""
+    S.count[STAMP] += 1
+    mask = len(S.hash_key) - 1
+    first = S.count[CARRIERS]
+    count = 0
+    for piece in range(S.count[PIECES]):
+        if S.p_carrier[piece] >= 0 or not is_remote(S, piece):
+            continue
+        hold, fetch = S.p_hold[piece], S.p_fetch[piece]
+        red = S.h_red[hold]
+        ready = 2 * S.h_tile[hold] if red < 0 else 2 * (S.r_rep[red] * (1 << 24) + S.r_group[red]) + 1
+        key = (ready * len(C.busy) + S.h_dev[hold]) * len(C.busy) + S.f_dev[fetch]
+        key = key * 16 + G.output_dtype[G.output_ptr[op] + S.f_out[fetch]]
+        place = (key * 0x9E3779B97F4A7C1) >> 32 & mask
+        while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != key:
+            place = (place + 1) & mask
+        if S.hash_stamp[place] != S.count[STAMP]:
+            S.hash_stamp[place], S.hash_key[place], S.hash_value[place] = S.count[STAMP], key, open_carrier(S, MESSAGE)
+        S.p_carrier[piece] = S.hash_value[place]
+        count += 1
+    if count == 0:
+        return
+    messages = S.count[CARRIERS]
+    if messages + 1 > len(S.work) or S.count[PARTS] + count + 1 > len(S.part):
+        raise MemoryError(FULL)
+    for carrier in range(first, messages):
+        S.work[carrier] = 0
+    for piece in range(S.count[PIECES]):
+        if S.p_carrier[piece] >= first:
+            S.work[S.p_carrier[piece]] += 1
+    at = S.count[PARTS]
+    for carrier in range(first, messages):
+        size = S.work[carrier]
+        S.k_part[carrier] = at
+        S.work[carrier] = at
+        at += size
+    S.k_part[messages] = at
+    S.count[PARTS] = at
+    for piece in range(S.count[PIECES]):
+        carrier = S.p_carrier[piece]
+        if carrier >= first:
+            S.part[S.work[carrier]] = piece
+            S.work[carrier] += 1

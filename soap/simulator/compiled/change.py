@@ -1,0 +1,210 @@
+"""Changing one operator's configuration in a state, and taking the change back (compiled).
+
+A change gives the operator's tiles new slots, and makes the blocks of the operator and of those that it reads anew. Nothing is overwritten
+but pointers and what slots wait for; ``Undo`` holds what they were. Blocks are added behind all others, so that taking a change back frees
+them at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from soap.simulator.compiled.fragment import CROWDED, count_edges, lower_operator, place_tiles
+from soap.simulator.compiled.handles import declare
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import STAMP, Scratch
+from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, SLOTS, SYNCS, Groups, ShardTables, State
+from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
+from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Longs
+from soap.simulator.compiled.variants import CELLS, VariantTables
+
+OPERATOR, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
+"""Places in ``Undo.what``: the operator (-1: nothing is changed), number of blocks, whether gradients' sums were made anew, what was
+taken before, how much of ``alive`` and ``rows`` is taken."""
+
+FIELDS = 13
+
+DONE = 12
+"""Place in ``Undo.fields`` of whether the new block is complete: not if what was lacking stopped its making."""
+
+
+@declare
+class Undo(NamedTuple):
+    """``fields``: per changed block, what it was (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
+    replicas,
+    dev_ptr, where its ``back_row`` begin in ``rows``, ``DONE``). ``alive``: of the changed operators' backward tiles. ``sync_row``,
+    ``update_ns``, ``update_alive``: of all. ``dirty``: stamps of operators to be lowered."""
+
+    what: Longs
+    fields: Ints
+    rows: Ints
+    alive: Ints
+    alive_ptr: Ints
+    sync_row: Ints
+    update_ns: Longs
+    update_alive: Ints
+    dirty: Longs
+
+
+def make_undo(operators: int, readers: int, devices: int, slots: int) -> Undo:
+    """Room for a change of anything."""
+    longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
+    what = longs(16)
+    what[OPERATOR] = -1
+    return Undo(
+        what,
+        ints(FIELDS * operators),
+        ints(readers + 1),
+        ints(slots),
+        ints(operators + 1),
+        ints(operators),
+        longs(devices),
+        ints(devices),
+        longs(operators),
+    )
+
+
+@compiled
+def change_operator(
+    G: GraphTables,
+    V: VariantTables,
+    K: ClusterTables,
+    R: Groups,
+    C: State,
+    S: Scratch,
+    U: Undo,
+    op: int,
+    variant: int,
+    replicas: int,
+    devices: Ints,
+) -> None:
+    """Give an operator another configuration. Gradients' sums are left as they were: ``change_sums``, if ``needs_sums``."""
+    what = U.what
+    what[OPERATOR], what[CHANGED], what[SYNCHRONIZED], what[ALIVE_SAVED], what[LIST_SAVED] = op, 0, 0, 0, 0
+    what[OLD_SLOTS], what[OLD_ARENA], what[OLD_DEVICES] = C.used[SLOTS], C.used[ARENA], C.used[DEVICES]
+    S.count[STAMP] += 1
+    stamp = S.count[STAMP]
+    _mark(G, U, op, stamp)
+    U.dirty[op] = stamp
+    _save(G, C, U, op)
+    if C.used[DEVICES] + len(devices) > len(C.dev):
+        raise MemoryError(CROWDED)
+    C.variant[op], C.replicas[op], C.dev_ptr[op] = variant, replicas, C.used[DEVICES]
+    C.tiles[op] = V.rows[variant, CELLS] * replicas
+    C.dev[C.used[DEVICES] : C.used[DEVICES] + len(devices)] = devices
+    C.used[DEVICES] += len(devices)
+    place_tiles(V, K, C, len(G.backward), op)
+    lower_operator(G, V, K, R, C, S, op)
+    count_backward(C, op, 1)
+    U.fields[DONE] = 1
+    for position in range(op - 1, -1, -1):
+        if U.dirty[position] == stamp:
+            _save(G, C, U, position)
+            if lower_operator(G, V, K, R, C, S, position):
+                _mark(G, U, position, stamp)
+            count_backward(C, position, 1)
+            U.fields[(what[CHANGED] - 1) * FIELDS + DONE] = 1
+
+
+@compiled
+def _mark(G, U, op, stamp):  # type: ignore[no-untyped-def]
+    """What an operator reads is to be lowered."""
+    for k in range(G.read_ptr[op], G.read_ptr[op + 1]):
+        U.dirty[G.read_producer[k]] = stamp
+
+
+@compiled
+def _save(G, C, U, op):  # type: ignore[no-untyped-def]
+    """Note what an operator's block is, and take away its edges and backward tiles."""
+    n = U.what[CHANGED]
+    at = n * FIELDS
+    U.fields[at], U.fields[at + 1], U.fields[at + 2], U.fields[at + 3] = op, C.row[op], C.own_slot[op], C.own_count[op]
+    U.fields[at + 4], U.fields[at + 5], U.fields[at + 6], U.fields[at + 7] = C.block[op], C.block_end[op], C.tile_slot[op], C.tiles[op]
+    U.fields[at + 8], U.fields[at + 9], U.fields[at + 10] = C.variant[op], C.replicas[op], C.dev_ptr[op]
+    U.fields[at + 11] = U.what[LIST_SAVED]
+    U.fields[at + DONE] = 0
+    for place in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
+        U.rows[U.what[LIST_SAVED]] = C.back_row[place]
+        U.what[LIST_SAVED] += 1
+    count = C.tiles[op]
+    U.alive_ptr[n] = U.what[ALIVE_SAVED]
+    first = C.tile_slot[op] + count
+    U.alive[U.what[ALIVE_SAVED] : U.what[ALIVE_SAVED] + count] = C.alive[first : first + count]
+    U.what[ALIVE_SAVED] += count
+    U.what[CHANGED] = n + 1
+    count_edges(C, op, -1)
+    count_backward(C, op, -1)
+
+
+@compiled
+def needs_sums(G: GraphTables, C: State, U: Undo) -> bool:
+    """Whether the change has to do with gradients' sums."""
+    for n in range(U.what[CHANGED]):
+        op = U.fields[n * FIELDS]
+        if G.parameter_ptr[op + 1] > G.parameter_ptr[op] and (n == 0 or _alive_changed(C, U, n)):
+            return True
+    return False
+
+
+@compiled
+def _alive_changed(C, U, n):  # type: ignore[no-untyped-def]
+    op = U.fields[n * FIELDS]
+    first = C.tile_slot[op] + C.tiles[op]
+    changed = False
+    for tile in range(C.tiles[op]):
+        changed |= C.alive[first + tile] != U.alive[U.alive_ptr[n] + tile]
+    return changed
+
+
+@compiled
+def change_sums(
+    G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D: ShardTables, C: State, S: Scratch, U: Undo, dtypes: int
+) -> None:
+    """Make gradients' sums and updates anew."""
+    U.what[OLD_SYNCS], U.what[OLD_SYNC_SLOT] = C.used[SYNCS], C.sync_slot[0]
+    for op in range(len(G.backward)):
+        U.sync_row[op] = C.sync_row[op]
+    for device in range(len(C.busy)):
+        U.update_ns[device], U.update_alive[device] = C.duration[device], C.alive[device]
+    count_sums(R, C, -1)
+    U.what[SYNCHRONIZED] = 1
+    synchronize(G, V, K, R, D, C, S, dtypes)
+    U.what[SYNCHRONIZED] = 2
+
+
+@compiled
+def undo(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
+    """Take the last change back, whole or (after an exception) in part."""
+    if U.what[OPERATOR] < 0:
+        return
+    if U.what[SYNCHRONIZED]:
+        if U.what[SYNCHRONIZED] == 2:
+            count_sums(R, C, -1)
+        C.sync_slot[0], C.used[SYNCS] = U.what[OLD_SYNC_SLOT], U.what[OLD_SYNCS]
+        for op in range(len(G.backward)):
+            C.sync_row[op] = U.sync_row[op]
+        for device in range(len(C.busy)):
+            if C.alive[device] != U.update_alive[device]:
+                C.waits[device] += NEVER if C.alive[device] else -NEVER
+            C.duration[device], C.alive[device] = U.update_ns[device], U.update_alive[device]
+        count_sums(R, C, 1)
+    for n in range(U.what[CHANGED] - 1, -1, -1):
+        at = n * FIELDS
+        op = U.fields[at]
+        if U.fields[at + DONE]:
+            count_edges(C, op, -1)
+            count_backward(C, op, -1)
+        C.row[op], C.own_slot[op], C.own_count[op] = U.fields[at + 1], U.fields[at + 2], U.fields[at + 3]
+        C.block[op], C.block_end[op], C.tile_slot[op], C.tiles[op] = U.fields[at + 4], U.fields[at + 5], U.fields[at + 6], U.fields[at + 7]
+        C.variant[op], C.replicas[op], C.dev_ptr[op] = U.fields[at + 8], U.fields[at + 9], U.fields[at + 10]
+        for place in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
+            C.back_row[place] = U.rows[U.fields[at + 11] + place - G.reader_ptr[op]]
+        first = C.tile_slot[op] + C.tiles[op]
+        for tile in range(C.tiles[op]):
+            C.alive[first + tile] = U.alive[U.alive_ptr[n] + tile]
+        count_edges(C, op, 1)
+        count_backward(C, op, 1)
+    C.used[SLOTS], C.used[ARENA], C.used[DEVICES] = U.what[OLD_SLOTS], U.what[OLD_ARENA], U.what[OLD_DEVICES]
+    U.what[OPERATOR] = -1

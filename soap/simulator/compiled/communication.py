@@ -1,0 +1,186 @@
+"""How long messages and collectives take, and what they hold (compiled). The counterpart of ``simulator.collectives``; the order of
+operations on floats is the same, so that results are equal to the bit."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import numpy as np
+
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import FLOWS, FULL, LINKS, RESOURCES, STAMP, Scratch
+from soap.simulator.compiled.state import Groups, Lists
+from soap.simulator.compiled.tables import ClusterTables
+
+REDUCE_TRAFFIC = 3
+MISSING = "a list is not known yet"
+"""What compiled code raises after it has put a list into ``Lists.missing``."""
+
+
+@compiled
+def nanoseconds(seconds: float) -> int:
+    """Whole nanoseconds, rounded up, at least 1."""
+    return max(1, ceil(seconds * 1e9))
+
+
+@compiled
+def transfer_ns(K: ClusterTables, source: int, target: int, size: int) -> int:
+    """A message: latency of the route, and its bytes through the narrowest link."""
+    return nanoseconds(K.latency_seconds[source, target] + K.seconds_per_byte[source, target] * size)
+
+
+@compiled
+def find_list(L: Lists, entry) -> int:  # type: ignore[no-untyped-def]
+    """Number of a list of whole numbers (of devices, say). LookupError if it is not known, with the list left in ``missing``."""
+    found = seek_list(L, entry)
+    if found >= 0:
+        return found
+    L.missing[0] = len(entry)
+    for i in range(len(entry)):
+        L.missing[1 + i] = entry[i]
+    raise LookupError(MISSING)
+
+
+@compiled
+def seek_list(L: Lists, entry) -> int:  # type: ignore[no-untyped-def]
+    """Number of a list of whole numbers, or -1 if it is not known."""
+    place = _hash_place(entry, len(L.table) - 1)
+    while L.table[place] >= 0:
+        found = L.table[place]
+        if L.ptr[found + 1] - L.ptr[found] == len(entry):
+            first = L.ptr[found]
+            same = True
+            for i in range(len(entry)):
+                same &= L.item[first + i] == entry[i]
+            if same:
+                return found
+        place = (place + 1) & (len(L.table) - 1)
+    return -1
+
+
+@compiled
+def _hash_place(entry, mask):  # type: ignore[no-untyped-def]
+    key = np.int64(len(entry))
+    for item in entry:
+        key = key * 1_000_003 + item
+    return (key * 0x9E3779B97F4A7C1) >> 32 & mask
+
+
+@compiled
+def fill_table(L: Lists) -> None:
+    """Enter all lists into the (empty) table."""
+    mask = len(L.table) - 1
+    for number in range(len(L.ptr) - 1):
+        place = _hash_place(L.item[L.ptr[number] : L.ptr[number + 1]], mask)
+        while L.table[place] >= 0:
+            place = (place + 1) & mask
+        L.table[place] = number
+
+
+@compiled
+def allreduce(R: Groups, group: int, size: int) -> tuple[int, int]:
+    """(duration in ns, number of the way) of the quickest way to sum ``size`` bytes; the first of equals."""
+    best_ns, best = -1, -1
+    for way in range(R.way_ptr[group], R.way_ptr[group + 1]):
+        duration = nanoseconds(R.latency_seconds[way] + R.seconds_per_byte[way] * size)
+        if best < 0 or duration < best_ns:
+            best_ns, best = duration, way
+    return best_ns, best
+
+
+@compiled
+def begin_flows(S: Scratch) -> None:
+    """Forget the flows of the last round."""
+    S.count[FLOWS] = 0
+
+
+@compiled
+def begin_links(S: Scratch) -> None:
+    """Begin a collective: what follows in ``res`` are its resources."""
+    S.count[STAMP] += 1
+    S.count[LINKS] = S.count[STAMP]
+
+
+@compiled
+def add_flow(S: Scratch, source: int, target: int, size: int) -> None:
+    """One device sends another so many bytes in this round."""
+    n = S.count[FLOWS]
+    if 3 * n + 3 > len(S.flow):
+        raise MemoryError(FULL)
+    S.flow[3 * n], S.flow[3 * n + 1], S.flow[3 * n + 2] = source, target, size
+    S.count[FLOWS] = n + 1
+
+
+@compiled
+def join_flow(S: Scratch, stamp: int, devices: int, source: int, target: int, size: int) -> None:
+    """As ``add_flow``, added to what the same two devices have already (since the hash table was stamped)."""
+    mask = len(S.hash_key) - 1
+    key = source * devices + target
+    place = (key * 0x9E3779B97F4A7C1) >> 32 & mask
+    while S.hash_stamp[place] == stamp and S.hash_key[place] != key:
+        place = (place + 1) & mask
+    if S.hash_stamp[place] == stamp:
+        S.flow[3 * S.hash_value[place] + 2] += size
+        return
+    S.hash_stamp[place], S.hash_key[place], S.hash_value[place] = stamp, key, S.count[FLOWS]
+    add_flow(S, source, target, size)
+
+
+@compiled
+def round_ns(K: ClusterTables, S: Scratch, reduced: int) -> int:
+    """Duration of the flows at once, after which each target adds up ``reduced`` bytes; notes their links."""
+    if S.count[FLOWS] == 0:
+        return nanoseconds(0.0)
+    devices = len(K.device_type)
+    S.count[STAMP] += 1
+    stamp = S.count[STAMP]
+    messages, latency, moving, memory = 0, 0.0, 0.0, np.inf
+    for sending in range(2):
+        S.count[STAMP] += 1
+        for i in range(S.count[FLOWS]):
+            device = S.flow[3 * i + 1 - sending]
+            if S.mark[device] != S.count[STAMP]:
+                S.mark[device] = S.count[STAMP]
+                S.mark_value[device] = 0
+            S.mark_value[device] += 1
+            messages = max(messages, S.mark_value[device])
+    for i in range(S.count[FLOWS]):
+        source, target, size = S.flow[3 * i], S.flow[3 * i + 1], S.flow[3 * i + 2]
+        latency = max(latency, K.latency_seconds[source, target])
+        memory = min(memory, K.memory_bandwidth[target])
+        pair = source * devices + target
+        for at in range(K.route_ptr[pair], K.route_ptr[pair + 1]):
+            link = K.route[at] - devices
+            if S.load_stamp[link] != stamp:
+                S.load_stamp[link] = stamp
+                S.load[link] = 0
+            S.load[link] += size
+            _hold(S, K.route[at])
+    for i in range(S.count[FLOWS]):
+        pair = S.flow[3 * i] * devices + S.flow[3 * i + 1]
+        for at in range(K.route_ptr[pair], K.route_ptr[pair + 1]):
+            link = K.route[at] - devices
+            moving = max(moving, S.load[link] / K.link_bandwidth[link])
+    return nanoseconds(messages * latency + moving + reduced * REDUCE_TRAFFIC / memory)
+
+
+@compiled
+def _hold(S, resource):  # type: ignore[no-untyped-def]
+    """Note a link once per collective."""
+    n = S.count[RESOURCES]
+    if n + 2 > len(S.res):
+        raise MemoryError(FULL)
+    if S.held[resource] != S.count[LINKS]:
+        S.held[resource] = S.count[LINKS]
+        S.res[n] = resource
+        S.count[RESOURCES] = n + 1
+
+
+@compiled
+def total_flow(S: Scratch) -> int:
+    """Bytes of all flows of the round."""
+    total = 0
+    for i in range(S.count[FLOWS]):
+        total += S.flow[3 * i + 2]
+    return total
+

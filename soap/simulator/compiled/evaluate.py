@@ -1,0 +1,112 @@
+"""Delta simulation: the time of a strategy that differs from the current one in one operator (compiled).
+
+What is saved against a full simulation: blocks that do not change are kept (``change``); what comes before the first difference is not
+played again (``history``); the rest follows the earlier order, without a heap (``events``). With a bound, a proposal is given up as soon as
+it is certain to exceed it: before anything is lowered, if a device has too much to do; or while it is played.
+"""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.change import OPERATOR, Undo, change_operator, change_sums, needs_sums, undo
+from soap.simulator.compiled.events import PAUSED, STOPPED, TAKEN, Trial, any_sum_is_ready, begin, make_sums_ready, play
+from soap.simulator.compiled.history import History, complete, first_difference, resume
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
+from soap.simulator.compiled.scratch import Scratch
+from soap.simulator.compiled.state import Groups, ShardTables, State
+from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints
+from soap.simulator.compiled.variants import CELLS, COSTS, VariantTables
+
+
+@compiled
+def evaluate(
+    G: GraphTables,
+    V: VariantTables,
+    K: ClusterTables,
+    R: Groups,
+    D: ShardTables,
+    C: State,
+    S: Scratch,
+    U: Undo,
+    P: Trial,
+    T: Trial,
+    H: History,
+    op: int,
+    variant: int,
+    replicas: int,
+    devices: Ints,
+    dtypes: int,
+    at_most: int,
+) -> int:
+    """Change an operator and simulate; the makespan in ns, or STOPPED if that would exceed ``at_most``. ``P``: the simulation of what is
+    changed, complete; ``H``: its snapshots; ``T``: room for the new one. The change stays, if any was made: ``take_back`` undoes it."""
+    if overworked(G, V, K, C, S, op, variant, replicas, devices, at_most):
+        return STOPPED
+    change_operator(G, V, K, R, C, S, U, op, variant, replicas, devices)
+    match_slots(C, S, U, P)
+    sums = needs_sums(G, C, U)
+    latest = first_difference(G, C, U, P)
+    if sums:
+        latest = min(latest, H.first_sum[0])
+    if not resume(C, U, P, T, H, latest, not sums):
+        begin(G, C, P, T, P.size[TAKEN], not sums)
+    makespan = play(G, C, R, P, T, at_most, sums)
+    if makespan != PAUSED and not (sums and makespan != STOPPED):
+        return makespan
+    change_sums(G, V, K, R, D, C, S, U, dtypes)
+    match_sums(C, S, U, P)
+    if any_sum_is_ready(C):
+        begin(G, C, P, T, P.size[TAKEN], True)  # they are the first to be played
+    else:
+        make_sums_ready(C, P, T)
+    return play(G, C, R, P, T, at_most, False)
+
+
+@compiled
+def overworked(
+    G: GraphTables,
+    V: VariantTables,
+    K: ClusterTables,
+    C: State,
+    S: Scratch,
+    op: int,
+    variant: int,
+    replicas: int,
+    devices: Ints,
+    at_most: int,
+) -> bool:
+    """Whether the tiles of some device alone would take longer than ``at_most``."""
+    row = V.rows[variant]
+    cells, costs = row[CELLS], row[COSTS]
+    certain = replicas == 1 and G.solid[op]  # every tile has a backward pass
+    for device in devices:
+        S.update[device] = C.busy[device]
+    count = C.tiles[op]
+    for tile in range(count):
+        device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
+        S.update[device] -= C.duration[slot] + (C.duration[slot + count] if C.alive[slot + count] else 0)
+    worst = 0
+    for tile in range(len(devices)):
+        device = devices[tile]
+        kind = K.device_type[device]
+        S.update[device] += V.costs[costs + 2 * kind * cells + tile % cells]
+        if certain:
+            S.update[device] += V.costs[costs + (2 * kind + 1) * cells + tile % cells]
+        worst = max(worst, S.update[device])
+    return worst > at_most
+
+
+@compiled
+def take_back(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
+    """Undo what ``evaluate`` has changed, if it has."""
+    if U.what[OPERATOR] >= 0:
+        forget_matches(C, U)
+        undo(G, R, C, U)
+
+
+@compiled
+def confirm(C: State, U: Undo, P: Trial, T: Trial) -> None:
+    """Keep what ``evaluate`` has changed. ``T``, its simulation, takes the place of ``P``: call ``keep_order`` and ``retrace``."""
+    forget_matches(C, U)
+    U.what[OPERATOR] = -1
+    complete(P, T)

@@ -1,0 +1,458 @@
+"""Lowering one operator: its tiles, and all tasks and edges that have to do with its outputs (compiled). The counterpart of ``lowering``.
+
+An operator's block depends on its own configuration, on those of its readers, and on which of their tiles have a backward pass; on nothing
+else. So a change of one operator replaces its block and those of the operators that it reads.
+"""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.carriers import BROADCAST, MESSAGE, carry
+from soap.simulator.compiled.communication import (
+    add_flow,
+    allreduce,
+    begin_flows,
+    begin_links,
+    find_list,
+    join_flow,
+    round_ns,
+    total_flow,
+    transfer_ns,
+)
+from soap.simulator.compiled.fetches import cover_all, is_remote
+from soap.simulator.compiled.holdings import gather_reads, make_holdings, tile_count
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scattering import scatter_sums
+from soap.simulator.compiled.scratch import (
+    BOUNDS,
+    CARRIERS,
+    CELL_BOXES,
+    EDGES,
+    FETCHES,
+    FULL,
+    GRADIENTS,
+    HOLDINGS,
+    REDUCTIONS,
+    RESOURCES,
+    STAMP,
+    TASKS,
+    Scratch,
+)
+from soap.simulator.compiled.state import ARENA, FORWARD_TILE, OTHER, SLOTS, Groups, State
+from soap.simulator.compiled.tables import ClusterTables, GraphTables
+from soap.simulator.compiled.variants import CELLS, COSTS, VariantTables
+
+CROWDED = "the state is full"
+"""What compiled code raises when the state's arrays are too small."""
+
+FORWARD, BACKWARD, SYNC, UPDATE = range(4)
+"""Phases, as in ``lowering``."""
+
+
+@compiled
+def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int) -> int:
+    """A task's id as one number, in the order of the parts: 2, 15, 2, 20, 8 and 16 bits."""
+    return ((((phase * 32768 + position) * 4 + stage) * 1048576 + a) * 256 + b) * 65536 + c
+
+
+@compiled
+def place_tiles(V: VariantTables, K: ClusterTables, C: State, operators: int, op: int) -> None:
+    """New slots for the tiles of an operator, by its current configuration; none has a backward pass yet."""
+    row = V.rows[C.variant[op]]
+    cells = row[CELLS]
+    count = tile_count(V, C, op)
+    slot = C.used[SLOTS]
+    if slot + 2 * count > len(C.key):
+        raise MemoryError(CROWDED)
+    C.tile_slot[op] = slot
+    for backward in range(2):
+        for tile in range(count):
+            device = C.dev[C.dev_ptr[op] + tile]
+            if backward:
+                C.key[slot] = task_key(BACKWARD, operators - 1 - op, 1, tile, 0, 0)
+            else:
+                C.key[slot] = task_key(FORWARD, op, 1, tile, 0, 0)
+            C.duration[slot] = V.costs[row[COSTS] + (K.device_type[device] * 2 + backward) * cells + tile % cells]
+            C.resource[slot], C.resource_n[slot] = device, 1
+            C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, FORWARD_TILE + backward
+            C.owner[slot], C.index[slot], C.moved[slot] = op, tile, 0
+            slot += 1
+    C.used[SLOTS] = slot
+
+
+@compiled
+def lower_operator(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, C: State, S: Scratch, op: int) -> bool:
+    """Make an operator's block anew, from the current configurations. Whether other tiles of it have a backward pass than before."""
+    count = tile_count(V, C, op)
+    S.count[CELL_BOXES] = S.count[BOUNDS] = S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
+    make_holdings(G, V, C, S, op)
+    gather_reads(G, V, C, S, op)
+    scattered = scatter_sums(V, C, S, op)
+    cover_all(G, V, K, C, S, op, scattered)
+    carry(G, V, C, S, op)
+    own = count
+    for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
+        S.slot_base[slot] = own
+        own += tile_count(V, C, G.reader[G.reader_ptr[op] + slot])
+        if slot + 2 > len(S.slot_base):
+            raise MemoryError(FULL)
+    own_slot = C.used[SLOTS]
+    _forward(G, V, K, R, C, S, op, own, own_slot)
+    changed = _backward(G, V, K, R, C, S, op, own, own_slot)
+    _install(C, S, op, own, own_slot, G.reader_ptr[op], G.reader_ptr[op + 1])
+    return changed
+
+
+@compiled
+def _edge(S, source, target):  # type: ignore[no-untyped-def]
+    n = S.count[EDGES]
+    if n + 1 > len(S.e_src):
+        raise MemoryError(FULL)
+    S.e_src[n], S.e_dst[n] = source, target
+    S.count[EDGES] = n + 1
+
+
+@compiled
+def _task(S, key, duration, resource, resource_n, size):  # type: ignore[no-untyped-def]
+    """``resource``: as ``State.resource``, but -1 - place in ``Scratch.res``."""
+    n = S.count[TASKS]
+    if n + 2 > len(S.t_key):
+        raise MemoryError(FULL)
+    S.t_key[n], S.t_dur[n], S.t_res[n], S.t_res_n[n], S.t_bytes[n] = key, duration, resource, resource_n, size
+    S.count[TASKS] = n + 1
+    return n
+
+
+@compiled
+def _first_tile(S, red, cells):  # type: ignore[no-untyped-def]
+    return S.r_rep[red] * cells + S.member[S.member_ptr[S.r_group[red]]]
+
+
+@compiled
+def _after_holding(S, cells, hold, own, target):  # type: ignore[no-untyped-def]
+    """Edges from the tasks after which a holding is there."""
+    red = S.h_red[hold]
+    if red < 0:
+        _edge(S, S.h_tile[hold], target)
+    else:
+        _after_sum(S, cells, red, own, target)
+
+
+@compiled
+def _after_sum(S, cells, red, own, target):  # type: ignore[no-untyped-def]
+    if S.r_task[red] >= 0:
+        _edge(S, own + S.r_task[red], target)
+    else:
+        for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
+            _edge(S, S.r_rep[red] * cells + S.member[i], target)
+
+
+@compiled
+def _forward(G, V, K, R, C, S, op, own, own_slot):  # type: ignore[no-untyped-def]
+    """Sums, messages, exchanges, and what the readers' tiles wait for."""
+    cells = V.rows[C.variant[op], CELLS]
+    first_output = G.output_ptr[op]
+    for red in range(S.count[REDUCTIONS]):
+        if S.r_dev_ptr[red + 1] - S.r_dev_ptr[red] > 1:
+            key = task_key(FORWARD, op, 2, _first_tile(S, red, cells), S.r_out[red], 0)
+            S.r_task[red] = _sum_task(G, V, K, R, S, first_output, red, key, False)
+            for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
+                _edge(S, S.r_rep[red] * cells + S.member[i], own_slot + S.r_task[red])
+    for carrier in range(S.count[CARRIERS]):
+        task = _carrier_task(G, K, C, S, op, carrier, False)
+        S.k_task[carrier] = task
+        before = -1
+        for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
+            hold = S.p_hold[S.part[i]]
+            if hold != before:
+                _after_holding(S, cells, hold, own, own_slot + task)
+            before = hold
+    for fetch in range(S.count[FETCHES]):
+        consumer = S.f_first[fetch]
+        while consumer >= 0:
+            reader = G.reader[G.reader_ptr[op] + S.c_slot[consumer]]
+            target = C.tile_slot[reader] + S.c_tile[consumer]
+            before = -1
+            for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
+                if not is_remote(S, piece):
+                    _after_holding(S, cells, S.p_hold[piece], own, target)
+                elif S.p_carrier[piece] != before:
+                    before = S.p_carrier[piece]
+                    _edge(S, own + S.k_task[before], target)
+            consumer = S.c_next[consumer]
+
+
+@compiled
+def _sum_task(G, V, K, R, S, first_output, red, key, gradient):  # type: ignore[no-untyped-def]
+    """An all-reduce, or if the sum is left in cells a reduce-scatter (of gradients: an all-gather)."""
+    first, last = S.r_dev_ptr[red], S.r_dev_ptr[red + 1]
+    itemsize = G.output_itemsize[first_output + S.r_out[red]]
+    size = V.box_volume[S.r_box[red]] * itemsize
+    if S.r_cells[red] < 0:
+        duration, way = allreduce(R, find_list(R.sets, S.r_dev[first:last]), size)
+        return _task(S, key, duration, R.resource[way], R.resource_n[way], 2 * (last - first - 1) * size)
+    begin_links(S)
+    begin_flows(S)
+    resources, largest = S.count[RESOURCES], 0
+    for b in range(last - first):
+        volume = S.cell_volume[S.r_cells[red] + b]
+        largest = max(largest, volume)
+        for a in range(last - first):
+            if a != b and volume > 0:
+                source, target = S.r_dev[first + a], S.r_dev[first + b]
+                add_flow(S, target if gradient else source, source if gradient else target, volume * itemsize)
+    duration = round_ns(K, S, 0 if gradient else (last - first - 1) * largest * itemsize)
+    return _task(S, key, duration, -1 - resources, S.count[RESOURCES] - resources, total_flow(S))
+
+
+@compiled
+def _is_active(S, carrier, piece):  # type: ignore[no-untyped-def]
+    """Whether a part's gradient travels, given that any of the carrier's does: in the tree of a broadcast, who has none adds zeros."""
+    return S.f_alive[S.p_fetch[piece]] > 0 or S.k_pattern[carrier] == BROADCAST
+
+
+@compiled
+def _carrier_task(G, K, C, S, op, carrier, gradient):  # type: ignore[no-untyped-def]
+    """The task of a message or exchange, or of the gradients on their way back."""
+    first_output, devices = G.output_ptr[op], len(K.device_type)
+    piece = S.part[S.k_part[carrier]]
+    fetch = S.p_fetch[piece]
+    consumer = S.f_first[fetch]
+    reader = G.reader[G.reader_ptr[op] + S.c_slot[consumer]]
+    place = len(G.backward) - 1 - reader if gradient else reader
+    phase, stage = (BACKWARD, 2) if gradient else (FORWARD, 0)
+    key = task_key(phase, place, stage, S.c_tile[consumer], S.c_operand[consumer], piece - S.f_piece[fetch])
+    if S.k_pattern[carrier] == MESSAGE:
+        size = 0
+        for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
+            part = S.part[i]
+            if not gradient or _is_active(S, carrier, part):
+                size += S.p_volume[part] * G.output_itemsize[first_output + S.f_out[S.p_fetch[part]]]
+        source, target = S.h_dev[S.p_hold[piece]], S.f_dev[fetch]
+        if gradient:
+            source, target = target, source
+        pair = source * devices + target
+        resource_n = K.route_ptr[pair + 1] - K.route_ptr[pair]
+        return _task(S, key, transfer_ns(K, source, target, size), devices + K.route_ptr[pair], resource_n, size)
+    begin_links(S)
+    resources = S.count[RESOURCES]
+    itemsize = G.output_itemsize[first_output + S.f_out[fetch]]
+    if S.k_pattern[carrier] == BROADCAST:
+        duration, moved = _tree(K, C, S, carrier, S.p_volume[piece] * itemsize, gradient)
+        return _task(S, key, duration, -1 - resources, S.count[RESOURCES] - resources, moved)
+    begin_flows(S)
+    S.count[STAMP] += 1
+    stamp = S.count[STAMP]
+    for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
+        part = S.part[i]
+        if not gradient or _is_active(S, carrier, part):
+            source, target = S.h_dev[S.p_hold[part]], S.f_dev[S.p_fetch[part]]
+            if gradient:
+                source, target = target, source
+            join_flow(S, stamp, devices, source, target, S.p_volume[part] * itemsize)
+    moved = total_flow(S)
+    duration = round_ns(K, S, 0)
+    return _task(S, key, duration, -1 - resources, S.count[RESOURCES] - resources, moved)
+
+
+@compiled
+def _tree(K, C, S, carrier, size, gradient):  # type: ignore[no-untyped-def]
+    """A broadcast along a binomial tree from the holder to the others in ascending order, or the sum of gradients the other way round."""
+    source = S.h_dev[S.p_hold[S.part[S.k_part[carrier]]]]
+    count = 1
+    S.order[0] = source
+    for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
+        S.order[count] = S.f_dev[S.p_fetch[S.part[i]]]
+        count += 1
+    others = S.order[1:count]
+    others.sort()
+    duration = moved = 0
+    reached = 1
+    while reached < count:
+        begin_flows(S)
+        for i in range(min(reached, count - reached)):
+            a, b = S.order[i], S.order[i + reached]
+            add_flow(S, b if gradient else a, a if gradient else b, size)
+        moved += total_flow(S)
+        duration += round_ns(K, S, size if gradient else 0)
+        reached *= 2
+    return duration, moved
+
+
+@compiled
+def _add_gradient(S, hold, source):  # type: ignore[no-untyped-def]
+    """A task after which a part of a holding's gradient is there."""
+    n = S.count[GRADIENTS]
+    if n + 1 > len(S.gradient_task):
+        raise MemoryError(FULL)
+    S.gradient_task[n], S.gradient_next[n] = source, S.gradient_head[hold]
+    S.gradient_head[hold] = n
+    S.count[GRADIENTS] = n + 1
+
+
+@compiled
+def _backward(G, V, K, R, C, S, op, own, own_slot):  # type: ignore[no-untyped-def]
+    """Gradients on their way back to the holdings, sums of them, and what the operator's backward tiles wait for."""
+    cells = V.rows[C.variant[op], CELLS]
+    count = tile_count(V, C, op)
+    for hold in range(S.count[HOLDINGS]):
+        S.gradient_head[hold] = -1
+    _return_gradients(G, V, C, S, op, own, own_slot, K)
+    if not G.backward[op]:
+        return False
+    if count > len(S.order):
+        raise MemoryError(FULL)
+    got = S.order[:count]
+    got[:] = 0
+    target = C.tile_slot[op] + count
+    for red in range(S.count[REDUCTIONS]):
+        _reduce_gradient(G, V, K, R, C, S, op, red, own, own_slot, target, got)
+    for hold in range(S.count[HOLDINGS]):
+        if S.h_red[hold] < 0:
+            node = S.gradient_head[hold]
+            while node >= 0:
+                _edge(S, S.gradient_task[node], target + S.h_tile[hold])
+                got[S.h_tile[hold]] += 1
+                node = S.gradient_next[node]
+    if op == G.loss[0]:
+        _start_from_loss(G, C, S, cells, own, target, got)
+    changed = False
+    for tile in range(count):
+        alive = 1 if got[tile] > 0 else 0
+        changed |= C.alive[target + tile] != alive
+        C.alive[target + tile] = alive
+    return changed
+
+
+@compiled
+def _return_gradients(G, V, C, S, op, own, own_slot, K):  # type: ignore[no-untyped-def]
+    first_output, first_reader = G.output_ptr[op], G.reader_ptr[op]
+    for fetch in range(S.count[FETCHES]):
+        S.f_alive[fetch] = 0
+        consumer = S.f_first[fetch] if G.output_gradient[first_output + S.f_out[fetch]] else -1
+        while consumer >= 0:
+            reader = G.reader[first_reader + S.c_slot[consumer]]
+            if C.alive[C.tile_slot[reader] + tile_count(V, C, reader) + S.c_tile[consumer]]:
+                S.f_alive[fetch] += 1
+                for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
+                    if not is_remote(S, piece):
+                        _add_gradient(S, S.p_hold[piece], S.slot_base[S.c_slot[consumer]] + S.c_tile[consumer])
+            consumer = S.c_next[consumer]
+    for carrier in range(S.count[CARRIERS]):
+        active = False
+        for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
+            active |= S.f_alive[S.p_fetch[S.part[i]]] > 0
+        if not active:
+            continue
+        task = _carrier_task(G, K, C, S, op, carrier, True)
+        before = -1
+        for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
+            part = S.part[i]
+            fetch = S.p_fetch[part]
+            if _is_active(S, carrier, part):
+                _add_gradient(S, S.p_hold[part], own + task)
+            if fetch != before and S.f_alive[fetch] > 0:
+                _after_consumers(G, V, C, S, first_reader, fetch, own_slot + task)
+            before = fetch
+
+
+@compiled
+def _after_consumers(G, V, C, S, first_reader, fetch, target):  # type: ignore[no-untyped-def]
+    """Edges from the backward passes of all that have read a region."""
+    consumer = S.f_first[fetch]
+    while consumer >= 0:
+        reader = G.reader[first_reader + S.c_slot[consumer]]
+        if C.alive[C.tile_slot[reader] + tile_count(V, C, reader) + S.c_tile[consumer]]:
+            _edge(S, S.slot_base[S.c_slot[consumer]] + S.c_tile[consumer], target)
+        consumer = S.c_next[consumer]
+
+
+@compiled
+def _reduce_gradient(G, V, K, R, C, S, op, red, own, own_slot, target, got):  # type: ignore[no-untyped-def]
+    """What becomes of the gradient of a sum: every tile of the group gets it."""
+    cells = V.rows[C.variant[op], CELLS]
+    first, last = S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]
+    task = -1
+    for hold in range(S.r_hold[red], S.r_hold[red + 1]):
+        node = S.gradient_head[hold]
+        while node >= 0:
+            if S.r_dev_ptr[red + 1] - S.r_dev_ptr[red] > 1:
+                if task < 0:
+                    key = task_key(BACKWARD, len(G.backward) - 1 - op, 0, _first_tile(S, red, cells), S.r_out[red], 0)
+                    task = _sum_task(G, V, K, R, S, G.output_ptr[op], red, key, True)
+                _edge(S, S.gradient_task[node], own_slot + task)
+            else:
+                for i in range(first, last):
+                    tile = S.r_rep[red] * cells + S.member[i]
+                    _edge(S, S.gradient_task[node], target + tile)
+                    got[tile] += 1
+            node = S.gradient_next[node]
+    if task >= 0:
+        for i in range(first, last):
+            tile = S.r_rep[red] * cells + S.member[i]
+            _edge(S, own + task, target + tile)
+            got[tile] += 1
+
+
+@compiled
+def _start_from_loss(G, C, S, cells, own, target, got):  # type: ignore[no-untyped-def]
+    """The loss's tiles of replica 0 start the backward pass when the loss is there."""
+    summed = S.count[REDUCTIONS] > 0
+    for red in range(S.count[REDUCTIONS]):
+        if S.r_out[red] == G.loss[1] and S.r_rep[red] == 0:
+            for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
+                _after_sum(S, cells, red, own, target + S.member[i])
+                got[S.member[i]] += 1
+    if not summed:
+        for tile in range(cells):
+            _edge(S, tile, target + tile)
+            got[tile] += 1
+
+
+@compiled
+def _install(C, S, op, own, own_slot, first_reader, last_reader):  # type: ignore[no-untyped-def]
+    """Write tasks, edges and resources where the simulation finds them."""
+    tasks, edges, resources = S.count[TASKS], S.count[EDGES], S.count[RESOURCES]
+    sources = own + tasks
+    base = C.used[ARENA]
+    if base + sources + 1 + edges + resources > len(C.arena) or own_slot + tasks > len(C.key):
+        raise MemoryError(CROWDED)
+    if sources + 1 > len(S.fill):
+        raise MemoryError(FULL)
+    at = base + sources + 1
+    C.row[op], C.own_slot[op], C.own_count[op], C.block[op] = base, own_slot, tasks, base
+    for slot in range(last_reader - first_reader):
+        C.back_row[first_reader + slot] = base + S.slot_base[slot]
+    C.arena[base : at] = 0
+    for i in range(edges):
+        C.arena[base + 1 + S.e_src[i]] += 1
+    C.arena[base] = at
+    for source in range(sources):
+        C.arena[base + 1 + source] += C.arena[base + source]
+    for source in range(sources):
+        S.fill[source] = C.arena[base + source]
+    for i in range(edges):
+        source = S.e_src[i]
+        C.arena[S.fill[source]] = S.e_dst[i]
+        S.fill[source] += 1
+    pool = at + edges
+    for i in range(resources):
+        C.arena[pool + i] = S.res[i]
+    C.used[ARENA] = pool + resources
+    C.block_end[op] = C.used[ARENA]
+    for task in range(tasks):
+        slot = own_slot + task
+        C.key[slot], C.duration[slot], C.resource_n[slot], C.moved[slot] = S.t_key[task], S.t_dur[task], S.t_res_n[task], S.t_bytes[task]
+        C.resource[slot] = S.t_res[task] if S.t_res[task] >= 0 else -1 - (pool - 1 - S.t_res[task])
+        C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, OTHER, op, base + own + task
+    C.used[SLOTS] = own_slot + tasks
+    count_edges(C, op, 1)
+
+
+@compiled
+def count_edges(C: State, op: int, sign: int) -> None:
+    """Add (1) or take away (-1) the edges of an operator's block from what their targets wait for."""
+    base = C.block[op]
+    first = C.arena[base]
+    last = C.arena[first - 1]
+    for i in range(first, last):
+        C.waits[C.arena[i]] += sign

@@ -1,0 +1,216 @@
+"""Snapshots of the current strategy's simulation, so that the next one may begin where it first differs (compiled)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, Undo
+from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial
+from soap.simulator.compiled.handles import declare
+from soap.simulator.compiled.jit import compiled, uncounted
+from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
+from soap.simulator.compiled.tables import GraphTables, Ints, Longs
+
+MOST_SNAPSHOTS = 32
+MOST_BYTES = 2**26
+"""What all snapshots may take together."""
+
+
+@declare
+class History(NamedTuple):
+    """Snapshot k was taken before the task at ``place[k]`` of the order. Per slot: ``met`` (predecessors that had ended), ``ready`` (by
+    these). Per resource: ``free``. Per device: ``gone`` (ns of tiles that had been taken). ``pending[k, :pending_n[k]]``: ready slots.
+    ``first_sum``: place of the first backward pass or sum of gradients; ``met_now`` and ``ready_now``: working memory."""
+
+    place: Longs
+    makespan: Longs
+    met: NDArray[np.int32]
+    ready: NDArray[np.int64]
+    free: NDArray[np.int64]
+    gone: NDArray[np.int64]
+    pending: NDArray[np.int32]
+    pending_n: Longs
+    first_sum: Longs
+    met_now: Ints
+    ready_now: Longs
+    free_now: Longs
+    gone_now: Longs
+
+
+def make_history(slots: int, resources: int, devices: int) -> History:
+    """Room for snapshots of a state with so many slots."""
+    count = min(MOST_SNAPSHOTS, max(1, MOST_BYTES // (16 * slots + 8 * resources)))
+    longs, ints = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n, np.int32))
+    tables = (ints(count, slots), longs(count, slots), longs(count, resources), longs(count, devices), ints(count, slots))
+    return History(longs(count), longs(count), *tables, longs(count), longs(1), ints(slots), longs(slots), longs(resources), longs(devices))
+
+
+@compiled
+def retrace(G: GraphTables, C: State, R: Groups, P: Trial, H: History) -> None:
+    """Take snapshots of a complete simulation ``P`` of the current state."""
+    slots, total = C.used[SLOTS], P.size[TAKEN]
+    H.met_now[:slots] = 0
+    H.ready_now[:slots] = 0
+    H.free_now[:] = 0
+    H.gone_now[:] = 0
+    H.first_sum[0] = total
+    count = len(H.place)
+    taken = makespan = 0
+    for k in range(count):
+        H.place[k] = k * total // count
+        makespan = _advance(
+            C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
+            G.source_ptr, G.source, R.static, R.sets.ptr, R.sets.item, P.order, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now,
+            H.first_sum, taken, H.place[k], makespan,
+        )  # fmt: skip
+        taken = H.place[k]
+        H.makespan[k] = makespan
+        H.met[k, :slots] = H.met_now[:slots]
+        H.ready[k, :slots] = H.ready_now[:slots]
+        H.free[k] = H.free_now
+        H.gone[k] = H.gone_now
+        H.pending_n[k] = _pending(C.waits, P.order, H.met_now, H.pending[k], taken, total)
+    _advance(
+        C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
+        G.source_ptr, G.source, R.static, R.sets.ptr, R.sets.item, P.order, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now,
+        H.first_sum, taken, total, makespan,
+    )  # fmt: skip
+
+
+@uncounted
+def _pending(waits, order, met, pending, taken, total):  # type: ignore[no-untyped-def]
+    """Slots that are ready and have not been taken."""
+    n = 0
+    for place in range(taken, total):
+        slot = order[place]
+        if met[slot] == waits[slot]:
+            pending[n] = slot
+            n += 1
+    return n
+
+
+@uncounted
+def _advance(  # type: ignore[no-untyped-def]
+    kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, source_ptr, source, static,
+    set_ptr, set_item, order, ends, met, ready, free, gone, first_sum, first, last, makespan,
+):  # fmt: skip
+    """Take the tasks from place ``first`` to ``last`` again; the latest end so far."""
+    for place in range(first, last):
+        slot = order[place]
+        end, kind, op, resource = ends[slot], kinds[slot], owner[slot], resources[slot]
+        makespan = max(makespan, end)
+        if kind == BACKWARD_TILE or op < 0:
+            first_sum[0] = min(first_sum[0], place)
+        if kind <= BACKWARD_TILE or kind == UPDATE_DEVICE:
+            free[resource] = end
+            if kind != UPDATE_DEVICE:
+                gone[resource] += durations[slot]
+        else:
+            count = resource_n[slot]
+            if resource >= 0:
+                for i in range(resource, resource + count):
+                    free[static[i]] = end
+            else:
+                for i in range(-1 - resource, count - 1 - resource):
+                    free[arena[i]] = end
+        first_row, last_row, own = 0, 1, -1
+        if kind == FORWARD_TILE:
+            own = slot + tiles[op]
+            if not alive[own]:
+                own = -1
+        elif kind == BACKWARD_TILE:
+            first_row, last_row, own = source_ptr[op], source_ptr[op + 1] + (sync_row[op] >= 0), resource
+        elif kind == SYNC_BUCKET:
+            last_row = 0
+            for i in range(set_ptr[index[slot]], set_ptr[index[slot] + 1]):
+                met[set_item[i]] += 1
+                ready[set_item[i]] = max(ready[set_item[i]], end)
+        elif kind == UPDATE_DEVICE:
+            last_row = 0
+        for i in range(first_row, last_row):
+            if kind == FORWARD_TILE:
+                row = rows[op] + index[slot]
+            elif kind == OTHER:
+                row = index[slot]
+            elif i < source_ptr[op + 1]:
+                row = back_row[source[i]] + index[slot]
+            else:
+                row = sync_row[op] + index[slot]
+            for k in range(arena[row], arena[row + 1]):
+                met[arena[k]] += 1
+                ready[arena[k]] = max(ready[arena[k]], end)
+        if own >= 0:
+            met[own] += 1
+            ready[own] = max(ready[own], end)
+    return makespan
+
+
+@compiled
+def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
+    """A place of the order of ``P`` before which a change makes no difference: no source of an edge of a changed block is taken before."""
+    place = P.size[TAKEN]
+    for n in range(U.what[CHANGED]):
+        at = n * FIELDS
+        op = U.fields[at]
+        for slot in range(U.fields[at + 6], U.fields[at + 6] + U.fields[at + 7]):
+            place = min(place, P.place[slot])
+            if n == 0 and P.ready[slot] == 0:
+                return 0  # a tile that is replaced was ready from the beginning
+        for i in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
+            reader = G.reader[i]
+            first = C.tile_slot[reader] + C.tiles[reader]
+            for slot in range(first, first + C.tiles[reader]):
+                if C.alive[slot] and slot < U.what[OLD_SLOTS]:
+                    place = min(place, P.place[slot])
+    changed = U.fields[0]
+    for slot in range(C.tile_slot[changed], C.tile_slot[changed] + C.tiles[changed]):
+        if C.waits[slot] == 0:
+            return 0
+    return place
+
+
+@compiled
+def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums: bool) -> bool:
+    """Begin a simulation at the last snapshot that is not behind the place ``latest``. False if there is none but the beginning itself.
+    Without ``sums``, those of gradients are left out: they will be made when the simulation has paused."""
+    k = 0
+    while k + 1 < len(H.place) and H.place[k + 1] <= latest:
+        k += 1
+    if H.place[k] == 0:
+        return False
+    _copy_met(T.left, T.ready, C.waits, H.met[k], H.ready[k], U.what[OLD_SLOTS], C.used[SLOTS])
+    T.free[:] = H.free[k]
+    for device in range(len(T.rest)):
+        T.rest[device] = C.busy[device] - H.gone[k, device]
+    T.size[:] = 0
+    T.size[CURSOR] = T.size[TAKEN] = T.size[SKIPPED] = H.place[k]
+    T.size[RUN], T.size[MAKESPAN], T.size[WAITING], T.size[DELAY] = P.size[TAKEN], H.makespan[k], 0, 0
+    for i in range(H.pending_n[k]):
+        slot = H.pending[k, i]
+        if sums or C.owner[slot] >= 0:
+            T.left[slot] = IN_RUN
+            T.size[WAITING] += 1
+    return True
+
+
+@uncounted
+def _copy_met(left, ready, waits, met, ready_then, old, slots):  # type: ignore[no-untyped-def]
+    for slot in range(old):
+        left[slot] = waits[slot] - met[slot]
+        ready[slot] = ready_then[slot]
+    for slot in range(old, slots):
+        left[slot] = waits[slot]
+        ready[slot] = 0
+
+
+@compiled
+def complete(P: Trial, T: Trial) -> None:
+    """Take over from the earlier simulation what was skipped."""
+    for place in range(T.size[SKIPPED]):
+        slot = P.order[place]
+        T.order[place] = slot
+        T.ready[slot], T.start[slot], T.end[slot] = P.ready[slot], P.start[slot], P.end[slot]
+    T.size[SKIPPED] = 0

@@ -1,0 +1,70 @@
+"""Which new slot stands for which old one after a change, so that an earlier simulation's order can guide the next (compiled)."""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, OLD_SYNC_SLOT, OLD_SYNCS, SYNCHRONIZED, Undo
+from soap.simulator.compiled.events import Trial
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import FULL, STAMP, Scratch
+from soap.simulator.compiled.state import SLOTS, SYNCS, State
+
+NOWHERE = -1
+
+
+@compiled
+def match_slots(C: State, S: Scratch, U: Undo, P: Trial) -> None:
+    """Give new slots the places of the old ones with the same keys in the earlier simulation ``P``."""
+    for slot in range(U.what[OLD_SLOTS], C.used[SLOTS]):
+        C.alias[slot] = slot
+        P.place[slot] = NOWHERE
+    for n in range(U.what[CHANGED]):
+        at = n * FIELDS
+        op = U.fields[at]
+        if C.tile_slot[op] != U.fields[at + 6]:
+            _match(C, S, P, U.fields[at + 6], 2 * U.fields[at + 7], C.tile_slot[op], 2 * C.tiles[op])
+        _match(C, S, P, U.fields[at + 2], U.fields[at + 3], C.own_slot[op], C.own_count[op])
+
+
+@compiled
+def match_sums(C: State, S: Scratch, U: Undo, P: Trial) -> None:
+    """The same for the sums of gradients, once they were made anew."""
+    for slot in range(C.sync_slot[0], C.used[SLOTS]):
+        C.alias[slot] = slot
+        P.place[slot] = NOWHERE
+    _match(C, S, P, U.what[OLD_SYNC_SLOT], U.what[OLD_SYNCS], C.sync_slot[0], C.used[SYNCS])
+
+
+@compiled
+def _match(C, S, P, old, olds, new, news):  # type: ignore[no-untyped-def]
+    if 2 * news > len(S.hash_key):
+        raise MemoryError(FULL)
+    S.count[STAMP] += 1
+    mask = len(S.hash_key) - 1
+    for slot in range(new, new + news):
+        place = (C.key[slot] * 0x9E3779B97F4A7C1) >> 32 & mask
+        while S.hash_stamp[place] == S.count[STAMP]:
+            place = (place + 1) & mask
+        S.hash_stamp[place], S.hash_key[place], S.hash_value[place] = S.count[STAMP], C.key[slot], slot
+    for slot in range(old, old + olds):
+        place = (C.key[slot] * 0x9E3779B97F4A7C1) >> 32 & mask
+        while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != C.key[slot]:
+            place = (place + 1) & mask
+        C.alias[slot] = NOWHERE
+        if S.hash_stamp[place] == S.count[STAMP]:
+            found = S.hash_value[place]
+            C.alias[slot] = found
+            P.place[found], P.ready[found] = P.place[slot], P.ready[slot]
+
+
+@compiled
+def forget_matches(C: State, U: Undo) -> None:
+    """Old slots stand for themselves again. Before ``undo``."""
+    for n in range(U.what[CHANGED]):
+        at = n * FIELDS
+        for slot in range(U.fields[at + 6], U.fields[at + 6] + 2 * U.fields[at + 7]):
+            C.alias[slot] = slot
+        for slot in range(U.fields[at + 2], U.fields[at + 2] + U.fields[at + 3]):
+            C.alias[slot] = slot
+    if U.what[SYNCHRONIZED]:
+        for slot in range(U.what[OLD_SYNC_SLOT], U.what[OLD_SYNC_SLOT] + U.what[OLD_SYNCS]):
+            C.alias[slot] = slot

@@ -1,0 +1,126 @@
+"""Working memory of the lowering of one operator: holdings, fetches, pieces, carriers, tasks and edges, as arrays that are used again.
+
+Positions in these arrays are the identities of ``simulator.plan`` counted from the operator's own first, as in ``planning.Delivery``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from soap.simulator.compiled.handles import declare
+from soap.simulator.compiled.tables import Ints, Longs
+
+HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
+EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS = range(8, 16)
+"""Places in ``Scratch.count``: how much of each kind there is; what is stamped with ``count[STAMP]`` is current."""
+
+FULL = "scratch is full"
+"""What compiled code raises when an array is too small: it is made larger, and the work begins anew."""
+
+
+@declare
+class Scratch(NamedTuple):
+    """``h_``: holdings (``h_box``: a region's number, or -2 - k for the k-th cell of a scattered sum; ``h_red``: reduction or -1).
+    ``hold_of``: [output, tile] -> holding or -1. ``r_``: reductions (``r_task``: its task or -1). ``red_of``: [output, replica, group] ->
+    reduction or -1. ``member_ptr``, ``member``: tiles of a group. ``f_``: fetches. ``c_``: their consumers, linked. ``p_``: pieces
+    (``p_id``: equal for equal regions of one holding). ``k_``: carriers, with ``part`` their pieces. ``t_``: tasks. ``e_``: edges. ``res``:
+    resources of exchanges. ``cell``: bounds of cells and of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table. By device:
+    ``update`` in ns; ``taken``, partitions on the cores of the host whose lowest device it is; ``pushed``, slots of pushes. The rest:
+    lists under work.
+    """
+
+    count: Longs  # type: ignore[assignment]  # not tuple's method
+    h_box: Ints
+    h_out: Ints
+    h_dev: Ints
+    h_tile: Ints
+    h_red: Ints
+    hold_of: Ints
+    r_out: Ints
+    r_rep: Ints
+    r_group: Ints
+    r_box: Ints
+    r_dev_ptr: Ints
+    r_dev: Ints
+    r_hold: Ints
+    r_cells: Ints
+    r_task: Ints
+    r_back: Ints
+    red_of: Ints
+    member_ptr: Ints
+    member: Ints
+    f_out: Ints
+    f_box: Ints
+    f_dev: Ints
+    f_piece: Ints
+    f_first: Ints
+    f_last: Ints
+    f_alive: Ints
+    c_slot: Ints
+    c_tile: Ints
+    c_operand: Ints
+    c_next: Ints
+    p_hold: Ints
+    p_fetch: Ints
+    p_id: Ints
+    p_box: Ints
+    p_volume: Longs
+    p_carrier: Ints
+    k_pattern: Ints
+    k_part: Ints
+    k_task: Ints
+    part: Ints
+    t_key: Longs
+    t_dur: Longs
+    t_res: Longs
+    t_res_n: Ints
+    t_bytes: Longs
+    e_src: Ints
+    e_dst: Ints
+    res: Ints
+    cell: Ints
+    cell_volume: Longs
+    cell_ptr: Ints
+    odometer: Ints
+    hash_key: Longs
+    hash_stamp: Longs
+    hash_value: Ints
+    work: Longs
+    order: Longs
+    mark: Longs
+    mark_value: Ints
+    load: Longs
+    load_stamp: Longs
+    held: Longs
+    flow: Longs
+    gradient_head: Ints
+    gradient_next: Ints
+    gradient_task: Ints
+    slot_base: Ints
+    update: Longs
+    taken: Longs
+    pushed: Ints
+    members: Ints
+    bucket_stamp: Longs
+    bucket_of: Ints
+    bucket_limit: Longs
+    fill: Ints
+
+
+def make_scratch(size: int, devices: int, links: int) -> Scratch:
+    """Room for ``size`` of everything, on a cluster of so many devices and links."""
+    table = 1
+    while table < 4 * size:
+        table *= 2
+    sizes = {"count": 16, "odometer": 64}
+    sizes |= dict.fromkeys(("hash_key", "hash_stamp", "hash_value"), table)
+    sizes |= dict.fromkeys(("mark", "mark_value"), max(devices, size))
+    sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
+    sizes |= {"held": devices + links + 1, "members": devices + 1, "cell": 16 * size, "flow": 3 * size}
+    sizes |= dict.fromkeys(("update", "taken", "pushed"), devices)
+    sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
+    kinds = Scratch.__annotations__.items()
+    fields: list[Any] = [np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds]
+    return Scratch(*fields)

@@ -1,0 +1,197 @@
+"""Sums of gradients in buckets, and the devices' updates (compiled). The counterpart of ``buckets`` and ``lowering.synchronize``.
+
+In ``State`` the tasks of parameter servers (``serving``) stand behind the sums.
+"""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.communication import allreduce, find_list
+from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, task_key
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.keepers import add_sync_edge, find_geometry, find_keepers, first_user_with_gradient, is_served
+from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, Scratch
+from soap.simulator.compiled.serving import serve
+from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, ShardTables, State
+from soap.simulator.compiled.tables import ClusterTables, GraphTables
+from soap.simulator.compiled.variants import CELLS, VariantTables
+
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+
+
+@compiled
+def begin_updates(C: State) -> None:
+    """The first slots are the devices' updates."""
+    devices = len(C.busy)
+    for device in range(devices):
+        C.key[device] = task_key(UPDATE, device, 0, 0, 0, 0)
+        C.duration[device], C.resource[device], C.resource_n[device] = 0, device, 1
+        C.waits[device], C.alive[device], C.kind[device], C.owner[device], C.index[device] = NEVER, 0, UPDATE_DEVICE, -1, device
+    C.used[SLOTS] = devices
+    C.used[SYNCS] = 0
+    C.sync_slot[0] = devices
+
+
+@compiled
+def count_backward(C: State, op: int, sign: int) -> None:
+    """Add (1) or take away (-1) the tiles of an operator: what keeps their devices busy, and what these devices' updates wait for."""
+    count = C.tiles[op]
+    for tile in range(count):
+        device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
+        C.busy[device] += sign * C.duration[slot]
+        if C.alive[slot + count]:
+            C.busy[device] += sign * C.duration[slot + count]
+            C.waits[device] += sign
+
+
+@compiled
+def count_sums(R: Groups, C: State, sign: int) -> None:
+    """The same for the sums of gradients, and for the edges into these."""
+    for slot in range(C.sync_slot[0], C.sync_slot[0] + C.used[SYNCS]):
+        if C.kind[slot] == SYNC_BUCKET:  # no device waits for parameter servers
+            for i in range(R.sets.ptr[C.index[slot]], R.sets.ptr[C.index[slot] + 1]):
+                C.waits[R.sets.item[i]] += sign
+
+
+@compiled
+def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D: ShardTables, C: State, S: Scratch, dtypes: int) -> None:
+    """Make all sums of gradients and updates anew."""
+    devices = len(C.busy)
+    slot0 = C.used[SLOTS]
+    S.count[EDGES] = S.count[TASKS] = 0
+    S.count[STAMP] += 1
+    opened = S.count[STAMP]
+    for device in range(devices):
+        S.update[device] = 0
+    for op in range(len(G.backward) - 1, -1, -1):
+        for k in range(G.parameter_ptr[op + 1] - G.parameter_ptr[op]):
+            parameter = G.parameter[G.parameter_ptr[op] + k]
+            geometry = find_geometry(G, V, D, C, op, k)
+            first_lowest = first_user_with_gradient(D, geometry)
+            if first_lowest < 0:
+                continue
+            first_user = G.user_ptr[parameter]
+            for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+                lowest = D.lowest[shard]
+                if lowest < 0:  # no gradient, but an update: it is counted with the parameter's first shard
+                    if G.user[first_user + first_lowest] == op:
+                        find_keepers(G, V, D, C, S, parameter, geometry, shard)
+                        _add_update(K, D, S, shard)
+                elif G.user[first_user + lowest] == op:
+                    _join(G, V, K, R, D, C, S, op, parameter, geometry, shard, opened, dtypes, slot0)
+    for bucket in range(S.count[TASKS]):
+        _finish(R, C, S, bucket, slot0 + bucket)
+    serve(G, V, K, D, C, S, slot0)
+    _install(V, C, S, slot0)
+    for device in range(devices):
+        if C.alive[device] and S.update[device] == 0:
+            C.waits[device] += NEVER
+        elif not C.alive[device] and S.update[device] > 0:
+            C.waits[device] -= NEVER
+        C.alive[device] = 1 if S.update[device] > 0 else 0
+        C.duration[device] = S.update[device]
+    count_sums(R, C, 1)
+
+
+@compiled
+def _add_update(K, D, S, shard):  # type: ignore[no-untyped-def]
+    """The keepers of a shard update it."""
+    for i in range(S.members[0]):
+        device = S.members[1 + i]
+        S.update[device] += D.update_ns[K.device_type[device], shard]
+
+
+@compiled
+def _join(G, V, K, R, D, C, S, op, parameter, geometry, shard, opened, dtypes, slot0):  # type: ignore[no-untyped-def]
+    """A shard joins the open bucket of its devices and dtype, unless it is served."""
+    find_keepers(G, V, D, C, S, parameter, geometry, shard)
+    if is_served(C, S, parameter):
+        return
+    _add_update(K, D, S, shard)
+    if S.members[0] == 1:
+        return
+    group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
+    place = group * dtypes + G.parameter_dtype[parameter]
+    if place >= len(S.bucket_stamp):
+        raise MemoryError(FULL)
+    if S.bucket_stamp[place] != opened:  # the first bucket is closed early
+        S.bucket_stamp[place], S.bucket_of[place], S.bucket_limit[place] = opened, -1, FIRST_BUCKET_BYTES
+    bucket = S.bucket_of[place]
+    if bucket < 0:
+        bucket = S.count[TASKS]
+        if bucket + 2 > len(S.t_key):
+            raise MemoryError(FULL)
+        S.t_key[bucket] = task_key(SYNC, parameter, 0, shard - D.ptr[geometry], 0, 0)
+        S.t_bytes[bucket], S.t_res_n[bucket] = 0, group
+        S.count[TASKS] = bucket + 1
+        S.bucket_of[place] = bucket
+    S.t_bytes[bucket] += D.bytes[shard]
+    _add_uses(G, V, D, C, S, parameter, shard, slot0 + bucket)
+    if S.t_bytes[bucket] >= S.bucket_limit[place]:
+        S.bucket_of[place], S.bucket_limit[place] = -1, BUCKET_BYTES
+
+
+@compiled
+def _add_uses(G, V, D, C, S, parameter, shard, slot):  # type: ignore[no-untyped-def]
+    for i in range(D.use_ptr[shard], D.use_ptr[shard + 1]):
+        op = G.user[G.user_ptr[parameter] + D.use_user[i]]
+        cells, count = V.rows[C.variant[op], CELLS], C.tiles[op]
+        for tile in range(D.use_tile[i], count, cells):
+            if C.alive[C.tile_slot[op] + count + tile]:
+                add_sync_edge(S, C.tile_slot[op] + count + tile, slot)
+
+
+@compiled
+def _finish(R, C, S, bucket, slot):  # type: ignore[no-untyped-def]
+    if slot + 1 > len(C.key):
+        raise MemoryError(CROWDED)
+    group = S.t_res_n[bucket]
+    duration, way = allreduce(R, group, S.t_bytes[bucket])
+    members = R.sets.ptr[group + 1] - R.sets.ptr[group]
+    C.key[slot], C.duration[slot], C.resource[slot], C.resource_n[slot] = S.t_key[bucket], duration, R.resource[way], R.resource_n[way]
+    C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, SYNC_BUCKET, -1, group
+    C.moved[slot] = 2 * (members - 1) * S.t_bytes[bucket]
+
+
+@compiled
+def _install(V, C, S, slot0):  # type: ignore[no-untyped-def]
+    """Edges by operator and tile."""
+    base, edges = C.used[ARENA], S.count[EDGES]
+    at = base
+    for op in range(len(C.sync_row) - 1):
+        C.sync_row[op] = -1
+    for i in range(edges):
+        op = C.owner[S.e_src[i]]
+        if C.sync_row[op] < 0:
+            C.sync_row[op] = at
+            at += C.tiles[op] + 1
+            if at + edges > len(C.arena):
+                raise MemoryError(CROWDED)
+            C.arena[C.sync_row[op] : at] = 0
+    for i in range(edges):
+        C.arena[C.sync_row[C.owner[S.e_src[i]]] + C.index[S.e_src[i]] + 1] += 1
+    fill = at
+    for op in range(len(C.sync_row) - 1):
+        if C.sync_row[op] >= 0:
+            row = C.sync_row[op]
+            C.arena[row] = fill
+            for tile in range(C.tiles[op]):
+                C.arena[row + tile + 1] += C.arena[row + tile]
+            fill = C.arena[row + C.tiles[op]]
+    if fill > len(C.arena):
+        raise MemoryError(CROWDED)
+    for i in range(edges):  # a row's pointer is moved on while the row is filled, and put back
+        row = C.sync_row[C.owner[S.e_src[i]]] + C.index[S.e_src[i]]
+        C.arena[C.arena[row]] = S.e_dst[i]
+        C.arena[row] += 1
+        C.waits[S.e_dst[i]] += 1
+    for op in range(len(C.sync_row) - 1):
+        if C.sync_row[op] >= 0:
+            row = C.sync_row[op]
+            for tile in range(C.tiles[op] - 1, 0, -1):
+                C.arena[row + tile] = C.arena[row + tile - 1]
+            C.arena[row] = at
+            at = C.arena[row + C.tiles[op]]
+    C.used[ARENA] = fill
+    C.sync_slot[0], C.used[SYNCS] = slot0, S.count[TASKS]
+    C.used[SLOTS] = slot0 + S.count[TASKS]

@@ -1,0 +1,201 @@
+"""What compiled code knows of a graph and a cluster, as arrays of integers and floats. Made once per simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.graph import OperatorGraph, TensorKind
+from soap.simulator.communication import Communication
+from soap.simulator.compiled.handles import declare
+from soap.simulator.servers import core_type, first_cores
+from soap.strategy import Strategy
+from soap.topology import Topology
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@declare
+class GraphTables(NamedTuple):
+    """An operator graph. Pairs of arrays ``x_ptr``, ``x_…`` are lists per operator: operator p's are ``x_…[x_ptr[p]:x_ptr[p + 1]]``.
+
+    ``read``: activations that an operator reads (``read_operand``: position among its inputs, ``read_producer`` and ``read_output``: whose
+    output it is, ``read_slot``: which of the producer's readers the operator is). ``reader``: operators that read an operator's outputs,
+    ascending; ``source``: where in ``reader`` an operator stands itself. ``output``: size of an element, whether it carries a gradient,
+    number of its dtype. ``parameter``: trainable parameters that an operator uses, each once, ascending. ``user``: operators that use a
+    parameter (all of them, trainable or not), ascending. ``parameter_dtype``, ``parameter_itemsize``: by parameter. ``backward``: whether
+    any output carries a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile
+    has a backward pass, whatever the strategy.
+    """
+
+    read_ptr: Ints
+    read_operand: Ints
+    read_producer: Ints
+    read_output: Ints
+    read_slot: Ints
+    reader_ptr: Ints
+    reader: Ints
+    source_ptr: Ints
+    source: Ints
+    output_ptr: Ints
+    output_itemsize: Longs
+    output_gradient: Ints
+    output_dtype: Ints
+    parameter_ptr: Ints
+    parameter: Ints
+    user_ptr: Ints
+    user: Ints
+    parameter_dtype: Ints
+    parameter_itemsize: Longs
+    backward: Ints
+    loss: Ints
+    solid: Ints
+
+
+@declare
+class ClusterTables(NamedTuple):
+    """A cluster. ``distance[s, t]``: 0, 1 or 2, as ``Topology.distance``. The route from s to t holds the resources
+    ``route[route_ptr[s * n + t]:route_ptr[s * n + t + 1]]`` (device count + link number), with ``latency_seconds[s, t]`` in all and
+    ``seconds_per_byte[s, t]`` at its narrowest. ``link_bandwidth``: by link, bytes per second. By device: ``memory_bandwidth`` in bytes per
+    second, ``device_type``; of its host the lowest device (``host_device``), first core (``core``, a resource) and number of cores
+    (``cores``); ``core_bandwidth`` of such a core in bytes per second, and the first host whose cores are of the same type (``core_host``).
+    """
+
+    distance: NDArray[np.int8]
+    route_ptr: Longs
+    route: Ints
+    latency_seconds: Floats
+    seconds_per_byte: Floats
+    link_bandwidth: Floats
+    memory_bandwidth: Floats
+    device_type: Ints
+    host_device: Ints
+    core: Ints
+    cores: Ints
+    core_bandwidth: Floats
+    core_host: Ints
+
+
+def graph_tables(graph: OperatorGraph) -> GraphTables:
+    """The arrays of a graph."""
+    readers = [sorted({r for out in op.outputs for r, _ in graph.consumers.get(out.tensor, ())}) for op in graph.operators]
+    dtypes = {name: i for i, name in enumerate(sorted({t.dtype for t in graph.tensors.values()}))}
+    numbers = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
+    reads: list[list[tuple[int, ...]]] = []
+    outputs: list[list[tuple[int, ...]]] = []
+    uses: list[list[tuple[int]]] = []
+    for position, op in enumerate(graph.operators):
+        reads.append([])
+        for k, operand in enumerate(op.inputs):
+            if graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION:
+                producer, output = graph.producers[operand.tensor]
+                reads[-1].append((k, producer, output, readers[producer].index(position)))
+        tensors = [graph.tensors[out.tensor] for out in op.outputs]
+        outputs.append([(t.itemsize, int(t.requires_grad), dtypes[t.dtype]) for t in tensors])
+        trainable = {numbers[o.tensor] for o in op.parameters if graph.tensors[o.tensor].requires_grad}
+        uses.append([(number,) for number in sorted(trainable)])
+    read_ptr, read_table = _joined(reads, 4)
+    reader_ptr, reader_table = _joined([[(r,) for r in own] for own in readers], 1)
+    places: list[list[tuple[int]]] = [[] for _ in graph.operators]
+    for place, operator in enumerate(r for own in readers for r in own):
+        places[operator].append((place,))
+    source_ptr, source = _joined(places, 1)
+    output_ptr, output_table = _joined(outputs, 3)
+    parameter_ptr, parameter = _joined(uses, 1)
+    users = [sorted({position for position, _ in graph.parameter_users.get(t.name, ())}) for t in graph.parameters]
+    user_ptr, user = _joined([[(position,) for position in own] for own in users], 1)
+    tables: list[NDArray[Any]] = [
+        read_ptr,
+        *_columns(read_table),
+        reader_ptr,
+        *_columns(reader_table),
+        source_ptr,
+        *_columns(source),
+        output_ptr,
+        output_table[:, 0].astype(np.int64),
+        *_columns(output_table[:, 1:]),
+        parameter_ptr,
+        *_columns(parameter),
+        user_ptr,
+        *_columns(user),
+        np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
+        np.array([t.itemsize for t in graph.parameters], np.int64),
+        np.array([graph.needs_backward(op) for op in graph.operators], np.int32),
+        np.array(graph.producers.get(graph.loss, (-1, 0)), np.int32),
+        np.array(_solid(graph), np.int32),
+    ]
+    return GraphTables(*tables)
+
+
+def _solid(graph: OperatorGraph) -> list[bool]:
+    """The loss is; so is an operator if all of an output, of which every tile makes a part, is read by one that is."""
+    solid = [False] * len(graph.operators)
+    for position in range(len(graph.operators) - 1, -1, -1):
+        op = graph.operators[position]
+        whole = [(0, factor.size) for factor in op.factors]
+        for out in op.outputs:
+            tensor = graph.tensors[out.tensor]
+            made = out.box(whole, tensor.shape) == tuple((0, size) for size in tensor.shape)
+            made &= all(dim.exact or (dim.factor is None and dim.scale != 0) for dim in out.dims)
+            if not (made and tensor.requires_grad):
+                continue
+            solid[position] |= out.tensor == graph.loss
+            for reader, k in graph.consumers.get(out.tensor, ()):
+                other = graph.operators[reader]
+                read = other.inputs[k].box([(0, factor.size) for factor in other.factors], tensor.shape)
+                solid[position] |= solid[reader] and read == tuple((0, size) for size in tensor.shape)
+    return solid
+
+
+def cluster_tables(communication: Communication) -> ClusterTables:
+    """The arrays of a cluster."""
+    topology = communication.topology
+    count = topology.device_count
+    pairs = [(s, t) for s in range(count) for t in range(count)]
+    routes = [topology.route(s, t) for s, t in pairs]
+    figures = [communication.route_figures(s, t) for s, t in pairs]
+    types = device_types(topology)
+    places, first_core = [device.host for device in topology.devices], first_cores(topology)
+    cores = [core_type(topology, host) for host in range(len(topology.hosts))]
+    distance = [[topology.distance(s, t) for t in range(count)] for s in range(count)]
+    return ClusterTables(
+        np.array(distance, np.int8).reshape(count, count),
+        np.cumsum([0, *map(len, routes)]),
+        np.array([count + link for route in routes for link in route], np.int32),
+        np.array([latency for latency, _ in figures], np.float64).reshape(count, count),
+        np.array([per_byte for _, per_byte in figures], np.float64).reshape(count, count),
+        np.array([link.bandwidth_bytes_per_second for link in topology.links], np.float64),
+        np.array([device.type.memory_bandwidth_bytes_per_second for device in topology.devices], np.float64),
+        np.array([types.index(device.type.name) for device in topology.devices], np.int32),
+        np.array([places.index(host) for host in places], np.int32),
+        np.array([first_core[host] for host in places], np.int32),
+        np.array([topology.hosts[host].cpu_cores for host in places], np.int32),
+        np.array([cores[host].memory_bandwidth_bytes_per_second for host in places], np.float64),
+        np.array([cores.index(cores[host]) for host in places], np.int32),
+    )
+
+
+def served_partitions(graph: OperatorGraph, strategy: Strategy) -> Ints:
+    """[parameter]: into how many partitions a parameter server cuts its shards; 0 if gradients are summed by all-reduces."""
+    syncs = [strategy.sync(tensor.name) for tensor in graph.parameters]
+    return np.array([sync.partitions if sync.method == "parameter_server" else 0 for sync in syncs], np.int32)
+
+
+def device_types(topology: Topology) -> list[str]:
+    """Names of the kinds of devices, in a fixed order."""
+    return sorted({device.type.name for device in topology.devices})
+
+
+def _joined(lists: Sequence[Sequence[Sequence[int]]], width: int) -> tuple[Ints, Ints]:
+    pointers = np.cumsum([0, *map(len, lists)]).astype(np.int32)
+    rows = [row for own in lists for row in own]
+    return pointers, np.array(rows, np.int32).reshape(len(rows), width)
+
+
+def _columns(table: Ints) -> list[Ints]:
+    return [np.ascontiguousarray(table[:, i]) for i in range(table.shape[1])]

@@ -1,0 +1,230 @@
+"""Variants: an operator cut by certain degrees. Which region of each operand each of its tiles touches, and how long it takes.
+
+A variant knows no devices. Operators that differ in nothing but names (repeated layers) share their variants. Regions are numbered, so
+that equal numbers are equal regions; an empty region is -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from soap.graph import Operand, Operator, OperatorGraph, TensorKind
+from soap.regions import Box, balanced, volume
+from soap.simulator.compiled.growing import Growing
+from soap.simulator.compiled.handles import declare
+from soap.simulator.compiled.shards import Geometries, Need
+from soap.simulator.compiled.tables import Ints, Longs, device_types
+from soap.simulator.costs import CostModel
+from soap.simulator.tiling import Tile
+from soap.topology import DeviceType, Topology
+
+CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES = range(10)
+"""Columns of ``VariantTables.rows``: number of tiles (of one replica); where in ``data`` its regions stand (READS: [activation input,
+tile], OUTPUTS: [output, tile]); where in ``costs`` [device type, forward or backward, tile]; number of groups of partial results (0:
+none), where each tile's group, each group's first tile, and [output, group] regions stand; where the pointers to the outputs' grids, and
+the numbers of the geometries of the parameters that no other operator uses, stand."""
+COLUMNS = 10
+
+
+@declare
+class VariantTables(NamedTuple):
+    """``rows``: one per variant. ``box_ptr``: where in ``bounds`` a region's (start, stop) per dimension begin; ``box_volume``: elements.
+
+    A *grid* is how the distinct regions of one output (of tiles, or of sums) lie: rank, whether they are disjoint, their number, for each
+    dimension the number of its intervals and where they stand, then where the map (position per dimension -> region, -1 if none), the
+    pointers to who holds a region, the holders (tiles or groups of one replica), and the regions' numbers stand.
+    """
+
+    rows: Longs
+    data: Ints
+    costs: Longs
+    box_ptr: Longs
+    box_volume: Longs
+    bounds: Ints
+
+
+class Variants:
+    """The variants of one graph's operators, made when they are first asked for."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
+        self.graph, self.costs = graph, costs
+        by_name: dict[str, DeviceType] = {device.type.name: device.type for device in topology.devices}
+        self._types = [by_name[name] for name in device_types(topology)]
+        classes: dict[Hashable, int] = {}
+        self._parameters = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
+        self._class_of = [classes.setdefault(_likeness(graph, op, self._parameters), i) for i, op in enumerate(graph.operators)]
+        self.geometries = Geometries(graph, topology, self._types, costs)
+        self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._boxes: dict[Box, int] = {}
+        self._known: list[Box] = []
+        self._cells: list[np.ndarray] = []
+        self.degrees: list[tuple[int, ...]] = []
+        self._rows, self._data, self._costs = list[list[int]](), Growing(np.int32), Growing(np.int64)
+        self._box_ptr, self._box_volume, self._bounds = Growing(np.int64), Growing(np.int64), Growing(np.int32)
+
+    def number(self, position: int, degrees: tuple[int, ...]) -> int:
+        """The variant of the operator at ``position`` under these degrees."""
+        key = (self._class_of[position], degrees)
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = len(self._rows)
+            self._rows.append(self._make(self._class_of[position], degrees))
+        return found
+
+    def tables(self) -> VariantTables:
+        """All of them as arrays."""
+        rows = np.array(self._rows, np.int64).reshape(len(self._rows), COLUMNS)
+        boxes = (self._box_ptr.array(), self._box_volume.array(), self._bounds.array())
+        return VariantTables(rows, self._data.array(), self._costs.array(), *boxes)
+
+    def _make(self, position: int, degrees: tuple[int, ...]) -> list[int]:
+        op = self.graph.operators[position]
+        pieces = [balanced(factor.size, degree) for factor, degree in zip(op.factors, degrees, strict=True)]
+        cells = np.array(list(product(*pieces)), np.int64).reshape(prod(degrees), len(pieces), 2)
+        activations = [o for o in op.inputs if self.graph.tensors[o.tensor].kind is TensorKind.ACTIVATION]
+        regions = {o: self._regions(o, cells) for o in {*op.inputs, *op.parameters, *op.outputs}}
+        self._cells.append(cells)
+        self.degrees.append(degrees)
+        row = [0] * COLUMNS
+        row[CELLS] = len(cells)
+        numbers = {o: self._number_boxes(regions[o]) for o in {*activations, *op.outputs}}
+        for column, operands in ((READS, activations), (OUTPUTS, op.outputs)):
+            row[column] = self._data.add(np.array([numbers[o] for o in operands], np.int32))
+        row[COSTS] = self._costs.add(self._durations(position, cells, regions))
+        groups = _groups(op, degrees, cells)
+        holders = np.arange(len(cells))
+        outputs = [numbers[o] for o in op.outputs]
+        if groups is not None:
+            firsts = np.unique(groups, return_index=True)[1]
+            row[GROUPS], row[GROUP_OF], row[GROUP_FIRST] = len(firsts), self._data.add(groups), self._data.add(firsts)
+            outputs = [own[firsts] for own in outputs]
+            row[GROUP_BOXES] = self._data.add(np.array(outputs, np.int32))
+            holders = np.arange(len(firsts))
+        row[GRIDS] = self._data.add([self._grid(own, holders) for own in outputs])
+        row[GEOMETRIES] = self._data.add([self._geometry(position, name, cells) for name in self._trainable(op)])
+        return row
+
+    def tie(self, key: tuple[int, ...]) -> None:
+        """Make the geometry of a parameter that several operators use; ``key``: its number, then its users' variants."""
+        name = self.graph.parameters[key[0]].name
+        users = sorted({position for position, _ in self.graph.parameter_users[name]})
+        needs: list[Need] = []
+        for user, (position, variant) in enumerate(zip(users, key[1:], strict=True)):
+            needs += self._needs(position, user, name, self._cells[variant])
+        self.geometries.tie(key, self.geometries.add(name, users, needs))
+
+    def _trainable(self, op: Operator) -> list[str]:
+        """Names of an operator's trainable parameters, each once, in the order of the graph's parameters."""
+        return sorted({o.tensor for o in op.parameters if self.graph.tensors[o.tensor].requires_grad}, key=self._parameters.__getitem__)
+
+    def _geometry(self, position: int, name: str, cells: np.ndarray) -> int:
+        """How an operator alone cuts its parameter; -1 if others use it as well."""
+        users = {user for user, _ in self.graph.parameter_users[name]}
+        return self.geometries.add(name, [position], self._needs(position, 0, name, cells)) if len(users) == 1 else -1
+
+    def _needs(self, position: int, user: int, name: str, cells: np.ndarray) -> list[Need]:
+        own = [o for o in self.graph.operators[position].parameters if o.tensor == name]
+        return [(user, tile, _as_box(box)) for o in own for tile, box in enumerate(self._regions(o, cells))]
+
+    def _regions(self, operand: Operand, cells: np.ndarray) -> np.ndarray:
+        """[tile, dimension, start or stop], as ``Operand.box``."""
+        shape = self.graph.tensors[operand.tensor].shape
+        found = np.zeros((len(cells), len(shape), 2), np.int64)
+        for i, (dim, size) in enumerate(zip(operand.dims, shape, strict=True)):
+            if dim.factor is None:
+                found[:, i] = dim.interval((), size)
+                continue
+            start = np.clip(cells[:, dim.factor, 0] * dim.scale + dim.lo, 0, size)
+            stop = np.minimum((cells[:, dim.factor, 1] - 1) * dim.scale + dim.hi, size)
+            found[:, i, 0], found[:, i, 1] = start, np.maximum(start, stop)
+        return found
+
+    def _number_boxes(self, regions: np.ndarray) -> Ints:
+        """[tile]: number of its region."""
+        flat = regions.reshape(len(regions), -1)
+        distinct, place = np.unique(flat, axis=0, return_inverse=True) if flat.shape[1] else (flat[:1], np.zeros(len(flat), np.int64))
+        known = np.array([self._box(tuple(zip(row[::2], row[1::2], strict=True))) for row in distinct.tolist()], np.int32)
+        return known[place.ravel()]
+
+    def _box(self, box: Box) -> int:
+        if volume(box) == 0:
+            return -1
+        found = self._boxes.get(box)
+        if found is None:
+            found = self._boxes[box] = len(self._known)
+            self._known.append(box)
+            self._box_ptr.add([self._bounds.add([edge for interval in box for edge in interval])])
+            self._box_volume.add([volume(box)])
+        return found
+
+    def _durations(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray]) -> np.ndarray:
+        """[device type, forward or backward, tile]. Tiles whose regions have the same shapes take the same time."""
+        op = self.graph.operators[position]
+        parts = [cells, *(regions[o] for o in (*op.inputs, *op.parameters, *op.outputs))]
+        shapes = np.concatenate([np.diff(part, axis=2).reshape(len(cells), -1) for part in parts], axis=1)
+        _, firsts, place = np.unique(shapes, axis=0, return_index=True, return_inverse=True)
+        tiles = [_tile(op, position, int(i), cells, regions) for i in firsts]
+        ask = (self.costs.forward_ns, self.costs.backward_ns)
+        table = np.array([[[f(self.graph, tile, kind) for tile in tiles] for f in ask] for kind in self._types], np.int64)
+        return table[:, :, place.ravel()]
+
+    def _grid(self, boxes: Ints, holders: np.ndarray) -> int:
+        """Write down how the distinct regions lie; where that stands."""
+        distinct = np.unique(boxes[boxes >= 0])
+        known = [self._known[b] for b in distinct]
+        rank = len(known[0]) if known else 0
+        edges = np.array(known, np.int64).reshape(len(distinct), rank, 2)
+        header, places, disjoint = list[int](), np.zeros((len(distinct), rank), np.int64), True
+        sizes = []
+        for dim in range(rank):
+            intervals, place = np.unique(edges[:, dim], axis=0, return_inverse=True)
+            places[:, dim] = place.ravel()
+            disjoint &= bool(np.all(intervals[:-1, 1] <= intervals[1:, 0]))
+            sizes.append(len(intervals))
+            header += [len(intervals), self._data.add(intervals)]
+        held = np.full(int(np.prod(sizes, initial=1)), -1, np.int32)
+        if len(distinct):
+            held[np.ravel_multi_index(tuple(places.T), sizes) if rank else [0]] = np.arange(len(distinct))
+        own = [holders[boxes == box] for box in distinct]
+        tail = [self._data.add(held), self._data.add(np.cumsum([0, *map(len, own)]))]
+        tail += [self._data.add(np.concatenate(own) if own else []), self._data.add(distinct)]
+        return self._data.add([rank, int(disjoint), len(distinct), *header, *tail])
+
+
+def _groups(op: Operator, degrees: tuple[int, ...], cells: np.ndarray) -> Ints | None:
+    """[tile]: number of the group whose partial results it adds to, in the order of first tiles; None if nothing is summed."""
+    if all(degrees[i] == 1 for i in op.summed):
+        return None
+    kept = [degree if i not in op.summed else 1 for i, degree in enumerate(degrees)]
+    places = np.array(np.unravel_index(np.arange(len(cells)), degrees))
+    places[list(op.summed)] = 0
+    numbers: Ints = np.ravel_multi_index(tuple(places), kept).astype(np.int32)
+    return numbers
+
+
+def _tile(op: Operator, position: int, index: int, cells: np.ndarray, regions: dict[Operand, np.ndarray]) -> Tile:
+    intervals = _as_box(cells[index])
+    inputs, parameters, outputs = (tuple(_as_box(regions[o][index]) for o in own) for own in (op.inputs, op.parameters, op.outputs))
+    return Tile(position, index, 0, 0, intervals, inputs, parameters, outputs)
+
+
+def _as_box(table: np.ndarray) -> Box:
+    return tuple((int(start), int(stop)) for start, stop in table.tolist())
+
+
+def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) -> Hashable:
+    """Equal for operators that differ in nothing but names."""
+    operands = [
+        [(o.dims, t.shape, t.dtype, t.itemsize, t.kind, t.requires_grad) for o in own for t in (graph.tensors[o.tensor],)]
+        for own in (op.inputs, op.parameters, op.outputs)
+    ]
+    same = [[own.index(o) for o in own] for own in (op.inputs, op.parameters)]  # an operand that is there twice
+    order = sorted(range(len(op.parameters)), key=lambda k: numbers[op.parameters[k].tensor])
+    alone = [len({user for user, _ in graph.parameter_users[o.tensor]}) == 1 for o in op.parameters]
+    backward = graph.needs_backward(op)
+    return repr((backward, order, alone, op.kind, op.factors, operands, same, op.flops, op.saved_bytes, len(op.calls), op.partitionable))

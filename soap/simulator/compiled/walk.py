@@ -1,0 +1,121 @@
+"""A Metropolis walk over given configurations, in one compiled loop: propose, simulate, accept or take back.
+
+Proposals are uniform over (operator, configuration), and so symmetric. The uniform number that decides is drawn before the simulation:
+with current cost c it turns min(1, exp(-beta * (new - c))) into the bound "new <= c - ln(u) / beta", which the simulation may use to give
+up early. The decision is the same either way.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+
+from soap.simulator.compiled.change import Undo
+from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
+from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial, keep_order
+from soap.simulator.compiled.handles import declare
+from soap.simulator.compiled.history import History, retrace
+from soap.simulator.compiled.jit import compiled, uncounted
+from soap.simulator.compiled.scratch import Scratch
+from soap.simulator.compiled.state import Groups, ShardTables, State
+from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Longs
+from soap.simulator.compiled.variants import VariantTables
+
+STEP, RANDOM, SWAPPED, COST, ACCEPTED, BEST, PLAYED, QUEUED, WITHOUT_PLAY, UNCHANGED, LOG = range(11)
+"""Places in ``Choices.walk``: steps done; the generator's state; whether the two trials have changed places; current cost; accepted
+proposals; best cost; tasks played; tasks that went through a heap; proposals refused before anything was played; proposals of what is
+there already;
+how many steps are logged (cost after each, in ``Choices.log``)."""
+
+
+@declare
+class Choices(NamedTuple):
+    """Operators that may change (``operator``), their configurations (``ptr``, then ``variant``, ``dev_ptr`` and ``dev``; one replica)."""
+
+    walk: Longs
+    log: Longs
+    operator: Ints
+    ptr: Ints
+    variant: Ints
+    dev_ptr: Ints
+    dev: Ints
+
+
+@uncounted
+def _random(walk):  # type: ignore[no-untyped-def]
+    """splitmix64 (Steele, Lea & Flood, 2014): 63 random bits."""
+    walk[RANDOM] += np.int64(-7046029254386353131)
+    z = np.uint64(walk[RANDOM])
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.int64((z ^ (z >> np.uint64(31))) >> np.uint64(1))
+
+
+@compiled
+def walk_on(
+    G: GraphTables,
+    V: VariantTables,
+    K: ClusterTables,
+    R: Groups,
+    D: ShardTables,
+    C: State,
+    S: Scratch,
+    U: Undo,
+    A: Trial,
+    B: Trial,
+    H: History,
+    W: Choices,
+    steps: int,
+    beta: float,
+    bounded: bool,
+    dtypes: int,
+) -> None:
+    """Go on until ``steps`` steps are done. What is lacking raises, with all as it was before the step (after ``take_back``)."""
+    walk = W.walk
+    while walk[STEP] < steps:
+        before = walk[RANDOM]
+        op = W.operator[_random(walk) % len(W.operator)]
+        choice = W.ptr[op] + _random(walk) % (W.ptr[op + 1] - W.ptr[op])
+        after = _random(walk) >> 10
+        threshold = walk[COST] - log((after + 1) / 9007199254740992.0) / beta
+        drawn = walk[RANDOM]
+        walk[RANDOM] = before
+        bound = int(threshold) if threshold < NO_BOUND else NO_BOUND
+        devices = W.dev[W.dev_ptr[choice] : W.dev_ptr[choice + 1]]
+        P, T = (B, A) if walk[SWAPPED] else (A, B)
+        if _is_current(C, op, W.variant[choice], devices):
+            walk[UNCHANGED] += 1
+        else:
+            T.size[TAKEN] = T.size[SKIPPED] = T.size[HEAPED] = 0
+            cost = evaluate(
+                G, V, K, R, D, C, S, U, P, T, H, op, W.variant[choice], 1, devices, dtypes, bound if bounded else NO_BOUND
+            )
+            walk[PLAYED] += T.size[TAKEN] - T.size[SKIPPED]
+            walk[QUEUED] += T.size[HEAPED]
+            walk[WITHOUT_PLAY] += T.size[TAKEN] == 0
+            if cost != STOPPED and cost <= bound:
+                confirm(C, U, P, T)
+                keep_order(T)
+                retrace(G, C, R, T, H)
+                walk[SWAPPED] = 1 - walk[SWAPPED]
+                walk[COST] = cost
+                walk[ACCEPTED] += 1
+                walk[BEST] = min(walk[BEST], cost)
+            else:
+                take_back(G, R, C, U)
+        walk[RANDOM] = drawn
+        if walk[STEP] < walk[LOG]:
+            W.log[walk[STEP]] = walk[COST]
+        walk[STEP] += 1
+
+
+@compiled
+def _is_current(C, op, variant, devices):  # type: ignore[no-untyped-def]
+    if C.variant[op] != variant or C.replicas[op] != 1:
+        return False
+    same = True
+    for tile in range(len(devices)):
+        same &= C.dev[C.dev_ptr[op] + tile] == devices[tile]
+    return same

@@ -1,0 +1,43 @@
+"""The Python side of a walk: what may be chosen, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from soap.graph import OperatorGraph
+from soap.simulator.compiled.variants import Variants
+from soap.simulator.compiled.walk import ACCEPTED, BEST, COST, LOG, PLAYED, QUEUED, STEP, UNCHANGED, WITHOUT_PLAY, Choices
+from soap.strategy import OpConfig
+
+
+class Walk:
+    """Counts of a walk. ``proposals``: steps that proposed something else than what was there; ``played_tasks``: tasks simulated for
+    them."""
+
+    def __init__(self, choices: Choices) -> None:
+        walk = choices.walk
+        self.steps, self.accepted, self.unchanged = int(walk[STEP]), int(walk[ACCEPTED]), int(walk[UNCHANGED])
+        self.proposals = self.steps - self.unchanged
+        self.cost_ns, self.best_ns = int(walk[COST]), int(walk[BEST])
+        self.played_tasks, self.queued_tasks, self.refused_at_once = int(walk[PLAYED]), int(walk[QUEUED]), int(walk[WITHOUT_PLAY])
+        self.costs_ns = choices.log[: min(self.steps, int(walk[LOG]))].copy()
+
+
+def make_choices(graph: OperatorGraph, variants: Variants, choices: Mapping[str, Sequence[OpConfig]], log: int) -> Choices:
+    """As arrays. ValueError if a configuration has replicas."""
+    walk = np.zeros(16, np.int64)
+    walk[LOG] = log
+    ptr, numbers, dev_ptr, dev = [0], list[int](), [0], list[int]()
+    for position, op in enumerate(graph.operators):
+        for config in choices.get(op.name, ()):
+            if config.replicas != 1:
+                raise ValueError(f"operator {op.name!r}: {config.replicas} replicas; a walk chooses among configurations without")
+            numbers.append(variants.number(position, config.degrees))
+            dev += config.devices
+            dev_ptr.append(len(dev))
+        ptr.append(len(numbers))
+    movable = [position for position in range(len(graph.operators)) if ptr[position + 1] > ptr[position]]
+    lists = [np.array(values, np.int32) for values in (movable, ptr, numbers, dev_ptr, dev)]
+    return Choices(walk, np.zeros(max(1, log), np.int64), *lists)

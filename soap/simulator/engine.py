@@ -1,0 +1,297 @@
+"""The compiled simulator: the same plans, tasks and times as ``lowering`` and ``reference``, from arrays of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from soap.errors import ModelError
+from soap.graph import OperatorGraph
+from soap.simulator.communication import Communication
+from soap.simulator.compiled.change import Undo, make_undo
+from soap.simulator.compiled.communication import MISSING
+from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
+from soap.simulator.compiled.events import NO_BOUND, STOPPED, TAKEN, Trial, keep_order, make_trial, simulate_all
+from soap.simulator.compiled.fetches import UNCOVERED
+from soap.simulator.compiled.fragment import CROWDED
+from soap.simulator.compiled.groups import DeviceGroups
+from soap.simulator.compiled.handles import handle
+from soap.simulator.compiled.history import History, make_history, retrace
+from soap.simulator.compiled.lists import missing_entry
+from soap.simulator.compiled.rebuild import lower_all
+from soap.simulator.compiled.scratch import FULL, make_scratch
+from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
+from soap.simulator.compiled.tables import Ints, cluster_tables, graph_tables, served_partitions
+from soap.simulator.compiled.variants import Variants
+from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, Choices, walk_on
+from soap.simulator.compiled.walking import Walk, make_choices
+from soap.simulator.costs import CostModel
+from soap.simulator.servers import core_names
+from soap.strategy import OpConfig, Strategy, check_config
+from soap.topology import Topology
+
+Result = TypeVar("Result")
+
+
+class PlayedTask(NamedTuple):
+    """A task, as it was played. ``key``: its id as one number (``compiled.fragment.task_key``)."""
+
+    key: int
+    duration_ns: int
+    resources: tuple[int, ...]
+    start_ns: int
+    end_ns: int
+    bytes: int
+
+
+class Engine:
+    """Simulates strategies of one graph on one cluster. Holds one strategy at a time."""
+
+    state: State
+    trial: Trial
+    other: Trial
+    _state: State
+    _trial: Trial
+    _other: Trial
+    _undo: Undo
+    _undo_log: Undo
+    _history: History
+    _snapshots: History
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
+        self.graph, self.topology = graph, topology
+        communication = Communication(topology)
+        self._graph, self._cluster = graph_tables(graph), cluster_tables(communication)
+        self._fixed = (handle(self._graph), handle(self._cluster))
+        self._variants = Variants(graph, topology, costs)
+        self._groups = DeviceGroups(communication, self._cluster)
+        self._size, self._slots, self._arena = 4096, 4096, 65536
+        self._make_scratch()
+        self._dtypes = 1 + int(max(self._graph.parameter_dtype, default=0))
+        self._resources = topology.device_count + len(topology.links) + len(core_names(topology))
+        self._group_handle = handle(self._groups.tables)
+        self._proposed_ns: int | None = None
+        self.makespan_ns = 0
+        self._renew_tables()
+        self._make_state()
+
+    def load(self, strategy: Strategy) -> None:
+        """Take a strategy and lower it. StrategyError if it does not fit the graph or the cluster."""
+        strategy.validate(self.graph, self.topology.device_count)
+        self._configs = [strategy.operators[op.name] for op in self.graph.operators]
+        self._partitions = served_partitions(self.graph, strategy)
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Lower the current strategy from the ground up."""
+        variants = np.array([self._variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
+        replicas = np.array([config.replicas for config in self._configs], np.int32)
+        devices = np.array([device for config in self._configs for device in config.devices], np.int32)
+        self._renew_tables()
+        self._try(lambda: self._lower(variants, replicas, devices))
+
+    def simulate(self) -> int:
+        """Makespan in ns of the loaded strategy, from a full simulation. What proposals are compared with."""
+        self.makespan_ns = self.play()
+        self._keep()
+        return self.makespan_ns
+
+    def play(self) -> int:
+        """The same, without getting ready for proposals."""
+        return int(simulate_all(self._fixed[0], self._state, self._group_handle, self._other, self._trial, 0, NO_BOUND))
+
+    def propose(self, operator: str, config: OpConfig, at_most_ns: int = NO_BOUND) -> int | None:
+        """Makespan in ns with another configuration of one operator, by a delta simulation; None if it exceeds ``at_most_ns``.
+
+        ``accept`` or ``reject`` it before the next. What exceeds the bound can only be rejected.
+        """
+        position = self.graph.index[operator]
+        check_config(self.graph.operators[position], config, self.topology.device_count)
+        variant = self._variants.number(position, config.degrees)
+        if variant >= self._known_variants:
+            self._renew_tables()
+        devices = np.array(config.devices, np.int32)
+        self._proposed = (position, config)
+        found = int(self._try(lambda: self._evaluate(position, variant, config.replicas, devices, at_most_ns), self._renew_state))
+        self._proposed_ns = None if found == STOPPED else found
+        return self._proposed_ns
+
+    def accept(self) -> None:
+        """Keep what was proposed."""
+        if self._proposed_ns is None:
+            raise ValueError("nothing to accept: the proposal exceeds its bound, or there is none")
+        position, config = self._proposed
+        self._configs[position] = config
+        confirm(self._state, self._undo, self._trial, self._other)
+        self.trial, self.other = self.other, self.trial
+        self._trial, self._other = self._other, self._trial
+        self._keep()
+        self.makespan_ns, self._proposed_ns = self._proposed_ns, None
+
+    def reject(self) -> None:
+        """Back to before the proposal."""
+        take_back(self._fixed[0], self._group_handle, self._state, self._undo)
+        self._proposed_ns = None
+
+    def _keep(self) -> None:
+        """Make what was simulated last the simulation that proposals are compared with."""
+        keep_order(self._trial)
+        retrace(self._fixed[0], self._state, self._group_handle, self._trial, self._history)
+
+    def _evaluate(self, position: int, variant: int, replicas: int, devices: Ints, at_most_ns: int) -> int:
+        try:
+            return evaluate(
+                self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
+                self._undo, self._trial, self._other, self._history, position, variant, replicas, devices, self._dtypes, at_most_ns,
+            )  # fmt: skip
+        except (MemoryError, LookupError, ValueError):
+            self._used = self.state.used.copy()
+            self.reject()
+            raise
+
+    def walk(
+        self,
+        choices: Mapping[str, Sequence[OpConfig]],
+        steps: int,
+        beta_per_ns: float,
+        seed: int = 0,
+        *,
+        bounded: bool = True,
+        log: int = 0,
+    ) -> Walk:
+        """A Metropolis walk from the loaded (and simulated) strategy, which becomes the one where it ends.
+
+        ``choices``: configurations that each operator may take, without replicas. ``bounded``: give simulations up as soon as their outcome
+        cannot be accepted; the walk is the same. ``log``: of how many steps to note the cost.
+        """
+        found = make_choices(self.graph, self._variants, choices, log)
+        found.walk[RANDOM], found.walk[COST], found.walk[BEST] = seed, self.makespan_ns, self.makespan_ns
+        walking = handle(found)
+        self._renew_tables()
+        self._try(lambda: self._walk(walking, steps, beta_per_ns, bounded), lambda: self._rest(found))
+        self._settle(found)
+        return Walk(found)
+
+    def _walk(self, walking: Choices, steps: int, beta_per_ns: float, bounded: bool) -> None:
+        try:
+            walk_on(
+                self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
+                self._undo, self._trial, self._other, self._history, walking, steps, beta_per_ns, bounded, self._dtypes,
+            )  # fmt: skip
+        except (MemoryError, LookupError, ValueError):
+            self._used = self.state.used.copy()
+            self.reject()
+            raise
+
+    def _rest(self, found: Choices) -> None:
+        """Make room in the middle of a walk."""
+        self._settle(found)
+        self._renew_state()
+
+    def _settle(self, found: Choices) -> None:
+        """Python's side of the state after compiled steps."""
+        if found.walk[SWAPPED]:
+            self.trial, self.other = self.other, self.trial
+            self._trial, self._other = self._other, self._trial
+            found.walk[SWAPPED] = 0
+        C = self.state
+        for position in range(len(self._configs)):
+            first, tiles = int(C.dev_ptr[position]), int(C.tiles[position])
+            devices = tuple(C.dev[first : first + tiles].tolist())
+            self._configs[position] = OpConfig(self._variants.degrees[C.variant[position]], devices, int(C.replicas[position]))
+        self.makespan_ns = int(found.walk[COST])
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is held."""
+        return Strategy({op.name: config for op, config in zip(self.graph.operators, self._configs, strict=True)})
+
+    def tasks(self) -> Iterator[PlayedTask]:
+        """All tasks of the last simulation, in the order in which they were taken."""
+        C, T = self.state, self.trial
+        for slot in T.order[: T.size[TAKEN]].tolist():
+            first, count = int(C.resource[slot]), int(C.resource_n[slot])
+            pool, at = (self._groups.tables.static, first) if first >= 0 else (C.arena, -1 - first)
+            resources = tuple(pool[at : at + count].tolist())
+            key, duration, moved = int(C.key[slot]), int(C.duration[slot]), int(C.moved[slot])
+            yield PlayedTask(key, duration, resources, int(T.start[slot]), int(T.end[slot]), moved)
+
+    def _lower(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
+        self.state.partitions[: len(self._partitions)] = self._partitions
+        lower_all(
+            self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
+            variants, replicas, devices, self._dtypes,
+        )  # fmt: skip
+
+    def _renew_state(self) -> None:
+        """Get rid of what accepted changes have left behind, in larger arrays if that was not most of it."""
+        used = self._used
+        self._rebuild()
+        if 2 * self.state.used[SLOTS] > used[SLOTS] or 2 * self.state.used[ARENA] > used[ARENA]:
+            self._grow()
+            self._rebuild()
+        self.simulate()
+
+    def _grow(self) -> None:
+        self._slots, self._arena = 2 * self._slots, 2 * self._arena
+        self._make_state()
+
+    def _try(self, work: Callable[[], Result], make_room: Callable[[], None] | None = None) -> Result:
+        """Do something compiled; what it lacks is made, and it begins anew. ``make_room``: what to do if the state is full."""
+        while True:
+            try:
+                return work()
+            except MemoryError as error:
+                if str(error) == FULL:
+                    self._size *= 4
+                    self._make_scratch()
+                elif str(error) == CROWDED:
+                    (make_room or self._grow)()
+                else:
+                    raise
+            except LookupError as error:
+                if str(error) != MISSING:
+                    raise
+                self._find_missing()
+            except ValueError as error:
+                if str(error) != UNCOVERED:
+                    raise
+                raise ModelError(
+                    f"{UNCOVERED} of model {self.graph.name!r}; expected its producer's tiles to cover it: this is a defect of that "
+                    "operator's rule, please report it"
+                ) from None
+
+    def _find_missing(self) -> None:
+        sets, tied, core_size = self._groups.tables.sets, self._shards.tied, self._shards.core_size
+        if sets.missing[0]:
+            self._groups.add(missing_entry(sets))
+            self._group_handle = handle(self._groups.tables)
+        elif tied.missing[0]:
+            self._variants.tie(missing_entry(tied))
+            self._renew_tables()
+        elif core_size.missing[0]:
+            self._variants.geometries.price(missing_entry(core_size))
+            self._renew_tables()
+
+    def _renew_tables(self) -> None:
+        self._variant_arrays = self._variants.tables()
+        self._known_variants = len(self._variant_arrays.rows)
+        self._tables = handle(self._variant_arrays)
+        self._shards = self._variants.geometries.tables()
+        self._shard_handle = handle(self._shards)
+
+    def _make_scratch(self) -> None:
+        self._scratch_arrays = make_scratch(self._size, self.topology.device_count, len(self.topology.links))
+        self._scratch = handle(self._scratch_arrays)
+
+    def _make_state(self) -> None:
+        readers, parameters = len(self._graph.reader), len(self.graph.parameters)
+        self.state = make_state(len(self.graph.operators), readers, parameters, self.topology.device_count, self._slots, self._arena)
+        self.trial = make_trial(self._slots + 1, self._resources, self.topology.device_count)
+        self.other = make_trial(self._slots + 1, self._resources, self.topology.device_count)
+        self._undo_log = make_undo(len(self.graph.operators), readers, self.topology.device_count, self._slots)
+        self._snapshots = make_history(self._slots + 1, self._resources, self.topology.device_count)
+        self._state, self._trial, self._other = handle(self.state), handle(self.trial), handle(self.other)
+        self._undo, self._history = handle(self._undo_log), handle(self._snapshots)

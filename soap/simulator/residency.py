@@ -1,0 +1,216 @@
+"""Memory over the simulated time: what each device holds from when to when. ``memory`` bounds it for any order of the tasks.
+
+Held all the time: parameter shards, optimizer states, the buffers of gradients that are summed over devices, the whole batch and constants.
+A tile's outputs, what it saves, and the copies of its inputs live from its forward task to its own backward task and the last one (or
+transfer) that reads them; a fetched region from its first arrival to the last backward task of its consumers; a gradient on its way from
+the first task that gives a part of it to the backward task that takes it. Not counted are copies that a library may make of what it sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.graph import TensorKind
+from soap.regions import Box, whole
+from soap.simulator import memory
+from soap.simulator.buckets import idle_shards, shard_bytes
+from soap.simulator.flows import box_bytes, reduced_tensor
+from soap.simulator.plan import Exchange, Fetch, Message, Part, exchange_name, message_name, reduce_name
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.simulator.transit import is_remote, received_apart
+
+Span = tuple[int, int]
+"""(start, end) of a task, in nanoseconds."""
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on (int64 arrays of one length; times rise from 0)."""
+
+    times_ns: NDArray[np.int64]
+    bytes_held: NDArray[np.int64]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most at any time."""
+        return int(self.bytes_held.max())
+
+
+def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2) -> tuple[MemoryCurve, ...]:
+    """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
+    held = _Held(tasks, schedule)
+    held.always(optimizer_states)
+    held.values()
+    held.fetched()
+    held.summed()
+    held.gradients()
+    return tuple(_curve(changes) for changes in held.changes)
+
+
+def _curve(changes: list[tuple[int, int]]) -> MemoryCurve:
+    level, points = 0, {0: 0}
+    for time_ns, change in sorted(changes):  # at one time, what ends goes before what begins
+        level += change
+        points[time_ns] = level
+    return MemoryCurve(np.array(list(points), np.int64), np.array(list(points.values()), np.int64))
+
+
+class _Held:
+    """Collects changes: for each device (time, bytes that come or go)."""
+
+    def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
+        self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
+        self.changes: list[list[tuple[int, int]]] = [[] for _ in range(self.plan.device_count)]
+        self._forward: dict[int, Span] = {}
+        self._backward: dict[int, Span] = {}
+        self._named: dict[str, Span] = {}
+        for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
+            self._named[task.name] = (start, end)
+            if task.tile is not None:
+                (self._forward if task.kind is TaskKind.FORWARD else self._backward)[task.tile] = (start, end)
+        carriers: list[Message | Exchange] = [*self.plan.messages, *self.plan.exchanges]
+        self._brought: dict[Part, Span] = {}
+        self._returned: dict[Part, Span] = {}
+        for carrier in carriers:
+            self._brought.update(dict.fromkeys(carrier.parts, self._named[self._name(carrier, gradient=False)]))
+            if (back := self._named.get(self._name(carrier, gradient=True))) is not None:
+                self._returned.update(dict.fromkeys(carrier.parts, back))
+
+    def hold(self, device: int, start_ns: int, end_ns: int, size: int) -> None:
+        """A device holds so many bytes for so long."""
+        if size and end_ns > start_ns:
+            self.changes[device] += [(start_ns, size), (end_ns, -size)]
+
+    def always(self, optimizer_states: int) -> None:
+        """Parameters, their states and gradients, and the whole batch."""
+        graph = self.plan.graph
+        given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
+        batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given)
+        for device in range(self.plan.device_count):
+            self.hold(device, 0, self.end_ns, batch)
+        served = [own.shard for own in self.plan.served]
+        for number, shard in enumerate(self.plan.shards):
+            states = 1 + (optimizer_states if shard.trainable and number not in served else 0)
+            for device in shard.devices:
+                self.hold(device, 0, self.end_ns, states * shard_bytes(graph, shard))
+        alone = {bucket.shards[0] for bucket in self.plan.buckets if len(bucket.devices) == 1}
+        for number in (*(i for bucket in self.plan.buckets for i in bucket.shards), *served, *idle_shards(self.plan)):
+            shard = self.plan.shards[number]
+            begins = [self._backward[tile][0] for tile, _ in shard.uses if tile in self._backward] if number in alone else [0]
+            for device in shard.devices:
+                self.hold(device, min(begins, default=self.end_ns), self.end_ns, shard_bytes(graph, shard))
+
+    def values(self) -> None:
+        """What tiles make and keep, and their copies of parts of the batch and of parameters."""
+        plan, graph = self.plan, self.plan.graph
+        ends = [self._last(tile) for tile in range(len(plan.tiles))]
+        for (number, place), holding in self._pieces():
+            holder, fetch = plan.holdings[holding], plan.fetches[number]
+            if holder.reduction is None:
+                ends[holder.tile] = max(ends[holder.tile], self._read(fetch, (number, place)))
+        given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
+        shards = {(shard.parameter, shard.box) for shard in plan.shards}
+        copies: dict[tuple[int, str, Box], Span] = {}
+        for number, (tile, kept) in enumerate(zip(plan.tiles, memory.kept_bytes(plan), strict=True)):
+            start, last = self._forward[number][0], self._last(number)
+            op = plan.operator(tile)
+            outputs = sum(box_bytes(plan, o.tensor, box) for o, box in zip(op.outputs, tile.outputs, strict=True))
+            self.hold(tile.device, start, ends[number], outputs)
+            self.hold(tile.device, start, last, kept - outputs)
+            read = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
+            read += [(o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True) if (o.tensor, box) not in shards]
+            for tensor, box in read:
+                before = copies.get((tile.device, tensor, box), (start, last))
+                copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], last))
+        for (device, tensor, box), (start, end) in copies.items():
+            if box != whole(graph.tensors[tensor].shape) or tensor not in given:
+                self.hold(device, start, end, box_bytes(plan, tensor, box))
+
+    def fetched(self) -> None:
+        """Regions that are put together or received, and what comes for them apart."""
+        plan = self.plan
+        apart = received_apart(plan)
+        for number, fetch in enumerate(plan.fetches):
+            size, ends = box_bytes(plan, fetch.tensor, fetch.box), [self._last(tile) for tile, _ in fetch.consumers]
+            remote = [place for place, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)]
+            if remote:
+                arrivals = [self._brought[number, place] for place in remote]
+                begun = min(start for start, _ in arrivals)
+                self.hold(fetch.device, begun, max(ends), size)
+                joined = min(self._forward[tile][1] for tile, _ in fetch.consumers)
+                for place, (start, _) in zip(remote, arrivals, strict=True):
+                    if (number, place) in apart:
+                        self.hold(fetch.device, start, joined, box_bytes(plan, fetch.tensor, fetch.pieces[place].box))
+            elif len(fetch.pieces) > 1:
+                for (tile, _), end in zip(fetch.consumers, ends, strict=True):
+                    self.hold(fetch.device, self._forward[tile][0], end, size)
+
+    def summed(self) -> None:
+        """Sums of partial results, or the cells that are left of them."""
+        plan = self.plan
+        ends: dict[int, int] = {}
+        for (number, place), holding in self._pieces():
+            summed = plan.holdings[holding].reduction
+            if summed is not None:
+                ends[summed] = max(ends.get(summed, 0), self._read(plan.fetches[number], (number, place)))
+        for number, reduction in enumerate(plan.reductions):
+            last = max(self._last(tile) for tile in reduction.tiles)
+            name = reduce_name(plan.graph.operators[reduction.operator], reduction)
+            latest = max((self._forward[tile] for tile in reduction.tiles), key=lambda span: span[1])
+            start, done = self._named.get(name, latest)
+            boxes = reduction.cells or [reduction.box] * len(reduction.devices)
+            for device, box in zip(reduction.devices, boxes, strict=True):
+                size = box_bytes(plan, reduced_tensor(plan, reduction), box)
+                self.hold(device, start, max(last, ends.get(number, done)), size)
+                if reduction.cells:  # what the others send for the cell
+                    self.hold(device, start, done, (len(boxes) - 1) * size)
+
+    def gradients(self) -> None:
+        """Gradients between operators, and those of parameters that a backward task makes while it runs."""
+        plan, graph = self.plan, self.plan.graph
+        begun: dict[int, int] = {}
+        for (number, place), holding in self._pieces():
+            fetch = plan.fetches[number]
+            spans = [self._backward[tile] for tile, _ in fetch.consumers if tile in self._backward]
+            if not spans or not graph.tensors[fetch.tensor].requires_grad:
+                continue
+            start = min(start for start, _ in spans)
+            back = self._returned.get((number, place))
+            if back is not None:  # first where it was computed, then where it goes
+                self.hold(fetch.device, start, back[1], box_bytes(plan, fetch.tensor, fetch.pieces[place].box))
+                start = back[0]
+            begun[holding] = min(begun.get(holding, start), start)
+        for holding, start in begun.items():
+            held = plan.holdings[holding]
+            makers = [held.tile] if held.reduction is None else plan.reductions[held.reduction].tiles
+            own = [self._backward[tile][1] for tile in makers if plan.tiles[tile].device == held.device and tile in self._backward]
+            self.hold(held.device, start, max(own, default=start), box_bytes(plan, held.tensor, held.box))
+        for number, (start, end) in self._backward.items():
+            tile = plan.tiles[number]
+            operands = zip(plan.operator(tile).parameters, tile.parameters, strict=True)
+            made = sum(box_bytes(plan, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
+            self.hold(tile.device, start, end, made)
+
+    def _pieces(self) -> Iterator[tuple[Part, int]]:
+        """Every piece of every fetch, with its holding."""
+        for number, fetch in enumerate(self.plan.fetches):
+            for place, piece in enumerate(fetch.pieces):
+                yield (number, place), piece.holding
+
+    def _read(self, fetch: Fetch, part: Part) -> int:
+        """When a holding has been read for the last time for a piece: by backward tasks here, or by what sends it away."""
+        brought = self._brought.get(part)
+        return max(self._last(tile) for tile, _ in fetch.consumers) if brought is None else brought[1]
+
+    def _last(self, tile: int) -> int:
+        """End of a tile's backward task, or of its forward task if it has none."""
+        return self._backward.get(tile, self._forward[tile])[1]
+
+    def _name(self, carrier: Message | Exchange, *, gradient: bool) -> str:
+        if isinstance(carrier, Exchange):
+            return exchange_name(self.plan, carrier, gradient=gradient)
+        return message_name(self.plan, carrier, gradient=gradient)

@@ -1,0 +1,31 @@
+"""Comparing the compiled simulator with ``lowering`` and ``reference``, task by task."""
+
+from __future__ import annotations
+
+from soap.graph import OperatorGraph
+from soap.simulator.compiled.fragment import task_key
+from soap.simulator.costs import CostModel
+from soap.simulator.engine import Engine
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.reference import simulate
+from soap.strategy import Strategy
+from soap.topology import Topology
+
+Played = tuple[int, int, frozenset[int], int, int]
+"""(duration, start, resources, end, bytes)."""
+
+
+def reference_tasks(graph: OperatorGraph, topology: Topology, costs: CostModel, strategy: Strategy) -> dict[int, Played]:
+    """What the reference makes of a strategy: key -> task as it was played."""
+    tasks = lower(build_plan(graph, strategy, topology), topology, costs)
+    schedule = simulate(tasks)
+    played = {}
+    for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
+        played[task_key(*task.id)] = (task.duration_ns, start, frozenset(task.resources), end, task.bytes)
+    assert len(played) == len(tasks.tasks)
+    return played
+
+
+def compiled_tasks(engine: Engine) -> dict[int, Played]:
+    """What the engine makes of the strategy that it holds."""
+    return {task.key: (task.duration_ns, task.start_ns, frozenset(task.resources), task.end_ns, task.bytes) for task in engine.tasks()}

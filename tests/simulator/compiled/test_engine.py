@@ -1,0 +1,76 @@
+"""The compiled simulator against the plain one: every task, its duration, resources, start and end."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from soap import api, zoo
+from soap.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.engine import Engine
+from soap.strategies import CLASSICAL, random_strategy
+from soap.strategy import Strategy, SyncConfig
+from soap.topology import Topology
+from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks
+from tests.simulator.examples import batch_split, chain, pairwise_cluster
+from tests.strategies import cases
+
+pytestmark = pytest.mark.slow  # the first use compiles for a minute
+
+
+def check(engine: Engine, costs: RooflineCosts, strategy: Strategy) -> None:
+    engine.load(strategy)
+    makespan_ns = engine.simulate()
+    expected = reference_tasks(engine.graph, engine.topology, costs, strategy)
+    assert compiled_tasks(engine) == expected
+    assert makespan_ns == max(end for _, _, _, end, _ in expected.values())
+
+
+def served(strategy: Strategy, graph: OperatorGraph, draw: random.Random) -> Strategy:
+    """Parameter servers for about half of the parameters, in up to 40 partitions: more than a host has cores."""
+    chosen = {t.name: SyncConfig("parameter_server", draw.choice((1, 2, 7, 40))) for t in graph.parameters if draw.random() < 0.5}
+    return Strategy(strategy.operators, chosen)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases(servers=True))
+def test_random_cases(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    graph, topology, strategy = case
+    costs = RooflineCosts(topology)
+    check(Engine(graph, topology, costs), costs, strategy)
+
+
+@pytest.mark.parametrize("model", zoo.names())
+def test_models(model: str) -> None:
+    """Classical and random strategies, with and without parameter servers, one after the other on one engine."""
+    graph, topology = api.load(f"zoo:{model}:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
+    draw, costs = random.Random(0), RooflineCosts(topology)
+    engine = Engine(graph, topology, costs)
+    strategies = [api.classical(name, graph, topology) for name in CLASSICAL]
+    strategies += [random_strategy(graph, topology, draw) for _ in range(3)]
+    for strategy in strategies:
+        check(engine, costs, strategy)
+        check(engine, costs, served(strategy, graph, draw))
+
+
+def test_more_partitions_than_other_tasks_have_numbers() -> None:
+    graph, topology = chain(4, 20, 20), pairwise_cluster(2, 1)
+    strategy = batch_split(graph, [0, 1, 2]).with_parameter("l1.weight", SyncConfig("parameter_server", 390))
+    costs = RooflineCosts(topology)
+    engine = Engine(graph, topology, costs)
+    check(engine, costs, strategy)
+    cores = {resource for task in engine.tasks() for resource in task.resources if resource >= topology.device_count + len(topology.links)}
+    assert len(cores) == topology.hosts[0].cpu_cores
+    assert sum(cores >= set(task.resources) for task in engine.tasks() if task.resources) == 390
+
+
+def test_methods_of_synchronization_are_taken_from_each_strategy() -> None:
+    graph, topology = chain(4, 20, 20), pairwise_cluster(1, 1)
+    plain = batch_split(graph, [0, 1])
+    costs = RooflineCosts(topology)
+    engine = Engine(graph, topology, costs)
+    for strategy in (plain, plain.with_parameter("l1.weight", SyncConfig("parameter_server", 3)), plain):
+        check(engine, costs, strategy)

@@ -1,0 +1,90 @@
+"""Memory over time: by hand, below the bound, above what each task needs."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+
+from soap.graph import OperatorGraph
+from soap.simulator.flows import box_bytes
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.memory import kept_bytes, peak_bytes
+from soap.simulator.reference import simulate
+from soap.simulator.residency import MemoryCurve, memory_over_time
+from soap.simulator.tasks import Schedule, TaskGraph
+from soap.strategy import Strategy
+from soap.topology import Topology
+from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
+from tests.strategies import cases
+
+TWO = pairwise_cluster(1, 1)
+
+
+def played(graph: OperatorGraph, chosen: Strategy, topology: Topology = TWO) -> tuple[TaskGraph, Schedule]:
+    tasks = lower(build_plan(graph, chosen, topology), topology, PointCosts())
+    return tasks, simulate(tasks)
+
+
+def points(curve: MemoryCurve) -> dict[int, int]:
+    return {units(time): held for time, held in zip(curve.times_ns.tolist(), curve.bytes_held.tolist(), strict=True)}
+
+
+def test_a_pipeline_by_hand() -> None:
+    tasks, schedule = played(chain(4, 2, 3), strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(1, degrees=(1,))))
+    tile, loss = kept_bytes(tasks.plan)
+    first, second = memory_over_time(tasks, schedule, 2)
+    batch, weight, l1 = 4 * 2 * 4, 3 * 2 * 4, 4 * 3 * 4
+    # l1's tile; from 84 on its gradient comes back; its backward task makes the weight's, which is kept to the end.
+    always = batch + 3 * weight
+    assert points(first) == {0: always + tile, 84: always + tile + l1, 132: always + tile + l1 + 2 * weight, 180: always + weight, 181: 0}
+    # l1 arrives from 24 on, the loss is computed at 72, its gradient from 76 on, which is sent until 132.
+    rise = {0: batch, 24: batch + l1, 72: batch + l1 + loss, 76: batch + 2 * l1 + loss}
+    assert points(second) == {**rise, 84: batch + l1, 132: batch, 181: 0}
+    assert (first.peak_bytes, second.peak_bytes) == (always + tile + l1 + 2 * weight, batch + 2 * l1 + loss)
+
+
+def test_gradients_that_are_summed_have_their_buffers_all_the_time() -> None:
+    graph = chain(4, 2, 3)
+    tasks, schedule = played(graph, batch_split(graph, [0, 1]))
+    for curve in memory_over_time(tasks, schedule, 0):
+        assert points(curve)[48] == 4 * 2 * 4 + 2 * 3 * 2 * 4  # while it is summed: the batch, the weight and its gradient
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(servers=True))
+def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    graph, topology, chosen = case
+    tasks, schedule = played(graph, chosen, topology)
+    plan, curves = tasks.plan, memory_over_time(tasks, schedule, 2)
+    for curve, bound in zip(curves, peak_bytes(plan, 2), strict=True):
+        assert curve.times_ns[0] == 0 and (curve.times_ns[1:] > curve.times_ns[:-1]).all()
+        assert (curve.bytes_held >= 0).all() and curve.peak_bytes <= bound
+    served = {own.shard for own in plan.served}
+    kept, lives = kept_bytes(plan), lives_of(tasks, schedule)
+    for time, device, needed in working_sets(tasks, schedule):
+        curve = curves[device]
+        held = curve.bytes_held[curve.times_ns.searchsorted(time, side="right") - 1]
+        alive = sum(kept[tile] for tile, (start, end) in lives.items() if plan.tiles[tile].device == device and start <= time < end)
+        own = [(shard, 3 if shard.trainable and i not in served else 1) for i, shard in enumerate(plan.shards) if device in shard.devices]
+        shards = sum(box_bytes(plan, shard.parameter, shard.box) * copies for shard, copies in own)
+        assert held >= alive + shards + needed
+
+
+def lives_of(tasks: TaskGraph, schedule: Schedule) -> dict[int, tuple[int, int]]:
+    """Tile -> from the start of its forward task to the end of its last."""
+    lives: dict[int, tuple[int, int]] = {}
+    for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
+        if task.tile is not None:
+            lives[task.tile] = (lives.get(task.tile, (start, end))[0], end)
+    return lives
+
+
+def working_sets(tasks: TaskGraph, schedule: Schedule) -> list[tuple[int, int, int]]:
+    """(start, device, bytes) of each tile's tasks: the inputs that come from another device."""
+    plan, found = tasks.plan, []
+    for task, start in zip(tasks.tasks, schedule.start_ns.tolist(), strict=True):
+        if task.tile is not None:
+            device = plan.tiles[task.tile].device
+            fetched = [fetch for fetch in plan.fetches if any(tile == task.tile for tile, _ in fetch.consumers)]
+            remote = [fetch for fetch in fetched if any(plan.holdings[piece.holding].device != device for piece in fetch.pieces)]
+            found.append((start, device, sum(box_bytes(plan, fetch.tensor, fetch.box) for fetch in remote)))
+    return found
