@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    files = (path for path in (ROOT / "soap").rglob("*") if path.is_file() and path.suffix != ".pyc" and ".mypy_cache" not in path.parts)
+    files = (path for path in (ROOT / "soap").rglob("*") if path.is_file() and not {"__pycache__", ".mypy_cache"} & set(path.parts))
     assert names == {path.relative_to(ROOT).as_posix() for path in files}
 
 

@@ -97,8 +97,9 @@ def test_walks_over_models(model: str) -> None:
     check((graph, topology, strategy, edits), afresh=True)
 
 
-@pytest.mark.timeout(600)
-@settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(walks(max_moves=2, max_tiles=4, max_edits=2))
-def test_many_short_walks(walk: Walk) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(5))  # parts, for the tests of two processes
+@settings(max_examples=2_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(walk=walks(max_moves=2, max_tiles=4, max_edits=2))
+def test_many_short_walks(part: int, walk: Walk) -> None:
     check(walk, afresh=False)
