@@ -175,7 +175,9 @@ class Topology:
 
     def route(self, source: int, target: int) -> tuple[int, ...]:
         """Link numbers from device ``source`` to device ``target``, in order; () if they are the same."""
-        return self._router.paths(self.devices[source].name)[self.devices[target].name]
+        path = self._router.path(self.devices[source].name, self.devices[target].name)
+        assert path is not None  # every device reaches every other
+        return path
 
     def route_latency_seconds(self, source: int, target: int) -> float:
         """The latencies of a route's links, added up in their order; 0 on the same device."""
