@@ -179,6 +179,11 @@ class Topology:
         assert path is not None  # every device reaches every other
         return path
 
+    @property
+    def is_tree(self) -> bool:
+        """Whether there is only one path from each node to each other."""
+        return self._router.is_tree
+
     def route_latency_seconds(self, source: int, target: int) -> float:
         """The latencies of a route's links, added up in their order; 0 on the same device."""
         seconds = 0.0

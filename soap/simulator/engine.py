@@ -60,9 +60,10 @@ class Engine:
     _history: History
     _snapshots: History
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, communication: Communication | None = None) -> None:
+        """``communication``: of this topology, if it is a special one."""
         self.graph, self.topology = graph, topology
-        communication = Communication(topology)
+        communication = communication or Communication(topology)
         self._graph, self._cluster = graph_tables(graph), cluster_tables(communication)
         self._fixed = (handle(self._graph), handle(self._cluster))
         self._variants = Variants(graph, topology, costs)
