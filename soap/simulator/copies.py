@@ -2,8 +2,8 @@
 
 A *copy* computes one of D equal parts of the samples, on devices of its own. An operator is
 
-- *split*: one of its factors is cut into a multiple of D equal parts, of which the j-th D-th runs in copy j. Its operands either follow that
-  factor exactly in one dimension (their *folded* dimension, in which producers and readers agree) or are the same for all copies.
+- *split*: one of its factors is cut into a multiple of D equal parts, of which the j-th D-th runs in copy j. Its operands either follow
+  that factor exactly in one dimension (their *folded* dimension, in which producers and readers agree) or are the same for all copies.
   If the factor is summed, the sum goes over all copies;
 - *repeated*: a multiple of D replicas, of which the j-th D-th runs in copy j;
 - *alone*: what only copy 0 does (what follows a summed loss, on one device).
@@ -79,7 +79,7 @@ class _Finding:
         rank = {device: i for i, device in enumerate(devices)}
         configs = {}
         for op, (degrees, replicas, own) in zip(self._graph.operators, rows, strict=True):
-            configs[op.name] = OpConfig(degrees, tuple([rank[device] for device in own]), replicas)
+            configs[op.name] = OpConfig(degrees, tuple([rank[int(device)] for device in own]), replicas)
         operators = tuple(self._sizes.get(op.name, op) for op in self._graph.operators)
         tensors = dict(self._graph.tensors)
         for name, dim in self._folded.items():
@@ -89,7 +89,7 @@ class _Finding:
         graph = OperatorGraph(self._graph.name, operators, tensors, self._graph.loss, self._graph.aliases)
         return Copies(images, graph, Strategy(configs), devices, self._folded, frozenset(self._everywhere))
 
-    def _operator(self, position: int, op: Operator, config: OpConfig) -> tuple[tuple[int, ...], int, Sequence[int]]:
+    def _operator(self, position: int, op: Operator, config: OpConfig) -> tuple[tuple[int, ...], int, Sequence[int] | Ints]:
         """Degrees, replicas and devices with two copies."""
         for factor in self._splits(op, config):
             shape = (config.replicas * prod(config.degrees[:factor]), self._count, prod(config.degrees[factor:]) // self._count)

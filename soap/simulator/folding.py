@@ -194,7 +194,7 @@ class _Folding:
         if any([len(route) for route in own] != lengths for own in inside):
             raise UnfoldableError(f"{len(self.images)} copies have different routes")
         links = np.array([[link for route in own for link in route] for own in inside], np.int64).reshape(len(inside), -1)
-        numbers, first, inverse = np.unique(links[0], return_index=True, return_inverse=True)
+        _, first, inverse = np.unique(links[0], return_index=True, return_inverse=True)
         local = links[:, first]
         if not np.array_equal(local[:, inverse.ravel()], links):
             raise UnfoldableError(f"{len(self.images)} copies have different routes")
@@ -219,9 +219,9 @@ class _Folding:
 
     def _check_fetches(self, plan: Plan) -> None:
         for fetch in plan.fetches:
-            if fetch.tensor not in self.copies.folded:
-                if any(plan.holdings[piece.holding].device != fetch.device for piece in fetch.pieces):
-                    raise UnfoldableError(f"tensor {fetch.tensor!r}, the same for {len(self.images)} copies, is read where it does not lie")
+            if fetch.tensor in self.copies.folded or all(plan.holdings[piece.holding].device == fetch.device for piece in fetch.pieces):
+                continue
+            raise UnfoldableError(f"tensor {fetch.tensor!r}, the same for {len(self.images)} copies, is read where it does not lie")
 
     def _sum_over_all(self, devices: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[AllReduceOption, ...]]:
         """All devices that a sum over these of both copies stands for, and what it may be done by."""

@@ -26,8 +26,8 @@ Case = tuple[OperatorGraph, Topology, Strategy]
 
 
 @st.composite
-def copied(draw: st.DrawFn) -> tuple[Case, int]:
-    """A graph, a cluster, a strategy of some copies, and how many; it may be that it cannot be folded."""
+def copied(draw: st.DrawFn) -> Case:
+    """A graph, a cluster and a strategy of three to five copies; it may be that it cannot be folded."""
     copies, width = draw(st.integers(3, 5)), draw(st.integers(1, 4))
     graph = draw(graphs(batches=st.sampled_from((copies, 2 * copies)), moves=[move for move in MOVES if move != "opaque"]))
     count = copies * width
@@ -38,7 +38,7 @@ def copied(draw: st.DrawFn) -> tuple[Case, int]:
     per_host = [count // hosts] * hosts
     topology = pairwise_cluster(*per_host) if draw(st.booleans()) else cluster(per_host)
     configs = {op.name: draw(config(op, images)) for op in graph.operators}
-    return (graph, topology, Strategy(configs)), copies
+    return graph, topology, Strategy(configs)
 
 
 @st.composite
@@ -106,8 +106,8 @@ def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding:
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(copied())
-def test_folded_is_whole(case: tuple[Case, int]) -> None:
-    (graph, topology, strategy), copies = case
+def test_folded_is_whole(case: Case) -> None:
+    graph, topology, strategy = case
     folding = fold(graph, topology, strategy)
     if isinstance(folding, str):
         event(f"not folded: {folding.split(' ')[0:6]}")
