@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from soap.topology import Link
+    from soap.tree_routes import Ints, TreeRoutes
 
 REFERENCE_MESSAGE_BYTES = 2**20
 """Routes are those that are fastest for a message of this size: large enough that bandwidth counts, small enough that latency does."""
@@ -42,7 +44,7 @@ class Router:
         for link in links:
             self._leaving.setdefault(link.source, []).append(link)
         self._numbers = {(link.source, link.target): link.index for link in links}
-        self._parts = _Parts(links)
+        self._parts = Parts(links)
         self._known: dict[tuple[str, str], Path | None] = {}
         self._inside: dict[tuple[int, str, float], dict[str, tuple[int, int, Path]]] = {}
 
@@ -59,6 +61,24 @@ class Router:
                 self._known.clear()
             self._known[key] = self._find(source, target)
         return self._known[key]
+
+    def paths(self, sources: Sequence[str], targets: Sequence[str]) -> Ints:
+        """Paths of many pairs at once: [pair, place], with -1 for what is between or behind a path's links. All must be reachable."""
+        import numpy as np  # slow to import, and what reads a cluster does without it
+
+        if self.is_tree:
+            return self._tree.paths(sources, targets)
+        found = [self.path(source, target) or () for source, target in zip(sources, targets, strict=True)]
+        links = np.full((len(found), max(map(len, found), default=0)), -1, np.int64)
+        for row, path in zip(links, found, strict=True):
+            row[: len(path)] = path
+        return links
+
+    @cached_property
+    def _tree(self) -> TreeRoutes:
+        from soap.tree_routes import TreeRoutes
+
+        return TreeRoutes(self._parts, self._numbers)
 
     def _find(self, source: str, target: str) -> Path | None:
         if source == target:
@@ -102,11 +122,11 @@ class Router:
         return done
 
 
-class _Parts:
+class Parts:
     """The parts of a network, whatever the direction of its links, as a forest.
 
     ``of_link``: link -> its part. ``bridge``: part -> whether it is but two neighbours. Every node but the roots hangs in one part
-    (``_above``) from that part's ``_top``.
+    (``above``) from that part's ``top``, ``depth`` parts below its root.
     """
 
     def __init__(self, links: Sequence[Link]) -> None:
@@ -115,9 +135,9 @@ class _Parts:
             self._neighbours.setdefault(a, []).append(b)
             self._neighbours.setdefault(b, []).append(a)
         self.bridge: list[bool] = []
-        self._top: list[str] = []
-        self._above: dict[str, int] = {}
-        self._depth: dict[str, int] = {}
+        self.top: list[str] = []
+        self.above: dict[str, int] = {}
+        self.depth: dict[str, int] = {}
         self._root: dict[str, str] = {}
         for node in self._neighbours:
             if node not in self._root:
@@ -133,28 +153,28 @@ class _Parts:
         up: list[Stretch] = []
         down: list[Stretch] = []
         while a != b:
-            if self._depth[a] == self._depth[b] and self._above[a] == self._above[b]:
-                up.append((self._above[a], a, b))
+            if self.depth[a] == self.depth[b] and self.above[a] == self.above[b]:
+                up.append((self.above[a], a, b))
                 break
-            climb_a, climb_b = self._depth[a] >= self._depth[b], self._depth[b] >= self._depth[a]
+            climb_a, climb_b = self.depth[a] >= self.depth[b], self.depth[b] >= self.depth[a]
             if climb_a:
-                part = self._above[a]
-                up.append((part, a, self._top[part]))
-                a = self._top[part]
+                part = self.above[a]
+                up.append((part, a, self.top[part]))
+                a = self.top[part]
             if climb_b:
-                part = self._above[b]
-                down.append((part, self._top[part], b))
-                b = self._top[part]
+                part = self.above[b]
+                down.append((part, self.top[part], b))
+                b = self.top[part]
         return up + down[::-1]
 
     def _of(self, a: str, b: str) -> int:
         """The part of a link: the lower end's, or of both."""
-        return self._above[a] if self._depth[a] >= self._depth[b] else self._above[b]
+        return self.above[a] if self.depth[a] >= self.depth[b] else self.above[b]
 
     def _divide(self, root: str) -> None:
         """Depth-first search from a root; a part is closed when nothing below a node leads above it."""
         order, low = {root: 0}, {root: 0}
-        self._root[root], self._depth[root] = root, 0
+        self._root[root], self.depth[root] = root, 0
         todo = [(root, "", iter(self._neighbours[root]))]
         open_nodes: list[str] = []
         place: dict[str, int] = {}
@@ -179,8 +199,8 @@ class _Parts:
                         closed.append((parent, open_nodes[place[node] :]))
                         del open_nodes[place[node] :]
         for top, members in reversed(closed):  # upper parts are closed after lower ones
-            number = len(self._top)
-            self._top.append(top)
+            number = len(self.top)
+            self.top.append(top)
             self.bridge.append(len(members) == 1)
             for member in members:
-                self._above[member], self._depth[member] = number, self._depth[top] + 1
+                self.above[member], self.depth[member] = number, self.depth[top] + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -20,6 +20,8 @@ from soap.routes import Router
 
 if TYPE_CHECKING:
     import networkx as nx
+    import numpy as np
+    from numpy.typing import NDArray
 
 DeviceKind = Literal["cpu", "cuda"]
 DEVICE_KINDS: tuple[DeviceKind, ...] = ("cpu", "cuda")
@@ -178,6 +180,11 @@ class Topology:
         path = self._router.path(self.devices[source].name, self.devices[target].name)
         assert path is not None  # every device reaches every other
         return path
+
+    def routes(self, sources: Sequence[int], targets: Sequence[int]) -> NDArray[np.int64]:
+        """Routes of many pairs at once: [pair, place], with -1 for places that a route does not need."""
+        names = [device.name for device in self.devices]
+        return self._router.paths([names[source] for source in sources], [names[target] for target in targets])
 
     @property
     def is_tree(self) -> bool:

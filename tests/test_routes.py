@@ -56,3 +56,6 @@ def test_a_tree_has_one_path(parents, missing):
     for source in NODES:
         for target in NODES:
             assert router.path(source, target) == (() if source == target else fastest(links, source, target))
+    pairs = [(source, target) for source in NODES for target in NODES if router.path(source, target) is not None]
+    found = router.paths([source for source, _ in pairs], [target for _, target in pairs])
+    assert [tuple(row[row >= 0].tolist()) for row in found] == [router.path(source, target) for source, target in pairs]

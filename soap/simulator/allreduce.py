@@ -24,10 +24,16 @@ from enum import StrEnum
 from fractions import Fraction
 from itertools import pairwise
 from math import ceil
+from typing import NamedTuple
+
+import numpy as np
 
 from soap.simulator.collectives import REDUCE_TRAFFIC, tree_rounds
 from soap.simulator.costs import nanoseconds
 from soap.topology import Topology
+
+MANY_HOPS = 64
+"""From so many hops of a step on, arrays are quicker than one route after the other."""
 
 Hop = tuple[int, int]
 """(source device, target device)."""
@@ -98,7 +104,7 @@ def link_bytes(topology: Topology, algorithm: Algorithm, devices: Sequence[int],
     """Link number -> bytes that an all-reduce puts on it, rounded up, by link number."""
     carried: dict[int, Fraction] = {}
     for step in steps(algorithm, devices):
-        for link, count in _crossings(topology, step).items():
+        for link, count in _crossings(topology, step.hops).items():
             carried[link] = carried.get(link, Fraction(0)) + Fraction(count * step.repeats * reduced_bytes, step.parts)
     return {link: ceil(size) for link, size in sorted(carried.items())}
 
@@ -138,21 +144,53 @@ def _option(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) ->
     adding = REDUCE_TRAFFIC / slowest
     latency_seconds = seconds_per_byte = 0.0
     used: set[int] = set()
+    known: dict[tuple[Hop, ...], _Loads] = {}
     for step in steps(algorithm, devices):
-        crossings = _crossings(topology, step)
-        used.update(crossings)
-        share = max(count / topology.links[link].bandwidth_bytes_per_second for link, count in crossings.items())
-        latency_seconds += step.repeats * max(topology.route_latency_seconds(source, target) for source, target in step.hops)
-        seconds_per_byte += step.repeats / step.parts * share
+        loads = known.get(step.hops)
+        if loads is None:
+            loads = known[step.hops] = _loads(topology, step.hops)
+            used.update(loads.links)
+        latency_seconds += step.repeats * loads.latency_seconds
+        seconds_per_byte += step.repeats / step.parts * loads.share
         if step.adds:
             seconds_per_byte += step.repeats / step.parts * adding
     return AllReduceOption(algorithm, latency_seconds, seconds_per_byte, tuple(sorted(used)))
 
 
-def _crossings(topology: Topology, step: Step) -> dict[int, int]:
-    """Link number -> hops of the step that cross it."""
+class _Loads(NamedTuple):
+    """What hops do at once: latency of the slowest, seconds per byte of the busiest link, the links that are used."""
+
+    latency_seconds: float
+    share: float
+    links: Sequence[int]
+
+
+def _loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
+    if len(hops) >= MANY_HOPS:
+        return _many_loads(topology, hops)
+    crossings = _crossings(topology, hops)
+    latency = max(topology.route_latency_seconds(source, target) for source, target in hops)
+    share = max(count / topology.links[link].bandwidth_bytes_per_second for link, count in crossings.items())
+    return _Loads(latency, share, list(crossings))
+
+
+def _many_loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
+    """The same with arrays: latencies along each route are added up in its order."""
+    routes = topology.routes([source for source, _ in hops], [target for _, target in hops])
+    latencies = np.array([*(link.latency_seconds for link in topology.links), 0.0])
+    along = np.zeros(len(routes))
+    for column in routes.T:
+        along += latencies[column]
+    counts = np.bincount(routes[routes >= 0], minlength=len(topology.links))
+    links = np.flatnonzero(counts)
+    bandwidths = np.array([topology.links[link].bandwidth_bytes_per_second for link in links.tolist()])
+    return _Loads(float(along.max()), float((counts[links] / bandwidths).max()), links.tolist())
+
+
+def _crossings(topology: Topology, hops: Sequence[Hop]) -> dict[int, int]:
+    """Link number -> hops that cross it."""
     found: dict[int, int] = {}
-    for source, target in step.hops:
+    for source, target in hops:
         for link in topology.route(source, target):
             found[link] = found.get(link, 0) + 1
     return found
