@@ -21,9 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from fractions import Fraction
 from itertools import pairwise
-from math import ceil
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -102,11 +101,24 @@ def allreduce_bytes(reduced_bytes: int, device_count: int) -> int:
 
 def link_bytes(topology: Topology, algorithm: Algorithm, devices: Sequence[int], reduced_bytes: int) -> dict[int, int]:
     """Link number -> bytes that an all-reduce puts on it, rounded up, by link number."""
-    carried: dict[int, Fraction] = {}
-    for step in steps(algorithm, devices):
-        for link, count in _crossings(topology, step.hops).items():
-            carried[link] = carried.get(link, Fraction(0)) + Fraction(count * step.repeats * reduced_bytes, step.parts)
-    return {link: ceil(size) for link, size in sorted(carried.items())}
+    shares, parts = link_shares(topology, algorithm, devices)
+    return {link: -(-share * reduced_bytes // parts) for link, share in shares.items()}
+
+
+def link_shares(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) -> tuple[dict[int, int], int]:
+    """({link number -> share}, parts), by link number: ``share / parts`` of the bytes that are summed cross the link."""
+    todo = steps(algorithm, devices)
+    parts = lcm(*(step.parts for step in todo))
+    shares: dict[int, int] = {}
+    known: dict[tuple[Hop, ...], _Loads] = {}
+    for step in todo:
+        loads = known.get(step.hops)
+        if loads is None:
+            loads = known[step.hops] = _loads(topology, step.hops)
+        each = step.repeats * (parts // step.parts)
+        for link, count in loads.crossings.items():
+            shares[link] = shares.get(link, 0) + count * each
+    return dict(sorted(shares.items())), parts
 
 
 def _ring(members: Sequence[int]) -> list[Step]:
@@ -149,7 +161,7 @@ def _option(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) ->
         loads = known.get(step.hops)
         if loads is None:
             loads = known[step.hops] = _loads(topology, step.hops)
-            used.update(loads.links)
+            used.update(loads.crossings)
         latency_seconds += step.repeats * loads.latency_seconds
         seconds_per_byte += step.repeats / step.parts * loads.share
         if step.adds:
@@ -158,11 +170,11 @@ def _option(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) ->
 
 
 class _Loads(NamedTuple):
-    """What hops do at once: latency of the slowest, seconds per byte of the busiest link, the links that are used."""
+    """What hops do at once: latency of the slowest, seconds per byte of the busiest link, and link number -> hops that cross it."""
 
     latency_seconds: float
     share: float
-    links: Sequence[int]
+    crossings: dict[int, int]
 
 
 def _loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
@@ -171,7 +183,7 @@ def _loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
     crossings = _crossings(topology, hops)
     latency = max(topology.route_latency_seconds(source, target) for source, target in hops)
     share = max(count / topology.links[link].bandwidth_bytes_per_second for link, count in crossings.items())
-    return _Loads(latency, share, list(crossings))
+    return _Loads(latency, share, crossings)
 
 
 def _many_loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
@@ -184,7 +196,8 @@ def _many_loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
     counts = np.bincount(routes[routes >= 0], minlength=len(topology.links))
     links = np.flatnonzero(counts)
     bandwidths = np.array([topology.links[link].bandwidth_bytes_per_second for link in links.tolist()])
-    return _Loads(float(along.max()), float((counts[links] / bandwidths).max()), links.tolist())
+    crossings = dict(zip(links.tolist(), counts[links].tolist(), strict=True))
+    return _Loads(float(along.max()), float((counts[links] / bandwidths).max()), crossings)
 
 
 def _crossings(topology: Topology, hops: Sequence[Hop]) -> dict[int, int]:

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from soap.graph import FactorKind, Operator, OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.copies import LEFT
+from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import Folding, fold
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
+from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import Task, TaskKind
 from soap.strategies import sample_factor
 from soap.strategy import OpConfig, Strategy
@@ -104,6 +106,22 @@ def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding:
     assert others == Counter({told: number * (len(images) - LEFT) for told, number in first.items()})
 
 
+def check_outcome(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding: Folding) -> None:
+    """What reports say of all devices and links."""
+    costs = RooflineCosts(topology)
+    whole = Simulator(graph, topology, costs).run(strategy)
+    small = lower(folding.plan, folding.topology, costs, folding.communication)
+    folded = FoldedSimulation(folding, small, simulate(small), whole.optimizer_states)
+    assert folded.topology is whole.topology
+    assert folded.memory == whole.memory
+    assert folded.peak_bytes == whole.peak_bytes
+    assert folded.overflow_bytes == whole.overflow_bytes
+    assert folded.bytes_moved == whole.bytes_moved
+    assert folded.busy_ns == whole.busy_ns
+    assert folded.link_bytes == whole.link_bytes
+    assert folded.critical_path_ns == whole.critical_path_ns
+
+
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(copied())
 def test_folded_is_whole(case: Case) -> None:
@@ -114,3 +132,4 @@ def test_folded_is_whole(case: Case) -> None:
         return
     event(f"folded over {folding.count}")
     check(graph, topology, strategy, folding)
+    check_outcome(graph, topology, strategy, folding)
