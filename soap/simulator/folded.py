@@ -14,7 +14,7 @@ from soap.simulator.allreduce import Algorithm, allreduce_bytes, link_shares
 from soap.simulator.copies import LEFT
 from soap.simulator.folding import Folding
 from soap.simulator.memory import MemoryUse, memory_use, overflow_bytes
-from soap.simulator.residency import memory_over_time
+from soap.simulator.residency import MemoryCurve, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.timeline import critical_path_ns, sum_groups, task_links
 from soap.topology import Topology
@@ -49,11 +49,15 @@ class FoldedSimulation:
         """Peak use of each device of the cluster."""
         return tuple(self._for_all(memory_use(self._with_an_idle_device.plan, self.optimizer_states)))
 
+    @property
+    def memory_over_time(self) -> tuple[MemoryCurve, ...]:
+        """What each device of the two copies holds from when to when."""
+        return self._curves[:-1]
+
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most that each device of the cluster holds at any time."""
-        curves = memory_over_time(self._with_an_idle_device, self.schedule, self.optimizer_states)
-        return tuple(self._for_all([curve.peak_bytes for curve in curves]))
+        return tuple(self._for_all([curve.peak_bytes for curve in self._curves]))
 
     @cached_property
     def overflow_bytes(self) -> int:
@@ -111,6 +115,10 @@ class FoldedSimulation:
         inside = self.folding.local.ravel()
         carried[inside] += local[self._stand_in[inside]]
         return dict(zip([link.name for link in self.topology.links], carried.tolist(), strict=True))
+
+    @cached_property
+    def _curves(self) -> tuple[MemoryCurve, ...]:
+        return memory_over_time(self._with_an_idle_device, self.schedule, self.optimizer_states)
 
     @cached_property
     def _stand_in(self) -> Longs:

@@ -26,6 +26,8 @@ from soap.topology import Topology
 CACHED_STRATEGIES = 4096
 """Answers of ``Simulator.cost`` that are kept; each is two numbers and a key."""
 
+KEPT_FOLDED = 8
+
 MANY_TILES = 2**14
 """From so many tiles on it is tried to fold a strategy: the whole of it would take seconds."""
 
@@ -118,6 +120,7 @@ class Simulator:
         self._parameters = {parameter.name: None for parameter in graph.parameters}
         self._builder = PlanBuilder(graph, topology)
         self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
+        self._folded: OrderedDict[Hashable, FoldedSimulation | str] = OrderedDict()
 
     @property
     def costs_hash(self) -> str:
@@ -132,13 +135,25 @@ class Simulator:
 
     def predict(self, strategy: Strategy) -> Simulation | FoldedSimulation:
         """The full outcome, folded if the strategy has ``MANY_TILES`` and can be."""
+        folded = self.run_folded(strategy) if is_large(strategy) else ""
+        return self.run(strategy) if isinstance(folded, str) else folded
+
+    def run_folded(self, strategy: Strategy) -> FoldedSimulation | str:
+        """The full outcome from two of many equal copies, or why there are none, in one line. The last answers are kept."""
         strategy.validate(self.graph, self.topology.device_count)
-        if tile_count(strategy) >= MANY_TILES:
-            folding = fold(self.graph, self.topology, strategy)
-            if not isinstance(folding, str):
-                tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
-                return FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
-        return self.run(strategy)
+        key = self._key(strategy)
+        if key not in self._folded:
+            self._folded[key] = self._fold(strategy)
+            if len(self._folded) > KEPT_FOLDED:
+                self._folded.popitem(last=False)
+        return self._folded[key]
+
+    def _fold(self, strategy: Strategy) -> FoldedSimulation | str:
+        folding = fold(self.graph, self.topology, strategy)
+        if isinstance(folding, str):
+            return folding
+        tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
+        return FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
         """(makespan in ns, bytes of memory that are lacking): what a search compares. Strategies seen lately are not simulated again."""
@@ -153,7 +168,7 @@ class Simulator:
         return answer
 
     def _simulate(self, strategy: Strategy) -> tuple[int, int]:
-        if tile_count(strategy) >= MANY_TILES:
+        if is_large(strategy):
             outcome = self.predict(strategy)
             return outcome.makespan_ns, outcome.overflow_bytes
         plan = self._builder.build(strategy)
@@ -174,3 +189,8 @@ class Simulator:
 def tile_count(strategy: Strategy) -> int:
     """Tiles of all operators, replicas included."""
     return sum(len(config.devices) for config in strategy.operators.values())
+
+
+def is_large(strategy: Strategy) -> bool:
+    """Whether it is worth trying to fold it."""
+    return tile_count(strategy) >= MANY_TILES

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
+from dataclasses import replace
 
-import numpy as np
+import pytest
 from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
 
-from soap.graph import FactorKind, Operator, OperatorGraph
+from soap import api
+from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.copies import LEFT
 from soap.simulator.folded import FoldedSimulation
@@ -18,56 +18,13 @@ from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import Task, TaskKind
-from soap.strategies import sample_factor
-from soap.strategy import OpConfig, Strategy
+from soap.strategies import data_parallel, hybrid, megatron
+from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
+from tests.graph_builder import GraphBuilder, transformer
+from tests.simulator.copied import Case, copied
 from tests.simulator.examples import pairwise_cluster
-from tests.strategies import MOVES, cluster, graphs
-
-Case = tuple[OperatorGraph, Topology, Strategy]
-
-
-@st.composite
-def copied(draw: st.DrawFn) -> Case:
-    """A graph, a cluster and a strategy of three to five copies; it may be that it cannot be folded."""
-    copies, width = draw(st.integers(3, 5)), draw(st.integers(1, 4))
-    graph = draw(graphs(batches=st.sampled_from((copies, 2 * copies)), moves=[move for move in MOVES if move != "opaque"]))
-    count = copies * width
-    images = np.arange(count).reshape(copies, width)
-    if draw(st.booleans()):
-        images = np.ascontiguousarray(np.arange(count).reshape(width, copies).T)  # the copies' devices lie between each other
-    hosts = draw(st.sampled_from([hosts for hosts in (1, copies, width, count) if count % hosts == 0]))
-    per_host = [count // hosts] * hosts
-    topology = pairwise_cluster(*per_host) if draw(st.booleans()) else cluster(per_host)
-    configs = {op.name: draw(config(op, images)) for op in graph.operators}
-    return graph, topology, Strategy(configs)
-
-
-@st.composite
-def config(draw: st.DrawFn, op: Operator, images: np.ndarray) -> OpConfig:
-    """One copy's tiles anywhere among its devices, and the others' in their place; operators without samples repeated, or on one device."""
-    copies, width = images.shape
-    sample = sample_factor(op)
-    degrees, room = [1] * len(op.factors), 4
-    for i in draw(st.permutations(range(len(op.factors)))) if op.partitionable else ():
-        if i != sample and op.factors[i].kind is not FactorKind.SAMPLE:
-            degrees[i] = draw(st.integers(1, min(op.factors[i].size, room)))
-            room //= degrees[i]
-    if sample is None or op.factors[sample].size % copies:
-        if draw(st.booleans()):
-            return OpConfig((1,) * len(op.factors), tuple(images.ravel().tolist()), images.size)
-        if draw(st.booleans()):
-            return OpConfig((1,) * len(op.factors), (0,))
-        tiles = prod(degrees)
-        places = draw(st.lists(st.integers(0, width - 1), min_size=tiles, max_size=tiles))
-        return OpConfig(tuple(degrees), tuple(images[:, places].ravel().tolist()), copies)
-    each = draw(st.sampled_from([k for k in (1, 2) if op.factors[sample].size % (copies * k) == 0]))
-    replicas = draw(st.sampled_from((1, 1, 1, 2)))
-    before, after = replicas * prod(degrees[:sample]), each * prod(degrees[sample:])
-    places = draw(st.lists(st.integers(0, width - 1), min_size=before * after, max_size=before * after))
-    degrees[sample] = copies * each
-    tiles = np.moveaxis(images[:, places].reshape(copies, before, after), 0, 1)
-    return OpConfig(tuple(degrees), tuple(tiles.ravel().tolist()), replicas)
+from tests.strategies import CPU, GPU, cluster
 
 
 def place(task: Task) -> tuple[int, ...]:
@@ -133,3 +90,82 @@ def test_folded_is_whole(case: Case) -> None:
     event(f"folded over {folding.count}")
     check(graph, topology, strategy, folding)
     check_outcome(graph, topology, strategy, folding)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "copies"), [(1, 1, 16), (2, 1, 8), (1, 4, 4), (2, 2, 4), (4, 1, 4)])
+def test_a_transformer_in_three_dimensions(tensor: int, pipeline: int, copies: int) -> None:
+    graph, topology = api.load("zoo:gpt:tiny@16", plan_only=True).graph, api.load_cluster("p100-4x4")
+    strategy = hybrid(graph, topology, tensor=tensor, pipeline=pipeline)
+    folding = fold(graph, topology, strategy)
+    assert isinstance(folding, Folding)
+    assert folding.copies.images.tolist() == [[j * 16 // copies + i for i in range(16 // copies)] for j in range(copies)]
+    assert len(folding.plan.tiles) * copies == LEFT * sum(len(config.devices) for config in strategy.operators.values())
+    check(graph, topology, strategy, folding)
+    check_outcome(graph, topology, strategy, folding)
+
+
+def test_the_first_copy_may_do_more() -> None:
+    """What follows a summed loss is done by one device."""
+    g = GraphBuilder()
+    loss = g.mean(g.linear(g.input("x", 6, 4), 3, name="first"), name="sum")
+    graph = g.build(g.elementwise(loss, name="tail"))
+    topology = cluster([2, 2, 2])
+    spread = data_parallel(graph, topology)
+    for devices in ((0,), tuple(range(6))):
+        tail = OpConfig(spread.operators["tail"].degrees, devices, len(devices))
+        strategy = spread.with_operator("tail", tail)
+        folding = fold(graph, topology, strategy)
+        assert isinstance(folding, Folding) and folding.count == 6
+        check(graph, topology, strategy, folding)
+        check_outcome(graph, topology, strategy, folding)
+
+
+def test_copies_that_share_a_cable_are_folded_in_pairs() -> None:
+    """Two copies of two stages on the same two hosts send over the same card; together they have it for themselves."""
+    g = GraphBuilder()
+    first = g.linear(g.input("x", 12, 4), 4, name="first")
+    graph = g.build(g.mean(g.linear(first, 4, name="second"), name="loss"))
+    topology = cluster([2, 2, 2, 2, 2, 2])
+    low, high = (0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11)
+    stages = {"first": low, "second": high, "loss": high}
+    degrees = {op.name: (6, *[1] * (len(op.factors) - 1)) for op in graph.operators}
+    strategy = Strategy({name: OpConfig(degrees[name], own) for name, own in stages.items()})
+    folding = fold(graph, topology, strategy)
+    assert isinstance(folding, Folding)
+    assert folding.copies.images.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    check(graph, topology, strategy, folding)
+    check_outcome(graph, topology, strategy, folding)
+
+
+def _reason(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> str:
+    found = fold(graph, topology, strategy)
+    assert isinstance(found, str)
+    return found
+
+
+def test_reasons_why_not() -> None:
+    graph, topology = transformer(batch=4), cluster([1, 1, 1, 1])
+    spread = data_parallel(graph, topology)
+    name, parameter = graph.operators[0].name, graph.parameters[0].name
+    assert isinstance(fold(graph, topology, spread), Folding)
+    assert _reason(graph, topology, spread.with_parameter(parameter, SyncConfig("parameter_server", 1))) == "parameters on servers"
+    assert _reason(graph, cluster([2]), data_parallel(graph, cluster([2]))) == "at most 2 devices in use"
+    turned = spread.with_operator(name, OpConfig(spread.operators[name].degrees, (1, 0, 2, 3)))
+    assert _reason(graph, topology, turned) == "4 copies share devices"
+    whole = spread.with_operator(name, OpConfig((1,) * len(spread.operators[name].degrees), (0,)))
+    assert _reason(graph, topology, whole) == "device 1 works outside of 4 equal copies"
+    mixed = tuple(replace(device, type=CPU if device.index == 3 else GPU) for device in topology.devices)
+    assert _reason(graph, replace(topology, devices=mixed), spread) == "4 copies on devices of different types"
+    uneven = cluster([1, 1, 1, 2])
+    assert isinstance(fold(graph, uneven, spread), Folding)  # nothing is inside of a copy, and the spare device is idle
+    wide = cluster([2, 2, 2, 2])
+    tensor = megatron(graph, wide)
+    assert isinstance(fold(graph, wide, tensor), Folding)
+    links = [replace(link, latency_seconds=1.0) if link.source == "host1/device0" else link for link in wide.links]
+    assert _reason(graph, replace(wide, links=tuple(links)), tensor) == "4 copies have links of different figures"
+
+
+def test_sums_that_hold_other_links_in_some_copies_are_not_folded() -> None:
+    """Every pair of devices has a cable. Of twelve devices, halving and doubling pairs the first eight in other ways than the last four."""
+    graph, topology = transformer(batch=6), pairwise_cluster(4, 4, 4)
+    assert _reason(graph, topology, megatron(graph, topology)) == "sums over 3 copies hold other links in some of them"
