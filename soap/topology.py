@@ -183,7 +183,7 @@ class Topology:
 
     def routes(self, sources: Sequence[int], targets: Sequence[int]) -> NDArray[np.int64]:
         """Routes of many pairs at once: [pair, place], with -1 for places that a route does not need."""
-        names = [device.name for device in self.devices]
+        names = self._names
         return self._router.paths([names[source] for source in sources], [names[target] for target in targets])
 
     @property
@@ -227,6 +227,18 @@ class Topology:
             figures = {"bandwidth_bytes_per_second": link.bandwidth_bytes_per_second, "latency_seconds": link.latency_seconds}
             graph.add_edge(link.source, link.target, link=link.index, **figures)
         return graph
+
+    @cached_property
+    def link_figures(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(bandwidths in bytes per second, latencies in seconds) of all links."""
+        import numpy as np  # slow to import, and what reads a cluster does without it
+
+        bandwidths = np.array([link.bandwidth_bytes_per_second for link in self.links], np.float64)
+        return bandwidths, np.array([link.latency_seconds for link in self.links], np.float64)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [device.name for device in self.devices]
 
     @cached_property
     def _router(self) -> Router:

@@ -189,15 +189,14 @@ def _loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
 def _many_loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
     """The same with arrays: latencies along each route are added up in its order."""
     routes = topology.routes([source for source, _ in hops], [target for _, target in hops])
-    latencies = np.array([*(link.latency_seconds for link in topology.links), 0.0])
+    bandwidths, latencies = topology.link_figures
     along = np.zeros(len(routes))
     for column in routes.T:
-        along += latencies[column]
+        along += np.where(column < 0, 0.0, latencies[column])
     counts = np.bincount(routes[routes >= 0], minlength=len(topology.links))
     links = np.flatnonzero(counts)
-    bandwidths = np.array([topology.links[link].bandwidth_bytes_per_second for link in links.tolist()])
     crossings = dict(zip(links.tolist(), counts[links].tolist(), strict=True))
-    return _Loads(float(along.max()), float((counts[links] / bandwidths).max()), crossings)
+    return _Loads(float(along.max()), float((counts[links] / bandwidths[links]).max()), crossings)
 
 
 def _crossings(topology: Topology, hops: Sequence[Hop]) -> dict[int, int]:

@@ -76,6 +76,11 @@ class FoldedSimulation:
         return sum(task.bytes * (others if copy == 1 else 1) for task, copy in zip(self.tasks.tasks, self._copy, strict=True))
 
     @property
+    def task_count(self) -> int:
+        """Tasks of all copies."""
+        return len(self._copy) + (self.folding.count - LEFT) * self._copy.count(1)
+
+    @property
     def critical_path_ns(self) -> dict[TaskKind, int]:
         """How much of the critical path each kind of task is."""
         return critical_path_ns(self.tasks, self.schedule)

@@ -200,8 +200,7 @@ class _Folding:
             raise UnfoldableError(f"{len(self.images)} copies have different routes")
         if len(np.unique(local)) < local.size:
             raise UnfoldableError(f"{len(self.images)} copies share links")
-        figures = np.array([(link.bandwidth_bytes_per_second, link.latency_seconds) for link in self.topology.links]).reshape(-1, 2)
-        if (figures[local] != figures[local[0]]).any():
+        if any((figures[local] != figures[local[0]]).any() for figures in self.topology.link_figures):
             raise UnfoldableError(f"{len(self.images)} copies have links of different figures")
         return local
 

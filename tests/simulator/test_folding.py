@@ -70,6 +70,7 @@ def check_outcome(graph: OperatorGraph, topology: Topology, strategy: Strategy, 
     small = lower(folding.plan, folding.topology, costs, folding.communication)
     folded = FoldedSimulation(folding, small, simulate(small), whole.optimizer_states)
     assert folded.topology is whole.topology
+    assert folded.task_count == len(whole.tasks.tasks)
     assert folded.memory == whole.memory
     assert folded.peak_bytes == whole.peak_bytes
     assert folded.overflow_bytes == whole.overflow_bytes

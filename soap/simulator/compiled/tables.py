@@ -158,8 +158,8 @@ def cluster_tables(communication: Communication) -> ClusterTables:
     count = topology.device_count
     pairs = np.arange(count * count)
     routes = topology.routes((pairs // count).tolist(), (pairs % count).tolist())
-    latencies = np.array([*(link.latency_seconds for link in topology.links), 0.0])
-    per_byte = np.array([*(1 / link.bandwidth_bytes_per_second for link in topology.links), 0.0])
+    bandwidths, latencies = topology.link_figures
+    latencies, per_byte = np.append(latencies, 0.0), np.append(1 / bandwidths, 0.0)  # the last for where no link is needed
     latency = np.zeros(len(pairs))
     for column in routes.T:  # added up in the order of the route
         latency += latencies[column]
@@ -173,7 +173,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         (count + routes[routes >= 0]).astype(np.int32),
         latency.reshape(count, count),
         per_byte[routes].max(axis=1, initial=0.0).reshape(count, count),
-        np.array([link.bandwidth_bytes_per_second for link in topology.links], np.float64),
+        bandwidths,
         np.array([device.type.memory_bandwidth_bytes_per_second for device in topology.devices], np.float64),
         np.array([types.index(device.type.name) for device in topology.devices], np.int32),
         np.array([places.index(host) for host in places], np.int32),
