@@ -83,6 +83,11 @@ class Engine:
         strategy.validate(self.graph, self.topology.device_count)
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
         self._partitions = served_partitions(self.graph, strategy)
+        tiles = sum(len(config.devices) for config in self._configs)
+        if self._slots < 2 * tiles:  # each has a forward and a backward slot at least: no need to try with less
+            while self._slots < 2 * tiles:
+                self._slots, self._arena = 2 * self._slots, 2 * self._arena
+            self._make_state()
         self._rebuild()
 
     def _rebuild(self) -> None:

@@ -132,14 +132,17 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Foldin
     """The strategy folded over as many copies as possible, or why it cannot be, in one line. It must be legal."""
     if any(sync.method != "allreduce" for sync in strategy.parameters.values()):
         return "parameters on servers"
-    reasons: list[str] = []
+    no_copies: list[str] = []
+    unlike_copies: list[str] = []
     for count in candidates(strategy):
+        reasons = no_copies
         try:
             copies = find_copies(graph, strategy, count)
+            reasons = unlike_copies
             return _Folding(graph, topology, copies).fold()
         except UnfoldableError as error:
             reasons.append(str(error))
-    return reasons[-1] if reasons else f"at most {LEFT} devices in use"
+    return next(iter(unlike_copies + no_copies), f"at most {LEFT} devices in use")
 
 
 class _Folding:
