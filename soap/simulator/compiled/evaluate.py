@@ -46,8 +46,7 @@ def evaluate(
     match_slots(C, S, U, P)
     sums = needs_sums(G, C, U)
     latest = first_difference(G, C, U, P)
-    if sums:
-        latest = min(latest, H.first_sum[0])
+    latest = min(latest, H.first_sum[0] if sums else H.first_update[0])
     if not resume(C, U, P, T, H, latest, not sums):
         begin(G, C, P, T, P.size[TAKEN], not sums)
     makespan = play(G, C, R, P, T, at_most, sums)

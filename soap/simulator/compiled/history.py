@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, Undo
-from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial
+from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, push
 from soap.simulator.compiled.handles import declare
 from soap.simulator.compiled.jit import compiled, uncounted
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
@@ -23,7 +23,8 @@ MOST_BYTES = 2**26
 class History(NamedTuple):
     """Snapshot k was taken before the task at ``place[k]`` of the order. Per slot: ``met`` (predecessors that had ended), ``ready`` (by
     these). Per resource: ``free``. Per device: ``gone`` (ns of tiles that had been taken). ``pending[k, :pending_n[k]]``: ready slots.
-    ``first_sum``: place of the first backward pass or sum of gradients; ``met_now`` and ``ready_now``: working memory."""
+    ``first_sum``: place of the first backward pass or sum of gradients. ``first_update``: a place before which no device has done its last
+    backward pass, nor its update; ``last_backward``: places of these passes. ``met_now`` to ``gone_now``: working memory."""
 
     place: Longs
     makespan: Longs
@@ -34,6 +35,8 @@ class History(NamedTuple):
     pending: NDArray[np.int32]
     pending_n: Longs
     first_sum: Longs
+    first_update: Longs
+    last_backward: Longs
     met_now: Ints
     ready_now: Longs
     free_now: Longs
@@ -45,7 +48,8 @@ def make_history(slots: int, resources: int, devices: int) -> History:
     count = min(MOST_SNAPSHOTS, max(1, MOST_BYTES // (16 * slots + 8 * resources)))
     longs, ints = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n, np.int32))
     tables = (ints(count, slots), longs(count, slots), longs(count, resources), longs(count, devices), ints(count, slots))
-    return History(longs(count), longs(count), *tables, longs(count), longs(1), ints(slots), longs(slots), longs(resources), longs(devices))
+    now = (ints(slots), longs(slots), longs(resources), longs(devices))
+    return History(longs(count), longs(count), *tables, longs(count), longs(1), longs(1), longs(devices), *now)
 
 
 @compiled
@@ -78,6 +82,14 @@ def retrace(G: GraphTables, C: State, R: Groups, P: Trial, H: History) -> None:
         G.source_ptr, G.source, R.static, R.sets.ptr, R.sets.item, P.order, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now,
         H.first_sum, taken, total, makespan,
     )  # fmt: skip
+    H.last_backward[:] = 0
+    for place in range(total):
+        if C.kind[P.order[place]] == BACKWARD_TILE:
+            H.last_backward[C.resource[P.order[place]]] = place
+    H.first_update[0] = total
+    for device in range(len(H.last_backward)):
+        if C.alive[device]:
+            H.first_update[0] = min(H.first_update[0], H.last_backward[device])
 
 
 @uncounted
@@ -175,7 +187,8 @@ def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
 @compiled
 def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums: bool) -> bool:
     """Begin a simulation at the last snapshot that is not behind the place ``latest``. False if there is none but the beginning itself.
-    Without ``sums``, those of gradients are left out: they will be made when the simulation has paused."""
+    Without ``sums``, those of gradients are left out: they will be made when the simulation has paused. With them, no device's update was
+    ready before ``latest``; one whose last tile has gone to another device may be now."""
     k = 0
     while k + 1 < len(H.place) and H.place[k + 1] <= latest:
         k += 1
@@ -193,6 +206,10 @@ def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums:
         if sums or C.owner[slot] >= 0:
             T.left[slot] = IN_RUN
             T.size[WAITING] += 1
+    if sums:
+        for device in range(len(T.rest)):
+            if C.alive[device] and T.left[device] == 0:
+                push(T.heap_ready, T.heap_key, T.heap_slot, T.size, T.ready[device], C.key[device], device)
     return True
 
 
