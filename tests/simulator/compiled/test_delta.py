@@ -16,8 +16,9 @@ from soap.simulator.engine import Engine
 from soap.strategies import random_config
 from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
+from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks
-from tests.strategies import cases, configs
+from tests.strategies import CPU, cases, cluster, configs
 
 pytestmark = pytest.mark.slow  # the first use compiles for a minute
 
@@ -95,6 +96,17 @@ def test_walks_over_models(model: str) -> None:
         op = draw.choice(graph.operators)
         edits.append(Edit(op.name, random_config(op, topology.device_count, draw), draw.random() < 0.5))
     check((graph, topology, strategy, edits), afresh=True)
+
+
+def test_update_comes_to_wait() -> None:
+    """Nobody reads what device 3 makes of ``first``: its update waits for nothing, until a tile of another operator comes to that device."""
+    g = GraphBuilder()
+    graph = g.build(g.mean(g.slice(g.linear(g.input("x", 1, 1, 2), 2, name="first"), 2, 0, 1)))
+    first, middle, last = (op.name for op in graph.operators)
+    there, here = OpConfig((1, 1, 1), (3,)), OpConfig((1, 1, 1), (0,))
+    start = Strategy({first: OpConfig((1, 1, 1, 2), (0, 3)), middle: here, last: here})
+    edits = [Edit(last, there, False), Edit(last, there, True), Edit(last, here, True)]
+    check((graph, cluster([1, 3], CPU, 1e8, 0.0), start, edits), afresh=True)
 
 
 @pytest.mark.timeout(900)
