@@ -99,7 +99,7 @@ def test_walks_over_models(model: str) -> None:
 
 
 def test_update_comes_to_wait() -> None:
-    """Nobody reads what device 3 makes of ``first``: its update waits for nothing, until a tile of another operator comes to that device."""
+    """Nobody reads what device 3 makes of ``first``: its update waits for nothing, until a tile of another operator comes there."""
     g = GraphBuilder()
     graph = g.build(g.mean(g.slice(g.linear(g.input("x", 1, 1, 2), 2, name="first"), 2, 0, 1)))
     first, middle, last = (op.name for op in graph.operators)
