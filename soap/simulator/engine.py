@@ -46,6 +46,10 @@ class PlayedTask(NamedTuple):
     bytes: int
 
 
+ROOM = 4
+"""How many times what a strategy takes there is room for."""
+
+
 class Engine:
     """Simulates strategies of one graph on one cluster. Holds one strategy at a time."""
 
@@ -82,15 +86,19 @@ class Engine:
         strategy.validate(self.graph, self.topology.device_count)
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
         self._partitions = served_partitions(self.graph, strategy)
-        self._rebuild()
-
-    def _rebuild(self) -> None:
-        """Lower the current strategy from the ground up."""
         variants = np.array([self._variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
         replicas = np.array([config.replicas for config in self._configs], np.int32)
         devices = np.array([device for config in self._configs for device in config.devices], np.int32)
-        self._renew_tables()
-        self._try(lambda: self._lower(variants, replicas, devices))
+        if len(self._variants.degrees) > self._known_variants:
+            self._renew_tables()
+        self._lower(variants, replicas, devices)
+
+    def _lower(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
+        """Lower a strategy from the ground up, with as much room again for changes that are accepted."""
+        self._try(lambda: self._lower_all(variants, replicas, devices))
+        if ROOM * self.state.used[SLOTS] > self._slots or ROOM * self.state.used[ARENA] > self._arena:
+            self._grow()
+            self._lower(variants, replicas, devices)
 
     def simulate(self) -> int:
         """Makespan in ns of the loaded strategy, from a full simulation. What proposals are compared with."""
@@ -138,7 +146,7 @@ class Engine:
     def _keep(self) -> None:
         """Make what was simulated last the simulation that proposals are compared with."""
         keep_order(self._trial)
-        retrace(self._fixed[0], self._state, self._group_handle, self._trial, self._history)
+        retrace(self._state, self._trial, self._history)
 
     def _evaluate(self, position: int, variant: int, replicas: int, devices: Ints, at_most_ns: int) -> int:
         try:
@@ -147,7 +155,6 @@ class Engine:
                 self._undo, self._trial, self._other, self._history, position, variant, replicas, devices, self._dtypes, at_most_ns,
             )  # fmt: skip
         except (MemoryError, LookupError, ValueError):
-            self._used = self.state.used.copy()
             self.reject()
             raise
 
@@ -181,27 +188,30 @@ class Engine:
                 self._undo, self._trial, self._other, self._history, walking, steps, beta_per_ns, bounded, self._dtypes,
             )  # fmt: skip
         except (MemoryError, LookupError, ValueError):
-            self._used = self.state.used.copy()
             self.reject()
             raise
 
     def _rest(self, found: Choices) -> None:
         """Make room in the middle of a walk."""
-        self._settle(found)
+        self._swap(found)
         self._renew_state()
 
-    def _settle(self, found: Choices) -> None:
-        """Python's side of the state after compiled steps."""
+    def _swap(self, found: Choices) -> None:
+        """Python's side of which trial is the current strategy's."""
         if found.walk[SWAPPED]:
             self.trial, self.other = self.other, self.trial
             self._trial, self._other = self._other, self._trial
             found.walk[SWAPPED] = 0
+        self.makespan_ns = int(found.walk[COST])
+
+    def _settle(self, found: Choices) -> None:
+        """Python's side of the state after compiled steps."""
+        self._swap(found)
         C = self.state
         for position in range(len(self._configs)):
             first, tiles = int(C.dev_ptr[position]), int(C.tiles[position])
             devices = tuple(C.dev[first : first + tiles].tolist())
             self._configs[position] = OpConfig(self._variants.degrees[C.variant[position]], devices, int(C.replicas[position]))
-        self.makespan_ns = int(found.walk[COST])
 
     @property
     def strategy(self) -> Strategy:
@@ -218,7 +228,7 @@ class Engine:
             key, duration, moved = int(C.key[slot]), int(C.duration[slot]), int(C.moved[slot])
             yield PlayedTask(key, duration, resources, int(T.start[slot]), int(T.end[slot]), moved)
 
-    def _lower(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
+    def _lower_all(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
         self.state.partitions[: len(self._partitions)] = self._partitions
         lower_all(
             self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
@@ -226,12 +236,11 @@ class Engine:
         )  # fmt: skip
 
     def _renew_state(self) -> None:
-        """Get rid of what accepted changes have left behind, in larger arrays if that was not most of it."""
-        used = self._used
-        self._rebuild()
-        if 2 * self.state.used[SLOTS] > used[SLOTS] or 2 * self.state.used[ARENA] > used[ARENA]:
-            self._grow()
-            self._rebuild()
+        """Get rid of what accepted changes have left behind."""
+        C, count = self.state, len(self.graph.operators)
+        tiles = zip(C.dev_ptr[:count].tolist(), C.tiles[:count].tolist(), strict=True)
+        devices = np.concatenate([C.dev[first : first + own] for first, own in tiles])
+        self._lower(C.variant[:count].copy(), C.replicas[:count].copy(), devices)
         self.simulate()
 
     def _grow(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from soap.simulator.compiled.change import OPERATOR, Undo, change_operator, change_sums, needs_sums, undo
 from soap.simulator.compiled.events import PAUSED, STOPPED, TAKEN, Trial, any_sum_is_ready, begin, make_sums_ready, play
-from soap.simulator.compiled.history import History, complete, first_difference, resume
+from soap.simulator.compiled.history import History, complete, first_difference, resume, take_snapshots
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.scratch import Scratch
@@ -42,6 +42,7 @@ def evaluate(
     changed, complete; ``H``: its snapshots; ``T``: room for the new one. The change stays, if any was made: ``take_back`` undoes it."""
     if overworked(G, V, K, C, S, op, variant, replicas, devices, at_most):
         return STOPPED
+    take_snapshots(G, C, R, P, H, op)
     change_operator(G, V, K, R, C, S, U, op, variant, replicas, devices)
     match_slots(C, S, U, P)
     sums = needs_sums(G, C, U)

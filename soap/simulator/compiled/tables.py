@@ -29,8 +29,9 @@ class GraphTables(NamedTuple):
     ascending; ``source``: where in ``reader`` an operator stands itself. ``output``: size of an element, whether it carries a gradient,
     number of its dtype. ``parameter``: trainable parameters that an operator uses, each once, ascending. ``user``: operators that use a
     parameter (all of them, trainable or not), ascending; ``user_place``: which of their ``parameter`` it is, -1 if it is frozen.
-    ``parameter_dtype``, ``parameter_itemsize``: by parameter. ``backward``: whether any output carries a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile
-    has a backward pass, whatever the strategy.
+    ``parameter_dtype``, ``parameter_itemsize``: by parameter. ``backward``: whether any output carries a gradient. ``loss``:
+    operator and output that make the loss. ``solid``: whether at least one replica of every tile has a backward pass, whatever the
+    strategy.
     """
 
     read_ptr: Ints
