@@ -12,7 +12,7 @@ from soap.graph import OperatorGraph
 from soap.simulator.communication import Communication
 from soap.simulator.compiled.change import Undo, make_undo
 from soap.simulator.compiled.communication import MISSING
-from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
+from soap.simulator.compiled.evaluate import confirm, evaluate, evaluate_parameter, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, TAKEN, Trial, keep_order, make_trial, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.fragment import CROWDED
@@ -21,18 +21,20 @@ from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import History, make_history, retrace
 from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.rebuild import lower_all
-from soap.simulator.compiled.scratch import FULL, make_scratch
-from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
-from soap.simulator.compiled.tables import Ints, cluster_tables, graph_tables, served_partitions
-from soap.simulator.compiled.variants import Variants
+from soap.simulator.compiled.scratch import FULL, Scratch, make_scratch
+from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, make_state
+from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, cluster_tables, graph_tables, partitions_of, served_partitions
+from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, Choices, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
 from soap.simulator.costs import CostModel
 from soap.simulator.servers import core_names
-from soap.strategy import OpConfig, Strategy, check_config
+from soap.strategy import OpConfig, Strategy, SyncConfig, check_config
 from soap.topology import Topology
 
 Result = TypeVar("Result")
+Handles = tuple[GraphTables, VariantTables, ClusterTables, Groups, ShardTables, State, Scratch, Undo, Trial, Trial, History]
+"""What every change needs."""
 
 
 class PlayedTask(NamedTuple):
@@ -76,6 +78,7 @@ class Engine:
         self._dtypes = 1 + int(max(self._graph.parameter_dtype, default=0))
         self._resources = topology.device_count + len(topology.links) + len(core_names(topology))
         self._group_handle = handle(self._groups.tables)
+        self._parameters = {tensor.name: position for position, tensor in enumerate(graph.parameters)}
         self._proposed_ns: int | None = None
         self.makespan_ns = 0
         self._renew_tables()
@@ -85,7 +88,7 @@ class Engine:
         """Take a strategy and lower it. StrategyError if it does not fit the graph or the cluster."""
         strategy.validate(self.graph, self.topology.device_count)
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
-        self._partitions = served_partitions(self.graph, strategy)
+        self._syncs, self._partitions = dict(strategy.parameters), served_partitions(self.graph, strategy)
         variants = np.array([self._variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
         replicas = np.array([config.replicas for config in self._configs], np.int32)
         devices = np.array([device for config in self._configs for device in config.devices], np.int32)
@@ -121,8 +124,28 @@ class Engine:
         if variant >= self._known_variants:
             self._renew_tables()
         devices = np.array(config.devices, np.int32)
-        self._proposed = (position, config)
-        found = int(self._try(lambda: self._evaluate(position, variant, config.replicas, devices, at_most_ns), self._renew_state))
+
+        def keep() -> None:
+            self._configs[position] = config
+
+        return self._change(
+            lambda: evaluate(*self._handles(), position, variant, config.replicas, devices, self._dtypes, at_most_ns), keep
+        )
+
+    def propose_sync(self, parameter: str, sync: SyncConfig, at_most_ns: int = NO_BOUND) -> int | None:
+        """The same with another synchronization of one parameter."""
+        position = self._parameters[parameter]
+        partitions = partitions_of(sync)
+
+        def keep() -> None:
+            self._syncs[parameter], self._partitions[position] = sync, partitions
+
+        return self._change(lambda: evaluate_parameter(*self._handles(), position, partitions, self._dtypes, at_most_ns), keep)
+
+    def _change(self, work: Callable[[], int], keep: Callable[[], None]) -> int | None:
+        """Change the state and simulate. ``keep``: what else is to be done if that is accepted."""
+        found = int(self._try(lambda: self._whole(work), self._renew_state))
+        self._keep_proposal = keep
         self._proposed_ns = None if found == STOPPED else found
         return self._proposed_ns
 
@@ -130,8 +153,7 @@ class Engine:
         """Keep what was proposed."""
         if self._proposed_ns is None:
             raise ValueError("nothing to accept: the proposal exceeds its bound, or there is none")
-        position, config = self._proposed
-        self._configs[position] = config
+        self._keep_proposal()
         confirm(self._state, self._undo, self._trial, self._other)
         self.trial, self.other = self.other, self.trial
         self._trial, self._other = self._other, self._trial
@@ -148,12 +170,16 @@ class Engine:
         keep_order(self._trial)
         retrace(self._state, self._trial, self._history)
 
-    def _evaluate(self, position: int, variant: int, replicas: int, devices: Ints, at_most_ns: int) -> int:
+    def _handles(self) -> Handles:
+        return (
+            self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch, self._undo,
+            self._trial, self._other, self._history,
+        )  # fmt: skip
+
+    def _whole(self, work: Callable[[], Result]) -> Result:
+        """Do all of something, or nothing of it."""
         try:
-            return evaluate(
-                self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
-                self._undo, self._trial, self._other, self._history, position, variant, replicas, devices, self._dtypes, at_most_ns,
-            )  # fmt: skip
+            return work()
         except (MemoryError, LookupError, ValueError):
             self.reject()
             raise
@@ -177,19 +203,13 @@ class Engine:
         found.walk[RANDOM], found.walk[COST], found.walk[BEST] = seed, self.makespan_ns, self.makespan_ns
         walking = handle(found)
         self._renew_tables()
-        self._try(lambda: self._walk(walking, steps, beta_per_ns, bounded), lambda: self._rest(found))
+
+        def go_on() -> None:
+            walk_on(*self._handles(), walking, steps, beta_per_ns, bounded, self._dtypes)
+
+        self._try(lambda: self._whole(go_on), lambda: self._rest(found))
         self._settle(found)
         return Walk(found)
-
-    def _walk(self, walking: Choices, steps: int, beta_per_ns: float, bounded: bool) -> None:
-        try:
-            walk_on(
-                self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
-                self._undo, self._trial, self._other, self._history, walking, steps, beta_per_ns, bounded, self._dtypes,
-            )  # fmt: skip
-        except (MemoryError, LookupError, ValueError):
-            self.reject()
-            raise
 
     def _rest(self, found: Choices) -> None:
         """Make room in the middle of a walk."""
@@ -216,7 +236,8 @@ class Engine:
     @property
     def strategy(self) -> Strategy:
         """The strategy that is held."""
-        return Strategy({op.name: config for op, config in zip(self.graph.operators, self._configs, strict=True)})
+        configs = zip(self.graph.operators, self._configs, strict=True)
+        return Strategy({op.name: config for op, config in configs}, self._syncs)
 
     def tasks(self) -> Iterator[PlayedTask]:
         """All tasks of the last simulation, in the order in which they were taken."""

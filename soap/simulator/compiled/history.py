@@ -89,11 +89,8 @@ def retrace(C: State, P: Trial, H: History) -> None:
 
 
 @compiled
-def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, op: int) -> None:
-    """Make those before which nothing of an operator is taken. Before it is changed."""
-    latest = P.size[TAKEN]
-    for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):
-        latest = min(latest, P.place[slot])
+def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, latest: int) -> None:
+    """Make those that are not behind the place ``latest``. Before anything is changed."""
     slots = C.used[SLOTS]
     while H.at[MADE] < len(H.place) and H.place[H.at[MADE]] <= latest:
         k = H.at[MADE]
@@ -184,6 +181,15 @@ def _advance(  # type: ignore[no-untyped-def]
 
 
 @compiled
+def first_tile(C: State, P: Trial, op: int) -> int:
+    """The place of the first tile of an operator."""
+    place = P.size[TAKEN]
+    for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):
+        place = min(place, P.place[slot])
+    return place
+
+
+@compiled
 def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
     """A place of the order of ``P`` before which a change makes no difference: no source of an edge of a changed block is taken before."""
     place = P.size[TAKEN]
@@ -200,6 +206,8 @@ def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
             for slot in range(first, first + C.tiles[reader]):
                 if C.alive[slot] and slot < U.what[OLD_SLOTS]:
                     place = min(place, P.place[slot])
+    if U.what[CHANGED] == 0:
+        return place
     changed = U.fields[0]
     for slot in range(C.tile_slot[changed], C.tile_slot[changed] + C.tiles[changed]):
         if C.waits[slot] == 0:

@@ -12,7 +12,7 @@ from soap.graph import OperatorGraph, TensorKind
 from soap.simulator.communication import Communication
 from soap.simulator.compiled.handles import declare
 from soap.simulator.servers import core_type, first_cores
-from soap.strategy import Strategy
+from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 
 Ints = NDArray[np.int32]
@@ -184,9 +184,13 @@ def cluster_tables(communication: Communication) -> ClusterTables:
 
 
 def served_partitions(graph: OperatorGraph, strategy: Strategy) -> Ints:
-    """[parameter]: into how many partitions a parameter server cuts its shards; 0 if gradients are summed by all-reduces."""
-    syncs = [strategy.sync(tensor.name) for tensor in graph.parameters]
-    return np.array([sync.partitions if sync.method == "parameter_server" else 0 for sync in syncs], np.int32)
+    """[parameter]: ``partitions_of`` its synchronization."""
+    return np.array([partitions_of(strategy.sync(tensor.name)) for tensor in graph.parameters], np.int32)
+
+
+def partitions_of(sync: SyncConfig) -> int:
+    """Into how many partitions a parameter server cuts a parameter's shards; 0 if there is none."""
+    return sync.partitions if sync.method == "parameter_server" else 0
 
 
 def device_types(topology: Topology) -> list[str]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from soap import api
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.compiled.events import NO_BOUND
 from soap.simulator.engine import Engine
 from soap.strategies import random_config
 from soap.strategy import OpConfig, Strategy, SyncConfig
@@ -24,11 +25,21 @@ pytestmark = pytest.mark.slow  # the first use compiles for a minute
 
 
 class Edit(NamedTuple):
-    """A proposal, and whether it is accepted."""
+    """A proposal for an operator, or for a parameter's synchronization, and whether it is accepted."""
 
-    operator: str
-    config: OpConfig
+    name: str
+    config: OpConfig | SyncConfig
     accepted: bool
+
+    def of(self, strategy: Strategy) -> Strategy:
+        if isinstance(self.config, OpConfig):
+            return strategy.with_operator(self.name, self.config)
+        return strategy.with_parameter(self.name, self.config)
+
+    def propose(self, engine: Engine, at_most_ns: int = NO_BOUND) -> int | None:
+        if isinstance(self.config, OpConfig):
+            return engine.propose(self.name, self.config, at_most_ns)
+        return engine.propose_sync(self.name, self.config, at_most_ns)
 
 
 Walk = tuple[OperatorGraph, Topology, Strategy, list[Edit]]
@@ -40,6 +51,10 @@ def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits:
     graph, topology, strategy = draw(cases(max_moves=max_moves, max_tiles=max_tiles, servers=True))
     edits = []
     for _ in range(draw(st.integers(1, max_edits))):
+        if graph.parameters and draw(st.integers(0, 4)) == 0:
+            sync = draw(st.sampled_from((SyncConfig(), SyncConfig("parameter_server"), SyncConfig("parameter_server", 3))))
+            edits.append(Edit(draw(st.sampled_from(graph.parameters)).name, sync, draw(st.booleans())))
+            continue
         op = draw(st.sampled_from(graph.operators))
         config = draw(configs(op, topology.device_count, max_tiles=max_tiles))
         edits.append(Edit(op.name, config, draw(st.booleans())))
@@ -60,15 +75,20 @@ def check(walk: Walk, *, afresh: bool) -> None:
     engine.simulate()
     current = reference_tasks(graph, topology, costs, strategy)
     for edit in edits:
-        edited = strategy.with_operator(edit.operator, edit.config)
+        edited = edit.of(strategy)
         expected = reference_tasks(graph, topology, costs, edited)
-        assert engine.propose(edit.operator, edit.config) == makespan_of(expected)
+        cost_ns = makespan_of(expected)
+        for at_most_ns in (cost_ns, cost_ns - 1, cost_ns // 2):  # the bounded decision is the exact one
+            assert edit.propose(engine, at_most_ns) == (cost_ns if at_most_ns == cost_ns else None)
+            engine.reject()
+        assert edit.propose(engine) == cost_ns
         if edit.accepted:
             engine.accept()
             strategy, current = edited, expected
         else:
             engine.reject()
         assert engine.makespan_ns == makespan_of(current)
+        assert engine.strategy == strategy
         assert compiled_tasks(engine) == current
         if afresh:
             full.load(edited)
