@@ -18,12 +18,21 @@ from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.fragment import CROWDED
 from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
-from soap.simulator.compiled.history import History, make_history, retrace
+from soap.simulator.compiled.history import History, complete, make_history, retrace
 from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, Scratch, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, make_state
-from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, cluster_tables, graph_tables, partitions_of, served_partitions
+from soap.simulator.compiled.tables import (
+    ClusterTables,
+    GraphTables,
+    Ints,
+    Longs,
+    cluster_tables,
+    graph_tables,
+    partitions_of,
+    served_partitions,
+)
 from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, Choices, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
@@ -46,6 +55,21 @@ class PlayedTask(NamedTuple):
     start_ns: int
     end_ns: int
     bytes: int
+
+
+class Timeline(NamedTuple):
+    """All tasks of a simulation in the order in which they were taken, as arrays. ``key``: as in ``PlayedTask``."""
+
+    key: Longs
+    duration_ns: Longs
+    start_ns: Longs
+    end_ns: Longs
+    bytes: Longs
+
+
+def same_timeline(a: Timeline, b: Timeline) -> bool:
+    """Whether two simulations took the same tasks at the same times."""
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 ROOM = 4
@@ -102,6 +126,7 @@ class Engine:
         if ROOM * self.state.used[SLOTS] > self._slots or ROOM * self.state.used[ARENA] > self._arena:
             self._grow()
             self._lower(variants, replicas, devices)
+        self._lowered_slots = int(self.state.used[SLOTS])
 
     def simulate(self) -> int:
         """Makespan in ns of the loaded strategy, from a full simulation. What proposals are compared with."""
@@ -239,6 +264,19 @@ class Engine:
         configs = zip(self.graph.operators, self._configs, strict=True)
         return Strategy({op.name: config for op, config in configs}, self._syncs)
 
+    def played_tasks(self) -> Timeline:
+        """The last simulation of the strategy that is held."""
+        return self._timeline(self.trial)
+
+    def proposed_tasks(self) -> Timeline:
+        """The simulation of what is proposed, which had no bound."""
+        complete(self._trial, self._other)
+        return self._timeline(self.other)
+
+    def _timeline(self, trial: Trial) -> Timeline:
+        taken = trial.order[: trial.size[TAKEN]]
+        return Timeline(self.state.key[taken], self.state.duration[taken], trial.start[taken], trial.end[taken], self.state.moved[taken])
+
     def tasks(self) -> Iterator[PlayedTask]:
         """All tasks of the last simulation, in the order in which they were taken."""
         C, T = self.state, self.trial
@@ -257,11 +295,14 @@ class Engine:
         )  # fmt: skip
 
     def _renew_state(self) -> None:
-        """Get rid of what accepted changes have left behind."""
+        """Get rid of what accepted changes have left behind, or if that is nothing, grow."""
         C, count = self.state, len(self.graph.operators)
         tiles = zip(C.dev_ptr[:count].tolist(), C.tiles[:count].tolist(), strict=True)
         devices = np.concatenate([C.dev[first : first + own] for first, own in tiles])
-        self._lower(C.variant[:count].copy(), C.replicas[:count].copy(), devices)
+        held = C.variant[:count].copy(), C.replicas[:count].copy(), devices
+        if self.state.used[SLOTS] == self._lowered_slots:
+            self._grow()
+        self._lower(*held)
         self.simulate()
 
     def _grow(self) -> None:

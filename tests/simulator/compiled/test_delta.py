@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from soap import api
+import benchmarks.simulator
+from benchmarks.agreement import compare
+from soap import api, zoo
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.events import NO_BOUND
@@ -116,6 +118,18 @@ def test_walks_over_models(model: str) -> None:
         op = draw.choice(graph.operators)
         edits.append(Edit(op.name, random_config(op, topology.device_count, draw), draw.random() < 0.5))
     check((graph, topology, strategy, edits), afresh=True)
+
+
+@pytest.mark.parametrize("devices", [4, 16, 64])
+@pytest.mark.parametrize("model", zoo.names())
+def test_zoo(model: str, devices: int) -> None:
+    """What ``benchmarks.agreement`` does with thousands of proposals."""
+    graph = api.load(f"zoo:{model}:tiny", plan_only=True).graph
+    found = compare(graph, benchmarks.simulator.cluster(devices // 4), 40)
+    assert found.proposals == 40
+    assert found.accepted > 0
+    assert found.different == 0
+    assert found.compared > 40 * len(graph.operators)
 
 
 def test_update_comes_to_wait() -> None:
