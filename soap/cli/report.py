@@ -90,11 +90,12 @@ def dump(report: Mapping[str, Any]) -> str:
 
 
 def _folded(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any] | None:
-    """How it was folded, or why not; None if it was small enough to be simulated as it is."""
+    """How it was folded, or why it could not be; None if there was no need."""
     if isinstance(simulation, FoldedSimulation):
         copies, devices = simulation.folding.copies.images.shape
         return {"copies": copies, "devices_per_copy": devices}
-    return {"reason": simulator.run_folded(strategy)} if is_large(strategy) else None
+    folded = simulator.run_folded(strategy) if is_large(strategy) else None
+    return {"reason": folded} if isinstance(folded, str) else None
 
 
 def _folding(folded: Mapping[str, Any]) -> str:

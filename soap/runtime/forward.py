@@ -6,7 +6,7 @@ as a detached leaf. Values are let go as soon as their last reader on this rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -43,8 +43,7 @@ class ForwardPass:
         self._prepared = prepared
         self._units = units or {}
         self._computed: dict[int, Outputs] = {}
-        self.loss = torch.zeros((), dtype=state.dtype_of(state.graph.loss), device=state.comm.device)
-        self._telling: Pending | None = None
+        self._loss: Callable[[], float] = lambda: 0.0
         self._numbers: dict[int, torch.Tensor] = {}
         self._segment = -1
         self._attached: dict[int, torch.Tensor] = {}
@@ -118,35 +117,51 @@ class ForwardPass:
         """Sum several reductions of one number each at once."""
         numbers = self.program.number_sums[together]
         reduction = self.plan.reductions[numbers[0]]
-        totals = torch.stack([self._own_sum(number).reshape(()) for number in numbers])
+        totals = torch.stack([self._own_number(number) for number in numbers])
         pending = self.state.sum_over(totals, reduction.devices, reduce_name(self.state.graph.operators[reduction.operator], reduction))
+        if self.program.known:
+            shares = [self.program.seeds[self.state.reduced_tensor(number)] for number in numbers]
+            self._loss = lambda: sum(share * number for share, number in zip(shares, pending.wait().tolist(), strict=True))
+            return
         for place, number in enumerate(numbers):
             one = totals[place].reshape(lengths(self.plan.reductions[number].box))
             self._reducing[number] = Pending((), one, pending.wait)
 
     def _own_sum(self, number: int) -> torch.Tensor:
-        reduction = self.plan.reductions[number]
-        own = [tile for tile in reduction.tiles if self.plan.tiles[tile].device == self.state.rank]
-        partials = [self._partials.pop((tile, reduction.output)) for tile in own]
-        total = partials[0].clone(memory_format=torch.contiguous_format)
-        for partial in partials[1:]:
+        first, *others = self._own_partials(number)
+        total = first.clone(memory_format=torch.contiguous_format)
+        for partial in others:
             total.add_(partial)
         return total
 
+    def _own_number(self, number: int) -> torch.Tensor:
+        first, *others = self._own_partials(number)
+        return sum(others, first).reshape(())
+
+    def _own_partials(self, number: int) -> list[torch.Tensor]:
+        reduction = self.plan.reductions[number]
+        own = [tile for tile in reduction.tiles if self.plan.tiles[tile].device == self.state.rank]
+        return [self._partials.pop((tile, reduction.output)) for tile in own]
+
     def tell_loss(self, holding: int) -> None:
-        """Bring the loss to every rank: from the holding's device, unless all have it already."""
+        """Bring the loss to every rank: from the holding's device, unless all know it already."""
+        if self.program.known:
+            return
         own = self.program.losses.get(self.state.rank)
         if own is not None:
             reduction = self.plan.holdings[own].reduction
-            self.loss = (self._numbers[own] if reduction is None else self._reducing[reduction].wait()).reshape(()).clone()
-        if len(self.program.losses) < self.state.comm.world_size:
-            self._telling = self.state.comm.broadcast(self.loss, self.plan.holdings[holding].device)
+            loss = (self._numbers[own] if reduction is None else self._reducing[reduction].wait()).reshape(())
+        else:
+            loss = torch.zeros((), dtype=self.state.dtype_of(self.state.graph.loss), device=self.state.comm.device)
+        if len(self.program.losses) == self.state.comm.world_size:
+            self._loss = lambda: float(loss)
+            return
+        telling = self.state.comm.broadcast(loss.clone(), self.plan.holdings[holding].device)
+        self._loss = lambda: float(telling.wait())
 
     def loss_value(self) -> float:
         """The loss, once it is here: the later it is asked for, the less anybody waits."""
-        if self._telling is not None:
-            self._telling.wait()
-        return float(self.loss)
+        return self._loss()
 
     def release(self) -> None:
         """Let go of what the last segment has used."""

@@ -18,6 +18,7 @@ from enum import Enum, auto
 from soap.errors import RuntimeFailure
 from soap.runtime.activity import Activity, Carrier, PlanIndex, Tail, ValueKey, count_readers, find_activity, no_tail
 from soap.simulator.buckets import idle_shards
+from soap.simulator.flows import reduced_tensor
 from soap.simulator.plan import Bucket, Part, Plan
 
 
@@ -35,7 +36,7 @@ class ActionKind(Enum):
     REDUCE_NUMBERS = auto()
     """Sum the partial results of several reductions, ``number_sums[subject]``, at once."""
     LOSS = auto()
-    """Tell the loss to every rank, if some do not have it; it is in ``plan.holdings[subject]``."""
+    """Tell the loss to every rank, if some can not know it; it is in ``plan.holdings[subject]``."""
     SEGMENT = auto()
     """Run the backward pass of ``segments[subject]``."""
     RETURN = auto()
@@ -89,6 +90,8 @@ class Program:
     """Tensor -> the loss's gradient by it, where the backward pass begins."""
     number_sums: tuple[tuple[int, ...], ...]
     """Reductions that are summed together, as the forward pass ends."""
+    known: bool
+    """Whether every rank knows the loss from the first of ``number_sums``, by ``seeds``. Then the tail is not run."""
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
 
@@ -152,6 +155,7 @@ def compile_program(
     losses = {held.device: i for i, held in reversed(made)}
     forward, number_sums, closing = _set_apart(plan, tail, _forward(plan, places))
     backward = _backward(plan, index, activity, segments, start_of)
+    known = _is_known(plan, tail, number_sums)
     told = Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before
     return Program(
         plan,
@@ -166,8 +170,9 @@ def compile_program(
         losses,
         tail.seeds,
         number_sums,
+        known,
         tuple(forward),
-        (*backward, *closing, told),
+        (*backward, *(() if known else closing), told),
     )
 
 
@@ -294,7 +299,7 @@ def _set_apart(plan: Plan, tail: Tail, actions: Iterable[Action]) -> tuple[list[
     for action in actions:
         if action.kind is ActionKind.REDUCE:
             reduction = plan.reductions[action.subject]
-            tensor = plan.graph.operators[reduction.operator].outputs[reduction.output].tensor
+            tensor = reduced_tensor(plan, reduction)
             if tensor in closing:
                 sums.setdefault((reduction.devices, plan.graph.tensors[tensor].dtype), []).append(action.subject)
                 continue
@@ -308,6 +313,15 @@ def _set_apart(plan: Plan, tail: Tail, actions: Iterable[Action]) -> tuple[list[
         (behind if apart else before).append(action)
     together = [Action(ActionKind.REDUCE_NUMBERS, number, devices) for number, (devices, _) in enumerate(sums)]
     return [*before, *together], tuple(map(tuple, sums.values())), behind
+
+
+def _is_known(plan: Plan, tail: Tail, number_sums: Sequence[Sequence[int]]) -> bool:
+    """Whether one sum over all devices has each number that enters the tail, once."""
+    if not tail.operators or len(number_sums) != 1:
+        return False
+    found = [reduced_tensor(plan, plan.reductions[number]) for number in number_sums[0]]
+    everywhere = len(plan.reductions[number_sums[0][0]].devices) == plan.device_count
+    return everywhere and len(found) == len(tail.seeds) and set(found) == set(tail.seeds)
 
 
 def _is_sum(plan: Plan, parts: Sequence[Part]) -> int:

@@ -12,27 +12,38 @@ from soap.graph import OperatorGraph
 from soap.simulator.communication import Communication
 from soap.simulator.compiled.change import Undo, make_undo
 from soap.simulator.compiled.communication import MISSING
-from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
+from soap.simulator.compiled.evaluate import confirm, evaluate, evaluate_parameter, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, TAKEN, Trial, keep_order, make_trial, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.fragment import CROWDED
 from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
-from soap.simulator.compiled.history import History, make_history, retrace
+from soap.simulator.compiled.history import History, complete, make_history, retrace
 from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.rebuild import lower_all
-from soap.simulator.compiled.scratch import FULL, make_scratch
-from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
-from soap.simulator.compiled.tables import Ints, cluster_tables, graph_tables, served_partitions
-from soap.simulator.compiled.variants import Variants
+from soap.simulator.compiled.scratch import FULL, Scratch, make_scratch
+from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, make_state
+from soap.simulator.compiled.tables import (
+    ClusterTables,
+    GraphTables,
+    Ints,
+    Longs,
+    cluster_tables,
+    graph_tables,
+    partitions_of,
+    served_partitions,
+)
+from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, Choices, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
 from soap.simulator.costs import CostModel
 from soap.simulator.servers import core_names
-from soap.strategy import OpConfig, Strategy, check_config
+from soap.strategy import OpConfig, Strategy, SyncConfig, check_config
 from soap.topology import Topology
 
 Result = TypeVar("Result")
+Handles = tuple[GraphTables, VariantTables, ClusterTables, Groups, ShardTables, State, Scratch, Undo, Trial, Trial, History]
+"""What every change needs."""
 
 
 class PlayedTask(NamedTuple):
@@ -44,6 +55,25 @@ class PlayedTask(NamedTuple):
     start_ns: int
     end_ns: int
     bytes: int
+
+
+class Timeline(NamedTuple):
+    """All tasks of a simulation in the order in which they were taken, as arrays. ``key``: as in ``PlayedTask``."""
+
+    key: Longs
+    duration_ns: Longs
+    start_ns: Longs
+    end_ns: Longs
+    bytes: Longs
+
+
+def same_timeline(a: Timeline, b: Timeline) -> bool:
+    """Whether two simulations took the same tasks at the same times."""
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+ROOM = 4
+"""How many times what a strategy takes there is room for."""
 
 
 class Engine:
@@ -73,6 +103,7 @@ class Engine:
         self._dtypes = 1 + int(max(self._graph.parameter_dtype, default=0))
         self._resources = topology.device_count + len(topology.links) + len(core_names(topology))
         self._group_handle = handle(self._groups.tables)
+        self._parameters = {tensor.name: position for position, tensor in enumerate(graph.parameters)}
         self._proposed_ns: int | None = None
         self.makespan_ns = 0
         self._renew_tables()
@@ -82,21 +113,29 @@ class Engine:
         """Take a strategy and lower it. StrategyError if it does not fit the graph or the cluster."""
         strategy.validate(self.graph, self.topology.device_count)
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
-        self._partitions = served_partitions(self.graph, strategy)
-        tiles = sum(len(config.devices) for config in self._configs)
-        if self._slots < 2 * tiles:  # each has a forward and a backward slot at least: no need to try with less
-            while self._slots < 2 * tiles:
-                self._slots, self._arena = 2 * self._slots, 2 * self._arena
-            self._make_state()
-        self._rebuild()
-
-    def _rebuild(self) -> None:
-        """Lower the current strategy from the ground up."""
+        self._syncs, self._partitions = dict(strategy.parameters), served_partitions(self.graph, strategy)
+        self._make_room(2 * sum(len(config.devices) for config in self._configs))  # each tile has two slots at least
         variants = np.array([self._variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
         replicas = np.array([config.replicas for config in self._configs], np.int32)
         devices = np.array([device for config in self._configs for device in config.devices], np.int32)
-        self._renew_tables()
-        self._try(lambda: self._lower(variants, replicas, devices))
+        if len(self._variants.degrees) > self._known_variants:
+            self._renew_tables()
+        self._lower(variants, replicas, devices)
+
+    def _make_room(self, slots: int) -> None:
+        """Room for what a strategy takes at least, so that not every smaller size is tried."""
+        if self._slots < ROOM * slots:
+            while self._slots < ROOM * slots:
+                self._slots, self._arena = 2 * self._slots, 2 * self._arena
+            self._make_state()
+
+    def _lower(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
+        """Lower a strategy from the ground up, with as much room again for changes that are accepted."""
+        self._try(lambda: self._lower_all(variants, replicas, devices))
+        if ROOM * self.state.used[SLOTS] > self._slots or ROOM * self.state.used[ARENA] > self._arena:
+            self._grow()
+            self._lower(variants, replicas, devices)
+        self._lowered_slots = int(self.state.used[SLOTS])
 
     def simulate(self) -> int:
         """Makespan in ns of the loaded strategy, from a full simulation. What proposals are compared with."""
@@ -119,8 +158,28 @@ class Engine:
         if variant >= self._known_variants:
             self._renew_tables()
         devices = np.array(config.devices, np.int32)
-        self._proposed = (position, config)
-        found = int(self._try(lambda: self._evaluate(position, variant, config.replicas, devices, at_most_ns), self._renew_state))
+
+        def keep() -> None:
+            self._configs[position] = config
+
+        return self._change(
+            lambda: evaluate(*self._handles(), position, variant, config.replicas, devices, self._dtypes, at_most_ns), keep
+        )
+
+    def propose_sync(self, parameter: str, sync: SyncConfig, at_most_ns: int = NO_BOUND) -> int | None:
+        """The same with another synchronization of one parameter."""
+        position = self._parameters[parameter]
+        partitions = partitions_of(sync)
+
+        def keep() -> None:
+            self._syncs[parameter], self._partitions[position] = sync, partitions
+
+        return self._change(lambda: evaluate_parameter(*self._handles(), position, partitions, self._dtypes, at_most_ns), keep)
+
+    def _change(self, work: Callable[[], int], keep: Callable[[], None]) -> int | None:
+        """Change the state and simulate. ``keep``: what else is to be done if that is accepted."""
+        found = int(self._try(lambda: self._whole(work), self._renew_state))
+        self._keep_proposal = keep
         self._proposed_ns = None if found == STOPPED else found
         return self._proposed_ns
 
@@ -128,8 +187,7 @@ class Engine:
         """Keep what was proposed."""
         if self._proposed_ns is None:
             raise ValueError("nothing to accept: the proposal exceeds its bound, or there is none")
-        position, config = self._proposed
-        self._configs[position] = config
+        self._keep_proposal()
         confirm(self._state, self._undo, self._trial, self._other)
         self.trial, self.other = self.other, self.trial
         self._trial, self._other = self._other, self._trial
@@ -144,16 +202,19 @@ class Engine:
     def _keep(self) -> None:
         """Make what was simulated last the simulation that proposals are compared with."""
         keep_order(self._trial)
-        retrace(self._fixed[0], self._state, self._group_handle, self._trial, self._history)
+        retrace(self._state, self._trial, self._history)
 
-    def _evaluate(self, position: int, variant: int, replicas: int, devices: Ints, at_most_ns: int) -> int:
+    def _handles(self) -> Handles:
+        return (
+            self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch, self._undo,
+            self._trial, self._other, self._history,
+        )  # fmt: skip
+
+    def _whole(self, work: Callable[[], Result]) -> Result:
+        """Do all of something, or nothing of it."""
         try:
-            return evaluate(
-                self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
-                self._undo, self._trial, self._other, self._history, position, variant, replicas, devices, self._dtypes, at_most_ns,
-            )  # fmt: skip
+            return work()
         except (MemoryError, LookupError, ValueError):
-            self._used = self.state.used.copy()
             self.reject()
             raise
 
@@ -176,43 +237,54 @@ class Engine:
         found.walk[RANDOM], found.walk[COST], found.walk[BEST] = seed, self.makespan_ns, self.makespan_ns
         walking = handle(found)
         self._renew_tables()
-        self._try(lambda: self._walk(walking, steps, beta_per_ns, bounded), lambda: self._rest(found))
+
+        def go_on() -> None:
+            walk_on(*self._handles(), walking, steps, beta_per_ns, bounded, self._dtypes)
+
+        self._try(lambda: self._whole(go_on), lambda: self._rest(found))
         self._settle(found)
         return Walk(found)
 
-    def _walk(self, walking: Choices, steps: int, beta_per_ns: float, bounded: bool) -> None:
-        try:
-            walk_on(
-                self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
-                self._undo, self._trial, self._other, self._history, walking, steps, beta_per_ns, bounded, self._dtypes,
-            )  # fmt: skip
-        except (MemoryError, LookupError, ValueError):
-            self._used = self.state.used.copy()
-            self.reject()
-            raise
-
     def _rest(self, found: Choices) -> None:
         """Make room in the middle of a walk."""
-        self._settle(found)
+        self._swap(found)
         self._renew_state()
 
-    def _settle(self, found: Choices) -> None:
-        """Python's side of the state after compiled steps."""
+    def _swap(self, found: Choices) -> None:
+        """Python's side of which trial is the current strategy's."""
         if found.walk[SWAPPED]:
             self.trial, self.other = self.other, self.trial
             self._trial, self._other = self._other, self._trial
             found.walk[SWAPPED] = 0
+        self.makespan_ns = int(found.walk[COST])
+
+    def _settle(self, found: Choices) -> None:
+        """Python's side of the state after compiled steps."""
+        self._swap(found)
         C = self.state
         for position in range(len(self._configs)):
             first, tiles = int(C.dev_ptr[position]), int(C.tiles[position])
             devices = tuple(C.dev[first : first + tiles].tolist())
             self._configs[position] = OpConfig(self._variants.degrees[C.variant[position]], devices, int(C.replicas[position]))
-        self.makespan_ns = int(found.walk[COST])
 
     @property
     def strategy(self) -> Strategy:
         """The strategy that is held."""
-        return Strategy({op.name: config for op, config in zip(self.graph.operators, self._configs, strict=True)})
+        configs = zip(self.graph.operators, self._configs, strict=True)
+        return Strategy({op.name: config for op, config in configs}, self._syncs)
+
+    def played_tasks(self) -> Timeline:
+        """The last simulation of the strategy that is held."""
+        return self._timeline(self.trial)
+
+    def proposed_tasks(self) -> Timeline:
+        """The simulation of what is proposed, which had no bound."""
+        complete(self._trial, self._other)
+        return self._timeline(self.other)
+
+    def _timeline(self, trial: Trial) -> Timeline:
+        taken = trial.order[: trial.size[TAKEN]]
+        return Timeline(self.state.key[taken], self.state.duration[taken], trial.start[taken], trial.end[taken], self.state.moved[taken])
 
     def tasks(self) -> Iterator[PlayedTask]:
         """All tasks of the last simulation, in the order in which they were taken."""
@@ -224,7 +296,7 @@ class Engine:
             key, duration, moved = int(C.key[slot]), int(C.duration[slot]), int(C.moved[slot])
             yield PlayedTask(key, duration, resources, int(T.start[slot]), int(T.end[slot]), moved)
 
-    def _lower(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
+    def _lower_all(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
         self.state.partitions[: len(self._partitions)] = self._partitions
         lower_all(
             self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
@@ -232,12 +304,14 @@ class Engine:
         )  # fmt: skip
 
     def _renew_state(self) -> None:
-        """Get rid of what accepted changes have left behind, in larger arrays if that was not most of it."""
-        used = self._used
-        self._rebuild()
-        if 2 * self.state.used[SLOTS] > used[SLOTS] or 2 * self.state.used[ARENA] > used[ARENA]:
+        """Get rid of what accepted changes have left behind, or if that is nothing, grow."""
+        C, count = self.state, len(self.graph.operators)
+        tiles = zip(C.dev_ptr[:count].tolist(), C.tiles[:count].tolist(), strict=True)
+        devices = np.concatenate([C.dev[first : first + own] for first, own in tiles])
+        held = C.variant[:count].copy(), C.replicas[:count].copy(), devices
+        if self.state.used[SLOTS] == self._lowered_slots:
             self._grow()
-            self._rebuild()
+        self._lower(*held)
         self.simulate()
 
     def _grow(self) -> None:

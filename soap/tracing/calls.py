@@ -63,9 +63,13 @@ class Call:
     @property
     def kind(self) -> str:
         """Short name of what is called, for people: ``linear``, ``batch_norm``."""
-        schema = getattr(self.target, "_schema", None)
-        name = schema.name.split("::")[-1] if schema is not None else getattr(self.target, "__name__", str(self.target))
-        return str(name)
+        return _kind_of(self.target)
+
+
+@cache
+def _kind_of(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    return str(schema.name.split("::")[-1] if schema is not None else getattr(target, "__name__", target))
 
 
 @dataclass

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from soap.errors import RuntimeFailure
 from soap.graph import OperatorGraph
 from soap.runtime.program import ActionKind, Program, compile_program, part_of
+from soap.runtime.tail import find_tail
 from soap.simulator.lowering import build_plan
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder, convnet, mlp
 from tests.runtime.plans import plan_of, random_order, split
+from tests.runtime.traced import traced
 from tests.simulator.examples import batch_split
 from tests.strategies import cases, cluster
 
@@ -57,6 +59,18 @@ def test_replica_of_the_loss_has_no_backward_pass() -> None:
     assert loss in program.activity.tiles
     assert loss + 1 not in program.activity.tiles
     assert [action.kind for action in part_of(program.backward, 1)] == [ActionKind.LOSS]
+
+
+def test_tail_is_not_run_where_every_rank_has_what_enters_it() -> None:
+    model = traced("zoo:rnnlm:tiny", "float64")
+    tail, graph = find_tail(model), model.graph
+    assert [graph.operators[position].name for position in tail.operators] == ["add"]
+    everywhere, partly = (compile_program(plan_of(graph, split((0, 1), b=2), devices), tail=tail) for devices in (2, 3))
+    assert (everywhere.known, partly.known, len(everywhere.number_sums)) == (True, False, 1)
+    (last,) = [number for number, tile in enumerate(partly.plan.tiles) if tile.operator in tail.operators]
+    runs = [[action.subject for action in program.backward if action.kind is ActionKind.TILE] for program in (everywhere, partly)]
+    assert runs == [[], [last]]
+    assert not compile_program(everywhere.plan).known
 
 
 def test_shards_for_what_no_tile_reads() -> None:

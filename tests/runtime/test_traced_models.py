@@ -24,3 +24,10 @@ def test_zoo_models_train_like_one_process(four: Pool, name: str) -> None:
     for strategy in (CLASSICAL["megatron"](graph, FOUR), random_strategy(graph, FOUR, random.Random(name))):
         result = four.run(checked, spec, "float64", strategy, FOUR)[0]
         assert result.passed, result.worst
+
+
+def test_a_loss_of_several_parts_is_known_to_all_ranks(four: Pool) -> None:
+    """Each works it out from the sums of the parts."""
+    graph = traced("zoo:rnnlm:tiny", "float64").graph
+    result = four.run(checked, "zoo:rnnlm:tiny", "float64", CLASSICAL["data_parallel"](graph, FOUR), FOUR)[0]
+    assert result.passed, result.worst

@@ -1,4 +1,4 @@
-"""Changing one operator's configuration in a state, and taking the change back (compiled).
+"""Changing one operator's configuration or one parameter's synchronization in a state, and taking the change back (compiled).
 
 A change gives the operator's tiles new slots, and makes the blocks of the operator and of those that it reads anew. Nothing is overwritten
 but pointers and what slots wait for; ``Undo`` holds what they were. Blocks are added behind all others, so that taking a change back frees
@@ -20,9 +20,10 @@ from soap.simulator.compiled.synchronization import count_backward, count_sums, 
 from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Longs
 from soap.simulator.compiled.variants import CELLS, VariantTables
 
-OPERATOR, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
-"""Places in ``Undo.what``: the operator (-1: nothing is changed), number of blocks, whether gradients' sums were made anew, what was
-taken before, how much of ``alive`` and ``rows`` is taken."""
+UNDER_WAY, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
+PARAMETER, OLD_PARTITIONS = 10, 11
+"""Places in ``Undo.what``: whether anything is changed, number of blocks, whether gradients' sums were made anew, what was taken before,
+how much of ``alive`` and ``rows`` is taken; the parameter whose synchronization is changed (-1: none), and how it was."""
 
 FIELDS = 13
 
@@ -51,10 +52,8 @@ class Undo(NamedTuple):
 def make_undo(operators: int, readers: int, devices: int, slots: int) -> Undo:
     """Room for a change of anything."""
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
-    what = longs(16)
-    what[OPERATOR] = -1
     return Undo(
-        what,
+        longs(16),
         ints(FIELDS * operators),
         ints(readers + 1),
         ints(slots),
@@ -64,6 +63,22 @@ def make_undo(operators: int, readers: int, devices: int, slots: int) -> Undo:
         ints(devices),
         longs(operators),
     )
+
+
+@compiled
+def begin_change(C: State, U: Undo) -> None:
+    """Note what is taken."""
+    what = U.what
+    what[UNDER_WAY], what[CHANGED], what[SYNCHRONIZED], what[ALIVE_SAVED], what[LIST_SAVED], what[PARAMETER] = 1, 0, 0, 0, 0, -1
+    what[OLD_SLOTS], what[OLD_ARENA], what[OLD_DEVICES] = C.used[SLOTS], C.used[ARENA], C.used[DEVICES]
+
+
+@compiled
+def change_parameter(C: State, U: Undo, parameter: int, partitions: int) -> None:
+    """Have a parameter synchronized in another way. Gradients' sums are left as they were: ``change_sums``."""
+    begin_change(C, U)
+    U.what[PARAMETER], U.what[OLD_PARTITIONS] = parameter, C.partitions[parameter]
+    C.partitions[parameter] = partitions
 
 
 @compiled
@@ -81,9 +96,7 @@ def change_operator(
     devices: Ints,
 ) -> None:
     """Give an operator another configuration. Gradients' sums are left as they were: ``change_sums``, if ``needs_sums``."""
-    what = U.what
-    what[OPERATOR], what[CHANGED], what[SYNCHRONIZED], what[ALIVE_SAVED], what[LIST_SAVED] = op, 0, 0, 0, 0
-    what[OLD_SLOTS], what[OLD_ARENA], what[OLD_DEVICES] = C.used[SLOTS], C.used[ARENA], C.used[DEVICES]
+    begin_change(C, U)
     S.count[STAMP] += 1
     stamp = S.count[STAMP]
     _mark(G, U, op, stamp)
@@ -105,7 +118,7 @@ def change_operator(
             if lower_operator(G, V, K, R, C, S, position):
                 _mark(G, U, position, stamp)
             count_backward(C, position, 1)
-            U.fields[(what[CHANGED] - 1) * FIELDS + DONE] = 1
+            U.fields[(U.what[CHANGED] - 1) * FIELDS + DONE] = 1
 
 
 @compiled
@@ -141,6 +154,8 @@ def _save(G, C, U, op):  # type: ignore[no-untyped-def]
 @compiled
 def needs_sums(G: GraphTables, C: State, U: Undo) -> bool:
     """Whether the change has to do with gradients' sums."""
+    if U.what[PARAMETER] >= 0:
+        return True
     for n in range(U.what[CHANGED]):
         op = U.fields[n * FIELDS]
         if G.parameter_ptr[op + 1] > G.parameter_ptr[op] and (n == 0 or _alive_changed(C, U, n)):
@@ -177,8 +192,10 @@ def change_sums(
 @compiled
 def undo(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
     """Take the last change back, whole or (after an exception) in part."""
-    if U.what[OPERATOR] < 0:
+    if not U.what[UNDER_WAY]:
         return
+    if U.what[PARAMETER] >= 0:
+        C.partitions[U.what[PARAMETER]] = U.what[OLD_PARTITIONS]
     if U.what[SYNCHRONIZED]:
         if U.what[SYNCHRONIZED] == 2:
             count_sums(R, C, -1)
@@ -207,4 +224,4 @@ def undo(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
         count_edges(C, op, 1)
         count_backward(C, op, 1)
     C.used[SLOTS], C.used[ARENA], C.used[DEVICES] = U.what[OLD_SLOTS], U.what[OLD_ARENA], U.what[OLD_DEVICES]
-    U.what[OPERATOR] = -1
+    U.what[UNDER_WAY] = 0

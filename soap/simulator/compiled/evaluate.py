@@ -1,4 +1,4 @@
-"""Delta simulation: the time of a strategy that differs from the current one in one operator (compiled).
+"""Delta simulation: the time of a strategy that differs from the current one in one operator or one parameter (compiled).
 
 What is saved against a full simulation: blocks that do not change are kept (``change``); what comes before the first difference is not
 played again (``history``); the rest follows the earlier order, without a heap (``events``). With a bound, a proposal is given up as soon as
@@ -7,9 +7,9 @@ it is certain to exceed it: before anything is lowered, if a device has too much
 
 from __future__ import annotations
 
-from soap.simulator.compiled.change import OPERATOR, Undo, change_operator, change_sums, needs_sums, undo
+from soap.simulator.compiled.change import UNDER_WAY, Undo, change_operator, change_parameter, change_sums, needs_sums, undo
 from soap.simulator.compiled.events import PAUSED, STOPPED, TAKEN, Trial, any_sum_is_ready, begin, make_sums_ready, play
-from soap.simulator.compiled.history import History, complete, first_difference, resume
+from soap.simulator.compiled.history import History, complete, first_difference, first_tile, resume, take_snapshots
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.scratch import Scratch
@@ -42,12 +42,41 @@ def evaluate(
     changed, complete; ``H``: its snapshots; ``T``: room for the new one. The change stays, if any was made: ``take_back`` undoes it."""
     if overworked(G, V, K, C, S, op, variant, replicas, devices, at_most):
         return STOPPED
+    take_snapshots(G, C, R, P, H, first_tile(C, P, op))
     change_operator(G, V, K, R, C, S, U, op, variant, replicas, devices)
+    return _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most)
+
+
+@compiled
+def evaluate_parameter(
+    G: GraphTables,
+    V: VariantTables,
+    K: ClusterTables,
+    R: Groups,
+    D: ShardTables,
+    C: State,
+    S: Scratch,
+    U: Undo,
+    P: Trial,
+    T: Trial,
+    H: History,
+    parameter: int,
+    partitions: int,
+    dtypes: int,
+    at_most: int,
+) -> int:
+    """The same for another way to synchronize a parameter; ``partitions``: as ``State.partitions``."""
+    take_snapshots(G, C, R, P, H, H.first_sum[0])
+    change_parameter(C, U, parameter, partitions)
+    return _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most)
+
+
+@compiled
+def _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most):  # type: ignore[no-untyped-def]
+    """Simulate what was changed."""
     match_slots(C, S, U, P)
     sums = needs_sums(G, C, U)
-    latest = first_difference(G, C, U, P)
-    if sums:
-        latest = min(latest, H.first_sum[0])
+    latest = min(first_difference(G, C, U, P), H.first_sum[0] if sums else H.first_update[0])
     if not resume(C, U, P, T, H, latest, not sums):
         begin(G, C, P, T, P.size[TAKEN], not sums)
     makespan = play(G, C, R, P, T, at_most, sums)
@@ -99,7 +128,7 @@ def overworked(
 @compiled
 def take_back(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
     """Undo what ``evaluate`` has changed, if it has."""
-    if U.what[OPERATOR] >= 0:
+    if U.what[UNDER_WAY]:
         forget_matches(C, U)
         undo(G, R, C, U)
 
@@ -108,5 +137,5 @@ def take_back(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
 def confirm(C: State, U: Undo, P: Trial, T: Trial) -> None:
     """Keep what ``evaluate`` has changed. ``T``, its simulation, takes the place of ``P``: call ``keep_order`` and ``retrace``."""
     forget_matches(C, U)
-    U.what[OPERATOR] = -1
+    U.what[UNDER_WAY] = 0
     complete(P, T)

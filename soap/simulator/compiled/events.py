@@ -61,7 +61,7 @@ def make_trial(slots: int, resources: int, devices: int) -> Trial:
 
 
 @uncounted
-def _push(heap_ready, heap_key, heap_slot, size, ready, key, slot):  # type: ignore[no-untyped-def]
+def push(heap_ready, heap_key, heap_slot, size, ready, key, slot):  # type: ignore[no-untyped-def]
     """Into a heap of four children per node."""
     i = size[HEAP]
     size[HEAP] = i + 1
@@ -118,7 +118,7 @@ def _settle(size, left, ready, place, before, key, heap_ready, heap_key, heap_sl
             left[slot] = IN_RUN
             size[WAITING] += 1
         else:
-            _push(heap_ready, heap_key, heap_slot, size, when, key[slot], slot)
+            push(heap_ready, heap_key, heap_slot, size, when, key[slot], slot)
 
 
 @compiled
@@ -130,7 +130,7 @@ def make_ready(C: State, P: Trial, T: Trial, slot: int) -> None:
         T.left[slot] = IN_RUN
         T.size[WAITING] += 1
     else:
-        _push(T.heap_ready, T.heap_key, T.heap_slot, T.size, 0, C.key[slot], slot)
+        push(T.heap_ready, T.heap_key, T.heap_slot, T.size, 0, C.key[slot], slot)
 
 
 @compiled

@@ -8,22 +8,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, Undo
-from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial
+from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, push
 from soap.simulator.compiled.handles import declare
 from soap.simulator.compiled.jit import compiled, uncounted
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
 
-MOST_SNAPSHOTS = 32
+MOST_SNAPSHOTS = 24
 MOST_BYTES = 2**26
 """What all snapshots may take together."""
+
+MADE, NOW, LATEST, READY = range(4)
+"""Places in ``History.at``: snapshots that are made; the place before which ``met_now`` to ``gone_now`` are valid; latest end till
+there; how many slots have been ready till there."""
 
 
 @declare
 class History(NamedTuple):
-    """Snapshot k was taken before the task at ``place[k]`` of the order. Per slot: ``met`` (predecessors that had ended), ``ready`` (by
-    these). Per resource: ``free``. Per device: ``gone`` (ns of tiles that had been taken). ``pending[k, :pending_n[k]]``: ready slots.
-    ``first_sum``: place of the first backward pass or sum of gradients; ``met_now`` and ``ready_now``: working memory."""
+    """Snapshot k is of the time before the task at ``place[k]`` of the order is taken. Per slot: ``met`` (predecessors that have ended),
+    ``ready`` (by these). Per resource: ``free``. Per device: ``gone`` (ns of tiles that have been taken). ``pending[k, :pending_n[k]]``:
+    ready slots. Snapshots are made when they are first needed, one after the other.
+
+    ``first_sum``: place of the first backward pass or sum of gradients. ``first_update``: a place before which no device has done its last
+    backward pass, nor its update; ``last_backward``: places of these passes. ``met_now`` to ``gone_now``: working memory."""
 
     place: Longs
     makespan: Longs
@@ -33,7 +40,10 @@ class History(NamedTuple):
     gone: NDArray[np.int64]
     pending: NDArray[np.int32]
     pending_n: Longs
+    at: Longs
     first_sum: Longs
+    first_update: Longs
+    last_backward: Longs
     met_now: Ints
     ready_now: Longs
     free_now: Longs
@@ -45,65 +55,83 @@ def make_history(slots: int, resources: int, devices: int) -> History:
     count = min(MOST_SNAPSHOTS, max(1, MOST_BYTES // (16 * slots + 8 * resources)))
     longs, ints = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n, np.int32))
     tables = (ints(count, slots), longs(count, slots), longs(count, resources), longs(count, devices), ints(count, slots))
-    return History(longs(count), longs(count), *tables, longs(count), longs(1), ints(slots), longs(slots), longs(resources), longs(devices))
+    now = (ints(slots), longs(slots), longs(resources), longs(devices))
+    return History(longs(count), longs(count), *tables, longs(count), longs(4), longs(1), longs(1), longs(devices), *now)
 
 
 @compiled
-def retrace(G: GraphTables, C: State, R: Groups, P: Trial, H: History) -> None:
-    """Take snapshots of a complete simulation ``P`` of the current state."""
+def retrace(C: State, P: Trial, H: History) -> None:
+    """Begin with the history of ``P``, a complete simulation of the current state."""
     slots, total = C.used[SLOTS], P.size[TAKEN]
     H.met_now[:slots] = 0
     H.ready_now[:slots] = 0
     H.free_now[:] = 0
     H.gone_now[:] = 0
-    H.first_sum[0] = total
-    count = len(H.place)
-    taken = makespan = 0
-    for k in range(count):
-        H.place[k] = k * total // count
-        makespan = _advance(
+    H.last_backward[:] = 0
+    H.first_sum[0] = H.first_update[0] = total
+    ready = last_forward = 0
+    for place in range(total):
+        slot = P.order[place]
+        kind = C.kind[slot]
+        ready += C.waits[slot] == 0
+        if kind == FORWARD_TILE:
+            last_forward = place
+        elif kind == BACKWARD_TILE:
+            H.last_backward[C.resource[slot]] = place
+        if kind == BACKWARD_TILE or C.owner[slot] < 0:
+            H.first_sum[0] = min(H.first_sum[0], place)
+    for device in range(len(H.last_backward)):
+        if C.alive[device]:
+            H.first_update[0] = min(H.first_update[0], H.last_backward[device])
+    H.at[MADE], H.at[NOW], H.at[LATEST], H.at[READY] = 0, 0, 0, ready
+    for k in range(len(H.place)):
+        H.place[k] = k * (last_forward + 1) // len(H.place)  # a change makes a difference to a tile's forward pass, if to anything
+
+
+@compiled
+def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, latest: int) -> None:
+    """Make those that are not behind the place ``latest``. Before anything is changed."""
+    slots = C.used[SLOTS]
+    while H.at[MADE] < len(H.place) and H.place[H.at[MADE]] <= latest:
+        k = H.at[MADE]
+        H.at[LATEST] = _advance(
             C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
-            G.source_ptr, G.source, R.static, R.sets.ptr, R.sets.item, P.order, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now,
-            H.first_sum, taken, H.place[k], makespan,
+            C.waits, G.source_ptr, G.source, R.static, R.sets.ptr, R.sets.item, P.order, P.end, H.met_now, H.ready_now, H.free_now,
+            H.gone_now, H.at, H.place[k], H.at[LATEST],
         )  # fmt: skip
-        taken = H.place[k]
-        H.makespan[k] = makespan
+        H.makespan[k] = H.at[LATEST]
         H.met[k, :slots] = H.met_now[:slots]
         H.ready[k, :slots] = H.ready_now[:slots]
         H.free[k] = H.free_now
         H.gone[k] = H.gone_now
-        H.pending_n[k] = _pending(C.waits, P.order, H.met_now, H.pending[k], taken, total)
-    _advance(
-        C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
-        G.source_ptr, G.source, R.static, R.sets.ptr, R.sets.item, P.order, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now,
-        H.first_sum, taken, total, makespan,
-    )  # fmt: skip
+        H.pending_n[k] = _pending(C.waits, P.order, H.met_now, H.pending[k], H.place[k], H.at[READY] - H.place[k])
+        H.at[MADE] = k + 1
 
 
 @uncounted
-def _pending(waits, order, met, pending, taken, total):  # type: ignore[no-untyped-def]
-    """Slots that are ready and have not been taken."""
-    n = 0
-    for place in range(taken, total):
+def _pending(waits, order, met, pending, taken, count):  # type: ignore[no-untyped-def]
+    """Find the slots that are ready and have not been taken: so many."""
+    n, place = 0, taken
+    while n < count:
         slot = order[place]
         if met[slot] == waits[slot]:
             pending[n] = slot
             n += 1
+        place += 1
     return n
 
 
 @uncounted
 def _advance(  # type: ignore[no-untyped-def]
-    kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, source_ptr, source, static,
-    set_ptr, set_item, order, ends, met, ready, free, gone, first_sum, first, last, makespan,
+    kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, waits, source_ptr, source,
+    static, set_ptr, set_item, order, ends, met, ready, free, gone, at, last, makespan,
 ):  # fmt: skip
-    """Take the tasks from place ``first`` to ``last`` again; the latest end so far."""
-    for place in range(first, last):
+    """Take the tasks before the place ``last`` again; the latest end so far."""
+    ready_n = at[READY]
+    for place in range(at[NOW], last):
         slot = order[place]
         end, kind, op, resource = ends[slot], kinds[slot], owner[slot], resources[slot]
         makespan = max(makespan, end)
-        if kind == BACKWARD_TILE or op < 0:
-            first_sum[0] = min(first_sum[0], place)
         if kind <= BACKWARD_TILE or kind == UPDATE_DEVICE:
             free[resource] = end
             if kind != UPDATE_DEVICE:
@@ -128,6 +156,7 @@ def _advance(  # type: ignore[no-untyped-def]
             for i in range(set_ptr[index[slot]], set_ptr[index[slot] + 1]):
                 met[set_item[i]] += 1
                 ready[set_item[i]] = max(ready[set_item[i]], end)
+                ready_n += met[set_item[i]] == waits[set_item[i]]
         elif kind == UPDATE_DEVICE:
             last_row = 0
         for i in range(first_row, last_row):
@@ -142,10 +171,22 @@ def _advance(  # type: ignore[no-untyped-def]
             for k in range(arena[row], arena[row + 1]):
                 met[arena[k]] += 1
                 ready[arena[k]] = max(ready[arena[k]], end)
+                ready_n += met[arena[k]] == waits[arena[k]]
         if own >= 0:
             met[own] += 1
             ready[own] = max(ready[own], end)
+            ready_n += met[own] == waits[own]
+    at[NOW], at[READY] = last, ready_n
     return makespan
+
+
+@compiled
+def first_tile(C: State, P: Trial, op: int) -> int:
+    """The place of the first tile of an operator."""
+    place = P.size[TAKEN]
+    for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):
+        place = min(place, P.place[slot])
+    return place
 
 
 @compiled
@@ -165,6 +206,8 @@ def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
             for slot in range(first, first + C.tiles[reader]):
                 if C.alive[slot] and slot < U.what[OLD_SLOTS]:
                     place = min(place, P.place[slot])
+    if U.what[CHANGED] == 0:
+        return place
     changed = U.fields[0]
     for slot in range(C.tile_slot[changed], C.tile_slot[changed] + C.tiles[changed]):
         if C.waits[slot] == 0:
@@ -175,9 +218,10 @@ def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
 @compiled
 def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums: bool) -> bool:
     """Begin a simulation at the last snapshot that is not behind the place ``latest``. False if there is none but the beginning itself.
-    Without ``sums``, those of gradients are left out: they will be made when the simulation has paused."""
+    Without ``sums``, those of gradients are left out: they will be made when the simulation has paused. With them, no device's update was
+    ready before ``latest``; one whose last tile has gone to another device may be now."""
     k = 0
-    while k + 1 < len(H.place) and H.place[k + 1] <= latest:
+    while k + 1 < H.at[MADE] and H.place[k + 1] <= latest:
         k += 1
     if H.place[k] == 0:
         return False
@@ -193,6 +237,10 @@ def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums:
         if sums or C.owner[slot] >= 0:
             T.left[slot] = IN_RUN
             T.size[WAITING] += 1
+    if sums:
+        for device in range(len(T.rest)):
+            if C.alive[device] and T.left[device] == 0:
+                push(T.heap_ready, T.heap_key, T.heap_slot, T.size, T.ready[device], C.key[device], device)
     return True
 
 

@@ -5,6 +5,7 @@ The counterpart of ``planning._reductions``, ``_holdings`` and ``_gather_reads``
 
 from __future__ import annotations
 
+from soap.simulator.compiled.communication import first_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import CONSUMERS, FETCHES, FULL, HOLDINGS, REDUCTIONS, STAMP, Scratch
 from soap.simulator.compiled.state import State
@@ -146,7 +147,7 @@ def gather_reads(G: GraphTables, V: VariantTables, C: State, S: Scratch, op: int
                 box = V.data[row[READS] + (k - first) * cells + tile % cells]
                 if box >= 0:
                     key = (box * len(C.busy) + device) * 256 + G.read_output[k]
-                    place = (key * 0x9E3779B97F4A7C1) >> 32 & mask
+                    place = first_place(key, mask)
                     while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != key:
                         place = (place + 1) & mask
                     if S.hash_stamp[place] != S.count[STAMP]:

@@ -6,24 +6,35 @@ import numpy as np
 
 from soap.simulator.compiled.communication import find_list
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, Scratch
+from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, USES, Scratch
 from soap.simulator.compiled.state import ShardTables, State
 from soap.simulator.compiled.tables import GraphTables
 from soap.simulator.compiled.variants import CELLS, GEOMETRIES, VariantTables
 
 
 @compiled
-def find_geometry(G: GraphTables, V: VariantTables, D: ShardTables, C: State, op: int, k: int) -> int:
-    """How the k-th of an operator's parameters is cut at present."""
-    parameter = G.parameter[G.parameter_ptr[op] + k]
-    first, last = G.user_ptr[parameter], G.user_ptr[parameter + 1]
-    if last - first == 1:
-        return V.data[V.rows[C.variant[op], GEOMETRIES] + k]
-    key = np.empty(1 + last - first, np.int32)
-    key[0] = parameter
-    for i in range(first, last):
-        key[1 + i - first] = C.variant[G.user[i]]
-    return D.tied_geometry[find_list(D.tied, key)]
+def find_geometries(G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: Scratch) -> None:
+    """``geometry``: how each parameter that is trained is cut at present."""
+    if len(G.parameter_dtype) > len(S.geometry):
+        raise MemoryError(FULL)
+    for parameter in range(len(G.parameter_dtype)):
+        first, last = G.user_ptr[parameter], G.user_ptr[parameter + 1]
+        if last == first or G.user_place[first] < 0:
+            continue  # nobody's, or frozen
+        if last - first == 1:
+            S.geometry[parameter] = _own_geometry(G, V, C, first)
+            continue
+        key = np.empty(1 + last - first, np.int32)
+        key[0] = parameter
+        for use in range(first, last):
+            key[1 + use - first] = D.cut[_own_geometry(G, V, C, use)]
+        S.geometry[parameter] = D.tied_geometry[find_list(D.tied, key)]
+
+
+@compiled
+def _own_geometry(G, V, C, use):  # type: ignore[no-untyped-def]
+    """How an operator cuts a parameter; ``use``: place in ``GraphTables.user``."""
+    return V.data[V.rows[C.variant[G.user[use]], GEOMETRIES] + G.user_place[use]]
 
 
 @compiled
@@ -36,29 +47,51 @@ def first_user_with_gradient(D: ShardTables, geometry: int) -> int:
 
 
 @compiled
-def find_keepers(
-    G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: Scratch, parameter: int, geometry: int, shard: int
-) -> None:
-    """``members``: number of devices that keep a shard, then the devices, ascending."""
-    read = shard
-    if D.use_ptr[shard] == D.use_ptr[shard + 1]:
-        read = D.ptr[geometry]  # what no tile reads is kept by the first device of the first shard
+def find_keepers(G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: Scratch, parameter: int, shard: int) -> None:
+    """``use_slot``, ``use_device``: the tiles that use a shard. ``members``: number of its keepers, then these devices, ascending."""
+    first = D.ptr[S.geometry[parameter]]
+    unread = D.use_ptr[shard] == D.use_ptr[shard + 1]  # is kept by the first device of the first shard
+    _gather_uses(G, V, D, C, S, parameter, first if unread else shard)
     S.count[STAMP] += 1
     n = 0
     ascending = True
-    for i in range(D.use_ptr[read], D.use_ptr[read + 1]):
-        op = G.user[G.user_ptr[parameter] + D.use_user[i]]
-        cells = V.rows[C.variant[op], CELLS]
-        for tile in range(D.use_tile[i], C.tiles[op], cells):
-            device = C.dev[C.dev_ptr[op] + tile]
-            if S.mark[device] != S.count[STAMP]:
-                S.mark[device] = S.count[STAMP]
-                S.members[1 + n] = device
-                ascending &= n == 0 or S.members[n] < device
-                n += 1
+    for i in range(S.count[USES]):
+        device = S.use_device[i]
+        if S.mark[device] != S.count[STAMP]:
+            S.mark[device] = S.count[STAMP]
+            S.members[1 + n] = device
+            ascending &= n == 0 or S.members[n] < device
+            n += 1
     if not ascending:
         S.members[1 : 1 + n].sort()
-    S.members[0] = n if read == shard else 1
+    S.members[0] = 1 if unread else n
+
+
+@compiled
+def _gather_uses(G, V, D, C, S, parameter, shard):  # type: ignore[no-untyped-def]
+    S.count[USES] = 0
+    first = G.user_ptr[parameter]
+    alone = G.user_ptr[parameter + 1] - first == 1
+    for i in range(D.use_ptr[shard], D.use_ptr[shard + 1]):
+        if alone:
+            _add_use(V, C, S, G.user[first], D.use_place[i])
+            continue
+        use = first + D.use_user[i]
+        own = D.ptr[_own_geometry(G, V, C, use)] + D.use_place[i]
+        for j in range(D.use_ptr[own], D.use_ptr[own + 1]):
+            _add_use(V, C, S, G.user[use], D.use_place[j])
+
+
+@compiled
+def _add_use(V, C, S, op, first):  # type: ignore[no-untyped-def]
+    """The tile ``first`` of all replicas of an operator."""
+    count, cells, n = C.tiles[op], V.rows[C.variant[op], CELLS], S.count[USES]
+    if n + count // cells > len(S.use_slot):
+        raise MemoryError(FULL)
+    for tile in range(first, count, cells):
+        S.use_slot[n], S.use_device[n] = C.tile_slot[op] + count + tile, C.dev[C.dev_ptr[op] + tile]
+        n += 1
+    S.count[USES] = n
 
 
 @compiled

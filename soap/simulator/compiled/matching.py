@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, OLD_SYNC_SLOT, OLD_SYNCS, SYNCHRONIZED, Undo
+from soap.simulator.compiled.communication import first_place
 from soap.simulator.compiled.events import Trial
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, Scratch
@@ -36,24 +37,35 @@ def match_sums(C: State, S: Scratch, U: Undo, P: Trial) -> None:
 
 @compiled
 def _match(C, S, P, old, olds, new, news):  # type: ignore[no-untyped-def]
+    """Blocks that begin and end alike need no table for that."""
+    while olds > 0 and news > 0 and C.key[old] == C.key[new]:
+        _stand_for(C, P, old, new)
+        old, new, olds, news = old + 1, new + 1, olds - 1, news - 1
+    while olds > 0 and news > 0 and C.key[old + olds - 1] == C.key[new + news - 1]:
+        olds, news = olds - 1, news - 1
+        _stand_for(C, P, old + olds, new + news)
     if 2 * news > len(S.hash_key):
         raise MemoryError(FULL)
     S.count[STAMP] += 1
     mask = len(S.hash_key) - 1
     for slot in range(new, new + news):
-        place = (C.key[slot] * 0x9E3779B97F4A7C1) >> 32 & mask
+        place = first_place(C.key[slot], mask)
         while S.hash_stamp[place] == S.count[STAMP]:
             place = (place + 1) & mask
         S.hash_stamp[place], S.hash_key[place], S.hash_value[place] = S.count[STAMP], C.key[slot], slot
     for slot in range(old, old + olds):
-        place = (C.key[slot] * 0x9E3779B97F4A7C1) >> 32 & mask
+        place = first_place(C.key[slot], mask)
         while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != C.key[slot]:
             place = (place + 1) & mask
         C.alias[slot] = NOWHERE
         if S.hash_stamp[place] == S.count[STAMP]:
-            found = S.hash_value[place]
-            C.alias[slot] = found
-            P.place[found], P.ready[found] = P.place[slot], P.ready[slot]
+            _stand_for(C, P, slot, S.hash_value[place])
+
+
+@compiled
+def _stand_for(C, P, old, new):  # type: ignore[no-untyped-def]
+    C.alias[old] = new
+    P.place[new], P.ready[new] = P.place[old], P.ready[old]
 
 
 @compiled

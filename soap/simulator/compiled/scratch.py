@@ -13,7 +13,7 @@ from soap.simulator.compiled.handles import declare
 from soap.simulator.compiled.tables import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
-EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS = range(8, 16)
+EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES = range(8, 17)
 """Places in ``Scratch.count``: how much of each kind there is; what is stamped with ``count[STAMP]`` is current."""
 
 FULL = "scratch is full"
@@ -27,7 +27,8 @@ class Scratch(NamedTuple):
     reduction or -1. ``member_ptr``, ``member``: tiles of a group. ``f_``: fetches. ``c_``: their consumers, linked. ``p_``: pieces
     (``p_id``: equal for equal regions of one holding). ``k_``: carriers, with ``part`` their pieces. ``t_``: tasks. ``e_``: edges. ``res``:
     resources of exchanges. ``cell``: bounds of cells and of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table. By device:
-    ``update`` in ns; ``taken``, partitions on the cores of the host whose lowest device it is; ``pushed``, slots of pushes. The rest:
+    ``update`` in ns; ``taken``, partitions on the cores of the host whose lowest device it is; ``pushed``, slots of pushes.
+    ``geometry``: by parameter. ``use_slot``, ``use_device``: the tiles that use a shard. The rest:
     lists under work.
     """
 
@@ -103,6 +104,9 @@ class Scratch(NamedTuple):
     taken: Longs
     pushed: Ints
     members: Ints
+    geometry: Ints
+    use_slot: Ints
+    use_device: Ints
     bucket_stamp: Longs
     bucket_of: Ints
     bucket_limit: Longs
@@ -114,7 +118,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     table = 1
     while table < 4 * size:
         table *= 2
-    sizes = {"count": 16, "odometer": 64}
+    sizes = {"count": 32, "odometer": 64}
     sizes |= dict.fromkeys(("hash_key", "hash_stamp", "hash_value"), table)
     sizes |= dict.fromkeys(("mark", "mark_value"), max(devices, size))
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)

@@ -11,11 +11,11 @@ import numpy as np
 from soap.simulator.compiled.communication import MISSING, REDUCE_TRAFFIC, nanoseconds, seek_list, transfer_ns
 from soap.simulator.compiled.fragment import CROWDED, SYNC, task_key
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.keepers import add_sync_edge, find_geometry, find_keepers, is_served
-from soap.simulator.compiled.scratch import STAMP, TASKS, Scratch
+from soap.simulator.compiled.keepers import add_sync_edge, find_keepers, is_served
+from soap.simulator.compiled.scratch import STAMP, TASKS, USES, Scratch
 from soap.simulator.compiled.state import ARENA, LOW_BITS, OTHER, ShardTables, State
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
-from soap.simulator.compiled.variants import CELLS, VariantTables
+from soap.simulator.compiled.variants import VariantTables
 
 PUSH, UPDATE_PARTITION, PULL = 1, 2, 3
 """Stages of a task's id, as in ``lowering``."""
@@ -23,38 +23,36 @@ PUSH, UPDATE_PARTITION, PULL = 1, 2, 3
 
 @compiled
 def serve(G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C: State, S: Scratch, slot0: int) -> None:
-    """Add the tasks of all served shards behind the ``count[TASKS]`` that stand from ``slot0`` on, in the order of the parameters.
+    """Add the tasks of all served shards behind the ``count[TASKS]`` that stand from ``slot0`` on, in the order of the parameters, whose
+    geometries are known.
 
     LookupError if updates on cores are not known yet; all of them are then in ``core_size.missing``.
     """
     S.taken[:] = 0
     missing = 0
     for parameter in range(len(G.parameter_dtype)):
-        if C.partitions[parameter] == 0 or G.user_ptr[parameter] == G.user_ptr[parameter + 1]:
+        if C.partitions[parameter] == 0 or G.user_ptr[parameter] == G.user_ptr[parameter + 1] or G.user_place[G.user_ptr[parameter]] < 0:
             continue
-        op = G.user[G.user_ptr[parameter]]
-        for k in range(G.parameter_ptr[op + 1] - G.parameter_ptr[op]):
-            if G.parameter[G.parameter_ptr[op] + k] == parameter:
-                geometry = find_geometry(G, V, D, C, op, k)
-                for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-                    if D.lowest[shard] >= 0:
-                        find_keepers(G, V, D, C, S, parameter, geometry, shard)
-                        if is_served(C, S, parameter):
-                            missing = _serve_shard(G, V, K, D, C, S, parameter, shard, shard - D.ptr[geometry], slot0, missing)
+        geometry = S.geometry[parameter]
+        for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+            if D.lowest[shard] >= 0:
+                find_keepers(G, V, D, C, S, parameter, shard)
+                if is_served(C, S, parameter):
+                    missing = _serve_shard(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry], slot0, missing)
     if missing > 0:
         D.core_size.missing[0] = missing
         raise LookupError(MISSING)
 
 
 @compiled
-def _serve_shard(G, V, K, D, C, S, parameter, shard, number, slot0, missing):  # type: ignore[no-untyped-def]
+def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0, missing):  # type: ignore[no-untyped-def]
     """The tasks of one shard, of whose keepers (``members``) the first one's host serves."""
     size, home = D.bytes[shard], S.members[1]
     itemsize = G.parameter_itemsize[parameter]
     elements = size // itemsize
     count = min(C.partitions[parameter], elements)
     first_push = slot0 + S.count[TASKS]
-    first_update, gradients = _number_pushes(G, V, D, C, S, parameter, shard, first_push)
+    first_update, gradients = _number_pushes(C, S, first_push)
     first_pull, end = first_update + count, first_update + count + S.members[0] - 1
     base = C.used[ARENA]  # rows of pushes, updates and pulls; the updates, the pulls, the updates' cores
     updates, pulls, cores = base + 6, base + 6 + count, base + 6 + count + end - first_pull
@@ -84,21 +82,18 @@ def _serve_shard(G, V, K, D, C, S, parameter, shard, number, slot0, missing):  #
         C.waits[slot], C.index[slot], C.moved[slot] = first_update - first_push, base + 2, 0
     for slot in range(first_push, end):
         C.alive[slot], C.kind[slot], C.owner[slot] = 1, OTHER, -1
-    _wait_for_gradients(G, V, D, C, S, parameter, shard, home, first_update, count)
+    _wait_for_gradients(C, S, home, first_update, count)
     return missing
 
 
 @compiled
-def _number_pushes(G, V, D, C, S, parameter, shard, slot):  # type: ignore[no-untyped-def]
+def _number_pushes(C, S, slot):  # type: ignore[no-untyped-def]
     """Slots of the pushes (``pushed``) of the devices that have a gradient: they are marked. The next slot, and the number of gradients."""
     S.count[STAMP] += 1
     stamp = S.count[STAMP]
-    for i in range(D.use_ptr[shard], D.use_ptr[shard + 1]):
-        op = G.user[G.user_ptr[parameter] + D.use_user[i]]
-        count = C.tiles[op]
-        for tile in range(D.use_tile[i], count, V.rows[C.variant[op], CELLS]):
-            if C.alive[C.tile_slot[op] + count + tile]:
-                S.mark[C.dev[C.dev_ptr[op] + tile]] = stamp
+    for i in range(S.count[USES]):
+        if C.alive[S.use_slot[i]]:
+            S.mark[S.use_device[i]] = stamp
     gradients = 0
     for i in range(S.members[0]):
         device = S.members[1 + i]
@@ -111,17 +106,14 @@ def _number_pushes(G, V, D, C, S, parameter, shard, slot):  # type: ignore[no-un
 
 
 @compiled
-def _wait_for_gradients(G, V, D, C, S, parameter, shard, home, first_update, updates):  # type: ignore[no-untyped-def]
+def _wait_for_gradients(C, S, home, first_update, updates):  # type: ignore[no-untyped-def]
     """Pushes wait for their devices' tiles; gradients on the server's own device are waited for by the updates."""
-    for i in range(D.use_ptr[shard], D.use_ptr[shard + 1]):
-        op = G.user[G.user_ptr[parameter] + D.use_user[i]]
-        count = C.tiles[op]
-        for tile in range(D.use_tile[i], count, V.rows[C.variant[op], CELLS]):
-            device, source = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + count + tile
-            if C.alive[source]:
-                first, last = (first_update, first_update + updates) if device == home else (S.pushed[device], S.pushed[device] + 1)
-                for slot in range(first, last):
-                    add_sync_edge(S, source, slot)
+    for i in range(S.count[USES]):
+        device = S.use_device[i]
+        if C.alive[S.use_slot[i]]:
+            first, last = (first_update, first_update + updates) if device == home else (S.pushed[device], S.pushed[device] + 1)
+            for slot in range(first, last):
+                add_sync_edge(S, S.use_slot[i], slot)
 
 
 @compiled

@@ -20,7 +20,7 @@ from soap.simulator.servers import core_type
 from soap.topology import DeviceType, Topology
 
 Need = tuple[int, int, Box]
-"""(user, tile of one replica, region that it needs)."""
+"""(user, tile of one replica or shard of the user's own geometry, region that it needs)."""
 
 
 class Geometries:
@@ -30,7 +30,8 @@ class Geometries:
         self._graph, self._topology, self._types, self._costs = graph, topology, types, costs
         self._count = 0
         self._ptr, self._bytes, self._lowest, self._updates = [0], Growing(np.int64), Growing(np.int32), list[list[int]]()
-        self._use_ptr, self._use_user, self._use_tile = [0], Growing(np.int32), Growing(np.int32)
+        self._use_ptr, self._use_user, self._use_place = [0], Growing(np.int32), Growing(np.int32)
+        self._cut, self._cuts = list[int](), dict[tuple[Box, ...], int]()
         self._tied: dict[tuple[int, ...], int] = {}
         self._core_sizes: dict[tuple[int, ...], int] = {}
 
@@ -39,9 +40,9 @@ class Geometries:
         tensor = self._graph.tensors[parameter]
         active = [position in self._graph.backward_operators for position in users]
         needed: dict[Box, list[tuple[int, int]]] = {}
-        for user, tile, box in needs:
+        for user, place, box in needs:
             if volume(box):
-                needed.setdefault(box, []).append((user, tile))
+                needed.setdefault(box, []).append((user, place))
         grid = _grid(needed)
         disjoint = set(grid) == needed.keys()
         found = []
@@ -62,15 +63,18 @@ class Geometries:
             self._lowest.add([min((user for user, _ in uses if active[user]), default=-1)])
             self._updates.append(known[size])
             self._use_user.add([user for user, _ in uses])
-            self._use_tile.add([tile for _, tile in uses])
+            self._use_place.add([place for _, place in uses])
             self._use_ptr.append(self._use_user.size)
         self._ptr.append(self._bytes.size)
+        self._cut.append(self._cuts.setdefault(tuple(grid), len(self._cuts)))
         self._count += 1
         return self._count - 1
 
-    def tie(self, key: tuple[int, ...], geometry: int) -> None:
-        """The geometry of a parameter of several users, by (parameter, variants of its users)."""
-        self._tied[key] = geometry
+    def tie(self, key: tuple[int, ...], parameter: str, users: Sequence[int]) -> None:
+        """The geometry of a parameter of several users, by (parameter, cuts of its users)."""
+        known = list(self._cuts)
+        needs = [(user, place, box) for user, cut in enumerate(key[1:]) for place, box in enumerate(known[cut])]
+        self._tied[key] = self.add(parameter, users, needs)
 
     def price(self, missing: Sequence[int]) -> None:
         """Find out what updates on hosts' cores take; ``missing``: entries of ``core_size``, one after the other."""
@@ -87,7 +91,8 @@ class Geometries:
             np.ascontiguousarray(updates),
             np.array(self._use_ptr, np.int64),
             self._use_user.array(),
-            self._use_tile.array(),
+            self._use_place.array(),
+            np.array(self._cut, np.int32),
             make_lists(list(self._tied)),
             np.array(list(self._tied.values()), np.int32),
             make_lists(list(self._core_sizes)),

@@ -106,8 +106,9 @@ class Groups(NamedTuple):
 class ShardTables(NamedTuple):
     """How parameters may be cut: geometry g has the shards ``ptr[g]:ptr[g + 1]``. ``lowest``: which of the parameter's users gives the last
     gradient (-1: nobody gives any). ``update_ns``: [device type, shard]. Uses ``use_ptr[s]:use_ptr[s + 1]``: (``use_user``: which user,
-    ``use_tile``: tile of one replica). ``tied``: geometries of parameters that several operators use, by [parameter, variants of its
-    users]. ``core_update_ns``: updates on hosts' cores, by ``core_size``: [host, bytes >> LOW_BITS, rest of the bytes].
+    ``use_place``: tile of one replica, or of a tied geometry: shard of the user's own). ``cut``: equal for geometries whose shards are
+    the same, whoever uses them. ``tied``: geometries of parameters that several operators use, by [parameter, cuts of its users].
+    ``core_update_ns``: updates on hosts' cores, by ``core_size``: [host, bytes >> LOW_BITS, rest of the bytes].
     """
 
     ptr: Longs
@@ -116,7 +117,8 @@ class ShardTables(NamedTuple):
     update_ns: Longs
     use_ptr: Longs
     use_user: Ints
-    use_tile: Ints
+    use_place: Ints
+    cut: Ints
     tied: Lists
     tied_geometry: Ints
     core_size: Lists

@@ -8,12 +8,12 @@ from __future__ import annotations
 from soap.simulator.compiled.communication import allreduce, find_list
 from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, task_key
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.keepers import add_sync_edge, find_geometry, find_keepers, first_user_with_gradient, is_served
-from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, Scratch
+from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_keepers, first_user_with_gradient, is_served
+from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES, Scratch
 from soap.simulator.compiled.serving import serve
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, ShardTables, State
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
-from soap.simulator.compiled.variants import CELLS, VariantTables
+from soap.simulator.compiled.variants import VariantTables
 
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
@@ -63,10 +63,11 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
     opened = S.count[STAMP]
     for device in range(devices):
         S.update[device] = 0
+    find_geometries(G, V, D, C, S)
     for op in range(len(G.backward) - 1, -1, -1):
         for k in range(G.parameter_ptr[op + 1] - G.parameter_ptr[op]):
             parameter = G.parameter[G.parameter_ptr[op] + k]
-            geometry = find_geometry(G, V, D, C, op, k)
+            geometry = S.geometry[parameter]
             first_lowest = first_user_with_gradient(D, geometry)
             if first_lowest < 0:
                 continue
@@ -75,10 +76,10 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
                 lowest = D.lowest[shard]
                 if lowest < 0:  # no gradient, but an update: it is counted with the parameter's first shard
                     if G.user[first_user + first_lowest] == op:
-                        find_keepers(G, V, D, C, S, parameter, geometry, shard)
+                        find_keepers(G, V, D, C, S, parameter, shard)
                         _add_update(K, D, S, shard)
                 elif G.user[first_user + lowest] == op:
-                    _join(G, V, K, R, D, C, S, op, parameter, geometry, shard, opened, dtypes, slot0)
+                    _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0)
     for bucket in range(S.count[TASKS]):
         _finish(R, C, S, bucket, slot0 + bucket)
     serve(G, V, K, D, C, S, slot0)
@@ -102,9 +103,9 @@ def _add_update(K, D, S, shard):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _join(G, V, K, R, D, C, S, op, parameter, geometry, shard, opened, dtypes, slot0):  # type: ignore[no-untyped-def]
+def _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0):  # type: ignore[no-untyped-def]
     """A shard joins the open bucket of its devices and dtype, unless it is served."""
-    find_keepers(G, V, D, C, S, parameter, geometry, shard)
+    find_keepers(G, V, D, C, S, parameter, shard)
     if is_served(C, S, parameter):
         return
     _add_update(K, D, S, shard)
@@ -121,24 +122,16 @@ def _join(G, V, K, R, D, C, S, op, parameter, geometry, shard, opened, dtypes, s
         bucket = S.count[TASKS]
         if bucket + 2 > len(S.t_key):
             raise MemoryError(FULL)
-        S.t_key[bucket] = task_key(SYNC, parameter, 0, shard - D.ptr[geometry], 0, 0)
+        S.t_key[bucket] = task_key(SYNC, parameter, 0, shard - D.ptr[S.geometry[parameter]], 0, 0)
         S.t_bytes[bucket], S.t_res_n[bucket] = 0, group
         S.count[TASKS] = bucket + 1
         S.bucket_of[place] = bucket
     S.t_bytes[bucket] += D.bytes[shard]
-    _add_uses(G, V, D, C, S, parameter, shard, slot0 + bucket)
+    for i in range(S.count[USES]):
+        if C.alive[S.use_slot[i]]:
+            add_sync_edge(S, S.use_slot[i], slot0 + bucket)
     if S.t_bytes[bucket] >= S.bucket_limit[place]:
         S.bucket_of[place], S.bucket_limit[place] = -1, BUCKET_BYTES
-
-
-@compiled
-def _add_uses(G, V, D, C, S, parameter, shard, slot):  # type: ignore[no-untyped-def]
-    for i in range(D.use_ptr[shard], D.use_ptr[shard + 1]):
-        op = G.user[G.user_ptr[parameter] + D.use_user[i]]
-        cells, count = V.rows[C.variant[op], CELLS], C.tiles[op]
-        for tile in range(D.use_tile[i], count, cells):
-            if C.alive[C.tile_slot[op] + count + tile]:
-                add_sync_edge(S, C.tile_slot[op] + count + tile, slot)
 
 
 @compiled

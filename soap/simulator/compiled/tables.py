@@ -12,7 +12,7 @@ from soap.graph import OperatorGraph, TensorKind
 from soap.simulator.communication import Communication
 from soap.simulator.compiled.handles import declare
 from soap.simulator.servers import core_type, first_cores
-from soap.strategy import Strategy
+from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 
 Ints = NDArray[np.int32]
@@ -28,9 +28,10 @@ class GraphTables(NamedTuple):
     output it is, ``read_slot``: which of the producer's readers the operator is). ``reader``: operators that read an operator's outputs,
     ascending; ``source``: where in ``reader`` an operator stands itself. ``output``: size of an element, whether it carries a gradient,
     number of its dtype. ``parameter``: trainable parameters that an operator uses, each once, ascending. ``user``: operators that use a
-    parameter (all of them, trainable or not), ascending. ``parameter_dtype``, ``parameter_itemsize``: by parameter. ``backward``: whether
-    any output carries a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile
-    has a backward pass, whatever the strategy.
+    parameter (all of them, trainable or not), ascending; ``user_place``: which of their ``parameter`` it is, -1 if it is frozen.
+    ``parameter_dtype``, ``parameter_itemsize``: by parameter. ``backward``: whether any output carries a gradient. ``loss``:
+    operator and output that make the loss. ``solid``: whether at least one replica of every tile has a backward pass, whatever the
+    strategy.
     """
 
     read_ptr: Ints
@@ -50,6 +51,7 @@ class GraphTables(NamedTuple):
     parameter: Ints
     user_ptr: Ints
     user: Ints
+    user_place: Ints
     parameter_dtype: Ints
     parameter_itemsize: Longs
     backward: Ints
@@ -108,7 +110,8 @@ def graph_tables(graph: OperatorGraph) -> GraphTables:
     output_ptr, output_table = _joined(outputs, 3)
     parameter_ptr, parameter = _joined(uses, 1)
     users = [sorted({position for position, _ in graph.parameter_users.get(t.name, ())}) for t in graph.parameters]
-    user_ptr, user = _joined([[(position,) for position in own] for own in users], 1)
+    places_of = [{number: place for place, (number,) in enumerate(own)} for own in uses]
+    user_ptr, user = _joined([[(op, places_of[op].get(number, -1)) for op in own] for number, own in enumerate(users)], 2)
     tables: list[NDArray[Any]] = [
         read_ptr,
         *_columns(read_table),
@@ -185,9 +188,13 @@ def cluster_tables(communication: Communication) -> ClusterTables:
 
 
 def served_partitions(graph: OperatorGraph, strategy: Strategy) -> Ints:
-    """[parameter]: into how many partitions a parameter server cuts its shards; 0 if gradients are summed by all-reduces."""
-    syncs = [strategy.sync(tensor.name) for tensor in graph.parameters]
-    return np.array([sync.partitions if sync.method == "parameter_server" else 0 for sync in syncs], np.int32)
+    """[parameter]: ``partitions_of`` its synchronization."""
+    return np.array([partitions_of(strategy.sync(tensor.name)) for tensor in graph.parameters], np.int32)
+
+
+def partitions_of(sync: SyncConfig) -> int:
+    """Into how many partitions a parameter server cuts a parameter's shards; 0 if there is none."""
+    return sync.partitions if sync.method == "parameter_server" else 0
 
 
 def device_types(topology: Topology) -> list[str]:

@@ -27,7 +27,7 @@ CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS,
 """Columns of ``VariantTables.rows``: number of tiles (of one replica); where in ``data`` its regions stand (READS: [activation input,
 tile], OUTPUTS: [output, tile]); where in ``costs`` [device type, forward or backward, tile]; number of groups of partial results (0:
 none), where each tile's group, each group's first tile, and [output, group] regions stand; where the pointers to the outputs' grids, and
-the numbers of the geometries of the parameters that no other operator uses, stand."""
+the numbers of the geometries into which it alone would cut its parameters stand."""
 COLUMNS = 10
 
 
@@ -106,30 +106,22 @@ class Variants:
             row[GROUP_BOXES] = self._data.add(np.array(outputs, np.int32))
             holders = np.arange(len(firsts))
         row[GRIDS] = self._data.add([self._grid(own, holders) for own in outputs])
-        row[GEOMETRIES] = self._data.add([self._geometry(position, name, cells) for name in self._trainable(op)])
+        shards = [self.geometries.add(name, [position], self._needs(position, name, cells)) for name in self._trainable(op)]
+        row[GEOMETRIES] = self._data.add(shards)
         return row
 
     def tie(self, key: tuple[int, ...]) -> None:
-        """Make the geometry of a parameter that several operators use; ``key``: its number, then its users' variants."""
+        """Make the geometry of a parameter that several operators use; ``key``: its number, then its users' cuts."""
         name = self.graph.parameters[key[0]].name
-        users = sorted({position for position, _ in self.graph.parameter_users[name]})
-        needs: list[Need] = []
-        for user, (position, variant) in enumerate(zip(users, key[1:], strict=True)):
-            needs += self._needs(position, user, name, self._cells[variant])
-        self.geometries.tie(key, self.geometries.add(name, users, needs))
+        self.geometries.tie(key, name, sorted({position for position, _ in self.graph.parameter_users[name]}))
 
     def _trainable(self, op: Operator) -> list[str]:
         """Names of an operator's trainable parameters, each once, in the order of the graph's parameters."""
         return sorted({o.tensor for o in op.parameters if self.graph.tensors[o.tensor].requires_grad}, key=self._parameters.__getitem__)
 
-    def _geometry(self, position: int, name: str, cells: np.ndarray) -> int:
-        """How an operator alone cuts its parameter; -1 if others use it as well."""
-        users = {user for user, _ in self.graph.parameter_users[name]}
-        return self.geometries.add(name, [position], self._needs(position, 0, name, cells)) if len(users) == 1 else -1
-
-    def _needs(self, position: int, user: int, name: str, cells: np.ndarray) -> list[Need]:
+    def _needs(self, position: int, name: str, cells: np.ndarray) -> list[Need]:
         own = [o for o in self.graph.operators[position].parameters if o.tensor == name]
-        return [(user, tile, _as_box(box)) for o in own for tile, box in enumerate(self._regions(o, cells))]
+        return [(0, tile, _as_box(box)) for o in own for tile, box in enumerate(self._regions(o, cells))]
 
     def _regions(self, operand: Operand, cells: np.ndarray) -> np.ndarray:
         """[tile, dimension, start or stop], as ``Operand.box``."""

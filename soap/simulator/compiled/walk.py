@@ -98,7 +98,7 @@ def walk_on(
             if cost != STOPPED and cost <= bound:
                 confirm(C, U, P, T)
                 keep_order(T)
-                retrace(G, C, R, T, H)
+                retrace(C, T, H)
                 walk[SWAPPED] = 1 - walk[SWAPPED]
                 walk[COST] = cost
                 walk[ACCEPTED] += 1

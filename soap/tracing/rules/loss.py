@@ -27,13 +27,12 @@ def _local_targets(local: Local) -> tuple[torch.Tensor, torch.Tensor]:
     return target[region], target
 
 
-def _denominator(local: Local, targets: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+def _denominator(targets: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
     kept = targets != ignore_index
     if weight is None:
-        return kept.sum()
-    return (
-        weight[targets.where(kept, torch.zeros_like(targets))].where(kept, torch.zeros((), dtype=weight.dtype, device=weight.device)).sum()
-    )
+        return kept.sum()  # a whole number, by which any loss may be divided without changing its type
+    none = torch.zeros((), dtype=weight.dtype, device=weight.device)
+    return weight[targets.where(kept, torch.zeros_like(targets))].where(kept, none).sum()
 
 
 def _run_cross_entropy(local: Local) -> torch.Tensor:
@@ -52,7 +51,7 @@ def _run_cross_entropy(local: Local) -> torch.Tensor:
         loss = F.nll_loss(x, targets, weight, ignore_index=ignore, reduction=how)
     if reduction != MEAN:
         return loss
-    return loss / _denominator(local, everyone, weight, ignore).to(loss.dtype)
+    return loss / _denominator(everyone, weight, ignore)
 
 
 @rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")

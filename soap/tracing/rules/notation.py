@@ -95,6 +95,8 @@ class Local:
     shapes: Sequence[tuple[int, ...]]
     output_shapes: Sequence[tuple[int, ...]]
     context: TileContext = field(default_factory=TileContext)
+    _fixed: dict[tuple[str, Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Arguments that have been asked for and hold no tensor: the same whenever the tile runs."""
 
     @property
     def random_seed(self) -> int:
@@ -107,8 +109,11 @@ class Local:
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by schema name, with tensors replaced by local ones."""
+        if (name, default) in self._fixed:
+            return self._fixed[name, default]
         value = argument(self.call, name, default)
         if not any(isinstance(leaf, Ref) for leaf in walk(value)):
+            self._fixed[name, default] = value
             return value
         local = dict(reversed(list(zip(self.call.operands, self.tensors, strict=True))))
         return substitute(value, lambda leaf: local[leaf.name] if isinstance(leaf, Ref) else leaf)

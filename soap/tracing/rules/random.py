@@ -49,11 +49,12 @@ def keep_mask(local: Local, shape: Sequence[int], box: Box, probability: float, 
     mask = torch.empty(lengths(box), dtype=like.dtype, device=like.device)
     if mask.numel() == 0:
         return mask
+    seed, generator = local.random_seed, torch.Generator(like.device)
     for number, (start, stop) in enumerate(balanced(shape[0], min(BLOCKS, shape[0]))):
         first, last = max(start, box[0][0]), min(stop, box[0][1])
         if first >= last:
             continue
-        generator = torch.Generator(like.device).manual_seed((local.random_seed + number * 0x9E3779B97F4A7C15) % 2**63)
+        generator.manual_seed((seed + number * 0x9E3779B97F4A7C15) % 2**63)
         part = mask[first - box[0][0] : last - box[0][0]]
         if part.shape == (stop - start, *shape[1:]):
             part.bernoulli_(1.0 - probability, generator=generator)

@@ -41,13 +41,8 @@ def recurrent(view: View) -> Tiled:
     if is_random(view.call):  # what drops out between layers, and the layers' outputs as they are kept one by one
         saved = 2 * saved + 6 * view.itemsize * prod(view.output_shapes[0]) * int(view.get("num_layers"))
     outputs = (sequence, *(state,) * states)
-    return Tiled(tuple(scope.factors), operands, outputs, run=_run_recurrent, flops=flops, saved_bytes=saved)
-
-
-def _run_recurrent(local: Local) -> tuple[torch.Tensor, ...]:
-    # With batch_first the output is a view in the other order, which every reader would copy for itself.
-    out, *states = _layers(local) if is_random(local.call) else local.plain()
-    return (out.contiguous(), *states)
+    run = _layers if is_random(view.call) else None
+    return Tiled(tuple(scope.factors), operands, outputs, run=run, flops=flops, saved_bytes=saved)
 
 
 def _layers(local: Local) -> tuple[torch.Tensor, ...]:

@@ -9,25 +9,39 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from soap import api
+import benchmarks.simulator
+from benchmarks.agreement import compare
+from soap import api, zoo
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.compiled.events import NO_BOUND
 from soap.simulator.engine import Engine
 from soap.strategies import random_config
 from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
+from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks
-from tests.strategies import cases, configs
+from tests.strategies import CPU, cases, cluster, configs
 
 pytestmark = pytest.mark.slow  # the first use compiles for a minute
 
 
 class Edit(NamedTuple):
-    """A proposal, and whether it is accepted."""
+    """A proposal for an operator, or for a parameter's synchronization, and whether it is accepted."""
 
-    operator: str
-    config: OpConfig
+    name: str
+    config: OpConfig | SyncConfig
     accepted: bool
+
+    def of(self, strategy: Strategy) -> Strategy:
+        if isinstance(self.config, OpConfig):
+            return strategy.with_operator(self.name, self.config)
+        return strategy.with_parameter(self.name, self.config)
+
+    def propose(self, engine: Engine, at_most_ns: int = NO_BOUND) -> int | None:
+        if isinstance(self.config, OpConfig):
+            return engine.propose(self.name, self.config, at_most_ns)
+        return engine.propose_sync(self.name, self.config, at_most_ns)
 
 
 Walk = tuple[OperatorGraph, Topology, Strategy, list[Edit]]
@@ -39,6 +53,10 @@ def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits:
     graph, topology, strategy = draw(cases(max_moves=max_moves, max_tiles=max_tiles, servers=True))
     edits = []
     for _ in range(draw(st.integers(1, max_edits))):
+        if graph.parameters and draw(st.integers(0, 4)) == 0:
+            sync = draw(st.sampled_from((SyncConfig(), SyncConfig("parameter_server"), SyncConfig("parameter_server", 3))))
+            edits.append(Edit(draw(st.sampled_from(graph.parameters)).name, sync, draw(st.booleans())))
+            continue
         op = draw(st.sampled_from(graph.operators))
         config = draw(configs(op, topology.device_count, max_tiles=max_tiles))
         edits.append(Edit(op.name, config, draw(st.booleans())))
@@ -59,15 +77,20 @@ def check(walk: Walk, *, afresh: bool) -> None:
     engine.simulate()
     current = reference_tasks(graph, topology, costs, strategy)
     for edit in edits:
-        edited = strategy.with_operator(edit.operator, edit.config)
+        edited = edit.of(strategy)
         expected = reference_tasks(graph, topology, costs, edited)
-        assert engine.propose(edit.operator, edit.config) == makespan_of(expected)
+        cost_ns = makespan_of(expected)
+        for at_most_ns in (cost_ns, cost_ns - 1, cost_ns // 2):  # the bounded decision is the exact one
+            assert edit.propose(engine, at_most_ns) == (cost_ns if at_most_ns == cost_ns else None)
+            engine.reject()
+        assert edit.propose(engine) == cost_ns
         if edit.accepted:
             engine.accept()
             strategy, current = edited, expected
         else:
             engine.reject()
         assert engine.makespan_ns == makespan_of(current)
+        assert engine.strategy == strategy
         assert compiled_tasks(engine) == current
         if afresh:
             full.load(edited)
@@ -95,6 +118,29 @@ def test_walks_over_models(model: str) -> None:
         op = draw.choice(graph.operators)
         edits.append(Edit(op.name, random_config(op, topology.device_count, draw), draw.random() < 0.5))
     check((graph, topology, strategy, edits), afresh=True)
+
+
+@pytest.mark.parametrize("devices", [4, 16, 64])
+@pytest.mark.parametrize("model", zoo.names())
+def test_zoo(model: str, devices: int) -> None:
+    """What ``benchmarks.agreement`` does with thousands of proposals."""
+    graph = api.load(f"zoo:{model}:tiny", plan_only=True).graph
+    found = compare(graph, benchmarks.simulator.cluster(devices // 4), 40)
+    assert found.proposals == 40
+    assert found.accepted > 0
+    assert found.different == 0
+    assert found.compared > 40 * len(graph.operators)
+
+
+def test_update_comes_to_wait() -> None:
+    """Nobody reads what device 3 makes of ``first``: its update waits for nothing, until a tile of another operator comes there."""
+    g = GraphBuilder()
+    graph = g.build(g.mean(g.slice(g.linear(g.input("x", 1, 1, 2), 2, name="first"), 2, 0, 1)))
+    first, middle, last = (op.name for op in graph.operators)
+    there, here = OpConfig((1, 1, 1), (3,)), OpConfig((1, 1, 1), (0,))
+    start = Strategy({first: OpConfig((1, 1, 1, 2), (0, 3)), middle: here, last: here})
+    edits = [Edit(last, there, False), Edit(last, there, True), Edit(last, here, True)]
+    check((graph, cluster([1, 3], CPU, 1e8, 0.0), start, edits), afresh=True)
 
 
 @pytest.mark.timeout(900)

@@ -10,7 +10,8 @@ from tests.tracing.drawing import Draw, Drawn, call, draws
 @draws("linear")
 def linear(d: Draw, name: str) -> Drawn:
     lead, k, n = d.shape(0, 2), d.size(), d.size()
-    return call(name, d.floats(*lead, k), d.floats(n, k), d.floats(n) if d.yes() else None)
+    x = d.floats(*lead[::-1], k).transpose(0, len(lead) - 1) if d.yes() else d.floats(*lead, k)  # memory in another order
+    return call(name, x, d.floats(n, k), d.floats(n) if d.yes() else None)
 
 
 @draws("matmul", "mm", "bmm", "mv", "dot", "vdot", "outer", "inner")
