@@ -10,7 +10,7 @@ from __future__ import annotations
 from soap.simulator.compiled.change import OPERATOR, Undo, change_operator, change_sums, needs_sums, undo
 from soap.simulator.compiled.events import PAUSED, STOPPED, TAKEN, Trial, any_sum_is_ready, begin, make_sums_ready, play
 from soap.simulator.compiled.history import History, complete, first_difference, resume
-from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
@@ -18,7 +18,7 @@ from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints
 from soap.simulator.compiled.variants import CELLS, COSTS, VariantTables
 
 
-@compiled
+@entry
 def evaluate(
     G: GraphTables,
     V: VariantTables,
@@ -96,7 +96,7 @@ def overworked(
     return worst > at_most
 
 
-@compiled
+@entry
 def take_back(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
     """Undo what ``evaluate`` has changed, if it has."""
     if U.what[OPERATOR] >= 0:
@@ -104,7 +104,7 @@ def take_back(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
         undo(G, R, C, U)
 
 
-@compiled
+@entry
 def confirm(C: State, U: Undo, P: Trial, T: Trial) -> None:
     """Keep what ``evaluate`` has changed. ``T``, its simulation, takes the place of ``P``: call ``keep_order`` and ``retrace``."""
     forget_matches(C, U)

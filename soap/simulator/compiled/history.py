@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, Undo
 from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial
-from soap.simulator.compiled.handles import declare
-from soap.simulator.compiled.jit import compiled, uncounted
+from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
 
@@ -19,7 +19,6 @@ MOST_BYTES = 2**26
 """What all snapshots may take together."""
 
 
-@declare
 class History(NamedTuple):
     """Snapshot k was taken before the task at ``place[k]`` of the order. Per slot: ``met`` (predecessors that had ended), ``ready`` (by
     these). Per resource: ``free``. Per device: ``gone`` (ns of tiles that had been taken). ``pending[k, :pending_n[k]]``: ready slots.
@@ -48,14 +47,14 @@ def make_history(slots: int, resources: int, devices: int) -> History:
     return History(longs(count), longs(count), *tables, longs(count), longs(1), ints(slots), longs(slots), longs(resources), longs(devices))
 
 
-@compiled
+@entry
 def retrace(G: GraphTables, C: State, R: Groups, P: Trial, H: History) -> None:
     """Take snapshots of a complete simulation ``P`` of the current state."""
     slots, total = C.used[SLOTS], P.size[TAKEN]
-    H.met_now[:slots] = 0
-    H.ready_now[:slots] = 0
-    H.free_now[:] = 0
-    H.gone_now[:] = 0
+    fill(H.met_now, 0, slots, 0)
+    fill(H.ready_now, 0, slots, 0)
+    fill(H.free_now, 0, len(H.free_now), 0)
+    fill(H.gone_now, 0, len(H.gone_now), 0)
     H.first_sum[0] = total
     count = len(H.place)
     taken = makespan = 0
@@ -68,10 +67,10 @@ def retrace(G: GraphTables, C: State, R: Groups, P: Trial, H: History) -> None:
         )  # fmt: skip
         taken = H.place[k]
         H.makespan[k] = makespan
-        H.met[k, :slots] = H.met_now[:slots]
-        H.ready[k, :slots] = H.ready_now[:slots]
-        H.free[k] = H.free_now
-        H.gone[k] = H.gone_now
+        copy(H.met[k], 0, H.met_now, 0, slots)
+        copy(H.ready[k], 0, H.ready_now, 0, slots)
+        copy(H.free[k], 0, H.free_now, 0, len(H.free_now))
+        copy(H.gone[k], 0, H.gone_now, 0, len(H.gone_now))
         H.pending_n[k] = _pending(C.waits, P.order, H.met_now, H.pending[k], taken, total)
     _advance(
         C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
@@ -80,7 +79,7 @@ def retrace(G: GraphTables, C: State, R: Groups, P: Trial, H: History) -> None:
     )  # fmt: skip
 
 
-@uncounted
+@compiled
 def _pending(waits, order, met, pending, taken, total):  # type: ignore[no-untyped-def]
     """Slots that are ready and have not been taken."""
     n = 0
@@ -92,7 +91,7 @@ def _pending(waits, order, met, pending, taken, total):  # type: ignore[no-untyp
     return n
 
 
-@uncounted
+@compiled
 def _advance(  # type: ignore[no-untyped-def]
     kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, source_ptr, source, static,
     set_ptr, set_item, order, ends, met, ready, free, gone, first_sum, first, last, makespan,
@@ -182,10 +181,10 @@ def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums:
     if H.place[k] == 0:
         return False
     _copy_met(T.left, T.ready, C.waits, H.met[k], H.ready[k], U.what[OLD_SLOTS], C.used[SLOTS])
-    T.free[:] = H.free[k]
+    copy(T.free, 0, H.free[k], 0, len(T.free))
     for device in range(len(T.rest)):
         T.rest[device] = C.busy[device] - H.gone[k, device]
-    T.size[:] = 0
+    fill(T.size, 0, len(T.size), 0)
     T.size[CURSOR] = T.size[TAKEN] = T.size[SKIPPED] = H.place[k]
     T.size[RUN], T.size[MAKESPAN], T.size[WAITING], T.size[DELAY] = P.size[TAKEN], H.makespan[k], 0, 0
     for i in range(H.pending_n[k]):
@@ -196,7 +195,7 @@ def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums:
     return True
 
 
-@uncounted
+@compiled
 def _copy_met(left, ready, waits, met, ready_then, old, slots):  # type: ignore[no-untyped-def]
     for slot in range(old):
         left[slot] = waits[slot] - met[slot]

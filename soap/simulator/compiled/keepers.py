@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from soap.simulator.compiled.arrays import sort
 from soap.simulator.compiled.communication import find_list
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, Scratch
@@ -19,7 +18,7 @@ def find_geometry(G: GraphTables, V: VariantTables, D: ShardTables, C: State, op
     first, last = G.user_ptr[parameter], G.user_ptr[parameter + 1]
     if last - first == 1:
         return V.data[V.rows[C.variant[op], GEOMETRIES] + k]
-    key = np.empty(1 + last - first, np.int32)
+    key = D.tied.missing[1 : 2 + last - first]  # where it is to stand if it is missing
     key[0] = parameter
     for i in range(first, last):
         key[1 + i - first] = C.variant[G.user[i]]
@@ -45,7 +44,6 @@ def find_keepers(
         read = D.ptr[geometry]  # what no tile reads is kept by the first device of the first shard
     S.count[STAMP] += 1
     n = 0
-    ascending = True
     for i in range(D.use_ptr[read], D.use_ptr[read + 1]):
         op = G.user[G.user_ptr[parameter] + D.use_user[i]]
         cells = V.rows[C.variant[op], CELLS]
@@ -54,10 +52,8 @@ def find_keepers(
             if S.mark[device] != S.count[STAMP]:
                 S.mark[device] = S.count[STAMP]
                 S.members[1 + n] = device
-                ascending &= n == 0 or S.members[n] < device
                 n += 1
-    if not ascending:
-        S.members[1 : 1 + n].sort()
+    sort(S.members, 1, 1 + n)
     S.members[0] = n if read == shard else 1
 
 
