@@ -25,18 +25,18 @@ class HandleType(types.Type):
     """What a handle is to the compiler. ``fields``: name -> (place in the table, type)."""
 
     def __init__(self, name: str, layout: tuple[tuple[str, Any], ...]) -> None:
-        self.layout = layout
         self.fields: dict[str, tuple[int, Any]] = {}
         place = 0
         for field, kind in layout:
             self.fields[field] = (place, kind)
             place += 1 if isinstance(kind, HandleType) else 1 + kind.ndim
+        self._described = f"{name}{layout}"
         super().__init__(name)
 
     @property
-    def key(self) -> Any:
+    def key(self) -> str:
         """What types are told apart by: code that was compiled for other fields is not taken."""
-        return self.name, self.layout
+        return self._described
 
 
 _array_type = cache(lambda kind, dimensions: types.Array(from_dtype(kind), dimensions, "C"))
@@ -113,7 +113,7 @@ def _look_up(context, builder, kind, table, name):  # type: ignore[no-untyped-de
     if isinstance(field, HandleType):
         return word(place, context.get_value_type(field))
     array = context.make_array(field)(context, builder)
-    item_bytes = context.get_abi_sizeof(context.get_data_type(field.dtype))
+    item_bytes = field.dtype.bitwidth // 8
     shape = [word(place + 1 + i, integer) for i in range(field.ndim)]
     strides = [integer(item_bytes)]
     for size in shape[:0:-1]:
