@@ -19,7 +19,7 @@ from soap.topology import Topology
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks
 from tests.strategies import cases, configs
 
-pytestmark = pytest.mark.slow  # the first use compiles for a minute
+pytestmark = pytest.mark.xdist_group("compiled")  # in `make quick` one of the processes compiles it
 
 
 class Edit(NamedTuple):
@@ -83,6 +83,7 @@ def test_random_walks(walk: Walk) -> None:
     check(walk, afresh=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["alexnet", "dlrm", "gpt", "rnntc"])
 def test_walks_over_models(model: str) -> None:
     """Data parallelism as the start, half of the parameters with servers, then a dozen edits."""
@@ -97,6 +98,7 @@ def test_walks_over_models(model: str) -> None:
     check((graph, topology, strategy, edits), afresh=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(5))  # parts, for the tests of two processes
 @settings(max_examples=2_000, deadline=None, suppress_health_check=list(HealthCheck))
