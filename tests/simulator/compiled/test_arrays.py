@@ -12,8 +12,6 @@ from soap.simulator.compiled.arrays import copy, fill, sort
 from soap.simulator.compiled.jit import entry
 from soap.simulator.compiled.tables import Longs
 
-pytestmark = pytest.mark.xdist_group("compiled")
-
 longs = st.lists(st.integers(-(2**62), 2**62) | st.integers(-3, 3), max_size=40)
 
 

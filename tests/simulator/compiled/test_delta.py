@@ -19,8 +19,6 @@ from soap.topology import Topology
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks
 from tests.strategies import cases, configs
 
-pytestmark = pytest.mark.xdist_group("compiled")  # in `make quick` one of the processes compiles it
-
 
 class Edit(NamedTuple):
     """A proposal, and whether it is accepted."""

@@ -18,8 +18,6 @@ from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks
 from tests.simulator.examples import batch_split, chain, pairwise_cluster
 from tests.strategies import cases
 
-pytestmark = pytest.mark.xdist_group("compiled")  # in `make quick` one of the processes compiles it
-
 
 def check(engine: Engine, costs: RooflineCosts, strategy: Strategy) -> None:
     engine.load(strategy)

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.jit import entry
 
-pytestmark = pytest.mark.xdist_group("compiled")
-
 
 class Inner(NamedTuple):
     items: NDArray[np.int32]

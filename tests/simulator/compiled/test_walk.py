@@ -13,7 +13,7 @@ from soap.simulator.engine import Engine
 from soap.strategy import OpConfig
 from tests.simulator.examples import pairwise_cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("compiled")]
+pytestmark = pytest.mark.slow
 
 STEPS = 300
 WRAP = 2**64
