@@ -34,7 +34,7 @@ test: lint types  ## everything: lint, types, all tests (with a wheel built and 
 	$(PY) -m pytest -n $(WORKERS)
 
 quick: lint types  ## the same without the slow tests: under three minutes
-	$(PY) -m pytest -n $(WORKERS) -m "not slow"
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
 
 lint: $(ENVIRONMENT)  ## style
 	$(PY) -m ruff check .

@@ -12,7 +12,7 @@ from soap.graph import OperatorGraph
 from soap.simulator.communication import Communication
 from soap.simulator.compiled.change import Undo, make_undo
 from soap.simulator.compiled.communication import MISSING
-from soap.simulator.compiled.evaluate import confirm, evaluate, evaluate_parameter, take_back
+from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, TAKEN, Trial, keep_order, make_trial, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.fragment import CROWDED
@@ -162,9 +162,8 @@ class Engine:
         def keep() -> None:
             self._configs[position] = config
 
-        return self._change(
-            lambda: evaluate(*self._handles(), position, variant, config.replicas, devices, self._dtypes, at_most_ns), keep
-        )
+        change = position, variant, config.replicas, devices, -1, 0
+        return self._change(lambda: evaluate(*self._handles(), *change, self._dtypes, at_most_ns), keep)
 
     def propose_sync(self, parameter: str, sync: SyncConfig, at_most_ns: int = NO_BOUND) -> int | None:
         """The same with another synchronization of one parameter."""
@@ -174,7 +173,8 @@ class Engine:
         def keep() -> None:
             self._syncs[parameter], self._partitions[position] = sync, partitions
 
-        return self._change(lambda: evaluate_parameter(*self._handles(), position, partitions, self._dtypes, at_most_ns), keep)
+        change = -1, 0, 0, np.zeros(0, np.int32), position, partitions
+        return self._change(lambda: evaluate(*self._handles(), *change, self._dtypes, at_most_ns), keep)
 
     def _change(self, work: Callable[[], int], keep: Callable[[], None]) -> int | None:
         """Change the state and simulate. ``keep``: what else is to be done if that is accepted."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from soap.simulator.compiled.communication import first_place
+from soap.simulator.compiled.arrays import sort
 from soap.simulator.compiled.fetches import identify, is_remote, same_piece
+from soap.simulator.compiled.hashing import hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import CARRIERS, FULL, PARTS, PIECES, STAMP, Scratch
 from soap.simulator.compiled.state import State
@@ -82,7 +83,7 @@ def _is_complete(S, pieces):  # type: ignore[no-untyped-def]
     mask = len(S.hash_key) - 1
     for piece in pieces:
         key = S.mark_value[S.h_dev[S.p_hold[piece]]] * members + S.mark_value[S.f_dev[S.p_fetch[piece]]]
-        place = first_place(key, mask)
+        place = hash_place(key, mask)
         while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != key:
             place = (place + 1) & mask
         if S.hash_stamp[place] != S.count[STAMP]:
@@ -102,7 +103,7 @@ def _gathers(V, S, out, rank):  # type: ignore[no-untyped-def]
             S.work[n] = S.f_box[S.p_fetch[piece]] * S.count[PIECES] + piece
             n += 1
     equal = S.work[:n]
-    equal.sort()
+    sort(equal, 0, n)
     start = 0
     while start < n:
         stop = start
@@ -172,7 +173,7 @@ def _all_to_alls(C, S, out):  # type: ignore[no-untyped-def]
             S.work[n] = _root(S, S.f_dev[S.p_fetch[piece]]) * S.count[PIECES] + piece
             n += 1
     members = S.work[:n]
-    members.sort()
+    sort(members, 0, n)
     start = 0
     while start < n:
         stop = start
@@ -199,7 +200,7 @@ def _broadcasts(C, S, out):  # type: ignore[no-untyped-def]
             S.work[n] = S.p_id[piece] * S.count[PIECES] + piece
             n += 1
     equal = S.work[:n]
-    equal.sort()
+    sort(equal, 0, n)
     start = 0
     while start < n:
         stop = start
@@ -251,7 +252,7 @@ def _messages(G, C, S, op):  # type: ignore[no-untyped-def]
         ready = 2 * S.h_tile[hold] if red < 0 else 2 * (S.r_rep[red] * (1 << 24) + S.r_group[red]) + 1
         key = (ready * len(C.busy) + S.h_dev[hold]) * len(C.busy) + S.f_dev[fetch]
         key = key * 16 + G.output_dtype[G.output_ptr[op] + S.f_out[fetch]]
-        place = first_place(key, mask)
+        place = hash_place(key, mask)
         while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != key:
             place = (place + 1) & mask
         if S.hash_stamp[place] != S.count[STAMP]:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.fragment import CROWDED, count_edges, lower_operator, place_tiles
-from soap.simulator.compiled.handles import declare
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import STAMP, Scratch
 from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, SLOTS, SYNCS, Groups, ShardTables, State
@@ -31,7 +31,6 @@ DONE = 12
 """Place in ``Undo.fields`` of whether the new block is complete: not if what was lacking stopped its making."""
 
 
-@declare
 class Undo(NamedTuple):
     """``fields``: per changed block, what it was (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
     replicas,
@@ -106,7 +105,7 @@ def change_operator(
         raise MemoryError(CROWDED)
     C.variant[op], C.replicas[op], C.dev_ptr[op] = variant, replicas, C.used[DEVICES]
     C.tiles[op] = V.rows[variant, CELLS] * replicas
-    C.dev[C.used[DEVICES] : C.used[DEVICES] + len(devices)] = devices
+    copy(C.dev, C.used[DEVICES], devices, 0, len(devices))
     C.used[DEVICES] += len(devices)
     place_tiles(V, K, C, len(G.backward), op)
     lower_operator(G, V, K, R, C, S, op)
@@ -144,7 +143,7 @@ def _save(G, C, U, op):  # type: ignore[no-untyped-def]
     count = C.tiles[op]
     U.alive_ptr[n] = U.what[ALIVE_SAVED]
     first = C.tile_slot[op] + count
-    U.alive[U.what[ALIVE_SAVED] : U.what[ALIVE_SAVED] + count] = C.alive[first : first + count]
+    copy(U.alive, U.what[ALIVE_SAVED], C.alive, first, first + count)
     U.what[ALIVE_SAVED] += count
     U.what[CHANGED] = n + 1
     count_edges(C, op, -1)

@@ -7,7 +7,8 @@ from math import ceil
 
 import numpy as np
 
-from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.hashing import hash_join, hash_place
+from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.scratch import FLOWS, FULL, LINKS, RESOURCES, STAMP, Scratch
 from soap.simulator.compiled.state import Groups, Lists
 from soap.simulator.compiled.tables import ClusterTables
@@ -62,18 +63,11 @@ def seek_list(L: Lists, entry) -> int:  # type: ignore[no-untyped-def]
 def _hash_place(entry, mask):  # type: ignore[no-untyped-def]
     key = np.int64(len(entry))
     for item in entry:
-        key = key * 1_000_003 + item
-    return first_place(int(key), mask)
+        key = hash_join(key, item)
+    return hash_place(key, mask)
 
 
-@compiled
-def first_place(key: int, mask: int) -> int:
-    """Where to look for a key first in a table of ``mask`` + 1 places, whichever of its bits differ from other keys'."""
-    key ^= key >> 29
-    return (key * 0x9E3779B97F4A7C1) >> 32 & mask
-
-
-@compiled
+@entry
 def fill_table(L: Lists) -> None:
     """Enter all lists into the (empty) table."""
     mask = len(L.table) - 1
@@ -123,7 +117,7 @@ def join_flow(S: Scratch, stamp: int, devices: int, source: int, target: int, si
     """As ``add_flow``, added to what the same two devices have already (since the hash table was stamped)."""
     mask = len(S.hash_key) - 1
     key = source * devices + target
-    place = first_place(key, mask)
+    place = hash_place(key, mask)
     while S.hash_stamp[place] == stamp and S.hash_key[place] != key:
         place = (place + 1) & mask
     if S.hash_stamp[place] == stamp:

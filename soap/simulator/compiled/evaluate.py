@@ -10,7 +10,7 @@ from __future__ import annotations
 from soap.simulator.compiled.change import UNDER_WAY, Undo, change_operator, change_parameter, change_sums, needs_sums, undo
 from soap.simulator.compiled.events import PAUSED, STOPPED, TAKEN, Trial, any_sum_is_ready, begin, make_sums_ready, play
 from soap.simulator.compiled.history import History, complete, first_difference, first_tile, resume, take_snapshots
-from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
@@ -18,7 +18,7 @@ from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints
 from soap.simulator.compiled.variants import CELLS, COSTS, VariantTables
 
 
-@compiled
+@entry
 def evaluate(
     G: GraphTables,
     V: VariantTables,
@@ -35,39 +35,22 @@ def evaluate(
     variant: int,
     replicas: int,
     devices: Ints,
-    dtypes: int,
-    at_most: int,
-) -> int:
-    """Change an operator and simulate; the makespan in ns, or STOPPED if that would exceed ``at_most``. ``P``: the simulation of what is
-    changed, complete; ``H``: its snapshots; ``T``: room for the new one. The change stays, if any was made: ``take_back`` undoes it."""
-    if overworked(G, V, K, C, S, op, variant, replicas, devices, at_most):
-        return STOPPED
-    take_snapshots(G, C, R, P, H, first_tile(C, P, op))
-    change_operator(G, V, K, R, C, S, U, op, variant, replicas, devices)
-    return _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most)
-
-
-@compiled
-def evaluate_parameter(
-    G: GraphTables,
-    V: VariantTables,
-    K: ClusterTables,
-    R: Groups,
-    D: ShardTables,
-    C: State,
-    S: Scratch,
-    U: Undo,
-    P: Trial,
-    T: Trial,
-    H: History,
     parameter: int,
     partitions: int,
     dtypes: int,
     at_most: int,
 ) -> int:
-    """The same for another way to synchronize a parameter; ``partitions``: as ``State.partitions``."""
-    take_snapshots(G, C, R, P, H, H.first_sum[0])
-    change_parameter(C, U, parameter, partitions)
+    """Change an operator, or if ``op`` is -1 how a parameter is synchronized (``partitions``: as in ``State``), and simulate; the makespan
+    in ns, or STOPPED if that would exceed ``at_most``. ``P``: the simulation of what is changed, complete; ``H``: its snapshots; ``T``:
+    room for the new one. The change stays, if any was made: ``take_back`` undoes it."""
+    if op < 0:
+        take_snapshots(G, C, R, P, H, H.first_sum[0])
+        change_parameter(C, U, parameter, partitions)
+    else:
+        if overworked(G, V, K, C, S, op, variant, replicas, devices, at_most):
+            return STOPPED
+        take_snapshots(G, C, R, P, H, first_tile(C, P, op))
+        change_operator(G, V, K, R, C, S, U, op, variant, replicas, devices)
     return _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most)
 
 
@@ -125,7 +108,7 @@ def overworked(
     return worst > at_most
 
 
-@compiled
+@entry
 def take_back(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
     """Undo what ``evaluate`` has changed, if it has."""
     if U.what[UNDER_WAY]:
@@ -133,7 +116,7 @@ def take_back(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
         undo(G, R, C, U)
 
 
-@compiled
+@entry
 def confirm(C: State, U: Undo, P: Trial, T: Trial) -> None:
     """Keep what ``evaluate`` has changed. ``T``, its simulation, takes the place of ``P``: call ``keep_order`` and ``retrace``."""
     forget_matches(C, U)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soap.simulator.compiled.handles import declare
-from soap.simulator.compiled.jit import compiled, uncounted
+from soap.simulator.compiled.arrays import copy, fill
+from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
 
@@ -33,7 +33,6 @@ STOPPED, PAUSED = -1, -2
 NO_BOUND = 1 << 62
 
 
-@declare
 class Trial(NamedTuple):
     """A simulation under way, and its outcome. Per slot: ``left`` (predecessors that have not ended), ``ready``, ``start``, ``end`` in ns.
     ``order``: slots as they were taken. ``free``: when each resource is free. ``rest``: per device, ns of tiles that have not been taken.
@@ -60,7 +59,7 @@ def make_trial(slots: int, resources: int, devices: int) -> Trial:
     return Trial(longs(16), *per_slot, longs(resources), longs(devices), longs(slots), longs(slots), ints(slots))
 
 
-@uncounted
+@compiled
 def push(heap_ready, heap_key, heap_slot, size, ready, key, slot):  # type: ignore[no-untyped-def]
     """Into a heap of four children per node."""
     i = size[HEAP]
@@ -75,7 +74,7 @@ def push(heap_ready, heap_key, heap_slot, size, ready, key, slot):  # type: igno
     heap_ready[i], heap_key[i], heap_slot[i] = ready, key, slot
 
 
-@uncounted
+@compiled
 def _pop(heap_ready, heap_key, heap_slot, size):  # type: ignore[no-untyped-def]
     """Remove the first entry; its slot."""
     first = heap_slot[0]
@@ -99,7 +98,7 @@ def _pop(heap_ready, heap_key, heap_slot, size):  # type: ignore[no-untyped-def]
     return first
 
 
-@uncounted
+@compiled
 def _settle(size, left, ready, place, before, key, heap_ready, heap_key, heap_slot, slot, end):  # type: ignore[no-untyped-def]
     """One more predecessor of a slot has ended. ``place``, ``before``: places and ready times of the earlier simulation."""
     rest = left[slot] - 1
@@ -139,11 +138,11 @@ def begin(G: GraphTables, C: State, P: Trial, T: Trial, run: int, sums: bool) ->
     gradients are
     made, or will be when the simulation has paused."""
     slots = C.used[SLOTS]
-    T.free[:] = 0
-    T.rest[:] = C.busy
-    T.left[:slots] = C.waits[:slots]
-    T.ready[:slots] = 0
-    T.size[:] = 0
+    fill(T.free, 0, len(T.free), 0)
+    copy(T.rest, 0, C.busy, 0, len(C.busy))
+    copy(T.left, 0, C.waits, 0, slots)
+    fill(T.ready, 0, slots, 0)
+    fill(T.size, 0, len(T.size), 0)
     T.size[RUN] = run
     for op in range(len(G.backward)):
         if C.loose[op]:
@@ -187,7 +186,7 @@ def play(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, at_most: int, 
     )  # fmt: skip
 
 
-@uncounted
+@compiled
 def _play(  # type: ignore[no-untyped-def]
     size, left, ready, starts, ends, order, free, rest, heap_ready, heap_key, heap_slot, run, place, before, key, durations, resources,
     resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles, source_ptr, source, static, set_ptr, set_item,
@@ -278,7 +277,7 @@ def _play(  # type: ignore[no-untyped-def]
             _settle(size, left, ready, place, before, key, heap_ready, heap_key, heap_slot, own, end)
 
 
-@compiled
+@entry
 def simulate_all(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, run: int, at_most: int) -> int:
     """Play all tasks; the makespan in ns, or STOPPED if that would exceed ``at_most``. Start and end are left in ``T``. ``P``: an earlier
     simulation, of whose order the first ``run`` places are used."""
@@ -286,11 +285,11 @@ def simulate_all(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, run: i
     return play(G, C, R, P, T, at_most, False)
 
 
-@compiled
+@entry
 def keep_order(T: Trial) -> None:
     """Make the order of a complete simulation fit to be a run. What was not taken (tiles without a backward pass, devices without an
     update)
     has no place in it, whatever this trial held before."""
-    T.place[:] = -1
+    fill(T.place, 0, len(T.place), -1)
     for place in range(T.size[TAKEN]):
         T.place[T.order[place]] = place

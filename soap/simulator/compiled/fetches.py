@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soap.simulator.compiled.communication import first_place
+from soap.simulator.compiled.hashing import hash_join, hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import BOUNDS, CELL_BOXES, FETCHES, FULL, HOLDINGS, PIECES, STAMP, Scratch
 from soap.simulator.compiled.state import State
@@ -271,8 +271,8 @@ def identify(V: VariantTables, S: Scratch, out: int, rank: int) -> None:
             continue
         key = S.p_hold[piece]
         for i in range(2 * rank):
-            key = key * 1_000_003 + piece_edge(V, S, piece, i)
-        place = first_place(key, mask)
+            key = hash_join(key, piece_edge(V, S, piece, i))
+        place = hash_place(key, mask)
         while S.hash_stamp[place] == S.count[STAMP] and not same_piece(V, S, piece, S.hash_value[place], rank):
             place = (place + 1) & mask
         if S.hash_stamp[place] != S.count[STAMP]:

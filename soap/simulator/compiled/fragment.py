@@ -6,6 +6,7 @@ else. So a change of one operator replaces its block and those of the operators 
 
 from __future__ import annotations
 
+from soap.simulator.compiled.arrays import fill, sort
 from soap.simulator.compiled.carriers import BROADCAST, MESSAGE, carry
 from soap.simulator.compiled.communication import (
     add_flow,
@@ -20,7 +21,7 @@ from soap.simulator.compiled.communication import (
 )
 from soap.simulator.compiled.fetches import cover_all, is_remote
 from soap.simulator.compiled.holdings import gather_reads, make_holdings, tile_count
-from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.scattering import scatter_sums
 from soap.simulator.compiled.scratch import (
     BOUNDS,
@@ -48,7 +49,7 @@ FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 """Phases, as in ``lowering``."""
 
 
-@compiled
+@entry
 def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int) -> int:
     """A task's id as one number, in the order of the parts: 2, 15, 2, 20, 8 and 16 bits."""
     return ((((phase * 32768 + position) * 4 + stage) * 1048576 + a) * 256 + b) * 65536 + c
@@ -263,8 +264,7 @@ def _tree(K, C, S, carrier, size, gradient):  # type: ignore[no-untyped-def]
     for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
         S.order[count] = S.f_dev[S.p_fetch[S.part[i]]]
         count += 1
-    others = S.order[1:count]
-    others.sort()
+    sort(S.order, 1, count)
     duration = moved = 0
     reached = 1
     while reached < count:
@@ -302,7 +302,7 @@ def _backward(G, V, K, R, C, S, op, own, own_slot):  # type: ignore[no-untyped-d
     if count > len(S.order):
         raise MemoryError(FULL)
     got = S.order[:count]
-    got[:] = 0
+    fill(got, 0, count, 0)
     target = C.tile_slot[op] + count
     for red in range(S.count[REDUCTIONS]):
         _reduce_gradient(G, V, K, R, C, S, op, red, own, own_slot, target, got)
@@ -422,7 +422,7 @@ def _install(C, S, op, own, own_slot, first_reader, last_reader):  # type: ignor
     C.row[op], C.own_slot[op], C.own_count[op], C.block[op] = base, own_slot, tasks, base
     for slot in range(last_reader - first_reader):
         C.back_row[first_reader + slot] = base + S.slot_base[slot]
-    C.arena[base : at] = 0
+    fill(C.arena, base, at, 0)
     for i in range(edges):
         C.arena[base + 1 + S.e_src[i]] += 1
     C.arena[base] = at

@@ -1,247 +1,122 @@
 """Handles: the structures of this package as compiled code receives them, one pointer instead of dozens of arrays.
 
-Python keeps a structure as a named tuple of arrays; ``handle`` gives what compiled functions take for it, which shares the arrays. (Passing
-tuples of so many arrays would cost microseconds per call, and minutes to compile.)
+Python keeps a structure as a named tuple of arrays; ``handle`` gives what compiled functions take for it, which shares the arrays. To
+compiled code it is the address of a table: each array's address and shape (arrays are contiguous), and for a structure in a structure the
+address of its table. Tables never change, which the compiler is told, so that it looks things up once per loop. (Passing tuples of so many
+arrays would cost microseconds per call; these and numba's own mutable structures take minutes to compile.)
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
-from numba import types
-from numba.core import cgutils
-from numba.experimental import structref
-from numba.extending import intrinsic
-
-from soap.simulator.compiled.jit import compiled
+import numpy as np
+from numba import from_dtype, types
+from numba.core.datamodel import models
+from numba.core.typing.templates import AttributeTemplate
+from numba.extending import NativeValue, infer_getattr, lower_getattr_generic, register_model, unbox
+from numba.np.arrayobj import populate_array
 
 Structure = TypeVar("Structure", bound=NamedTuple)
 
 
-class _Proxy(structref.StructRefProxy):
-    """Made by compiled code alone."""
-
-    def __new__(cls, *args: Any) -> Any:
-        return structref.StructRefProxy.__new__(cls, *args)
-
-
-class GraphHandle(_Proxy):
-    """Of ``tables.GraphTables``."""
-
-
-class ClusterHandle(_Proxy):
-    """Of ``tables.ClusterTables``."""
-
-
-class VariantHandle(_Proxy):
-    """Of ``variants.VariantTables``."""
-
-
-class ShardHandle(_Proxy):
-    """Of ``state.ShardTables``."""
-
-
-class ListsHandle(_Proxy):
-    """Of ``state.Lists``."""
-
-
-class GroupsHandle(_Proxy):
-    """Of ``state.Groups``."""
-
-
-class StateHandle(_Proxy):
-    """Of ``state.State``."""
-
-
-class ScratchHandle(_Proxy):
-    """Of ``scratch.Scratch``."""
-
-
-class TrialHandle(_Proxy):
-    """Of ``events.Trial``."""
-
-
-class UndoHandle(_Proxy):
-    """Of ``change.Undo``."""
-
-
-class HistoryHandle(_Proxy):
-    """Of ``history.History``."""
-
-
-class ChoicesHandle(_Proxy):
-    """Of ``walk.Choices``."""
-
-
-@structref.register
-class GraphType(types.StructRef):
-    """Of ``GraphHandle``."""
-
-
-@structref.register
-class ClusterType(types.StructRef):
-    """Of ``ClusterHandle``."""
-
-
-@structref.register
-class VariantType(types.StructRef):
-    """Of ``VariantHandle``."""
-
-
-@structref.register
-class ShardType(types.StructRef):
-    """Of ``ShardHandle``."""
-
-
-@structref.register
-class ListsType(types.StructRef):
-    """Of ``ListsHandle``."""
-
-
-@structref.register
-class GroupsType(types.StructRef):
-    """Of ``GroupsHandle``."""
-
-
-@structref.register
-class StateType(types.StructRef):
-    """Of ``StateHandle``."""
-
-
-@structref.register
-class ScratchType(types.StructRef):
-    """Of ``ScratchHandle``."""
-
-
-@structref.register
-class TrialType(types.StructRef):
-    """Of ``TrialHandle``."""
-
-
-@structref.register
-class UndoType(types.StructRef):
-    """Of ``UndoHandle``."""
-
-
-@structref.register
-class HistoryType(types.StructRef):
-    """Of ``HistoryHandle``."""
-
-
-@structref.register
-class ChoicesType(types.StructRef):
-    """Of ``ChoicesHandle``."""
-
-
-def _borrow(typing_context, arrays):  # type: ignore[no-untyped-def]
-    """The arrays of a tuple without reference counts, which would go up and down (atomically) at every access. Python keeps the arrays."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        (kinds,) = signature.args
-        made = []
-        for kind, value in zip(kinds, cgutils.unpack_tuple(builder, arguments[0]), strict=True):
-            if isinstance(kind, types.Array):
-                array = context.make_array(kind)(context, builder, value=value)
-                array.meminfo = cgutils.get_null_value(array.meminfo.type)
-                array.parent = cgutils.get_null_value(array.parent.type)
-                made.append(array._getvalue())
-            else:
-                context.nrt.incref(builder, kind, value)
-                made.append(value)
-        return context.make_tuple(builder, signature.return_type, made)
-
-    return arrays(arrays), generate
-
-
-_borrowed: Any = intrinsic(_borrow)
-"""``_borrow``, as compiled code calls it: without the first argument."""
-
-
-@compiled
-def _graph(arrays):  # type: ignore[no-untyped-def]
-    return GraphHandle(*_borrowed(arrays))
-
-
-@compiled
-def _cluster(arrays):  # type: ignore[no-untyped-def]
-    return ClusterHandle(*_borrowed(arrays))
-
-
-@compiled
-def _variants(arrays):  # type: ignore[no-untyped-def]
-    return VariantHandle(*_borrowed(arrays))
-
-
-@compiled
-def _shards(arrays):  # type: ignore[no-untyped-def]
-    return ShardHandle(*_borrowed(arrays))
-
-
-@compiled
-def _lists(arrays):  # type: ignore[no-untyped-def]
-    return ListsHandle(*_borrowed(arrays))
-
-
-@compiled
-def _groups(arrays):  # type: ignore[no-untyped-def]
-    return GroupsHandle(*_borrowed(arrays))
-
-
-@compiled
-def _state(arrays):  # type: ignore[no-untyped-def]
-    return StateHandle(*_borrowed(arrays))
-
-
-@compiled
-def _scratch(arrays):  # type: ignore[no-untyped-def]
-    return ScratchHandle(*_borrowed(arrays))
-
-
-@compiled
-def _trial(arrays):  # type: ignore[no-untyped-def]
-    return TrialHandle(*_borrowed(arrays))
-
-
-@compiled
-def _undo(arrays):  # type: ignore[no-untyped-def]
-    return UndoHandle(*_borrowed(arrays))
-
-
-@compiled
-def _history(arrays):  # type: ignore[no-untyped-def]
-    return HistoryHandle(*_borrowed(arrays))
-
-
-@compiled
-def _choices(arrays):  # type: ignore[no-untyped-def]
-    return ChoicesHandle(*_borrowed(arrays))
-
-
-_KINDS = {
-    "GraphTables": (GraphHandle, GraphType, _graph),
-    "ClusterTables": (ClusterHandle, ClusterType, _cluster),
-    "VariantTables": (VariantHandle, VariantType, _variants),
-    "ShardTables": (ShardHandle, ShardType, _shards),
-    "Lists": (ListsHandle, ListsType, _lists),
-    "Groups": (GroupsHandle, GroupsType, _groups),
-    "State": (StateHandle, StateType, _state),
-    "Scratch": (ScratchHandle, ScratchType, _scratch),
-    "Trial": (TrialHandle, TrialType, _trial),
-    "Undo": (UndoHandle, UndoType, _undo),
-    "History": (HistoryHandle, HistoryType, _history),
-    "Choices": (ChoicesHandle, ChoicesType, _choices),
-}
-
-
-def declare(kind: type[Structure]) -> type[Structure]:
-    """Class decorator of a named tuple: makes its handle known to compiled code."""
-    proxy, struct, _ = _KINDS[kind.__name__]
-    structref.define_constructor(proxy, struct, list(kind._fields))
-    structref.define_boxing(struct, proxy)
-    return kind
+class HandleType(types.Type):
+    """What a handle is to the compiler. ``fields``: name -> (place in the table, type)."""
+
+    def __init__(self, name: str, layout: tuple[tuple[str, Any], ...]) -> None:
+        self.fields: dict[str, tuple[int, Any]] = {}
+        place = 0
+        for field, kind in layout:
+            self.fields[field] = (place, kind)
+            place += 1 if isinstance(kind, HandleType) else 1 + kind.ndim
+        self._described = f"{name}{layout}"
+        super().__init__(name)
+
+    @property
+    def key(self) -> str:
+        """What types are told apart by: code that was compiled for other fields is not taken."""
+        return self._described
+
+
+_array_type = cache(lambda kind, dimensions: types.Array(from_dtype(kind), dimensions, "C"))
+_handle_type = cache(HandleType)
+
+
+class _Handle:
+    """A handle, and all arrays that its table leads to. numba looks for its type under the name ``_numba_type_``."""
+
+    address: int
+    _numba_type_: HandleType
+
+    def __init__(self, structure: Any) -> None:
+        layout: list[tuple[str, Any]] = []
+        words: list[int] = []
+        self._kept: list[Any] = [structure]
+        for name, value in zip(structure._fields, structure, strict=True):
+            if isinstance(value, tuple):
+                inner = _Handle(value)
+                self._kept.append(inner)
+                layout.append((name, inner._numba_type_))
+                words.append(inner.address)
+                continue
+            if not value.flags.c_contiguous:
+                raise ValueError(f"{name} of {type(structure).__name__} is not contiguous")
+            layout.append((name, _array_type(value.dtype, value.ndim)))
+            words += [value.ctypes.data, *value.shape]
+        table = np.array(words, np.int64)
+        self._kept.append(table)
+        self.address = table.ctypes.data
+        self._numba_type_ = _handle_type(type(structure).__name__, tuple(layout))
 
 
 def handle(structure: Structure) -> Structure:
     """What compiled functions take for a structure. To the type checker it is the structure itself; only compiled code can read it."""
-    made = _KINDS[type(structure).__name__][2](tuple(handle(cast(Any, x)) if isinstance(x, tuple) else x for x in structure))
-    return cast(Structure, made)
+    return cast(Structure, _Handle(structure))
+
+
+register_model(HandleType)(models.OpaqueModel)
+
+
+@unbox(HandleType)
+def _receive(kind, value, context):  # type: ignore[no-untyped-def]
+    """From Python's object to the table's address."""
+    number = context.pyapi.object_getattr_string(value, "address")
+    address = context.pyapi.long_as_voidptr(number)
+    context.pyapi.decref(number)
+    return NativeValue(address)
+
+
+@infer_getattr
+class _Fields(AttributeTemplate):
+    """Types of a structure's fields."""
+
+    key = HandleType
+
+    def generic_resolve(self, kind, name):  # type: ignore[no-untyped-def,override]
+        return kind.fields[name][1] if name in kind.fields else None
+
+
+@lower_getattr_generic(HandleType)
+def _look_up(context, builder, kind, table, name):  # type: ignore[no-untyped-def]
+    """A field: one of the addresses in the table, and the shape behind it."""
+    place, field = kind.fields[name]
+    integer = context.get_value_type(types.intp)
+    words = builder.bitcast(table, integer.as_pointer())
+
+    def word(number, kind):  # type: ignore[no-untyped-def]
+        address = builder.gep(words, [integer(number)])
+        found = builder.load(builder.bitcast(address, kind.as_pointer()))
+        found.set_metadata("invariant.load", builder.module.add_metadata([]))
+        return found
+
+    if isinstance(field, HandleType):
+        return word(place, context.get_value_type(field))
+    array = context.make_array(field)(context, builder)
+    item_bytes = field.dtype.bitwidth // 8
+    shape = [word(place + 1 + i, integer) for i in range(field.ndim)]
+    strides = [integer(item_bytes)]
+    for size in shape[:0:-1]:
+        strides.insert(0, builder.mul(size, strides[0]))
+    populate_array(array, data=word(place, array.data.type), shape=shape, strides=strides, itemsize=item_bytes, meminfo=None)
+    return array._getvalue()

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, Undo
 from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, push
-from soap.simulator.compiled.handles import declare
-from soap.simulator.compiled.jit import compiled, uncounted
+from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
 
@@ -23,7 +23,6 @@ MADE, NOW, LATEST, READY = range(4)
 there; how many slots have been ready till there."""
 
 
-@declare
 class History(NamedTuple):
     """Snapshot k is of the time before the task at ``place[k]`` of the order is taken. Per slot: ``met`` (predecessors that have ended),
     ``ready`` (by these). Per resource: ``free``. Per device: ``gone`` (ns of tiles that have been taken). ``pending[k, :pending_n[k]]``:
@@ -59,15 +58,15 @@ def make_history(slots: int, resources: int, devices: int) -> History:
     return History(longs(count), longs(count), *tables, longs(count), longs(4), longs(1), longs(1), longs(devices), *now)
 
 
-@compiled
+@entry
 def retrace(C: State, P: Trial, H: History) -> None:
     """Begin with the history of ``P``, a complete simulation of the current state."""
     slots, total = C.used[SLOTS], P.size[TAKEN]
-    H.met_now[:slots] = 0
-    H.ready_now[:slots] = 0
-    H.free_now[:] = 0
-    H.gone_now[:] = 0
-    H.last_backward[:] = 0
+    fill(H.met_now, 0, slots, 0)
+    fill(H.ready_now, 0, slots, 0)
+    fill(H.free_now, 0, len(H.free_now), 0)
+    fill(H.gone_now, 0, len(H.gone_now), 0)
+    fill(H.last_backward, 0, len(H.last_backward), 0)
     H.first_sum[0] = H.first_update[0] = total
     ready = last_forward = 0
     for place in range(total):
@@ -100,15 +99,15 @@ def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, la
             H.gone_now, H.at, H.place[k], H.at[LATEST],
         )  # fmt: skip
         H.makespan[k] = H.at[LATEST]
-        H.met[k, :slots] = H.met_now[:slots]
-        H.ready[k, :slots] = H.ready_now[:slots]
-        H.free[k] = H.free_now
-        H.gone[k] = H.gone_now
+        copy(H.met[k], 0, H.met_now, 0, slots)
+        copy(H.ready[k], 0, H.ready_now, 0, slots)
+        copy(H.free[k], 0, H.free_now, 0, len(H.free_now))
+        copy(H.gone[k], 0, H.gone_now, 0, len(H.gone_now))
         H.pending_n[k] = _pending(C.waits, P.order, H.met_now, H.pending[k], H.place[k], H.at[READY] - H.place[k])
         H.at[MADE] = k + 1
 
 
-@uncounted
+@compiled
 def _pending(waits, order, met, pending, taken, count):  # type: ignore[no-untyped-def]
     """Find the slots that are ready and have not been taken: so many."""
     n, place = 0, taken
@@ -121,7 +120,7 @@ def _pending(waits, order, met, pending, taken, count):  # type: ignore[no-untyp
     return n
 
 
-@uncounted
+@compiled
 def _advance(  # type: ignore[no-untyped-def]
     kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, waits, source_ptr, source,
     static, set_ptr, set_item, order, ends, met, ready, free, gone, at, last, makespan,
@@ -226,10 +225,10 @@ def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums:
     if H.place[k] == 0:
         return False
     _copy_met(T.left, T.ready, C.waits, H.met[k], H.ready[k], U.what[OLD_SLOTS], C.used[SLOTS])
-    T.free[:] = H.free[k]
+    copy(T.free, 0, H.free[k], 0, len(T.free))
     for device in range(len(T.rest)):
         T.rest[device] = C.busy[device] - H.gone[k, device]
-    T.size[:] = 0
+    fill(T.size, 0, len(T.size), 0)
     T.size[CURSOR] = T.size[TAKEN] = T.size[SKIPPED] = H.place[k]
     T.size[RUN], T.size[MAKESPAN], T.size[WAITING], T.size[DELAY] = P.size[TAKEN], H.makespan[k], 0, 0
     for i in range(H.pending_n[k]):
@@ -244,7 +243,7 @@ def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums:
     return True
 
 
-@uncounted
+@compiled
 def _copy_met(left, ready, waits, met, ready_then, old, slots):  # type: ignore[no-untyped-def]
     for slot in range(old):
         left[slot] = waits[slot] - met[slot]

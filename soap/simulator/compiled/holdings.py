@@ -5,7 +5,8 @@ The counterpart of ``planning._reductions``, ``_holdings`` and ``_gather_reads``
 
 from __future__ import annotations
 
-from soap.simulator.compiled.communication import first_place
+from soap.simulator.compiled.arrays import sort
+from soap.simulator.compiled.hashing import hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import CONSUMERS, FETCHES, FULL, HOLDINGS, REDUCTIONS, STAMP, Scratch
 from soap.simulator.compiled.state import State
@@ -98,7 +99,7 @@ def _add_reduction(C: State, S: Scratch, op: int, cells: int, out: int, replica:
             S.mark[device] = S.count[STAMP]
             S.r_dev[last] = device
             last += 1
-    S.r_dev[first:last].sort()
+    sort(S.r_dev, first, last)
     S.r_dev_ptr[n + 1] = last
     S.count[REDUCTIONS] = n + 1
     return n
@@ -147,7 +148,7 @@ def gather_reads(G: GraphTables, V: VariantTables, C: State, S: Scratch, op: int
                 box = V.data[row[READS] + (k - first) * cells + tile % cells]
                 if box >= 0:
                     key = (box * len(C.busy) + device) * 256 + G.read_output[k]
-                    place = first_place(key, mask)
+                    place = hash_place(key, mask)
                     while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != key:
                         place = (place + 1) & mask
                     if S.hash_stamp[place] != S.count[STAMP]:

@@ -1,7 +1,8 @@
-"""How this package's functions are compiled: one decorator, whatever the type hints of the installed numba.
+"""How this package's functions are compiled: few are called from Python, all others from compiled code alone.
 
-Functions inside of a file take structures and arrays without type hints: they are compiled for what their callers, which have them,
-hand in.
+Compiling all of it took more than a minute until these functions were made cheap to compile. So they count no references (which forbids
+making arrays, and with it ``sort`` and assignments to slices: see ``arrays``), and do not check for divisions by zero. Whole numbers are
+handed over as int64, whatever array they come from: one version of each function is enough.
 """
 
 from __future__ import annotations
@@ -9,17 +10,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from numba import njit
+from numba import types
+from numba.core.registry import CPUDispatcher
+
+from soap.simulator.compiled.parts import PartCompiler
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
+
+
+def entry(function: Function) -> Function:
+    """Compile what Python calls when it is first called, keep the machine code on disk, and let other threads of Python run meanwhile."""
+    made = _Dispatcher(py_func=function, targetoptions=_OPTIONS)
+    made.enable_caching()
+    return cast(Function, made)
+
 
 def compiled(function: Function) -> Function:
-    """Compile when first called, keep the machine code on disk, and let other threads of Python run meanwhile."""
-    return cast(Function, njit(cache=True, nogil=True)(function))
+    """Compile what compiled code calls, as a part of that; Python cannot call it. Structures and arrays need no type hints in it: it is
+    compiled for what its callers hand in."""
+    return cast(Function, _Part(py_func=function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True}, pipeline_class=PartCompiler))
 
 
-def uncounted(function: Function) -> Function:
-    """The same for functions of plain arrays and numbers that make no arrays: without reference counts, which cost more than short
-    loops."""
-    return cast(Function, njit(cache=True, nogil=True, _nrt=False)(function))  # type: ignore[call-overload]
+class _Dispatcher(CPUDispatcher):
+    """A function, and its versions by types of arguments."""
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """Which version compiled code calls with arguments of such types."""
+        return super().get_call_template([_wide(kind) for kind in args], {name: _wide(kind) for name, kind in kws.items()})
+
+
+class _Part(_Dispatcher):
+    """A function without machine code of its own."""
+
+    def add_overload(self, cres: Any) -> None:
+        """For compiled code alone."""
+        self.overloads[tuple(cres.signature.args)] = cres
+
+    def _compile_for_args(self, *_arguments: Any, **_named: Any) -> Any:
+        raise TypeError(f"{self.py_func.__qualname__} can only be called by compiled code")
+
+
+def _wide(kind: Any) -> Any:
+    kind = types.unliteral(kind)
+    return types.int64 if isinstance(kind, types.Integer) else kind

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
+from soap.simulator.compiled.arrays import sort
 from soap.simulator.compiled.communication import find_list
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, USES, Scratch
@@ -24,7 +23,7 @@ def find_geometries(G: GraphTables, V: VariantTables, D: ShardTables, C: State, 
         if last - first == 1:
             S.geometry[parameter] = _own_geometry(G, V, C, first)
             continue
-        key = np.empty(1 + last - first, np.int32)
+        key = D.tied.missing[1 : 2 + last - first]  # where it is to stand if it is missing
         key[0] = parameter
         for use in range(first, last):
             key[1 + use - first] = D.cut[_own_geometry(G, V, C, use)]
@@ -54,16 +53,13 @@ def find_keepers(G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: 
     _gather_uses(G, V, D, C, S, parameter, first if unread else shard)
     S.count[STAMP] += 1
     n = 0
-    ascending = True
     for i in range(S.count[USES]):
         device = S.use_device[i]
         if S.mark[device] != S.count[STAMP]:
             S.mark[device] = S.count[STAMP]
             S.members[1 + n] = device
-            ascending &= n == 0 or S.members[n] < device
             n += 1
-    if not ascending:
-        S.members[1 : 1 + n].sort()
+    sort(S.members, 1, 1 + n)
     S.members[0] = 1 if unread else n
 
 

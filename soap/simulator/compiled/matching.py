@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, OLD_SYNC_SLOT, OLD_SYNCS, SYNCHRONIZED, Undo
-from soap.simulator.compiled.communication import first_place
 from soap.simulator.compiled.events import Trial
+from soap.simulator.compiled.hashing import hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, Scratch
 from soap.simulator.compiled.state import SLOTS, SYNCS, State
@@ -49,12 +49,12 @@ def _match(C, S, P, old, olds, new, news):  # type: ignore[no-untyped-def]
     S.count[STAMP] += 1
     mask = len(S.hash_key) - 1
     for slot in range(new, new + news):
-        place = first_place(C.key[slot], mask)
+        place = hash_place(C.key[slot], mask)
         while S.hash_stamp[place] == S.count[STAMP]:
             place = (place + 1) & mask
         S.hash_stamp[place], S.hash_key[place], S.hash_value[place] = S.count[STAMP], C.key[slot], slot
     for slot in range(old, old + olds):
-        place = first_place(C.key[slot], mask)
+        place = hash_place(C.key[slot], mask)
         while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != C.key[slot]:
             place = (place + 1) & mask
         C.alias[slot] = NOWHERE

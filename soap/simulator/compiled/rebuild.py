@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.fragment import CROWDED, lower_operator, place_tiles
-from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.jit import entry
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import ARENA, DEVICES, Groups, ShardTables, State
 from soap.simulator.compiled.synchronization import begin_updates, count_backward, synchronize
@@ -11,7 +12,7 @@ from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints
 from soap.simulator.compiled.variants import CELLS, VariantTables
 
 
-@compiled
+@entry
 def lower_all(
     G: GraphTables,
     V: VariantTables,
@@ -29,10 +30,10 @@ def lower_all(
     operators = len(G.backward)
     if len(devices) > len(C.dev):
         raise MemoryError(CROWDED)
-    C.dev[: len(devices)] = devices
+    copy(C.dev, 0, devices, 0, len(devices))
     C.used[ARENA], C.used[DEVICES] = 0, len(devices)
     begin_updates(C)
-    C.busy[:] = 0
+    fill(C.busy, 0, len(C.busy), 0)
     at = 0
     for op in range(operators):
         C.loose[op] = 1

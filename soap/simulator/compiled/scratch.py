@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from soap.simulator.compiled.handles import declare
 from soap.simulator.compiled.tables import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
@@ -20,7 +19,6 @@ FULL = "scratch is full"
 """What compiled code raises when an array is too small: it is made larger, and the work begins anew."""
 
 
-@declare
 class Scratch(NamedTuple):
     """``h_``: holdings (``h_box``: a region's number, or -2 - k for the k-th cell of a scattered sum; ``h_red``: reduction or -1).
     ``hold_of``: [output, tile] -> holding or -1. ``r_``: reductions (``r_task``: its task or -1). ``red_of``: [output, replica, group] ->

@@ -6,8 +6,7 @@ arena (the updates), and so have all updates (the pulls). Pulls are waited for b
 
 from __future__ import annotations
 
-import numpy as np
-
+from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.communication import MISSING, REDUCE_TRAFFIC, nanoseconds, seek_list, transfer_ns
 from soap.simulator.compiled.fragment import CROWDED, SYNC, task_key
 from soap.simulator.compiled.jit import compiled
@@ -28,7 +27,7 @@ def serve(G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C:
 
     LookupError if updates on cores are not known yet; all of them are then in ``core_size.missing``.
     """
-    S.taken[:] = 0
+    fill(S.taken, 0, len(S.taken), 0)
     missing = 0
     for parameter in range(len(G.parameter_dtype)):
         if C.partitions[parameter] == 0 or G.user_ptr[parameter] == G.user_ptr[parameter + 1] or G.user_place[G.user_ptr[parameter]] < 0:
@@ -128,14 +127,13 @@ def _message(K, C, slot, key, source, target, size, row, waits):  # type: ignore
 @compiled
 def _serve_ns(K, D, home, size, gradients, missing):  # type: ignore[no-untyped-def]
     """``servers.serve_ns``, and how much of ``core_size.missing`` is taken: by updates of a size that is not known yet."""
-    entry = np.empty(3, np.int32)
+    if missing + 4 > len(D.core_size.missing):
+        return 0, missing
+    entry = D.core_size.missing[1 + missing : 4 + missing]  # where it is to stand if it is missing
     entry[0], entry[1], entry[2] = K.core_host[home], size >> LOW_BITS, size & ((1 << LOW_BITS) - 1)
     found = seek_list(D.core_size, entry)
     if found < 0:
-        if missing + 4 <= len(D.core_size.missing):
-            D.core_size.missing[1 + missing : 4 + missing] = entry
-            missing += 3
-        return 0, missing
+        return 0, missing + 3
     if gradients < 2:
         return D.core_update_ns[found], missing
     adding = nanoseconds((gradients - 1) * size * REDUCE_TRAFFIC / K.core_bandwidth[home])

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from soap.simulator.compiled.handles import declare
 from soap.simulator.compiled.tables import Floats, Ints, Longs
 
 SLOTS, ARENA, DEVICES, SYNCS = range(4)
@@ -28,7 +27,6 @@ LOW_BITS = 30
 """A number of bytes is two items of a list of small numbers: so many bits of it are the second."""
 
 
-@declare
 class State(NamedTuple):
     """Per operator: ``variant``, ``replicas``, number of ``tiles``, where its ``dev`` begin (``dev_ptr``), its slots (``tile_slot``;
     ``own_slot``, ``own_count``), where in ``arena`` the rows of its forward tiles and of its other tasks begin (``row``), how much of the
@@ -75,7 +73,6 @@ class State(NamedTuple):
     loose: Ints
 
 
-@declare
 class Lists(NamedTuple):
     """Lists of whole numbers that are known by a number of their own: ``item[ptr[k]:ptr[k + 1]]``. ``table``: open addressing, -1 where
     empty. ``missing``: the length of one that was looked for in vain (or of several together, by ``serving``), then the list."""
@@ -86,7 +83,6 @@ class Lists(NamedTuple):
     missing: Ints
 
 
-@declare
 class Groups(NamedTuple):
     """Sets of devices that sum together (``Lists``, ascending). Group g may do so in the ways ``way_ptr[g]:way_ptr[g + 1]``, each of which
     takes ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with
@@ -102,7 +98,6 @@ class Groups(NamedTuple):
     static: Ints
 
 
-@declare
 class ShardTables(NamedTuple):
     """How parameters may be cut: geometry g has the shards ``ptr[g]:ptr[g + 1]``. ``lowest``: which of the parameter's users gives the last
     gradient (-1: nobody gives any). ``update_ns``: [device type, shard]. Uses ``use_ptr[s]:use_ptr[s + 1]``: (``use_user``: which user,

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from soap.graph import OperatorGraph, TensorKind
 from soap.simulator.communication import Communication
-from soap.simulator.compiled.handles import declare
 from soap.simulator.servers import core_type, first_cores
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
@@ -20,7 +19,6 @@ Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-@declare
 class GraphTables(NamedTuple):
     """An operator graph. Pairs of arrays ``x_ptr``, ``x_…`` are lists per operator: operator p's are ``x_…[x_ptr[p]:x_ptr[p + 1]]``.
 
@@ -59,7 +57,6 @@ class GraphTables(NamedTuple):
     solid: Ints
 
 
-@declare
 class ClusterTables(NamedTuple):
     """A cluster. ``distance[s, t]``: 0, 1 or 2, as ``Topology.distance``. The route from s to t holds the resources
     ``route[route_ptr[s * n + t]:route_ptr[s * n + t + 1]]`` (device count + link number), with ``latency_seconds[s, t]`` in all and

@@ -16,7 +16,6 @@ import numpy as np
 from soap.graph import Operand, Operator, OperatorGraph, TensorKind
 from soap.regions import Box, balanced, volume
 from soap.simulator.compiled.growing import Growing
-from soap.simulator.compiled.handles import declare
 from soap.simulator.compiled.shards import Geometries, Need
 from soap.simulator.compiled.tables import Ints, Longs, device_types
 from soap.simulator.costs import CostModel
@@ -31,7 +30,6 @@ the numbers of the geometries into which it alone would cut its parameters stand
 COLUMNS = 10
 
 
-@declare
 class VariantTables(NamedTuple):
     """``rows``: one per variant. ``box_ptr``: where in ``bounds`` a region's (start, stop) per dimension begin; ``box_volume``: elements.
 

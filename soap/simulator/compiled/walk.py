@@ -10,14 +10,12 @@ from __future__ import annotations
 from math import log
 from typing import NamedTuple
 
-import numpy as np
-
 from soap.simulator.compiled.change import Undo
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial, keep_order
-from soap.simulator.compiled.handles import declare
+from soap.simulator.compiled.hashing import draw
 from soap.simulator.compiled.history import History, retrace
-from soap.simulator.compiled.jit import compiled, uncounted
+from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
 from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Longs
@@ -30,7 +28,6 @@ there already;
 how many steps are logged (cost after each, in ``Choices.log``)."""
 
 
-@declare
 class Choices(NamedTuple):
     """Operators that may change (``operator``), their configurations (``ptr``, then ``variant``, ``dev_ptr`` and ``dev``; one replica)."""
 
@@ -43,17 +40,7 @@ class Choices(NamedTuple):
     dev: Ints
 
 
-@uncounted
-def _random(walk):  # type: ignore[no-untyped-def]
-    """splitmix64 (Steele, Lea & Flood, 2014): 63 random bits."""
-    walk[RANDOM] += np.int64(-7046029254386353131)
-    z = np.uint64(walk[RANDOM])
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.int64((z ^ (z >> np.uint64(31))) >> np.uint64(1))
-
-
-@compiled
+@entry
 def walk_on(
     G: GraphTables,
     V: VariantTables,
@@ -76,9 +63,9 @@ def walk_on(
     walk = W.walk
     while walk[STEP] < steps:
         before = walk[RANDOM]
-        op = W.operator[_random(walk) % len(W.operator)]
-        choice = W.ptr[op] + _random(walk) % (W.ptr[op + 1] - W.ptr[op])
-        after = _random(walk) >> 10
+        op = W.operator[draw(walk, RANDOM) % len(W.operator)]
+        choice = W.ptr[op] + draw(walk, RANDOM) % (W.ptr[op + 1] - W.ptr[op])
+        after = draw(walk, RANDOM) >> 10
         threshold = walk[COST] - log((after + 1) / 9007199254740992.0) / beta
         drawn = walk[RANDOM]
         walk[RANDOM] = before
@@ -90,7 +77,7 @@ def walk_on(
         else:
             T.size[TAKEN] = T.size[SKIPPED] = T.size[HEAPED] = 0
             cost = evaluate(
-                G, V, K, R, D, C, S, U, P, T, H, op, W.variant[choice], 1, devices, dtypes, bound if bounded else NO_BOUND
+                G, V, K, R, D, C, S, U, P, T, H, op, W.variant[choice], 1, devices, -1, 0, dtypes, bound if bounded else NO_BOUND
             )
             walk[PLAYED] += T.size[TAKEN] - T.size[SKIPPED]
             walk[QUEUED] += T.size[HEAPED]

@@ -18,8 +18,6 @@ from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks
 from tests.simulator.examples import batch_split, chain, pairwise_cluster
 from tests.strategies import cases
 
-pytestmark = pytest.mark.slow  # the first use compiles for a minute
-
 
 def check(engine: Engine, costs: RooflineCosts, strategy: Strategy) -> None:
     engine.load(strategy)
@@ -35,6 +33,7 @@ def served(strategy: Strategy, graph: OperatorGraph, draw: random.Random) -> Str
     return Strategy(strategy.operators, chosen)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(servers=True))
 def test_random_cases(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
@@ -43,6 +42,7 @@ def test_random_cases(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     check(Engine(graph, topology, costs), costs, strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", zoo.names())
 def test_models(model: str) -> None:
     """Classical and random strategies, with and without parameter servers, one after the other on one engine."""

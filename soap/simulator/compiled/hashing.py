@@ -1,0 +1,35 @@
+"""Numbers that are scattered evenly, for hash tables and random draws (compiled).
+
+In unsigned numbers, which wrap around: of signed ones the compiler assumes that they never get too large, and leaves out what would only be
+needed then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.tables import Longs
+
+
+@compiled
+def hash_place(key: int | np.int64, mask: int) -> np.int64:
+    """Where in a table of ``mask`` + 1 places to look for a key first, whichever of its bits differ from other keys'."""
+    bits = np.uint64(key)
+    return np.int64(((bits ^ (bits >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C1)) >> np.uint64(32)) & mask
+
+
+@compiled
+def hash_join(key: int | np.int64, item: int) -> np.int64:
+    """The key of a list that is one item longer."""
+    return np.int64(np.uint64(key) * np.uint64(1_000_003) + np.uint64(item))
+
+
+@compiled
+def draw(state: Longs, place: int) -> np.int64:
+    """splitmix64 (Steele, Lea & Flood, 2014): 63 random bits. ``state[place]``: the generator's."""
+    z = np.uint64(state[place]) + np.uint64(0x9E3779B97F4A7C15)
+    state[place] = np.int64(z)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.int64((z ^ (z >> np.uint64(31))) >> np.uint64(1))

@@ -1,0 +1,43 @@
+"""What compiled code sees of a structure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from soap.simulator.compiled.handles import handle
+from soap.simulator.compiled.jit import entry
+
+
+class Inner(NamedTuple):
+    items: NDArray[np.int32]
+
+
+class Outer(NamedTuple):
+    cube: NDArray[np.float64]
+    inner: Inner
+    matrix: NDArray[np.int8]
+
+
+@entry
+def look(outer: Outer, found: NDArray[np.float64]) -> None:
+    found[0], found[1], found[2] = outer.cube.shape
+    found[3], found[4] = outer.cube[1, 2, 3], outer.matrix[1, 0]
+    found[5], found[6] = len(outer.inner.items), outer.inner.items[-1]
+    outer.matrix[0, 1] = 9
+
+
+def test_fields_are_the_structures_own_arrays() -> None:
+    cube, matrix = np.arange(24.0).reshape(2, 3, 4), np.arange(6, dtype=np.int8).reshape(3, 2)
+    found = np.zeros(7)
+    look(handle(Outer(cube, Inner(np.arange(5, dtype=np.int32)), matrix)), found)
+    assert found.tolist() == [2, 3, 4, cube[1, 2, 3], matrix[1, 0], 5, 4]
+    assert matrix[0, 1] == 9
+
+
+def test_arrays_are_contiguous() -> None:
+    with pytest.raises(ValueError, match="items of Inner is not contiguous"):
+        handle(Inner(np.zeros(4, np.int32)[::2]))
