@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from math import prod
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
@@ -26,7 +25,12 @@ def lengths(box: Box) -> tuple[int, ...]:
 
 def volume(box: Box) -> int:
     """Number of elements in the box; 1 for a scalar's box, 0 if any interval is empty."""
-    return prod(max(0, stop - start) for start, stop in box)
+    size = 1
+    for start, stop in box:
+        if stop <= start:
+            return 0
+        size *= stop - start
+    return size
 
 
 def intersect(a: Box, b: Box) -> Box | None:

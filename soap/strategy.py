@@ -43,7 +43,7 @@ class OpConfig:
                 f"{len(self.devices)} devices for degrees {self.degrees} and {self.replicas} replicas: "
                 f"expected {prod(self.degrees) * self.replicas}, one per tile"
             )
-        if any(d < 0 for d in self.devices):
+        if min(self.devices) < 0:
             raise StrategyError(f"devices {self.devices}: expected non-negative device numbers")
 
 
@@ -125,8 +125,6 @@ def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_til
             raise StrategyError(
                 f"operator {op.name!r}: degree {degree} of factor {factor.name!r} exceeds its size {factor.size}; lower the degree"
             )
-    for device in config.devices:
-        if device >= device_count:
-            raise StrategyError(
-                f"operator {op.name!r}: device {device} does not exist; expected 0 to {device_count - 1} on this cluster"
-            )
+    if max(config.devices) >= device_count:
+        device = next(device for device in config.devices if device >= device_count)
+        raise StrategyError(f"operator {op.name!r}: device {device} does not exist; expected 0 to {device_count - 1} on this cluster")

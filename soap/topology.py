@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -20,6 +20,8 @@ from soap.routes import Router
 
 if TYPE_CHECKING:
     import networkx as nx
+    import numpy as np
+    from numpy.typing import NDArray
 
 DeviceKind = Literal["cpu", "cuda"]
 DEVICE_KINDS: tuple[DeviceKind, ...] = ("cpu", "cuda")
@@ -175,7 +177,19 @@ class Topology:
 
     def route(self, source: int, target: int) -> tuple[int, ...]:
         """Link numbers from device ``source`` to device ``target``, in order; () if they are the same."""
-        return self._router.paths(self.devices[source].name)[self.devices[target].name]
+        path = self._router.path(self.devices[source].name, self.devices[target].name)
+        assert path is not None  # every device reaches every other
+        return path
+
+    def routes(self, sources: Sequence[int], targets: Sequence[int]) -> NDArray[np.int64]:
+        """Routes of many pairs at once: [pair, place], with -1 for places that a route does not need."""
+        names = self._names
+        return self._router.paths([names[source] for source in sources], [names[target] for target in targets])
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether there is only one path from each node to each other."""
+        return self._router.is_tree
 
     def route_latency_seconds(self, source: int, target: int) -> float:
         """The latencies of a route's links, added up in their order; 0 on the same device."""
@@ -213,6 +227,18 @@ class Topology:
             figures = {"bandwidth_bytes_per_second": link.bandwidth_bytes_per_second, "latency_seconds": link.latency_seconds}
             graph.add_edge(link.source, link.target, link=link.index, **figures)
         return graph
+
+    @cached_property
+    def link_figures(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(bandwidths in bytes per second, latencies in seconds) of all links."""
+        import numpy as np  # slow to import, and what reads a cluster does without it
+
+        bandwidths = np.array([link.bandwidth_bytes_per_second for link in self.links], np.float64)
+        return bandwidths, np.array([link.latency_seconds for link in self.links], np.float64)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [device.name for device in self.devices]
 
     @cached_property
     def _router(self) -> Router:

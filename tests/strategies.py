@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
 from soap.graph import DimMap, Factor, Operator, OperatorGraph
@@ -28,23 +30,25 @@ def boxes(dimensions: int, *, most: int = 8, allow_empty: bool = False) -> st.Se
 
 
 @st.composite
-def graphs(draw: st.DrawFn, *, max_moves: int = 6) -> OperatorGraph:
+def graphs(
+    draw: st.DrawFn, *, max_moves: int = 6, batches: st.SearchStrategy[int] | None = None, moves: Sequence[str] = MOVES
+) -> OperatorGraph:
     """Legal training graphs: chains, branches and joins, shared parameters, reductions, halos, slices, operators kept whole."""
     g = GraphBuilder("random")
-    b, s, d = draw(st.integers(1, 6)), draw(st.integers(1, 5)), 2 * draw(st.integers(1, 4))
+    b, s, d = draw(st.integers(1, 6) if batches is None else batches), draw(st.integers(1, 5)), 2 * draw(st.integers(1, 4))
     values = [g.linear(g.input("x", b, s, d), d, name="first")]
     for _ in range(draw(st.integers(0, max_moves))):
-        _move(g, values, draw)
+        _move(g, values, draw, moves)
     read = {operand.tensor for op in g.operators for operand in op.inputs}
     losses = [g.mean(value) for value in values if value not in read]
     return g.build(losses[0] if len(losses) == 1 else _sum_scalars(g, losses))
 
 
-def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn) -> None:
+def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn, moves: Sequence[str]) -> None:
     """Add an operator (or a few) that reads one of the values ``[b, s, d]``, and its results to the values."""
     x = draw(st.sampled_from(values))
     b, s, d = g.shape(x)
-    match draw(st.sampled_from(MOVES)):
+    match draw(st.sampled_from(moves)):
         case "linear":
             values.append(g.linear(x, draw(st.integers(1, 8)), bias=draw(st.booleans())))
         case "elementwise":

@@ -300,3 +300,25 @@ def test_junk_is_refused_in_one_line_or_read(key, junk, in_host):
         parse_cluster(text)
     except TopologyError as refused:
         assert "\n" not in str(refused) and len(str(refused)) < 400
+
+
+def test_a_cluster_of_thousands_of_devices() -> None:
+    text = """hosts:
+  - name: node
+    count: 2048
+    devices: {type: h200, count: 8}
+    cpu_cores: 96
+    memory: 2 TB
+    links: {intra: {bandwidth: 450 GB/s, latency: 2 us}}
+network: {bandwidth: 400 Gbit/s, latency: 5 us}
+"""
+    topology = parse_cluster(text)
+    assert topology.device_count == 16384 and topology.is_tree
+    names = [[topology.links[link].name for link in topology.route(*pair)] for pair in ((3, 6), (7, 16383))]
+    assert names[0] == ["node0/gpu3->node0/switch", "node0/switch->node0/gpu6"]
+    assert names[1] == [
+        "node0/gpu7->node0/switch", "node0/switch->network", "network->node2047/switch", "node2047/switch->node2047/gpu7",
+    ]  # fmt: skip
+    around = topology.routes(range(16384), [*range(1, 16384), 0])
+    assert [tuple(row[row >= 0].tolist()) for row in around[:9]] == [topology.route(i, i + 1) for i in range(9)]
+    assert (around >= 0).sum() == 2048 * (7 * 2 + 4)

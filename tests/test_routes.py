@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from soap.routes import PICOSECONDS, REFERENCE_MESSAGE_BYTES, Router
 from soap.topology import Link
 
-NODES = [f"n{i}" for i in range(6)]
+NODES = [f"n{i}" for i in range(7)]
 
 
 @st.composite
 def networks(draw: st.DrawFn) -> list[Link]:
     pairs = st.tuples(st.sampled_from(NODES), st.sampled_from(NODES)).filter(lambda pair: pair[0] != pair[1])
-    ends = draw(st.lists(pairs, unique=True, max_size=16))
+    ends = draw(st.lists(pairs, unique=True, max_size=18))
     figures = st.tuples(st.sampled_from([1e9, 2e9, 3.3e9]), st.sampled_from([0.0, 1e-6, 1e-4, 5e-4]))
     return [Link(i, f"{a}->{b}", a, b, *draw(figures)) for i, (a, b) in enumerate(ends)]
 
@@ -33,13 +33,29 @@ def fastest(links: list[Link], source: str, target: str) -> tuple[int, ...] | No
     return min(keys)[2] if keys else None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(networks())
 def test_routes_are_the_fastest_of_all_simple_paths(links):
     router = Router(links)
     for source in NODES:
-        paths = router.paths(source)
-        assert paths[source] == ()
+        assert router.path(source, source) == ()
         for target in NODES:
             if target != source:
-                assert paths.get(target) == fastest(links, source, target)
+                assert router.path(source, target) == fastest(links, source, target)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=6, max_size=6), st.integers(0, 2**12 - 1))
+def test_a_tree_has_one_path(parents, missing):
+    """Each node hangs on an earlier one, by a cable of which a direction may be missing."""
+    pairs = [(NODES[i + 1], NODES[min(parent, i)]) for i, parent in enumerate(parents)]
+    ends = [end for a, b in pairs for end in ((a, b), (b, a))]
+    links = [Link(i, f"{a}->{b}", a, b, 1e9, 1e-6) for i, (a, b) in enumerate(e for k, e in enumerate(ends) if not missing >> k & 1)]
+    router = Router(links)
+    assert router.is_tree
+    for source in NODES:
+        for target in NODES:
+            assert router.path(source, target) == (() if source == target else fastest(links, source, target))
+    pairs = [(source, target) for source in NODES for target in NODES if router.path(source, target) is not None]
+    found = router.paths([source for source, _ in pairs], [target for _, target in pairs])
+    assert [tuple(row[row >= 0].tolist()) for row in found] == [router.path(source, target) for source, target in pairs]

@@ -15,6 +15,7 @@ from soap.simulator.planning import build_plan
 from soap.strategies import (
     CLASSICAL,
     data_parallel,
+    hybrid,
     megatron,
     model_parallel,
     one_weird_trick,
@@ -242,6 +243,23 @@ def test_megatron_splits_samples_across_hosts() -> None:
     assert {r.devices for r in plan.reductions if r.operator != loss} == {(0, 1), (2, 3)}
     shards = {shard.box: shard.devices for shard in plan.shards if shard.parameter == "embedding.weight"}
     assert shards == {((0, 32), (0, 16)): (0, 2), ((32, 64), (0, 16)): (1, 3)}
+
+
+def test_hybrid_is_megatron_in_stages() -> None:
+    graph, topology = transformer(batch=4), cluster([4, 4])
+    assert hybrid(graph, topology, tensor=4) == megatron(graph, topology)
+    strategy = hybrid(graph, topology, tensor=2, pipeline=2)
+    homes = [set(strategy.operators[op.name].devices) for op in graph.operators]
+    stages = [{0, 1, 4, 5}, {2, 3, 6, 7}]
+    assert all(any(own <= stage for stage in stages) for own in homes)
+    assert homes[0] <= stages[0] and homes[-1] <= stages[1]
+    assert [max(own) > 5 or min(own) in (2, 3) for own in homes] == sorted(max(own) > 5 or min(own) in (2, 3) for own in homes)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "word"), [(3, 1, "divisor"), (0, 1, "divisor"), (1, 8, "no more stages")])
+def test_hybrid_refuses_what_does_not_divide(tensor: int, pipeline: int, word: str) -> None:
+    with pytest.raises(StrategyError, match=word):
+        hybrid(mlp(batch=8), cluster([4, 4]), tensor=tensor, pipeline=pipeline)
 
 
 def test_megatron_with_hosts_of_a_single_device_or_unequal_ones() -> None:

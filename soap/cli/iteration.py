@@ -6,26 +6,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap.cli.tables import aligned, milliseconds
+from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
-from soap.simulator.timeline import busy_time_ns, critical_path_ns, link_bytes
 from soap.units import format_bytes
 
 MOST_ROWS = 16
 """Rows of devices and of links in the text; the JSON document has all."""
 
 
-def document(simulation: Simulation) -> dict[str, Any]:
+def document(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     """Plain JSON values. ``critical_path_ns``: by kind of task, adding up to the iteration. ``peak_bytes``: over the simulated time."""
-    topology, busy = simulation.tasks.topology, busy_time_ns(simulation.tasks)
-    peaks = [curve.peak_bytes for curve in simulation.memory_over_time]
+    busy = simulation.busy_ns
     return {
         "iteration_ns": simulation.makespan_ns,
-        "critical_path_ns": {kind.value: duration for kind, duration in critical_path_ns(simulation.tasks, simulation.schedule).items()},
+        "critical_path_ns": {kind.value: duration for kind, duration in simulation.critical_path_ns.items()},
         "devices": [
             {"name": device.name, "busy_ns": busy[device.name], "peak_bytes": peak, "available_bytes": device.type.memory_bytes}
-            for device, peak in zip(topology.devices, peaks, strict=True)
+            for device, peak in zip(simulation.topology.devices, simulation.peak_bytes, strict=True)
         ],
-        "links": [{"name": name, "busy_ns": busy[name], "bytes": size} for name, size in link_bytes(simulation.tasks).items()],
+        "links": [{"name": name, "busy_ns": busy[name], "bytes": size} for name, size in simulation.link_bytes.items()],
     }
 
 

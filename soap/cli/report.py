@@ -9,8 +9,8 @@ from typing import Any
 
 from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split
 from soap.graph import OperatorGraph
-from soap.simulator.simulate import Simulation, Simulator
-from soap.simulator.timeline import busy_time_ns
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.simulate import Simulation, Simulator, is_large, tile_count
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
 from soap.topology import Topology
@@ -20,11 +20,13 @@ BASELINE = "data_parallel"
 SINGLE = "single_device"
 FOUND = "found"
 """What soap-search calls its strategy."""
+MOST_TILES = 2**18
+"""A classical strategy of more tiles is only compared with if it can be folded."""
 MOST_OPERATORS = 16
 """Rows of the list of operators; the strategy file has all."""
 
 
-def document(simulator: Simulator, strategy: Strategy, simulation: Simulation) -> dict[str, Any]:
+def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     """All that is known about a strategy, as plain JSON values. The keys are part of the commands' interface."""
     graph, topology = simulator.graph, simulator.topology
     baseline = CLASSICAL[BASELINE](graph, topology)
@@ -39,6 +41,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation) -
         },
         "same_as": next((name for name, make in CLASSICAL.items() if make(graph, topology) == strategy), None),
         "costs": {"description": simulator.costs.description, "hash": simulator.costs_hash},
+        "folded": _folded(simulator, strategy, simulation),
         "predicted_ns": simulation.makespan_ns,
         "fits": simulation.fits,
         "speedup": baselines[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
@@ -46,8 +49,8 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation) -
         "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
         "available_memory_bytes": [device.type.memory_bytes for device in topology.devices],
         "bytes_moved": simulation.bytes_moved,
-        "data_parallel_bytes_moved": simulator.run(baseline).bytes_moved,
-        "busy_ns": busy_time_ns(simulation.tasks),
+        "data_parallel_bytes_moved": simulator.predict(baseline).bytes_moved,
+        "busy_ns": simulation.busy_ns,
         "unlike_data_parallel": _differences(graph, strategy, baseline),
     }
 
@@ -58,7 +61,9 @@ def text(report: Mapping[str, Any], name: str) -> str:
     alike, crowd = _same(report, name), report["cluster"]["shared_cores"]
     sections = [
         f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
-        f"costs: {report['costs']['description']}" + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else ""),
+        f"costs: {report['costs']['description']}"
+        + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else "")
+        + (f"\n{_folding(report['folded'])}" if report["folded"] else ""),
         _times(report, name),
         _resources(report),
         *([alike] if alike else []),
@@ -84,10 +89,31 @@ def dump(report: Mapping[str, Any]) -> str:
     return json.dumps(report, indent=2, allow_nan=False)
 
 
+def _folded(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any] | None:
+    """How it was folded, or why it could not be; None if there was no need."""
+    if isinstance(simulation, FoldedSimulation):
+        copies, devices = simulation.folding.copies.images.shape
+        return {"copies": copies, "devices_per_copy": devices}
+    folded = simulator.run_folded(strategy) if is_large(strategy) else None
+    return {"reason": folded} if isinstance(folded, str) else None
+
+
+def _folding(folded: Mapping[str, Any]) -> str:
+    """One line that says so."""
+    if "reason" in folded:
+        return f"note: every device was simulated: {folded['reason']}"
+    return f"note: {folded['copies']} copies of the model, on {folded['devices_per_copy']} devices each, do the same: two were simulated"
+
+
 def _baselines(simulator: Simulator) -> dict[str, dict[str, Any]]:
-    found = {}
+    """By name. Without prediction: what would take hours, having too many tiles and no equal copies."""
+    found: dict[str, dict[str, Any]] = {}
     for name, make in CLASSICAL.items():
-        cost_ns, overflow_bytes = simulator.cost(make(simulator.graph, simulator.topology))
+        strategy = make(simulator.graph, simulator.topology)
+        if name != BASELINE and tile_count(strategy) > MOST_TILES and isinstance(simulator.run_folded(strategy), str):
+            found[name] = {"predicted_ns": None, "overflow_bytes": None}
+            continue
+        cost_ns, overflow_bytes = simulator.cost(strategy)
         found[name] = {"predicted_ns": cost_ns, "overflow_bytes": overflow_bytes}
     return found
 
@@ -116,6 +142,9 @@ def _times(report: Mapping[str, Any], name: str) -> str:
     predicted_ns = report["predicted_ns"]
     rows = [("", "predicted", "speed-up over it"), (name, milliseconds(predicted_ns), "" if report["fits"] else "does not fit into memory")]
     for baseline, cost in report["baselines"].items():
+        if cost["predicted_ns"] is None:
+            rows.append((baseline, "-", "not simulated: too many tiles, and no equal copies"))
+            continue
         lacking = cost["overflow_bytes"]
         lacks = f" (does not fit: {format_bytes(lacking)} missing)" if lacking else ""
         rows.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))

@@ -46,7 +46,7 @@ def execute(args: argparse.Namespace) -> int:
     graph = api.load(args.model, plan_only=True, **reading(args)).graph
     strategy = api.classical(args.builtin, graph, topology) if args.builtin else api.load_strategy(args.strategy, graph, topology)
     simulator = api.simulator_for(graph, topology)
-    simulation = simulator.run(strategy)
+    simulation = simulator.predict(strategy)
     if args.timeline:
         trace = chrome_trace(simulation.tasks, simulation.schedule, memory=simulation.memory_over_time)
         write_text_atomically(args.timeline, json.dumps(trace) + "\n")

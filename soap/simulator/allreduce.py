@@ -21,13 +21,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from fractions import Fraction
 from itertools import pairwise
-from math import ceil
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
 
 from soap.simulator.collectives import REDUCE_TRAFFIC, tree_rounds
 from soap.simulator.costs import nanoseconds
 from soap.topology import Topology
+
+MANY_HOPS = 64
+"""From so many hops of a step on, arrays are quicker than one route after the other."""
 
 Hop = tuple[int, int]
 """(source device, target device)."""
@@ -96,11 +101,24 @@ def allreduce_bytes(reduced_bytes: int, device_count: int) -> int:
 
 def link_bytes(topology: Topology, algorithm: Algorithm, devices: Sequence[int], reduced_bytes: int) -> dict[int, int]:
     """Link number -> bytes that an all-reduce puts on it, rounded up, by link number."""
-    carried: dict[int, Fraction] = {}
-    for step in steps(algorithm, devices):
-        for link, count in _crossings(topology, step).items():
-            carried[link] = carried.get(link, Fraction(0)) + Fraction(count * step.repeats * reduced_bytes, step.parts)
-    return {link: ceil(size) for link, size in sorted(carried.items())}
+    shares, parts = link_shares(topology, algorithm, devices)
+    return {link: -(-share * reduced_bytes // parts) for link, share in shares.items()}
+
+
+def link_shares(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) -> tuple[dict[int, int], int]:
+    """({link number -> share}, parts), by link number: ``share / parts`` of the bytes that are summed cross the link."""
+    todo = steps(algorithm, devices)
+    parts = lcm(*(step.parts for step in todo))
+    shares: dict[int, int] = {}
+    known: dict[tuple[Hop, ...], _Loads] = {}
+    for step in todo:
+        loads = known.get(step.hops)
+        if loads is None:
+            loads = known[step.hops] = _loads(topology, step.hops)
+        each = step.repeats * (parts // step.parts)
+        for link, count in loads.crossings.items():
+            shares[link] = shares.get(link, 0) + count * each
+    return dict(sorted(shares.items())), parts
 
 
 def _ring(members: Sequence[int]) -> list[Step]:
@@ -138,21 +156,53 @@ def _option(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) ->
     adding = REDUCE_TRAFFIC / slowest
     latency_seconds = seconds_per_byte = 0.0
     used: set[int] = set()
+    known: dict[tuple[Hop, ...], _Loads] = {}
     for step in steps(algorithm, devices):
-        crossings = _crossings(topology, step)
-        used.update(crossings)
-        share = max(count / topology.links[link].bandwidth_bytes_per_second for link, count in crossings.items())
-        latency_seconds += step.repeats * max(topology.route_latency_seconds(source, target) for source, target in step.hops)
-        seconds_per_byte += step.repeats / step.parts * share
+        loads = known.get(step.hops)
+        if loads is None:
+            loads = known[step.hops] = _loads(topology, step.hops)
+            used.update(loads.crossings)
+        latency_seconds += step.repeats * loads.latency_seconds
+        seconds_per_byte += step.repeats / step.parts * loads.share
         if step.adds:
             seconds_per_byte += step.repeats / step.parts * adding
     return AllReduceOption(algorithm, latency_seconds, seconds_per_byte, tuple(sorted(used)))
 
 
-def _crossings(topology: Topology, step: Step) -> dict[int, int]:
-    """Link number -> hops of the step that cross it."""
+class _Loads(NamedTuple):
+    """What hops do at once: latency of the slowest, seconds per byte of the busiest link, and link number -> hops that cross it."""
+
+    latency_seconds: float
+    share: float
+    crossings: dict[int, int]
+
+
+def _loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
+    if len(hops) >= MANY_HOPS:
+        return _many_loads(topology, hops)
+    crossings = _crossings(topology, hops)
+    latency = max(topology.route_latency_seconds(source, target) for source, target in hops)
+    share = max(count / topology.links[link].bandwidth_bytes_per_second for link, count in crossings.items())
+    return _Loads(latency, share, crossings)
+
+
+def _many_loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
+    """The same with arrays: latencies along each route are added up in its order."""
+    routes = topology.routes([source for source, _ in hops], [target for _, target in hops])
+    bandwidths, latencies = topology.link_figures
+    along = np.zeros(len(routes))
+    for column in routes.T:
+        along += np.where(column < 0, 0.0, latencies[column])
+    counts = np.bincount(routes[routes >= 0], minlength=len(topology.links))
+    links = np.flatnonzero(counts)
+    crossings = dict(zip(links.tolist(), counts[links].tolist(), strict=True))
+    return _Loads(float(along.max()), float((counts[links] / bandwidths[links]).max()), crossings)
+
+
+def _crossings(topology: Topology, hops: Sequence[Hop]) -> dict[int, int]:
+    """Link number -> hops that cross it."""
     found: dict[int, int] = {}
-    for source, target in step.hops:
+    for source, target in hops:
         for link in topology.route(source, target):
             found[link] = found.get(link, 0) + 1
     return found

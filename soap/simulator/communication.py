@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from soap.simulator.allreduce import AllReduceOption, allreduce_options, fastest
+from soap.simulator.allreduce import AllReduceOption, allreduce_bytes, allreduce_options, fastest
 from soap.simulator.collectives import REDUCE_TRAFFIC, Flow, exchange_seconds
 from soap.simulator.costs import nanoseconds
 from soap.topology import Topology
@@ -69,6 +69,10 @@ class Communication:
         """Duration in ns of an all-reduce by the fastest option, and the numbers of the links that it holds."""
         option = self.allreduce_option(reduced_bytes, devices)
         return option.duration_ns(reduced_bytes), option.links
+
+    def allreduce_bytes(self, reduced_bytes: int, devices: tuple[int, ...]) -> int:
+        """Bytes that an all-reduce puts on all its hops together."""
+        return allreduce_bytes(reduced_bytes, len(devices))
 
     def exchange_ns(self, flows: Sequence[Flow], reduced_bytes: int = 0) -> int:
         """Flows between devices that run at once as one collective; every target then adds up at most ``reduced_bytes``."""

@@ -90,9 +90,10 @@ class Engine:
     _history: History
     _snapshots: History
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, communication: Communication | None = None) -> None:
+        """``communication``: of this topology, if it is a special one."""
         self.graph, self.topology = graph, topology
-        communication = Communication(topology)
+        communication = communication or Communication(topology)
         self._graph, self._cluster = graph_tables(graph), cluster_tables(communication)
         self._fixed = (handle(self._graph), handle(self._cluster))
         self._variants = Variants(graph, topology, costs)
@@ -113,12 +114,20 @@ class Engine:
         strategy.validate(self.graph, self.topology.device_count)
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
         self._syncs, self._partitions = dict(strategy.parameters), served_partitions(self.graph, strategy)
+        self._make_room(2 * sum(len(config.devices) for config in self._configs))  # each tile has two slots at least
         variants = np.array([self._variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
         replicas = np.array([config.replicas for config in self._configs], np.int32)
         devices = np.array([device for config in self._configs for device in config.devices], np.int32)
         if len(self._variants.degrees) > self._known_variants:
             self._renew_tables()
         self._lower(variants, replicas, devices)
+
+    def _make_room(self, slots: int) -> None:
+        """Room for what a strategy takes at least, so that not every smaller size is tried."""
+        if self._slots < ROOM * slots:
+            while self._slots < ROOM * slots:
+                self._slots, self._arena = 2 * self._slots, 2 * self._arena
+            self._make_state()
 
     def _lower(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
         """Lower a strategy from the ground up, with as much room again for changes that are accepted."""

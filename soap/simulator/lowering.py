@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from soap.regions import Box
-from soap.simulator.allreduce import allreduce_bytes
 from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
 from soap.simulator.collectives import Flow, flow_links
 from soap.simulator.communication import Communication
@@ -318,7 +317,7 @@ class _Lowering:
         self, place: tuple[int, ...], name: str, kind: TaskKind, size: int, devices: tuple[int, ...], after: Iterable[int]
     ) -> int:
         duration, links = self.communication.allreduce(size, devices)
-        return self._add(place, name, kind, self._link_resources(links), duration, after, allreduce_bytes(size, len(devices)))
+        return self._add(place, name, kind, self._link_resources(links), duration, after, self.communication.allreduce_bytes(size, devices))
 
     def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.plan.device_count + link for link in links)

@@ -10,7 +10,7 @@ libraries' workspaces are not counted, nor are a model's buffers (running statis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +20,7 @@ from soap.simulator.flows import reduced_tensor
 from soap.simulator.plan import Plan
 from soap.simulator.tiling import Tile, iteration_points
 from soap.simulator.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
+from soap.topology import Topology
 
 PACKING_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Operators for which cuDNN brings the parameters together into one piece of memory, which is kept for the backward pass."""
@@ -71,6 +72,11 @@ def memory_use(plan: Plan, optimizer_states: int = 2) -> tuple[MemoryUse, ...]:
 def peak_bytes(plan: Plan, optimizer_states: int = 2) -> tuple[int, ...]:
     """Upper bound of each device's peak memory."""
     return tuple(use.total for use in memory_use(plan, optimizer_states))
+
+
+def overflow_bytes(totals: Sequence[int], topology: Topology) -> int:
+    """What the devices lack of these totals, added up."""
+    return sum(max(0, total - device.type.memory_bytes) for total, device in zip(totals, topology.devices, strict=True))
 
 
 def _sum(parts: Iterable[list[int]]) -> list[int]:

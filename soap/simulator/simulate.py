@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from soap.graph import OperatorGraph
 from soap.simulator.communication import Communication
 from soap.simulator.costs import CostModel
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.folding import fold
 from soap.simulator.lowering import PlanBuilder, lower
-from soap.simulator.memory import MemoryUse, memory_use, peak_bytes
+from soap.simulator.memory import MemoryUse, memory_use, overflow_bytes, peak_bytes
 from soap.simulator.plan import Plan
 from soap.simulator.reference import simulate
 from soap.simulator.residency import MemoryCurve, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
-from soap.simulator.timeline import bytes_moved
+from soap.simulator.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.strategy import Strategy
 from soap.topology import Topology
 
 CACHED_STRATEGIES = 4096
 """Answers of ``Simulator.cost`` that are kept; each is two numbers and a key."""
+
+KEPT_FOLDED = 8
+
+MANY_TILES = 2**14
+"""From so many tiles on it is tried to fold a strategy: the whole of it would take seconds."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,11 @@ class Simulation:
     tasks: TaskGraph
     schedule: Schedule
     optimizer_states: int
+
+    @property
+    def topology(self) -> Topology:
+        """The cluster."""
+        return self.tasks.topology
 
     @property
     def makespan_ns(self) -> int:
@@ -58,9 +70,14 @@ class Simulation:
         return memory_over_time(self.tasks, self.schedule, self.optimizer_states)
 
     @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most that each device holds at any time."""
+        return tuple(curve.peak_bytes for curve in self.memory_over_time)
+
+    @cached_property
     def overflow_bytes(self) -> int:
         """What the devices lack, added up; 0 if everything fits."""
-        return _overflow([use.total for use in self.memory], self.tasks.topology)
+        return overflow_bytes([use.total for use in self.memory], self.tasks.topology)
 
     @property
     def fits(self) -> bool:
@@ -71,6 +88,21 @@ class Simulation:
     def bytes_moved(self) -> int:
         """Bytes that leave a device for another."""
         return bytes_moved(self.tasks)
+
+    @property
+    def critical_path_ns(self) -> dict[TaskKind, int]:
+        """How much of the critical path each kind of task is."""
+        return critical_path_ns(self.tasks, self.schedule)
+
+    @cached_property
+    def busy_ns(self) -> dict[str, int]:
+        """How long each device, link and used CPU core is held, by name."""
+        return busy_time_ns(self.tasks)
+
+    @cached_property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes that cross each link, by name."""
+        return link_bytes(self.tasks)
 
 
 class Simulator:
@@ -88,6 +120,7 @@ class Simulator:
         self._parameters = {parameter.name: None for parameter in graph.parameters}
         self._builder = PlanBuilder(graph, topology)
         self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
+        self._folded: OrderedDict[Hashable, FoldedSimulation | str] = OrderedDict()
 
     @property
     def costs_hash(self) -> str:
@@ -99,6 +132,28 @@ class Simulator:
         plan = self._builder.build(strategy)
         tasks = lower(plan, self.topology, self.costs, self.communication)
         return Simulation(plan, tasks, simulate(tasks), self.optimizer_states)
+
+    def predict(self, strategy: Strategy) -> Simulation | FoldedSimulation:
+        """The full outcome, folded if the strategy has ``MANY_TILES`` and can be."""
+        folded = self.run_folded(strategy) if is_large(strategy) else ""
+        return self.run(strategy) if isinstance(folded, str) else folded
+
+    def run_folded(self, strategy: Strategy) -> FoldedSimulation | str:
+        """The full outcome from two of many equal copies, or why there are none, in one line. The last answers are kept."""
+        strategy.validate(self.graph, self.topology.device_count)
+        key = self._key(strategy)
+        if key not in self._folded:
+            self._folded[key] = self._fold(strategy)
+            if len(self._folded) > KEPT_FOLDED:
+                self._folded.popitem(last=False)
+        return self._folded[key]
+
+    def _fold(self, strategy: Strategy) -> FoldedSimulation | str:
+        folding = fold(self.graph, self.topology, strategy)
+        if isinstance(folding, str):
+            return folding
+        tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
+        return FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
         """(makespan in ns, bytes of memory that are lacking): what a search compares. Strategies seen lately are not simulated again."""
@@ -113,9 +168,12 @@ class Simulator:
         return answer
 
     def _simulate(self, strategy: Strategy) -> tuple[int, int]:
+        if is_large(strategy):
+            outcome = self.predict(strategy)
+            return outcome.makespan_ns, outcome.overflow_bytes
         plan = self._builder.build(strategy)
         makespan_ns = simulate(lower(plan, self.topology, self.costs, self.communication)).makespan_ns
-        return makespan_ns, _overflow(peak_bytes(plan, self.optimizer_states), self.topology)
+        return makespan_ns, overflow_bytes(peak_bytes(plan, self.optimizer_states), self.topology)
 
     def _key(self, strategy: Strategy) -> Hashable:
         """Equal for strategies that say the same in other words (order of mappings, defaults left out).
@@ -128,5 +186,11 @@ class Simulator:
         return configs, len(strategy.operators), syncs, unknown
 
 
-def _overflow(totals: Sequence[int], topology: Topology) -> int:
-    return sum(max(0, total - device.type.memory_bytes) for total, device in zip(totals, topology.devices, strict=True))
+def tile_count(strategy: Strategy) -> int:
+    """Tiles of all operators, replicas included."""
+    return sum(len(config.devices) for config in strategy.operators.values())
+
+
+def is_large(strategy: Strategy) -> bool:
+    """Whether it is worth trying to fold it."""
+    return tile_count(strategy) >= MANY_TILES

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from soap.graph import Operator, OperatorGraph
+from soap.graph import Operand, Operator, OperatorGraph
 from soap.regions import Box, Interval, balanced, volume
 from soap.strategy import OpConfig
+
+Place = tuple[int, ...]
+"""By factor: which of its pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +42,30 @@ def tiles_of(graph: OperatorGraph, position: int, config: OpConfig) -> list[Tile
     op = graph.operators[position]
     shapes = {o.tensor: graph.tensors[o.tensor].shape for o in (*op.inputs, *op.parameters, *op.outputs)}
     pieces = [balanced(factor.size, degree) for factor, degree in zip(op.factors, config.degrees, strict=True)]
-    grid = list(product(*pieces))
-    boxes = [
-        tuple(tuple(o.box(cell, shapes[o.tensor]) for o in group) for group in (op.inputs, op.parameters, op.outputs))
-        for cell in grid
-    ]
+    grid, places = list(product(*pieces)), list(product(*[range(len(own)) for own in pieces]))
+    columns = [_boxes(group, shapes, pieces, places) for group in (op.inputs, op.parameters, op.outputs)]
+    boxes = list(zip(*columns, strict=True))
     return [
         Tile(position, replica * len(grid) + i, replica, config.devices[replica * len(grid) + i], cell, *boxes[i])
         for replica in range(config.replicas)
         for i, cell in enumerate(grid)
+    ]
+
+
+def _boxes(
+    operands: Sequence[Operand], shapes: Mapping[str, tuple[int, ...]], pieces: Sequence[Sequence[Interval]], places: Sequence[Place]
+) -> list[tuple[Box, ...]]:
+    """The operands' regions for each cell of the grid. A dimension follows one factor, so that its intervals are found once per piece."""
+    tables = []
+    for operand in operands:
+        own: list[tuple[int | None, list[Interval]]] = []
+        for dim, size in zip(operand.dims, shapes[operand.tensor], strict=True):
+            parts = [()] if dim.factor is None else [((0, 0),) * dim.factor + (piece,) for piece in pieces[dim.factor]]
+            own.append((dim.factor, [dim.interval(part, size) for part in parts]))
+        tables.append(own)
+    return [
+        tuple([tuple([found[0 if factor is None else place[factor]] for factor, found in own]) for own in tables])
+        for place in places
     ]
 
 

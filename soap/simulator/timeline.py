@@ -151,10 +151,10 @@ def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:
 def link_bytes(tasks: TaskGraph) -> dict[str, int]:
     """Bytes that cross each link during the iteration, by name. What travels over several links counts on each."""
     carried = [0] * len(tasks.topology.links)
-    groups, communication = _groups(tasks.plan), Communication(tasks.topology)
+    groups, communication = sum_groups(tasks.plan), Communication(tasks.topology)
     for task in tasks.tasks:
         if task.bytes:
-            for link, size in _task_links(communication, task, groups):
+            for link, size in task_links(communication, task, groups):
                 carried[link] += size
     return {link.name: size for link, size in zip(tasks.topology.links, carried, strict=True)}
 
@@ -185,7 +185,7 @@ class _Lanes:
         return self._first + lane
 
 
-def _groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
+def sum_groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     """Name of each all-reduce -> its devices."""
     groups = {sync_name(plan, bucket): bucket.devices for bucket in plan.buckets}
     for reduction in plan.reductions:
@@ -194,8 +194,8 @@ def _groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     return groups
 
 
-def _task_links(communication: Communication, task: Task, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, int]]:
-    """(link number, bytes). What an all-reduce puts on a link is rounded up."""
+def task_links(communication: Communication, task: Task, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+    """(link number, bytes) of a task that moves something. What an all-reduce (see ``sum_groups``) puts on a link is rounded up."""
     topology = communication.topology
     if task.flows:
         yield from flow_links(topology, task.flows).items()

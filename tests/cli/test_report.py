@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-import soap
+from soap import api
 from soap.cli import report
 from soap.presets import preset
+from soap.simulator import simulate
 
 MODEL = "zoo:gpt:tiny"
 
@@ -18,14 +19,24 @@ MODEL = "zoo:gpt:tiny"
     [("single_device", "the best found is single_device: splitting does not pay here"), ("megatron", "the best found is megatron")],
 )
 def test_a_classical_strategy_is_called_by_its_name(found: str, line: str) -> None:
-    simulator = soap.api.simulator_for(MODEL, preset("p100-4x4"))
-    strategy = soap.api.classical(found, simulator.graph, simulator.topology)
+    simulator = api.simulator_for(MODEL, preset("p100-4x4"))
+    strategy = api.classical(found, simulator.graph, simulator.topology)
     summary = report.document(simulator, strategy, simulator.run(strategy))
     lines = report.text(summary, report.FOUND).splitlines()
     assert summary["same_as"] == found and line in lines
     assert ("unlike data parallelism" in "\n".join(lines)) == (found != "single_device")
     assert f"s.json is {found}" in report.text(summary, "s.json").splitlines()
     assert line not in report.text(summary, found)
+
+
+def test_what_was_simulated_whole_although_it_can_be_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "MANY_TILES", 1)
+    simulator = api.simulator_for(MODEL, preset("p100-4x4"))
+    strategy = api.classical("data_parallel", simulator.graph, simulator.topology)
+    summary = report.document(simulator, strategy, simulator.run(strategy))
+    assert summary["folded"] is None
+    assert summary == {**report.document(simulator, strategy, simulator.predict(strategy)), "folded": None}
+    assert report.dump(summary)
 
 
 def test_shared_cores() -> None:

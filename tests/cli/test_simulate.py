@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 import soap
+from soap.cli import report
 from soap.cli.simulate import main
+from soap.graph import OperatorGraph
+from soap.simulator import simulate
 from soap.simulator.timeline import critical_path_ns, link_bytes
+from soap.topology import Topology
 from soap.units import format_bytes
 from tests.cli.refusals import assert_refused
 
@@ -57,6 +61,46 @@ def test_says_it_to_people_too(capsys: pytest.CaptureFixture[str]) -> None:
     busiest = max(link_bytes(simulation.tasks).items(), key=lambda entry: entry[1])
     assert any(line[-2:] == format_bytes(busiest[1]).split() and "ms" in line for line in lines)
     assert "more; --json has all" in out  # this cluster has more links than are listed
+
+
+@pytest.mark.parametrize(("name", "copies"), [("data_parallel", 8), ("megatron", 4)])
+def test_a_folded_report_is_the_whole_one(
+    name: str, copies: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, arguments = tmp_path / "t.json", [*COMMAND, "--builtin", name]
+    assert main([*arguments, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(simulate, "MANY_TILES", 1)
+    assert main([*arguments, "--json", "--timeline", str(trace)]) == 0
+    folded = json.loads(capsys.readouterr().out)
+    devices = len({d for config in soap.api.classical(name, *_parts()).operators.values() for d in config.devices})
+    assert folded.pop("folded") == {"copies": copies, "devices_per_copy": devices // copies}
+    assert whole.pop("folded") is None
+    assert folded == whole
+    shown = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "thread_name"}
+    assert len(shown & set(whole["cluster"]["devices"])) == 2 * devices // copies
+    assert main(arguments) == 0
+    assert f"{copies} copies of the model, on {devices // copies} devices each" in capsys.readouterr().out
+
+
+def test_says_why_it_was_not_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "MANY_TILES", 1)
+    monkeypatch.setattr(report, "MOST_TILES", 30)
+    assert main([*COMMAND, "--builtin", "model_parallel"]) == 0
+    out = capsys.readouterr().out
+    assert "note: every device was simulated: " in out
+    assert "one_weird_trick" in out
+    assert main([*COMMAND, "--builtin", "model_parallel", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["folded"].keys() == {"reason"}
+    assert {name: cost["predicted_ns"] is None for name, cost in told["baselines"].items()} == {
+        name: name == "one_weird_trick" for name in told["baselines"]
+    }
+    assert "not simulated: too many tiles, and no equal copies" in out
+
+
+def _parts() -> tuple[OperatorGraph, Topology]:
+    return soap.load("zoo:gpt:tiny", plan_only=True).graph, soap.load_cluster("p100-4x4")
 
 
 def test_one_device_has_no_links_to_tell_of(capsys: pytest.CaptureFixture[str]) -> None:

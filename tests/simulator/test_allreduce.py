@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from soap.simulator import allreduce
 from soap.simulator.allreduce import Algorithm, AllReduceOption, allreduce_bytes, allreduce_options, fastest, link_bytes, steps
 from soap.topology import Topology
 from tests.simulator.examples import pairwise_cluster
@@ -136,3 +137,18 @@ def test_what_holds_on_every_topology(topology: Topology, size: int) -> None:
         # No algorithm is faster than its fullest link (whose bytes were rounded up).
         least = max(((count - 1) / topology.links[link].bandwidth_bytes_per_second for link, count in carried.items()), default=0.0)
         assert found.duration_ns(size) >= least * 1e9 * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(topologies(max_devices=9), st.data())
+def test_many_hops_at_once_are_the_same_hops(topology: Topology, data: st.DataObject) -> None:
+    devices = sorted(data.draw(st.sets(st.integers(0, topology.device_count - 1), min_size=1)))
+    singly = allreduce_options(topology, devices)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allreduce, "MANY_HOPS", 1)
+        assert allreduce_options(topology, devices) == singly
+    pairs = pairwise_cluster(topology.device_count)
+    singly = allreduce_options(pairs, devices)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allreduce, "MANY_HOPS", 1)
+        assert allreduce_options(pairs, devices) == singly

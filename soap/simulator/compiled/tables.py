@@ -156,20 +156,24 @@ def cluster_tables(communication: Communication) -> ClusterTables:
     """The arrays of a cluster."""
     topology = communication.topology
     count = topology.device_count
-    pairs = [(s, t) for s in range(count) for t in range(count)]
-    routes = [topology.route(s, t) for s, t in pairs]
-    figures = [communication.route_figures(s, t) for s, t in pairs]
+    pairs = np.arange(count * count)
+    routes = topology.routes((pairs // count).tolist(), (pairs % count).tolist())
+    bandwidths, latencies = topology.link_figures
+    latencies, per_byte = np.append(latencies, 0.0), np.append(1 / bandwidths, 0.0)  # the last for where no link is needed
+    latency = np.zeros(len(pairs))
+    for column in routes.T:  # added up in the order of the route
+        latency += latencies[column]
     types = device_types(topology)
     places, first_core = [device.host for device in topology.devices], first_cores(topology)
     cores = [core_type(topology, host) for host in range(len(topology.hosts))]
-    distance = [[topology.distance(s, t) for t in range(count)] for s in range(count)]
+    host = np.array(places)
     return ClusterTables(
-        np.array(distance, np.int8).reshape(count, count),
-        np.cumsum([0, *map(len, routes)]),
-        np.array([count + link for route in routes for link in route], np.int32),
-        np.array([latency for latency, _ in figures], np.float64).reshape(count, count),
-        np.array([per_byte for _, per_byte in figures], np.float64).reshape(count, count),
-        np.array([link.bandwidth_bytes_per_second for link in topology.links], np.float64),
+        np.where(host[:, None] == host, 1 - np.eye(count, dtype=np.int8), 2).astype(np.int8),
+        np.append(0, np.cumsum((routes >= 0).sum(axis=1))),
+        (count + routes[routes >= 0]).astype(np.int32),
+        latency.reshape(count, count),
+        per_byte[routes].max(axis=1, initial=0.0).reshape(count, count),
+        bandwidths,
         np.array([device.type.memory_bandwidth_bytes_per_second for device in topology.devices], np.float64),
         np.array([types.index(device.type.name) for device in topology.devices], np.int32),
         np.array([places.index(host) for host in places], np.int32),

@@ -1,0 +1,164 @@
+"""The outcome of a folded simulation: what is known of two copies, said of all. The same, to the byte, as ``simulate.Simulation``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.simulator.allreduce import Algorithm, allreduce_bytes, link_shares
+from soap.simulator.copies import LEFT
+from soap.simulator.folding import Folding
+from soap.simulator.memory import MemoryUse, memory_use, overflow_bytes
+from soap.simulator.residency import MemoryCurve, memory_over_time
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.simulator.timeline import critical_path_ns, sum_groups, task_links
+from soap.topology import Topology
+
+T = TypeVar("T")
+Longs = NDArray[np.int64]
+COMMON = LEFT
+"""Instead of the number of a copy: tasks of all of them."""
+
+
+@dataclass(frozen=True)
+class FoldedSimulation:
+    """One training iteration. ``tasks`` and ``schedule`` are those of two copies, on a small topology."""
+
+    folding: Folding
+    tasks: TaskGraph
+    schedule: Schedule
+    optimizer_states: int
+
+    @property
+    def topology(self) -> Topology:
+        """The whole cluster."""
+        return self.folding.whole
+
+    @property
+    def makespan_ns(self) -> int:
+        """Time of one iteration."""
+        return self.schedule.makespan_ns
+
+    @cached_property
+    def memory(self) -> tuple[MemoryUse, ...]:
+        """Peak use of each device of the cluster."""
+        return tuple(self._for_all(memory_use(self._with_an_idle_device.plan, self.optimizer_states)))
+
+    @property
+    def memory_over_time(self) -> tuple[MemoryCurve, ...]:
+        """What each device of the two copies holds from when to when."""
+        return self._curves[:-1]
+
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most that each device of the cluster holds at any time."""
+        return tuple(self._for_all([curve.peak_bytes for curve in self._curves]))
+
+    @cached_property
+    def overflow_bytes(self) -> int:
+        """What the devices lack, added up; 0 if everything fits."""
+        return overflow_bytes([use.total for use in self.memory], self.topology)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has enough memory."""
+        return self.overflow_bytes == 0
+
+    @cached_property
+    def bytes_moved(self) -> int:
+        """Bytes that leave a device for another."""
+        others = self.folding.count - 1
+        return sum(task.bytes * (others if copy == 1 else 1) for task, copy in zip(self.tasks.tasks, self._copy, strict=True))
+
+    @property
+    def task_count(self) -> int:
+        """Tasks of all copies."""
+        return len(self._copy) + (self.folding.count - LEFT) * self._copy.count(1)
+
+    @property
+    def critical_path_ns(self) -> dict[TaskKind, int]:
+        """How much of the critical path each kind of task is."""
+        return critical_path_ns(self.tasks, self.schedule)
+
+    @cached_property
+    def busy_ns(self) -> dict[str, int]:
+        """How long each device and link of the cluster is held, by name."""
+        small = self.folding.topology
+        held = np.zeros(small.device_count + len(small.links) + 1, np.int64)
+        for task in self.tasks.tasks:
+            held[list(task.resources)] += task.duration_ns
+        devices = self._for_all([*held[: small.device_count].tolist(), 0])
+        links = held[small.device_count :][self._stand_in].tolist()
+        names = [device.name for device in self.topology.devices] + [link.name for link in self.topology.links]
+        return dict(zip(names, devices + links, strict=True))
+
+    @cached_property
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes that cross each link of the cluster, by name."""
+        communication, groups = self.folding.communication, self._groups
+        local = np.zeros(len(self.folding.topology.links) + 1, np.int64)
+        carried = np.zeros(len(self.topology.links), np.int64)
+        shares: dict[tuple[tuple[int, ...], Algorithm], tuple[Longs, Longs, int]] = {}
+        for task, copy in zip(self.tasks.tasks, self._copy, strict=True):
+            if task.bytes and copy != COMMON:
+                for link, size in task_links(communication, task, groups):
+                    local[link] += size
+            elif task.bytes:
+                devices = communication.common[groups[task.name]].devices
+                reduced_bytes = task.bytes // allreduce_bytes(1, len(devices))
+                key = (devices, communication.allreduce_option(reduced_bytes, groups[task.name]).algorithm)
+                if key not in shares:
+                    found, parts = link_shares(self.topology, key[1], devices)
+                    shares[key] = np.array(list(found), np.int64), np.array(list(found.values()), np.int64), parts
+                links, shown, parts = shares[key]
+                carried[links] += -(-shown * reduced_bytes // parts)
+        inside = self.folding.local.ravel()
+        carried[inside] += local[self._stand_in[inside]]
+        return dict(zip([link.name for link in self.topology.links], carried.tolist(), strict=True))
+
+    @cached_property
+    def _curves(self) -> tuple[MemoryCurve, ...]:
+        return memory_over_time(self._with_an_idle_device, self.schedule, self.optimizer_states)
+
+    @cached_property
+    def _stand_in(self) -> Longs:
+        """Link of the cluster -> link of the small topology that does the same, or one behind the last if it is never held."""
+        local, found = self.folding.local, self.folding.alike.copy()
+        found[local[LEFT:]] = found[local[1]]
+        return np.where(found < 0, len(self.folding.topology.links), found)
+
+    def _for_all(self, values: Sequence[T]) -> list[T]:
+        """From values for the small topology's devices, and last for a device that does nothing, to those of the cluster's."""
+        found = [values[-1]] * self.topology.device_count
+        rank = {device: i for i, device in enumerate(self.folding.copies.devices)}
+        for copy, devices in enumerate(self.folding.copies.images.tolist()):
+            for device, alike in zip(devices, self.folding.copies.images[min(copy, 1)].tolist(), strict=True):
+                found[device] = values[rank[alike]]
+        return found
+
+    @cached_property
+    def _copy(self) -> list[int]:
+        """By task: 0 or 1, or ``COMMON``."""
+        copies, small = self.folding.copies, self.folding.topology
+        own = set(copies.images[0].tolist())
+        first = {i for i, device in enumerate(copies.devices) if device in own}
+        first.update((small.device_count + self.folding.alike[self.folding.local[0]]).tolist())
+        found = []
+        for task in self.tasks.tasks:
+            common = task.kind in (TaskKind.REDUCE, TaskKind.SYNC) and self._groups[task.name] in self.folding.communication.common
+            found.append(COMMON if common else 0 if task.resources[0] in first else 1)
+        return found
+
+    @cached_property
+    def _groups(self) -> Mapping[str, tuple[int, ...]]:
+        return sum_groups(self.tasks.plan)
+
+    @cached_property
+    def _with_an_idle_device(self) -> TaskGraph:
+        """What two copies do, and one device more, which stands for all that do nothing."""
+        return replace(self.tasks, plan=replace(self.tasks.plan, device_count=self.tasks.plan.device_count + 1))

@@ -1,0 +1,281 @@
+"""Folding: a strategy of D data-parallel copies is simulated with two of them, to the nanosecond and the byte.
+
+Why that is exact. Let copies be as in ``copies``: copy j > 0 does what copy 1 does, on the devices (and local links) that stand in their
+place. Copy 0 may do more (start the backward pass of what follows a summed loss, keep what no tile reads); it is left as it is. Tasks
+are *local* to a copy, or *common*: sums over all copies. ``fold`` checks, and else says what is in the way, that
+
+1. the devices in place of each other are of one type, share hosts in the same way, and routes inside a copy go over links of equal figures
+   in place of each other; no two copies share such a local link;
+2. activations that have no folded dimension are read where they lie, so that nothing travels between copies but common sums;
+3. a common sum (by any algorithm) holds a local link of copy 1 exactly if it holds those in its place of all other copies j > 1;
+4. no parameter servers are used: they belong to the host of one device.
+
+Then let F be the simulation of two copies, in which a common sum takes what it takes over the devices of all D. The claim: a task of copy
+j > 1 is ready, starts and ends when the one in its place in copy 1 does in F, all others when they do themselves. By induction on the ready
+time: a task is ready when its predecessors end, and these stand in place of the predecessors in F (of a common sum: copies of them, with
+the same ends). Durations are at least 1, so tasks are taken in the order of (ready time, id). It starts when its resources are free. On
+a device or local link of copy j are, by 3, the tasks that stand in place of those on copy 1's, with the same ready times; and ids order
+them alike: tiles are numbered row by row, which among the tiles of one copy is their order in F, sums of one operator are all local or
+all common, and the rest of an id says places in the operator, parameter or fetch. Links that are local to no copy are held by common sums
+alone; links that the same sums hold are free at the same times, so that one of them stands for all.
+
+Common sums are never scattered: a half or more of the devices would want the same or nothing. Buckets hold the same shards, because
+distinct sets of devices of two copies stand for distinct sets of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.graph import OperatorGraph
+from soap.simulator.allreduce import AllReduceOption, allreduce_bytes, allreduce_options
+from soap.simulator.communication import Communication
+from soap.simulator.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
+from soap.simulator.costs import CostModel
+from soap.simulator.plan import Plan
+from soap.simulator.planning import PlanBuilder
+from soap.simulator.tiling import Tile
+from soap.strategy import Strategy
+from soap.topology import Device, DeviceType, Host, Topology
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class CommonSums:
+    """An all-reduce over all copies. ``devices``: of the cluster, ascending. ``options``: with their links on the cluster; ``small``: with
+    those that stand for them on the small one."""
+
+    devices: tuple[int, ...]
+    options: tuple[AllReduceOption, ...]
+    small: tuple[AllReduceOption, ...]
+
+
+class FoldedCommunication(Communication):
+    """What communication costs on the small topology; sums over both copies take what they take over all. ``common``: by small devices."""
+
+    def __init__(self, topology: Topology, common: Mapping[tuple[int, ...], CommonSums]) -> None:
+        super().__init__(topology)
+        self.common = common
+
+    def allreduce_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
+        """What an all-reduce may be done by."""
+        common = self.common.get(devices)
+        return super().allreduce_options(devices) if common is None else common.small
+
+    def allreduce_bytes(self, reduced_bytes: int, devices: tuple[int, ...]) -> int:
+        """Bytes on all hops together."""
+        common = self.common.get(devices)
+        return allreduce_bytes(reduced_bytes, len(devices if common is None else common.devices))
+
+
+@dataclass(frozen=True)
+class FoldedCosts:
+    """A cost model that is asked about tiles of two copies and answers for the whole graph."""
+
+    graph: OperatorGraph
+    costs: CostModel
+
+    @property
+    def description(self) -> str:
+        """Where the numbers come from."""
+        return self.costs.description
+
+    @property
+    def hash(self) -> str:
+        """As the cost model's own."""
+        return self.costs.hash
+
+    def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        """Forward pass of a tile."""
+        return self.costs.forward_ns(self.graph, tile, device)
+
+    def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        """Backward pass of a tile."""
+        return self.costs.backward_ns(self.graph, tile, device)
+
+    def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
+        """Optimizer update of a shard."""
+        return self.costs.update_ns(parameter_bytes, device)
+
+
+@dataclass(frozen=True)
+class Folding:
+    """A strategy with two of its copies left. ``plan`` is theirs, with the whole graph, as ``lowering.lower`` wants it together with
+    ``topology`` and ``communication``; ``copies.graph`` and ``copies.strategy`` are theirs for an ``Engine``, with ``FoldedCosts``.
+
+    ``topology``: the devices of both copies, the links that they use between themselves, and one link for all those that only common
+    sums hold, and these the same. ``local``: [copy, number]: links of the cluster in place of each other. ``alike``: link of the cluster
+    -> that of the small one that stands for it, -1 if it is never held.
+    """
+
+    whole: Topology
+    copies: Copies
+    topology: Topology
+    plan: Plan
+    communication: FoldedCommunication
+    local: Ints
+    alike: Ints
+
+    @property
+    def count(self) -> int:
+        """Number of copies."""
+        return len(self.copies.images)
+
+
+def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Folding | str:
+    """The strategy folded over as many copies as possible, or why it cannot be, in one line. It must be legal."""
+    if any(sync.method != "allreduce" for sync in strategy.parameters.values()):
+        return "parameters on servers"
+    no_copies: list[str] = []
+    unlike_copies: list[str] = []
+    for count in candidates(strategy):
+        reasons = no_copies
+        try:
+            copies = find_copies(graph, strategy, count)
+            reasons = unlike_copies
+            return _Folding(graph, topology, copies).fold()
+        except UnfoldableError as error:
+            reasons.append(str(error))
+    return next(iter(unlike_copies + no_copies), f"at most {LEFT} devices in use")
+
+
+class _Folding:
+    """Checks the conditions of the module's docstring, and puts the small problem together."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, copies: Copies) -> None:
+        self.graph, self.topology, self.copies = graph, topology, copies
+        self.images = copies.images
+
+    def fold(self) -> Folding:
+        self._check_devices()
+        local = self._local_links()
+        near = set(local[:LEFT].ravel().tolist())
+        bridge = {*self._route(0, 1), *self._route(1, 0)}
+        before = self._small_topology(near | bridge)
+        plan = PlanBuilder(self.copies.graph, before).build(self.copies.strategy)
+        self._check_fetches(plan)
+        found = {devices: self._sum_over_all(devices) for devices in _common_groups(plan, self.images[0], self.copies.devices)}
+        signatures = self._signatures(options for _, options in found.values())
+        if (signatures[local[2:]] != signatures[local[1]]).any():
+            raise UnfoldableError(f"sums over {len(self.images)} copies hold other links in some of them")
+        kept, alike = self._stand_ins(local, signatures, near | bridge)
+        small = self._small_topology(kept)
+        common = {
+            devices: CommonSums(everyone, options, tuple(_on_small(option, alike) for option in options))
+            for devices, (everyone, options) in found.items()
+        }
+        plan = replace(plan, graph=self.graph)
+        return Folding(self.topology, self.copies, small, plan, FoldedCommunication(small, common), local, alike)
+
+    def _check_devices(self) -> None:
+        devices = self.topology.devices
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(device.type for device in devices))}
+        types = np.array([kinds[device.type] for device in devices])[self.images]
+        if (types != types[0]).any():
+            raise UnfoldableError(f"{len(self.images)} copies on devices of different types")
+        hosts = np.array([device.host for device in devices])[self.images]
+        if any(_pattern(own) != _pattern(hosts[0]) for own in hosts):
+            raise UnfoldableError(f"{len(self.images)} copies lie differently on hosts")
+
+    def _route(self, source_copy: int, target_copy: int) -> tuple[int, ...]:
+        return self.topology.route(int(self.images[source_copy, 0]), int(self.images[target_copy, 0]))
+
+    def _local_links(self) -> Ints:
+        """[copy, number]: the links of all routes inside a copy, in place of each other. In a tree those from and to one device are all."""
+        members = range(self.images.shape[1])
+        pairs = [(0, i) for i in members if i] + [(i, 0) for i in members if i]
+        if not self.topology.is_tree:
+            pairs = list(permutations(members, 2))
+        inside = [self._links(own, pairs) for own in self.images.tolist()]
+        lengths = [len(route) for route in inside[0]]
+        if any([len(route) for route in own] != lengths for own in inside):
+            raise UnfoldableError(f"{len(self.images)} copies have different routes")
+        links = np.array([[link for route in own for link in route] for own in inside], np.int64).reshape(len(inside), -1)
+        _, first, inverse = np.unique(links[0], return_index=True, return_inverse=True)
+        local = links[:, first]
+        if not np.array_equal(local[:, inverse.ravel()], links):
+            raise UnfoldableError(f"{len(self.images)} copies have different routes")
+        if len(np.unique(local)) < local.size:
+            raise UnfoldableError(f"{len(self.images)} copies share links")
+        if any((figures[local] != figures[local[0]]).any() for figures in self.topology.link_figures):
+            raise UnfoldableError(f"{len(self.images)} copies have links of different figures")
+        return local
+
+    def _links(self, devices: Sequence[int], pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
+        return [self.topology.route(devices[a], devices[b]) for a, b in pairs]
+
+    def _small_topology(self, links: Iterable[int]) -> Topology:
+        """Both copies' devices and so many links of the cluster, in its order, which leaves the routes among these as they are."""
+        chosen = [self.topology.devices[device] for device in self.copies.devices]
+        hosts = sorted({device.host for device in chosen})
+        place = {host: i for i, host in enumerate(hosts)}
+        devices = tuple(Device(i, device.name, place[device.host], device.type) for i, device in enumerate(chosen))
+        own = tuple(replace(self.topology.links[link], index=i) for i, link in enumerate(sorted(links)))
+        return Topology(self.topology.name, devices, _hosts(self.topology, hosts), own)
+
+    def _check_fetches(self, plan: Plan) -> None:
+        for fetch in plan.fetches:
+            if fetch.tensor in self.copies.folded or all(plan.holdings[piece.holding].device == fetch.device for piece in fetch.pieces):
+                continue
+            raise UnfoldableError(f"tensor {fetch.tensor!r}, the same for {len(self.images)} copies, is read where it does not lie")
+
+    def _sum_over_all(self, devices: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[AllReduceOption, ...]]:
+        """All devices that a sum over these of both copies stands for, and what it may be done by."""
+        place = {device: i for i, device in enumerate(self.images[1].tolist())}
+        members = {self.copies.devices[device] for device in devices}
+        columns = [place[device] for device in members if device in place]
+        everyone = tuple(sorted({*(members - place.keys()), *self.images[1:, columns].ravel().tolist()}))
+        return everyone, allreduce_options(self.topology, everyone)
+
+    def _signatures(self, sums: Iterable[Sequence[AllReduceOption]]) -> Ints:
+        """Link -> a number, the same for links that the same ways of doing common sums hold; 0 if none does."""
+        signatures = np.zeros(len(self.topology.links), np.int64)
+        for options in sums:
+            for option in options:
+                held = np.zeros(len(signatures), np.int64)
+                held[list(option.links)] = 1
+                pairs = np.append(0, 2 * signatures + held)  # what nobody holds stays 0
+                signatures = np.unique(pairs, return_inverse=True)[1].ravel()[1:]
+        return signatures
+
+    def _stand_ins(self, local: Ints, signatures: Ints, near: set[int]) -> tuple[set[int], Ints]:
+        """The links of the small topology, and ``Folding.alike``."""
+        outside = signatures > 0
+        outside[local.ravel()] = False
+        _, first, inverse = np.unique(signatures[outside], return_index=True, return_inverse=True)
+        chosen = np.flatnonzero(outside)[first]
+        kept = near | set(chosen.tolist())
+        number = np.full(len(signatures), -1, np.int64)
+        number[sorted(kept)] = np.arange(len(kept))
+        alike = np.full(len(signatures), -1, np.int64)
+        alike[local[:LEFT]] = number[local[:LEFT]]
+        alike[outside] = number[chosen][inverse.ravel()]
+        return kept, alike
+
+
+def _common_groups(plan: Plan, first: Ints, devices: Sequence[int]) -> list[tuple[int, ...]]:
+    """Distinct sets of devices of both copies that sum together."""
+    own = {i for i, device in enumerate(devices) if device in set(first.tolist())}
+    groups = dict.fromkeys([bucket.devices for bucket in plan.buckets] + [reduction.devices for reduction in plan.reductions])
+    return [group for group in groups if own.intersection(group) and own.union(group) != own]
+
+
+def _on_small(option: AllReduceOption, alike: Ints) -> AllReduceOption:
+    links = np.unique(alike[list(option.links)])
+    return replace(option, links=tuple(links[links >= 0].tolist()))
+
+
+def _pattern(hosts: Ints) -> list[int]:
+    """Which devices share a host, whichever."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(host, len(numbers)) for host in hosts.tolist()]
+
+
+def _hosts(topology: Topology, numbers: Sequence[int]) -> tuple[Host, ...]:
+    return tuple(topology.hosts[number] for number in numbers)

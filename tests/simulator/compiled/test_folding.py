@@ -1,0 +1,36 @@
+"""The compiled simulator on a folded strategy: as lowering and reference, which ``tests/simulator/test_folding`` holds to the whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.compiled.fragment import task_key
+from soap.simulator.engine import Engine
+from soap.simulator.folding import FoldedCosts, fold
+from soap.simulator.lowering import lower
+from soap.simulator.reference import simulate
+from tests.simulator.copied import Case, copied
+
+pytestmark = pytest.mark.slow  # the first use compiles for a minute
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(copied())
+def test_every_task(case: Case) -> None:
+    graph, topology, strategy = case
+    folding = fold(graph, topology, strategy)
+    assume(not isinstance(folding, str))
+    assert not isinstance(folding, str)
+    costs = RooflineCosts(topology)
+    tasks = lower(folding.plan, folding.topology, costs, folding.communication)
+    schedule = simulate(tasks)
+    engine = Engine(folding.copies.graph, folding.topology, FoldedCosts(graph, costs), folding.communication)
+    engine.load(folding.copies.strategy)
+    assert engine.simulate() == schedule.makespan_ns
+    expected = {
+        task_key(*task.id): (task.duration_ns, start, frozenset(task.resources), end)
+        for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True)
+    }
+    assert {task.key: (task.duration_ns, task.start_ns, frozenset(task.resources), task.end_ns) for task in engine.tasks()} == expected

@@ -1,0 +1,172 @@
+"""A folded simulation beside the whole one: every task of both copies that are left, and what the other copies do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+
+from soap import api
+from soap.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.copies import LEFT
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.folding import Folding, fold
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.reference import simulate
+from soap.simulator.simulate import Simulator
+from soap.simulator.tasks import Task, TaskKind
+from soap.strategies import data_parallel, hybrid, megatron
+from soap.strategy import OpConfig, Strategy, SyncConfig
+from soap.topology import Topology
+from tests.graph_builder import GraphBuilder, transformer
+from tests.simulator.copied import Case, copied
+from tests.simulator.examples import pairwise_cluster
+from tests.strategies import CPU, GPU, cluster
+
+
+def place(task: Task) -> tuple[int, ...]:
+    """What of a task's id is the same in all copies: not the numbers of tiles and devices."""
+    return task.id[:1] if task.kind is TaskKind.UPDATE else task.id[:3]
+
+
+def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding: Folding) -> None:
+    """Everything about two copies is the same as in the whole simulation, and the other copies do as copy 1."""
+    costs = RooflineCosts(topology)
+    whole = lower(build_plan(graph, strategy, topology), topology, costs)
+    small = lower(folding.plan, folding.topology, costs, folding.communication)
+    times, small_times = simulate(whole), simulate(small)
+    assert small_times.makespan_ns == times.makespan_ns
+    images, count = folding.copies.images, topology.device_count
+    copy_of = {device: min(j, LEFT) for j, own in enumerate(images.tolist()) for device in own}
+    links = {link: min(j, LEFT) for j, own in enumerate(folding.local.tolist()) for link in own}
+    rank = {device: i for i, device in enumerate(folding.copies.devices)}
+    expected, others, first = Counter(), Counter(), Counter()
+    for task, start, end in zip(whole.tasks, times.start_ns.tolist(), times.end_ns.tolist(), strict=True):
+        kinds = {copy_of[r] if r < count else links.get(r - count, -1) for r in task.resources}
+        told = (place(task), task.kind, start, end, task.bytes)
+        if kinds == {LEFT}:
+            others[told] += 1
+            continue
+        if kinds == {1}:
+            first[told] += 1
+        held = {rank.get(r, -1) if r < count else folding.alike[r - count] for r in task.resources}
+        held = {r if task.resources[0] < count else r + folding.topology.device_count for r in held if r >= 0}
+        expected[told, frozenset(held)] += 1
+    found = Counter(
+        ((place(task), task.kind, start, end, task.bytes), frozenset(task.resources))
+        for task, start, end in zip(small.tasks, small_times.start_ns.tolist(), small_times.end_ns.tolist(), strict=True)
+    )
+    assert found == expected
+    assert others == Counter({told: number * (len(images) - LEFT) for told, number in first.items()})
+
+
+def check_outcome(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding: Folding) -> None:
+    """What reports say of all devices and links."""
+    costs = RooflineCosts(topology)
+    whole = Simulator(graph, topology, costs).run(strategy)
+    small = lower(folding.plan, folding.topology, costs, folding.communication)
+    folded = FoldedSimulation(folding, small, simulate(small), whole.optimizer_states)
+    assert folded.topology is whole.topology
+    assert folded.task_count == len(whole.tasks.tasks)
+    assert folded.memory == whole.memory
+    assert folded.peak_bytes == whole.peak_bytes
+    assert folded.overflow_bytes == whole.overflow_bytes
+    assert folded.bytes_moved == whole.bytes_moved
+    assert folded.busy_ns == whole.busy_ns
+    assert folded.link_bytes == whole.link_bytes
+    assert folded.critical_path_ns == whole.critical_path_ns
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(copied())
+def test_folded_is_whole(case: Case) -> None:
+    graph, topology, strategy = case
+    folding = fold(graph, topology, strategy)
+    if isinstance(folding, str):
+        event(f"not folded: {folding.split(' ')[0:6]}")
+        return
+    event(f"folded over {folding.count}")
+    check(graph, topology, strategy, folding)
+    check_outcome(graph, topology, strategy, folding)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "copies"), [(1, 1, 16), (2, 1, 8), (1, 4, 4), (2, 2, 4), (4, 1, 4)])
+def test_a_transformer_in_three_dimensions(tensor: int, pipeline: int, copies: int) -> None:
+    graph, topology = api.load("zoo:gpt:tiny@16", plan_only=True).graph, api.load_cluster("p100-4x4")
+    strategy = hybrid(graph, topology, tensor=tensor, pipeline=pipeline)
+    folding = fold(graph, topology, strategy)
+    assert isinstance(folding, Folding)
+    assert folding.copies.images.tolist() == [[j * 16 // copies + i for i in range(16 // copies)] for j in range(copies)]
+    assert len(folding.plan.tiles) * copies == LEFT * sum(len(config.devices) for config in strategy.operators.values())
+    check(graph, topology, strategy, folding)
+    check_outcome(graph, topology, strategy, folding)
+
+
+def test_the_first_copy_may_do_more() -> None:
+    """What follows a summed loss is done by one device."""
+    g = GraphBuilder()
+    loss = g.mean(g.linear(g.input("x", 6, 4), 3, name="first"), name="sum")
+    graph = g.build(g.elementwise(loss, name="tail"))
+    topology = cluster([2, 2, 2])
+    spread = data_parallel(graph, topology)
+    for devices in ((0,), tuple(range(6))):
+        tail = OpConfig(spread.operators["tail"].degrees, devices, len(devices))
+        strategy = spread.with_operator("tail", tail)
+        folding = fold(graph, topology, strategy)
+        assert isinstance(folding, Folding) and folding.count == 6
+        check(graph, topology, strategy, folding)
+        check_outcome(graph, topology, strategy, folding)
+
+
+def test_copies_that_share_a_cable_are_folded_in_pairs() -> None:
+    """Two copies of two stages on the same two hosts send over the same card; together they have it for themselves."""
+    g = GraphBuilder()
+    first = g.linear(g.input("x", 12, 4), 4, name="first")
+    graph = g.build(g.mean(g.linear(first, 4, name="second"), name="loss"))
+    topology = cluster([2, 2, 2, 2, 2, 2])
+    low, high = (0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11)
+    stages = {"first": low, "second": high, "loss": high}
+    degrees = {op.name: (6, *[1] * (len(op.factors) - 1)) for op in graph.operators}
+    strategy = Strategy({name: OpConfig(degrees[name], own) for name, own in stages.items()})
+    folding = fold(graph, topology, strategy)
+    assert isinstance(folding, Folding)
+    assert folding.copies.images.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    check(graph, topology, strategy, folding)
+    check_outcome(graph, topology, strategy, folding)
+
+
+def _reason(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> str:
+    found = fold(graph, topology, strategy)
+    assert isinstance(found, str)
+    return found
+
+
+def test_reasons_why_not() -> None:
+    graph, topology = transformer(batch=4), cluster([1, 1, 1, 1])
+    spread = data_parallel(graph, topology)
+    name, parameter = graph.operators[0].name, graph.parameters[0].name
+    assert isinstance(fold(graph, topology, spread), Folding)
+    assert _reason(graph, topology, spread.with_parameter(parameter, SyncConfig("parameter_server", 1))) == "parameters on servers"
+    assert _reason(graph, cluster([2]), data_parallel(graph, cluster([2]))) == "at most 2 devices in use"
+    turned = spread.with_operator(name, OpConfig(spread.operators[name].degrees, (1, 0, 2, 3)))
+    assert _reason(graph, topology, turned) == "4 copies share devices"
+    whole = spread.with_operator(name, OpConfig((1,) * len(spread.operators[name].degrees), (0,)))
+    assert _reason(graph, topology, whole) == "device 1 works outside of 4 equal copies"
+    mixed = tuple(replace(device, type=CPU if device.index == 3 else GPU) for device in topology.devices)
+    assert _reason(graph, replace(topology, devices=mixed), spread) == "4 copies on devices of different types"
+    uneven = cluster([1, 1, 1, 2])
+    assert isinstance(fold(graph, uneven, spread), Folding)  # nothing is inside of a copy, and the spare device is idle
+    wide = cluster([2, 2, 2, 2])
+    tensor = megatron(graph, wide)
+    assert isinstance(fold(graph, wide, tensor), Folding)
+    links = [replace(link, latency_seconds=1.0) if link.source == "host1/device0" else link for link in wide.links]
+    assert _reason(graph, replace(wide, links=tuple(links)), tensor) == "4 copies have links of different figures"
+
+
+def test_sums_that_hold_other_links_in_some_copies_are_not_folded() -> None:
+    """Every pair of devices has a cable. Of twelve devices, halving and doubling pairs the first eight in other ways than the last four."""
+    graph, topology = transformer(batch=6), pairwise_cluster(4, 4, 4)
+    assert _reason(graph, topology, megatron(graph, topology)) == "sums over 3 copies hold other links in some of them"
