@@ -20,6 +20,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.record import SearchResult
+from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
@@ -172,7 +173,7 @@ def search(
     result = search_graph(
         simulator.graph,
         simulator.topology,
-        simulator,
+        IncrementalSimulator(simulator),
         budget=budget,
         seed=seed,
         beta=beta,

@@ -67,7 +67,7 @@ def search(
     with bar:
         try:
             for name, strategy in strategies.items():
-                recorder.start(Start(name, strategy, *evaluator.cost(strategy)))
+                recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
             references = reference_strategies(graph, topology, strategies.values())
             space = build_space(graph, topology.device_count, references=references)
             _Run(space, evaluator, recorder, budget, seed, beta, patience, bar).all_chains()
@@ -147,12 +147,16 @@ class _Run:
             if proposal is None:
                 continue
             idle = 0
-            candidate = Start(current.name, proposal.strategy, *self.evaluator.cost(proposal.strategy))
-            better = candidate.score < current.score
-            self.recorder.proposal("descent", current.name, proposal, candidate.cost_ns, candidate.overflow_bytes, better)
+            cost_ns, overflow_bytes = self.evaluator.makespan_ns(proposal.strategy), None
+            better = False
+            if cost_ns < current.cost_ns or not current.fits:  # it is slower to find out what memory is needed
+                overflow_bytes = self.evaluator.overflow_bytes(proposal.strategy)
+                better = (overflow_bytes, cost_ns) < current.score
+            self.recorder.proposal("descent", current.name, proposal, cost_ns, overflow_bytes, better)
             allowance.use(improved=better)
             self._show(1)
-            current = candidate if better else current
+            if better and overflow_bytes is not None:
+                current = Start(current.name, proposal.strategy, cost_ns, overflow_bytes)
         return current
 
     def _metropolis(self, rng: random.Random, start: Start, allowance: _Allowance) -> None:

@@ -54,7 +54,7 @@ def exhaustive_search(graph: OperatorGraph, device_count: int, evaluator: Evalua
     best: tuple[int, int] | None = None
     found: Strategy | None = None
     for strategy in all_strategies(space):
-        cost_ns, overflow_bytes = evaluator.cost(strategy)
+        cost_ns, overflow_bytes = evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)
         if best is None or (overflow_bytes, cost_ns) < best:
             best, found = (overflow_bytes, cost_ns), strategy
     assert best is not None and found is not None

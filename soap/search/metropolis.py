@@ -29,8 +29,11 @@ DEFAULT_BETA = 1000.0
 class Evaluator(Protocol):
     """What the search asks of a simulator. Must be deterministic."""
 
-    def cost(self, strategy: Strategy) -> tuple[int, int]:
-        """(time of one iteration in ns, bytes of memory that the devices lack; 0 if the strategy fits)."""
+    def makespan_ns(self, strategy: Strategy) -> int:
+        """Time of one iteration. StrategyError if the strategy does not fit the graph or the cluster."""
+
+    def overflow_bytes(self, strategy: Strategy) -> int:
+        """Bytes of memory that the devices lack; 0 if the strategy fits. Not asked of strategies that are too slow anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,12 @@ class ChainState:
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What people want to see of a step. ``proposal`` is None if the move had no effect; then nothing was evaluated."""
+    """What people want to see of a step. ``proposal`` is None if the move had no effect; then nothing was evaluated. ``overflow_bytes`` is
+    None if nobody asked."""
 
     proposal: Proposal | None
     cost_ns: int = 0
-    overflow_bytes: int = 0
+    overflow_bytes: int | None = None
     log_acceptance: float = -inf
     accepted: bool = False
 
@@ -67,12 +71,13 @@ def step(
     proposal = propose(rng, state.strategy)
     if proposal is None:
         return state, StepInfo(None)
-    cost_ns, overflow_bytes = evaluator.cost(proposal.strategy)
-    log_acceptance = -inf
-    if overflow_bytes == 0:
-        log_acceptance = proposal.log_ratio + beta * (state.cost_ns - cost_ns) / state.start_ns
+    cost_ns = evaluator.makespan_ns(proposal.strategy)
+    log_acceptance = proposal.log_ratio + beta * (state.cost_ns - cost_ns) / state.start_ns
     # 1 - random() lies in (0, 1], so that the logarithm exists.
     accepted = log(1.0 - rng.random()) < log_acceptance or log_acceptance >= 0.0
+    overflow_bytes = evaluator.overflow_bytes(proposal.strategy) if accepted or cost_ns < state.cost_ns else None
+    if overflow_bytes:
+        log_acceptance, accepted = -inf, False
     info = StepInfo(proposal, cost_ns, overflow_bytes, log_acceptance, accepted)
     if not accepted:
         return state, info

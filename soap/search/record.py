@@ -19,7 +19,8 @@ class Row(NamedTuple):
     """One evaluated proposal.
 
     ``phase``: descent or chain. ``chain``: name of the start. ``operator``: the first operator that was changed, ``operators`` how
-    many were. ``best_ns``: best cost that fits so far, None if nothing has fitted yet.
+    many were. ``fits``: None if the proposal is too slow for that to matter. ``best_ns``: best cost that fits so far, None if nothing has
+    fitted yet.
     """
 
     proposal: int
@@ -29,7 +30,7 @@ class Row(NamedTuple):
     operator: str
     operators: int
     cost_ns: int
-    fits: bool
+    fits: bool | None
     accepted: bool
     best_ns: int | None
 
@@ -71,12 +72,12 @@ class SearchResult:
 
     @cached_property
     def history(self) -> pd.DataFrame:
-        """One line per evaluated proposal, with the columns of ``Row``; ``best_ns`` is a nullable integer."""
+        """One line per evaluated proposal, with the columns of ``Row``; ``best_ns`` is a nullable integer, ``fits`` a nullable boolean."""
         import pandas as pd
 
         frame = pd.DataFrame(list(self.rows), columns=list(Row._fields))
         whole = dict.fromkeys(("proposal", "operators", "cost_ns"), "int64")
-        return frame.astype({**whole, "best_ns": "Int64", "fits": "bool", "accepted": "bool"})
+        return frame.astype({**whole, "best_ns": "Int64", "fits": "boolean", "accepted": "bool"})
 
     @cached_property
     def acceptance(self) -> Mapping[str, MoveCount]:
@@ -101,13 +102,16 @@ class Recorder:
         self.starts.append(start)
         self._compare(start)
 
-    def proposal(self, phase: str, chain: str, proposal: Proposal, cost_ns: int, overflow_bytes: int, accepted: bool) -> bool:
-        """A proposal was evaluated. Returns whether it is the best so far."""
-        better = self._compare(Start(chain, proposal.strategy, cost_ns, overflow_bytes))
+    def proposal(
+        self, phase: str, chain: str, proposal: Proposal, cost_ns: int, overflow_bytes: int | None, accepted: bool
+    ) -> bool:
+        """A proposal was evaluated; ``overflow_bytes``: None if it is too slow to be the best. Returns whether it is that so far."""
+        better = overflow_bytes is not None and self._compare(Start(chain, proposal.strategy, cost_ns, overflow_bytes))
         assert self.best is not None
         best_ns = self.best.cost_ns if self.best.fits else None
         names, number = proposal.operators, len(self.rows) + 1
-        row = Row(number, phase, chain, proposal.move, names[0], len(names), cost_ns, overflow_bytes == 0, accepted, best_ns)
+        fits = None if overflow_bytes is None else overflow_bytes == 0
+        row = Row(number, phase, chain, proposal.move, names[0], len(names), cost_ns, fits, accepted, best_ns)
         self.rows.append(row)
         return better
 

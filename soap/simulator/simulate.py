@@ -141,7 +141,7 @@ class Simulator:
     def run_folded(self, strategy: Strategy) -> FoldedSimulation | str:
         """The full outcome from two of many equal copies, or why there are none, in one line. The last answers are kept."""
         strategy.validate(self.graph, self.topology.device_count)
-        key = self._key(strategy)
+        key = self.key(strategy)
         if key not in self._folded:
             self._folded[key] = self._fold(strategy)
             if len(self._folded) > KEPT_FOLDED:
@@ -157,7 +157,7 @@ class Simulator:
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
         """(makespan in ns, bytes of memory that are lacking): what a search compares. Strategies seen lately are not simulated again."""
-        key = self._key(strategy)
+        key = self.key(strategy)
         answer = self._answers.get(key)
         if answer is None:
             answer = self._answers[key] = self._simulate(strategy)
@@ -167,6 +167,19 @@ class Simulator:
             self._answers.move_to_end(key)
         return answer
 
+    def makespan_ns(self, strategy: Strategy) -> int:
+        """The first half of ``cost``."""
+        return self.cost(strategy)[0]
+
+    def overflow_bytes(self, strategy: Strategy) -> int:
+        """The second half of ``cost``, without a simulation unless that was made already."""
+        answer = self._answers.get(self.key(strategy))
+        if answer is not None:
+            return answer[1]
+        if is_large(strategy):
+            return self.cost(strategy)[1]
+        return overflow_bytes(peak_bytes(self._builder.build(strategy), self.optimizer_states), self.topology)
+
     def _simulate(self, strategy: Strategy) -> tuple[int, int]:
         if is_large(strategy):
             outcome = self.predict(strategy)
@@ -175,7 +188,7 @@ class Simulator:
         makespan_ns = simulate(lower(plan, self.topology, self.costs, self.communication)).makespan_ns
         return makespan_ns, overflow_bytes(peak_bytes(plan, self.optimizer_states), self.topology)
 
-    def _key(self, strategy: Strategy) -> Hashable:
+    def key(self, strategy: Strategy) -> Hashable:
         """Equal for strategies that say the same in other words (order of mappings, defaults left out).
 
         An illegal strategy never has the key of a legal one, so that it is always built, and refused.

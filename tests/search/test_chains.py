@@ -27,11 +27,14 @@ class Interrupting:
     def __init__(self, graph: OperatorGraph, call: int) -> None:
         self.costs, self.left = TileCosts(graph), call
 
-    def cost(self, strategy: Strategy) -> tuple[int, int]:
+    def makespan_ns(self, strategy: Strategy) -> int:
         self.left -= 1
         if self.left == 0:
             raise KeyboardInterrupt
-        return self.costs.cost(strategy)
+        return self.costs.makespan_ns(strategy)
+
+    def overflow_bytes(self, strategy: Strategy) -> int:
+        return self.costs.overflow_bytes(strategy)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,7 +12,7 @@ from soap.search.metropolis import ChainState, step
 from soap.search.proposals import Kernel, Proposal
 from soap.search.space import build_space
 from soap.strategy import OpConfig, Strategy
-from tests.search.toys import TableCosts, key_of, layers
+from tests.search.toys import Both, TableCosts, key_of, layers
 
 BETA = 10.0
 
@@ -82,14 +82,14 @@ A = Strategy({"layer.0": OpConfig((1,), (0,))})
 B = Strategy({"layer.0": OpConfig((1,), (1,))})
 
 
-class Two:
+class Two(Both):
     """Costs of A and B."""
 
     def __init__(self, a_ns: int, b_ns: int, overflow_bytes: int = 0) -> None:
-        self.a_ns, self.b_ns, self.overflow_bytes = a_ns, b_ns, overflow_bytes
+        self.a_ns, self.b_ns, self.lacking = a_ns, b_ns, overflow_bytes
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
-        return (self.a_ns, 0) if strategy == A else (self.b_ns, self.overflow_bytes)
+        return (self.a_ns, 0) if strategy == A else (self.b_ns, self.lacking)
 
 
 def propose_b(log_ratio: float = 0.0):  # type: ignore[no-untyped-def]

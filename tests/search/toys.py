@@ -28,7 +28,20 @@ def layers(count: int = 2, *, rows: int = 2, loss: bool = False) -> OperatorGrap
     return g.build(x)
 
 
-class TableCosts:
+class Both:
+    """Time and memory at once."""
+
+    def cost(self, strategy: Strategy) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def makespan_ns(self, strategy: Strategy) -> int:
+        return self.cost(strategy)[0]
+
+    def overflow_bytes(self, strategy: Strategy) -> int:
+        return self.cost(strategy)[1]
+
+
+class TableCosts(Both):
     """Costs drawn at random, but fixed by the strategy; ``overflow`` may say that bytes are lacking."""
 
     def __init__(self, seed: int, overflow: Callable[[Strategy], int] = lambda strategy: 0) -> None:
@@ -43,7 +56,7 @@ class TableCosts:
         return self.table[key], self.overflow(strategy)
 
 
-class TileCosts:
+class TileCosts(Both):
     """Every operator takes the time of its fullest device; an edge whose two ends are placed differently costs ``edge_ns``.
 
     Memory: every device that runs ``hungry`` needs ``tile_bytes`` per tile and has ``device_bytes``.
@@ -56,8 +69,11 @@ class TileCosts:
         self.device_bytes = device_bytes
         self.calls = 0
 
-    def cost(self, strategy: Strategy) -> tuple[int, int]:
+    def makespan_ns(self, strategy: Strategy) -> int:
         self.calls += 1
+        return super().makespan_ns(strategy)
+
+    def cost(self, strategy: Strategy) -> tuple[int, int]:
         time_ns = overflow_bytes = 0
         for op in self.graph.operators:
             config = strategy.operators[op.name]

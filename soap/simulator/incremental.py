@@ -1,0 +1,120 @@
+"""What a search asks of a simulator, answered by the compiled one: strategies that follow each other mostly differ in one operator."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from soap.simulator.engine import Engine
+from soap.simulator.simulate import CACHED_STRATEGIES, Simulator, is_large
+from soap.strategy import OpConfig, Strategy, SyncConfig
+
+MOST_CHANGES = 3
+"""A strategy that differs in more from what an engine holds is lowered anew."""
+
+Change = tuple[str, OpConfig | SyncConfig]
+"""An operator's configuration, or how a parameter is synchronized."""
+
+
+class IncrementalSimulator:
+    """Times by delta simulation, memory by the plan; both are ``Simulator``'s to the nanosecond and the byte.
+
+    Two engines hold a strategy each: one changes step by step, the other takes what differs in more than that.
+    """
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+        self._engines: list[_Holder] = []
+        self._answers: OrderedDict[Hashable, int] = OrderedDict()
+
+    def makespan_ns(self, strategy: Strategy) -> int:
+        """Time of one iteration. StrategyError if the strategy does not fit the graph or the cluster."""
+        key = self._simulator.key(strategy)
+        if key not in self._answers:
+            self._answers[key] = self._simulate(strategy)
+            if len(self._answers) > CACHED_STRATEGIES:
+                self._answers.popitem(last=False)
+        return self._answers[key]
+
+    def overflow_bytes(self, strategy: Strategy) -> int:
+        """Bytes of memory that the devices lack."""
+        return self._simulator.overflow_bytes(strategy)
+
+    def _simulate(self, strategy: Strategy) -> int:
+        if is_large(strategy):
+            return self._simulator.makespan_ns(strategy)
+        while len(self._engines) < 2:
+            engine = Engine(self._simulator.graph, self._simulator.topology, self._simulator.costs)
+            self._engines.insert(0, _Holder(engine, strategy))
+        distances = [holder.distance(strategy) for holder in self._engines]
+        nearest = distances.index(min(distances))
+        if distances[nearest] > MOST_CHANGES:
+            nearest = 0  # the one that was not used last
+        holder = self._engines.pop(nearest)
+        self._engines.append(holder)
+        return holder.makespan_ns(strategy)
+
+
+class _Holder:
+    """An engine, what it holds, and perhaps a proposal of which it is not known yet whether it will be accepted."""
+
+    def __init__(self, engine: Engine, strategy: Strategy) -> None:
+        self._engine = engine
+        self._held = strategy
+        self._proposed: Strategy | None = None
+        self._load(strategy)
+
+    def distance(self, strategy: Strategy) -> int:
+        """How many changes lead to a strategy."""
+        held = [self._held] if self._proposed is None else [self._held, self._proposed]
+        return min(len(self._changes(own, strategy)) for own in held)
+
+    def makespan_ns(self, strategy: Strategy) -> int:
+        """Simulate a strategy. The last of its changes stays a proposal, since most are rejected."""
+        changes = self._changes(self._held, strategy)
+        if self._proposed is not None:
+            others = self._changes(self._proposed, strategy)
+            if len(others) < len(changes):
+                self._engine.accept()
+                self._held, changes = self._proposed, others
+            else:
+                self._engine.reject()
+            self._proposed = None
+        if len(changes) > MOST_CHANGES:
+            self._load(strategy)
+            return self._engine.makespan_ns
+        for change in changes[:-1]:
+            self._propose(change)
+            self._engine.accept()
+        if not changes:
+            return self._engine.makespan_ns
+        if len(changes) > 1:
+            self._held = self._engine.strategy
+        found = self._propose(changes[-1])
+        self._proposed = strategy
+        return found
+
+    def _load(self, strategy: Strategy) -> None:
+        self._engine.load(strategy)
+        self._engine.simulate()
+        self._held = strategy
+
+    def _propose(self, change: Change) -> int:
+        name, config = change
+        found = self._engine.propose(name, config) if isinstance(config, OpConfig) else self._engine.propose_sync(name, config)
+        assert found is not None  # there is no bound
+        return found
+
+    def _changes(self, held: Strategy, strategy: Strategy) -> list[Change]:
+        graph = self._engine.graph
+        found: list[Change] = []
+        for op in graph.operators:
+            new, old = strategy.operators[op.name], held.operators[op.name]
+            if new is not old and new != old:
+                found.append((op.name, new))
+        if held.parameters is not strategy.parameters:
+            for parameter in graph.parameters:
+                sync = strategy.sync(parameter.name)
+                if sync != held.sync(parameter.name):
+                    found.append((parameter.name, sync))
+        return found

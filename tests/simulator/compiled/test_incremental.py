@@ -1,0 +1,46 @@
+"""What a search gets from the compiled simulator is what ``Simulator`` says, whatever strategies follow each other."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from soap.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.simulate import Simulator
+from soap.strategies import random_config, random_strategy
+from soap.strategy import Strategy, SyncConfig
+from soap.topology import Topology
+from tests.strategies import cases
+
+SYNCS = (SyncConfig(), SyncConfig("parameter_server"), SyncConfig("parameter_server", 2))
+
+
+def following(graph: OperatorGraph, topology: Topology, strategy: Strategy, draw: random.Random) -> Strategy:
+    """Another strategy: one operator's or parameter's change away, several, or all new."""
+    kind = draw.random()
+    if kind < 0.1:
+        return random_strategy(graph, topology, draw)
+    if kind < 0.3 and graph.parameters:
+        return strategy.with_parameter(draw.choice(graph.parameters).name, draw.choice(SYNCS))
+    for _ in range(draw.choice((1, 1, 1, 2, 5))):
+        op = draw.choice(graph.operators)
+        strategy = strategy.with_operator(op.name, random_config(op, topology.device_count, draw))
+    return strategy
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(max_moves=3, max_tiles=4), seed=st.integers(0, 2**16))
+def test_as_the_simulator(case: tuple[OperatorGraph, Topology, Strategy], seed: int) -> None:
+    graph, topology, current = case
+    plain = Simulator(graph, topology, RooflineCosts(topology))
+    incremental = IncrementalSimulator(plain)
+    draw = random.Random(seed)
+    for _ in range(12):
+        proposed = following(graph, topology, current, draw)
+        assert (incremental.makespan_ns(proposed), incremental.overflow_bytes(proposed)) == plain.cost(proposed)
+        if draw.random() < 0.4:
+            current = proposed
