@@ -4,20 +4,25 @@ Metropolis chain whose decisions may end a simulation early.
     python -m benchmarks.simulator
     python -m benchmarks.simulator --nets inception_v3 --devices 4 16 --proposals 20000
 
-As in FlexFlow's search, only the sample dimension is split: a power of two of parts on an aligned block of devices, 64 samples per device,
-four devices per host. The chain starts from data parallelism, with the inverse temperature of ``soap-search``. The nets have no batch
-norm, as
-FlexFlow's examples. One process, one thread.
+Space "sample", as in FlexFlow's search: only the sample dimension is split, into a power of two of parts on an aligned block of devices,
+64 samples per device, four devices per host. Space "soap": up to ``MOST_CHOICES`` configurations of each operator, drawn from all that
+``soap-search`` looks at but replicas. The chain starts from data parallelism, with the inverse temperature of ``soap-search``; what its
+configurations cost is known before it is timed. The nets have no batch norm, as FlexFlow's examples. One process, one thread; start-up is
+measured in processes of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
 import resource
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +36,7 @@ from soap.cli.options import positive
 from soap.cluster_yaml import parse_cluster
 from soap.graph import FactorKind, Operator, OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
+from soap.search.space import build_space
 from soap.simulator.engine import Engine
 from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
@@ -49,6 +55,9 @@ FLEXFLOW: dict[tuple[str, str], dict[int, float]] = {
 }
 """Proposals per second of FlexFlow's last release with MCMC (r21.09, C++, one thread), by (net, how gradients are synchronized) and number
 of devices, measured on the same kind of machine, +-25%."""
+
+SPACES = ("sample", "soap")
+MOST_CHOICES = 200
 
 NETS = ("inception_v3", "resnet101", "nmt", "transformer")
 METHODS = ("allreduce", "parameter_server")
@@ -125,17 +134,31 @@ def sample_configs(op: Operator, devices: int) -> list[OpConfig]:
     return found
 
 
-def measure(graph: OperatorGraph, topology: Topology, method: str, proposals: int) -> Rates:
+def soap_configs(graph: OperatorGraph, devices: int) -> dict[str, list[OpConfig]]:
+    """Name of each operator -> some of its configurations in all dimensions, each once."""
+    space, draw = build_space(graph, devices), random.Random(0)
+    found = {}
+    for op, own in zip(graph.operators, space.operators, strict=True):
+        drawn = dict.fromkeys(own.draw_structured(draw) for _ in range(MOST_CHOICES))
+        found[op.name] = [config for config in drawn if config.replicas == 1]
+    return found
+
+
+def measure(graph: OperatorGraph, topology: Topology, method: str, space: str, proposals: int) -> Rates:
     """All figures of one line."""
     costs = api.simulator_for(graph, topology).costs
-    choices = {op.name: sample_configs(op, topology.device_count) for op in graph.operators}
+    if space == "soap":
+        choices = soap_configs(graph, topology.device_count)
+    else:
+        choices = {op.name: sample_configs(op, topology.device_count) for op in graph.operators}
+    choices = {name: configs for name, configs in choices.items() if configs}
     start = _start(graph, topology, method)
     rates, tasks_each, accepted = [], [], 0
     for bounded in (False, True):
         engine = Engine(graph, topology, costs)
         engine.load(start)
         beta = DEFAULT_BETA / engine.simulate()
-        engine.walk(choices, 200, beta, 1, bounded=bounded)  # everything is loaded, and all arrays are large enough
+        engine.walk(choices, proposals, beta, 7, bounded=bounded)  # everything is loaded, and the cost model knows all that will come
         engine.load(start)
         engine.simulate()
         begin = time.perf_counter()
@@ -168,21 +191,53 @@ def _full_seconds(engine: Engine, strategy: Strategy) -> tuple[float, float]:
     return sorted(lower)[3], sorted(play)[3]
 
 
+def start_up() -> tuple[float, float]:
+    """Processor seconds until a first simulation and a proposal are done: when nothing is compiled yet, and in a later process."""
+    with tempfile.TemporaryDirectory() as folder:
+        used = []
+        for _ in range(2):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, "-c", FIRST_USE], check=True, env={**os.environ, "NUMBA_CACHE_DIR": folder})
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", FIRST_USE.partition("engine =")[0]], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        without = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return used[0] - without, used[1] - without
+
+
+FIRST_USE = """
+from soap import api
+from soap.simulator.engine import Engine
+graph, topology = api.load("zoo:gpt:tiny", plan_only=True).graph, api.load_cluster("local:2")
+simulator = api.simulator_for(graph, topology)
+strategy = api.classical("data_parallel", graph, topology)
+engine = Engine(graph, topology, simulator.costs)
+engine.load(strategy)
+engine.simulate()
+name, config = next(iter(strategy.operators.items()))
+engine.propose(name, config)
+engine.reject()
+"""
+"""A process that does what a search begins with; what stands before ``engine`` is no part of what is measured."""
+
 COLUMNS = (
-    "net", "operators", "devices", "gradients", "tasks", "full simulations/s", "M tasks/s", "with lowering, /s", "FlexFlow, /s",
-    "delta/s", "tasks played", "ratio", "proposals/s", "tasks played", "ratio",
+    "net", "operators", "devices", "space", "gradients", "tasks", "full simulations/s", "M tasks/s", "with lowering, /s", "FlexFlow, /s",
+    "delta/s", "tasks played", "ratio", "proposals/s", "tasks played", "ratio", "accepted",
 )  # fmt: skip
 
 
-def line(net: str, graph: OperatorGraph, devices: int, method: str, rates: Rates) -> str:
+def line(net: str, graph: OperatorGraph, devices: int, method: str, space: str, rates: Rates, proposals: int) -> str:
     """One line of the table."""
-    theirs = FLEXFLOW.get((net, method), {}).get(devices)
+    theirs = FLEXFLOW.get((net, method), {}).get(devices) if space == "sample" else None
     ratios = [f"{rate / theirs:.1f}" if theirs else "" for rate in (rates.exact, rates.bounded)]
     cells = [
-        net, len(graph.operators), devices, method, rates.tasks, f"{1 / rates.play_seconds:,.0f}",
+        net, len(graph.operators), devices, space, method, rates.tasks, f"{1 / rates.play_seconds:,.0f}",
         f"{rates.tasks / rates.play_seconds / 1e6:.1f}", f"{1 / (rates.lower_seconds + rates.play_seconds):,.0f}",
         f"{theirs:,.0f}" if theirs else "",
         f"{rates.exact:,.0f}", f"{rates.exact_tasks:,.0f}", ratios[0], f"{rates.bounded:,.0f}", f"{rates.bounded_tasks:,.0f}", ratios[1],
+        f"{rates.accepted / proposals:.1%}",
     ]  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -193,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
     parser.add_argument("--devices", nargs="+", type=positive, default=[4, 16, 64], help="multiples of four")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="how gradients are synchronized")
+    parser.add_argument("--spaces", nargs="+", choices=SPACES, default=list(SPACES))
     parser.add_argument("--proposals", type=positive, default=4000, help="of each chain (default %(default)s)")
     args = parser.parse_args(argv)
     print(f"{machine()}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
@@ -200,10 +256,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for net in args.nets:
             for devices in args.devices:
                 graph, topology = load_net(net, SAMPLES * devices, Path(folder)), cluster(devices // 4)
-                for method in args.methods:
-                    print(line(net, graph, devices, method, measure(graph, topology, method, args.proposals)), flush=True)
+                for space, method in product(args.spaces, args.methods):
+                    rates = measure(graph, topology, method, space, args.proposals)
+                    print(line(net, graph, devices, method, space, rates, args.proposals), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"\nPeak resident memory of the whole benchmark: {peak:,.0f} MiB", flush=True)
+    first, later = start_up()
+    print(f"\nPeak resident memory: {peak:,.0f} MiB. Start-up: {first:.1f} s of processor time in a fresh environment, then {later:.1f} s.")
     return 0
 
 

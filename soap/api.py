@@ -6,6 +6,7 @@ A model may be given as what ``load`` returns, as an ``OperatorGraph``, or as te
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,6 @@ from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.record import SearchResult
-from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
@@ -170,10 +170,15 @@ def search(
     Equal arguments give equal results. Ctrl-C ends it with the best so far (``result.interrupted``).
     """
     simulator = simulator_for(model, cluster, optimizer_states=optimizer_states)
+    from soap.simulator.incremental import IncrementalSimulator  # numba takes a second to import: only for who searches
+
+    evaluator = IncrementalSimulator(simulator)
+    if progress and sys.stderr.isatty() and not evaluator.begins_at_once():
+        print("compiling the simulator for this machine, once: about half a minute", file=sys.stderr)
     result = search_graph(
         simulator.graph,
         simulator.topology,
-        IncrementalSimulator(simulator),
+        evaluator,
         budget=budget,
         seed=seed,
         beta=beta,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
+from soap.simulator.compiled.evaluate import evaluate
+from soap.simulator.compiled.jit import is_compiled
+from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.engine import Engine
 from soap.simulator.simulate import CACHED_STRATEGIES, Simulator, is_large
 from soap.strategy import OpConfig, Strategy, SyncConfig
@@ -26,6 +29,11 @@ class IncrementalSimulator:
         self._simulator = simulator
         self._engines: list[_Holder] = []
         self._answers: OrderedDict[Hashable, int] = OrderedDict()
+
+    @staticmethod
+    def begins_at_once() -> bool:
+        """False if it has to be compiled first, which takes about half a minute."""
+        return is_compiled(lower_all) and is_compiled(evaluate)
 
     def makespan_ns(self, strategy: Strategy) -> int:
         """Time of one iteration. StrategyError if the strategy does not fit the graph or the cluster."""

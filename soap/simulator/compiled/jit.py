@@ -7,7 +7,11 @@ handed over as int64, whatever array they come from: one version of each functio
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from numba import types
@@ -23,8 +27,26 @@ _OPTIONS = {"nopython": True, "nogil": True, "error_model": "numpy", "_nrt": Fal
 def entry(function: Function) -> Function:
     """Compile what Python calls when it is first called, keep the machine code on disk, and let other threads of Python run meanwhile."""
     made = _Dispatcher(py_func=function, targetoptions=_OPTIONS)
-    made.enable_caching()
+    with suppress(RuntimeError):  # nowhere to write: it is compiled again in every process
+        made.enable_caching()
+        vars(made)["_cache"]._cache_file._source_stamp = _sources()
     return cast(Function, made)
+
+
+@cache
+def _sources() -> str:
+    """Changes with any file of this package. numba itself would look at the entry's own file alone, and take old machine code for what that
+    calls."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Whether an entry's machine code is on disk."""
+    file = getattr(getattr(function, "_cache", None), "_cache_file", None)
+    return file is not None and bool(file._load_index())
 
 
 def compiled(function: Function) -> Function:
