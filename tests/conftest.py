@@ -7,6 +7,7 @@ A test tells by ``record_property("tally", [table, row, number])``; the summary 
 from __future__ import annotations
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,13 @@ import pytest
 MARK = "SOAP_TESTS_OF"
 PATIENCE_S = 10.0
 COMPILED = "tests/simulator/compiled/"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_reach_processes() -> None:
+    """A shell starts background jobs with Ctrl-C ignored, and so would be all that they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
