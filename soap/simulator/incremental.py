@@ -9,7 +9,7 @@ from soap.simulator.compiled.evaluate import evaluate
 from soap.simulator.compiled.jit import is_compiled
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.engine import Engine
-from soap.simulator.simulate import CACHED_STRATEGIES, Simulator, is_large
+from soap.simulator.simulate import CACHED_STRATEGIES, Simulation, Simulator, is_large
 from soap.strategy import OpConfig, Strategy, SyncConfig
 
 MOST_CHANGES = 3
@@ -47,6 +47,10 @@ class IncrementalSimulator:
     def overflow_bytes(self, strategy: Strategy) -> int:
         """Bytes of memory that the devices lack."""
         return self._simulator.overflow_bytes(strategy)
+
+    def run(self, strategy: Strategy) -> Simulation:
+        """The full outcome."""
+        return self._simulator.run(strategy)
 
     def _simulate(self, strategy: Strategy) -> int:
         if is_large(strategy):

@@ -109,14 +109,14 @@ def change_operator(
     C.used[DEVICES] += len(devices)
     place_tiles(V, K, C, len(G.backward), op)
     lower_operator(G, V, K, R, C, S, op)
-    count_backward(C, op, 1)
+    count_backward(G, C, op, 1)
     U.fields[DONE] = 1
     for position in range(op - 1, -1, -1):
         if U.dirty[position] == stamp:
             _save(G, C, U, position)
             if lower_operator(G, V, K, R, C, S, position):
                 _mark(G, U, position, stamp)
-            count_backward(C, position, 1)
+            count_backward(G, C, position, 1)
             U.fields[(U.what[CHANGED] - 1) * FIELDS + DONE] = 1
 
 
@@ -147,7 +147,7 @@ def _save(G, C, U, op):  # type: ignore[no-untyped-def]
     U.what[ALIVE_SAVED] += count
     U.what[CHANGED] = n + 1
     count_edges(C, op, -1)
-    count_backward(C, op, -1)
+    count_backward(G, C, op, -1)
 
 
 @compiled
@@ -211,7 +211,7 @@ def undo(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
         op = U.fields[at]
         if U.fields[at + DONE]:
             count_edges(C, op, -1)
-            count_backward(C, op, -1)
+            count_backward(G, C, op, -1)
         C.row[op], C.own_slot[op], C.own_count[op] = U.fields[at + 1], U.fields[at + 2], U.fields[at + 3]
         C.block[op], C.block_end[op], C.tile_slot[op], C.tiles[op] = U.fields[at + 4], U.fields[at + 5], U.fields[at + 6], U.fields[at + 7]
         C.variant[op], C.replicas[op], C.dev_ptr[op] = U.fields[at + 8], U.fields[at + 9], U.fields[at + 10]
@@ -221,6 +221,6 @@ def undo(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
         for tile in range(C.tiles[op]):
             C.alive[first + tile] = U.alive[U.alive_ptr[n] + tile]
         count_edges(C, op, 1)
-        count_backward(C, op, 1)
+        count_backward(G, C, op, 1)
     C.used[SLOTS], C.used[ARENA], C.used[DEVICES] = U.what[OLD_SLOTS], U.what[OLD_ARENA], U.what[OLD_DEVICES]
     U.what[UNDER_WAY] = 0

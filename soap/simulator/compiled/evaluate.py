@@ -14,6 +14,7 @@ from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
+from soap.simulator.compiled.synchronization import is_certain
 from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints
 from soap.simulator.compiled.variants import CELLS, COSTS, VariantTables
 
@@ -87,16 +88,18 @@ def overworked(
     devices: Ints,
     at_most: int,
 ) -> bool:
-    """Whether the tiles of some device alone would take longer than ``at_most``."""
+    """Whether the tiles of some device alone would certainly take longer than ``at_most``."""
     row = V.rows[variant]
     cells, costs = row[CELLS], row[COSTS]
     certain = replicas == 1 and G.solid[op]  # every tile has a backward pass
     for device in devices:
-        S.update[device] = C.busy[device]
+        S.update[device] = C.busy[device] - C.doubtful[device]
     count = C.tiles[op]
     for tile in range(count):
         device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
-        S.update[device] -= C.duration[slot] + (C.duration[slot + count] if C.alive[slot + count] else 0)
+        S.update[device] -= C.duration[slot]
+        if C.alive[slot + count] and is_certain(G, C, op):
+            S.update[device] -= C.duration[slot + count]
     worst = 0
     for tile in range(len(devices)):
         device = devices[tile]

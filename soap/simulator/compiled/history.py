@@ -253,7 +253,7 @@ def _copy_met(left, ready, waits, met, ready_then, old, slots):  # type: ignore[
         ready[slot] = 0
 
 
-@compiled
+@entry
 def complete(P: Trial, T: Trial) -> None:
     """Take over from the earlier simulation what was skipped."""
     for place in range(T.size[SKIPPED]):

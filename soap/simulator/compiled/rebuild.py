@@ -34,6 +34,7 @@ def lower_all(
     C.used[ARENA], C.used[DEVICES] = 0, len(devices)
     begin_updates(C)
     fill(C.busy, 0, len(C.busy), 0)
+    fill(C.doubtful, 0, len(C.doubtful), 0)
     at = 0
     for op in range(operators):
         C.loose[op] = 1
@@ -43,7 +44,7 @@ def lower_all(
         place_tiles(V, K, C, operators, op)
     for op in range(operators - 1, -1, -1):
         lower_operator(G, V, K, R, C, S, op)
-        count_backward(C, op, 1)
+        count_backward(G, C, op, 1)
     synchronize(G, V, K, R, D, C, S, dtypes)
     for slot in range(len(C.alias)):
         C.alias[slot] = slot

@@ -38,7 +38,8 @@ class State(NamedTuple):
     Per slot: ``key`` (stable identity, breaks ties), ``duration`` in ns, ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``)
     and ``resource_n``, ``waits`` (number of edges into it), ``kind``, ``owner`` (operator; -1 behind the backward pass), ``index`` (tile,
     row of another task, or group of a sum), ``moved`` bytes, ``alias`` (the slot that stands for this one in a trial, -1 if none does).
-    ``busy``: per device, ns of all its tiles, forward and backward.
+    ``busy``: per device, ns of all its tiles, forward and backward; ``doubtful``: of these, backward passes that may not take place any
+    more when another operator changes.
     """
 
     used: Longs
@@ -70,6 +71,7 @@ class State(NamedTuple):
     alias: Ints
     arena: Ints
     busy: Longs
+    doubtful: Longs
     loose: Ints
 
 
@@ -129,5 +131,6 @@ def make_state(operators: int, readers: int, parameters: int, devices: int, slot
     for name, kind in State.__annotations__.items():
         size = sizes.get(name, operators if name in per_operator else slots)
         fields.append(np.zeros(size + 1, np.int64 if "Longs" in str(kind) else np.int32))
-    fields[State._fields.index("busy")] = np.zeros(devices, np.int64)
+    for name in ("busy", "doubtful"):
+        fields[State._fields.index(name)] = np.zeros(devices, np.int64)
     return State(*fields)

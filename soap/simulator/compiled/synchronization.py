@@ -33,7 +33,7 @@ def begin_updates(C: State) -> None:
 
 
 @compiled
-def count_backward(C: State, op: int, sign: int) -> None:
+def count_backward(G: GraphTables, C: State, op: int, sign: int) -> None:
     """Add (1) or take away (-1) the tiles of an operator: what keeps their devices busy, and what these devices' updates wait for."""
     count = C.tiles[op]
     for tile in range(count):
@@ -41,7 +41,15 @@ def count_backward(C: State, op: int, sign: int) -> None:
         C.busy[device] += sign * C.duration[slot]
         if C.alive[slot + count]:
             C.busy[device] += sign * C.duration[slot + count]
+            if not is_certain(G, C, op):
+                C.doubtful[device] += sign * C.duration[slot + count]
             C.waits[device] += sign
+
+
+@compiled
+def is_certain(G: GraphTables, C: State, op: int) -> bool:
+    """Whether all tiles of an operator have a backward pass, however others are configured."""
+    return G.solid[op] == 1 and C.replicas[op] == 1
 
 
 @compiled
