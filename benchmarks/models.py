@@ -81,6 +81,7 @@ RUNTIME_MODELS: dict[str, Callable[[], Made]] = {
     "runtime-gpt-dry": partial(_gpt, vocabulary=4000, context=128, width=256, layers=4, batch=8, heads=8),
     "runtime-gpt-large": partial(_gpt, vocabulary=50_257, context=1024, width=768, layers=12, batch=8, heads=12),
     "runtime-resnet50-large": partial(_resnet50, image=224, batch=64),
-    "runtime-rnnlm": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=32),
+    "runtime-rnnlm": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=64),
+    "runtime-rnnlm-short": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=32),
 }
 """For ``benchmarks.runtime``: steps long enough for 1% to be seen, sides that PyTorch's own tools can train."""

@@ -34,6 +34,7 @@ CONTESTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "resnet50": ("resnet50", "data_parallel", "DistributedDataParallel", LOCAL),
     "gpt": ("gpt", "data_parallel", "DistributedDataParallel", {}),
     "rnnlm": ("rnnlm", "data_parallel", "DistributedDataParallel", {}),
+    "rnnlm-short": ("rnnlm-short", "data_parallel", "DistributedDataParallel", {}),
     "gpt-megatron": ("gpt", "megatron", "parallelize_module", {}),
     "single-gpt": ("gpt-dry", "single_device", "plain", {}),
     "single-resnet50": ("resnet50", "single_device", "plain", {}),
@@ -41,7 +42,7 @@ CONTESTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "single-resnet50-large": ("resnet50-large", "single_device", "plain", {}),
 }
 """Name -> (model, strategy, peer, how the model is loaded)."""
-USUAL = ("resnet50", "gpt", "rnnlm", "gpt-megatron")
+USUAL = ("resnet50", "gpt", "rnnlm", "rnnlm-short", "gpt-megatron")
 CURVE_STEPS = 50
 
 
