@@ -55,12 +55,12 @@ class IncrementalSimulator:
     def _simulate(self, strategy: Strategy) -> int:
         if is_large(strategy):
             return self._simulator.makespan_ns(strategy)
-        while len(self._engines) < 2:
-            engine = Engine(self._simulator.graph, self._simulator.topology, self._simulator.costs)
-            self._engines.insert(0, _Holder(engine, strategy))
         distances = [holder.distance(strategy) for holder in self._engines]
-        nearest = distances.index(min(distances))
-        if distances[nearest] > MOST_CHANGES:
+        nearest = distances.index(min(distances)) if distances else 0
+        if not distances or distances[nearest] > MOST_CHANGES:
+            if len(self._engines) < 2:
+                self._engines.append(_Holder(Engine(self._simulator.graph, self._simulator.topology, self._simulator.costs), strategy))
+                return self._engines[-1].makespan_ns(strategy)
             nearest = 0  # the one that was not used last
         holder = self._engines.pop(nearest)
         self._engines.append(holder)
