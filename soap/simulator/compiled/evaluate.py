@@ -8,13 +8,13 @@ it is certain to exceed it: before anything is lowered, if a device has too much
 from __future__ import annotations
 
 from soap.simulator.compiled.change import UNDER_WAY, Undo, change_operator, change_parameter, change_sums, needs_sums, undo
-from soap.simulator.compiled.events import PAUSED, STOPPED, TAKEN, Trial, any_sum_is_ready, begin, make_sums_ready, play
+from soap.simulator.compiled.events import PAUSED, STOPPED, TAKEN, Trial, any_sum_is_ready, begin, is_late, make_sums_ready, play
 from soap.simulator.compiled.history import History, complete, first_difference, first_tile, resume, take_snapshots
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
-from soap.simulator.compiled.synchronization import is_certain
+from soap.simulator.compiled.synchronization import expect_updates, is_certain
 from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints
 from soap.simulator.compiled.variants import CELLS, COSTS, VariantTables
 
@@ -45,9 +45,11 @@ def evaluate(
     in ns, or STOPPED if that would exceed ``at_most``. ``P``: the simulation of what is changed, complete; ``H``: its snapshots; ``T``:
     room for the new one. The change stays, if any was made: ``take_back`` undoes it."""
     if op < 0:
+        expect_updates(G, V, K, D, C, S, op, at_most)
         take_snapshots(G, C, R, P, H, H.first_sum[0])
         change_parameter(C, U, parameter, partitions)
     else:
+        expect_updates(G, V, K, D, C, S, op, at_most)
         if overworked(G, V, K, C, S, op, variant, replicas, devices, at_most):
             return STOPPED
         take_snapshots(G, C, R, P, H, first_tile(C, P, op))
@@ -63,6 +65,11 @@ def _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most):  # type: ignore
     latest = min(first_difference(G, C, U, P), H.first_sum[0] if sums else H.first_update[0])
     if not resume(C, U, P, T, H, latest, not sums):
         begin(G, C, P, T, P.size[TAKEN], not sums)
+    if sums:
+        for device in range(len(C.busy)):
+            T.rest[device] += S.floor[device]
+    if is_late(T, at_most):
+        return STOPPED
     makespan = play(G, C, R, P, T, at_most, sums)
     if makespan != PAUSED and not (sums and makespan != STOPPED):
         return makespan
@@ -72,6 +79,10 @@ def _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most):  # type: ignore
         begin(G, C, P, T, P.size[TAKEN], True)  # they are the first to be played
     else:
         make_sums_ready(C, P, T)
+        for device in range(len(C.busy)):
+            T.rest[device] += C.duration[device] - S.floor[device]
+    if is_late(T, at_most):
+        return STOPPED
     return play(G, C, R, P, T, at_most, False)
 
 
@@ -88,12 +99,12 @@ def overworked(
     devices: Ints,
     at_most: int,
 ) -> bool:
-    """Whether the tiles of some device alone would certainly take longer than ``at_most``."""
+    """Whether the tiles and the update (at least ``floor``) of some device alone would certainly take longer than ``at_most``."""
     row = V.rows[variant]
     cells, costs = row[CELLS], row[COSTS]
     certain = replicas == 1 and G.solid[op]  # every tile has a backward pass
     for device in devices:
-        S.update[device] = C.busy[device] - C.doubtful[device]
+        S.update[device] = C.busy[device] - C.doubtful[device] + S.floor[device]
     count = C.tiles[op]
     for tile in range(count):
         device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile

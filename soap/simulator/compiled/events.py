@@ -5,8 +5,8 @@ tasks become ready with one and the same delay against the earlier simulation, t
 heap. What
 becomes ready with another delay goes through the heap. The first of both is taken, so that the outcome never depends on the run.
 
-A simulation may be bounded. On each device all tiles that have not been taken are still to come, one after the other: as soon as a device
-that has just been idle cannot be done in time, nor can the iteration.
+A simulation may be bounded. On each device all tiles that have not been taken are still to come, one after the other, and its update: as
+soon as a device that has just been idle cannot be done in time, nor can the iteration.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_BOUND = 1 << 62
 
 class Trial(NamedTuple):
     """A simulation under way, and its outcome. Per slot: ``left`` (predecessors that have not ended), ``ready``, ``start``, ``end`` in ns.
-    ``order``: slots as they were taken. ``free``: when each resource is free. ``rest``: per device, ns of tiles that have not been taken.
+    ``order``: slots as they were taken. ``free``: when each resource is free. ``rest``: per device, ns at least of what it has still to do.
     ``heap_``: the heap. ``place``: where a slot stands in ``order`` (valid once it has become a run)."""
 
     size: Longs
@@ -139,7 +139,8 @@ def begin(G: GraphTables, C: State, P: Trial, T: Trial, run: int, sums: bool) ->
     made, or will be when the simulation has paused."""
     slots = C.used[SLOTS]
     fill(T.free, 0, len(T.free), 0)
-    copy(T.rest, 0, C.busy, 0, len(C.busy))
+    for device in range(len(C.busy)):
+        T.rest[device] = C.busy[device] + (C.duration[device] if sums else 0)
     copy(T.left, 0, C.waits, 0, slots)
     fill(T.ready, 0, slots, 0)
     fill(T.size, 0, len(T.size), 0)
@@ -173,6 +174,15 @@ def any_sum_is_ready(C: State) -> bool:
     for slot in range(C.sync_slot[0], C.sync_slot[0] + C.used[SYNCS]):
         found |= C.waits[slot] == 0
     return found
+
+
+@compiled
+def is_late(T: Trial, at_most: int) -> bool:
+    """Whether some device cannot be done in time."""
+    late = False
+    for device in range(len(T.rest)):
+        late |= T.free[device] + T.rest[device] > at_most
+    return late
 
 
 @compiled
@@ -226,10 +236,9 @@ def _play(  # type: ignore[no-untyped-def]
             start = max(start, free[resource])
             end = start + duration
             free[resource] = end
-            if kind != UPDATE_DEVICE:
-                rest[resource] -= duration
-                if idle and end + rest[resource] > at_most:
-                    return STOPPED
+            rest[resource] -= duration
+            if idle and end + rest[resource] > at_most:
+                return STOPPED
         else:
             count = resource_n[slot]
             if resource >= 0:

@@ -227,7 +227,7 @@ def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums:
     _copy_met(T.left, T.ready, C.waits, H.met[k], H.ready[k], U.what[OLD_SLOTS], C.used[SLOTS])
     copy(T.free, 0, H.free[k], 0, len(T.free))
     for device in range(len(T.rest)):
-        T.rest[device] = C.busy[device] - H.gone[k, device]
+        T.rest[device] = C.busy[device] - H.gone[k, device] + (C.duration[device] if sums else 0)
     fill(T.size, 0, len(T.size), 0)
     T.size[CURSOR] = T.size[TAKEN] = T.size[SKIPPED] = H.place[k]
     T.size[RUN], T.size[MAKESPAN], T.size[WAITING], T.size[DELAY] = P.size[TAKEN], H.makespan[k], 0, 0

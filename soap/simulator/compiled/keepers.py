@@ -17,17 +17,23 @@ def find_geometries(G: GraphTables, V: VariantTables, D: ShardTables, C: State, 
     if len(G.parameter_dtype) > len(S.geometry):
         raise MemoryError(FULL)
     for parameter in range(len(G.parameter_dtype)):
-        first, last = G.user_ptr[parameter], G.user_ptr[parameter + 1]
-        if last == first or G.user_place[first] < 0:
-            continue  # nobody's, or frozen
-        if last - first == 1:
-            S.geometry[parameter] = _own_geometry(G, V, C, first)
-            continue
-        key = D.tied.missing[1 : 2 + last - first]  # where it is to stand if it is missing
-        key[0] = parameter
-        for use in range(first, last):
-            key[1 + use - first] = D.cut[_own_geometry(G, V, C, use)]
-        S.geometry[parameter] = D.tied_geometry[find_list(D.tied, key)]
+        find_geometry(G, V, D, C, S, parameter)
+
+
+@compiled
+def find_geometry(G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: Scratch, parameter: int) -> None:
+    """The same for one of them."""
+    first, last = G.user_ptr[parameter], G.user_ptr[parameter + 1]
+    if last == first or G.user_place[first] < 0:
+        return  # nobody's, or frozen
+    if last - first == 1:
+        S.geometry[parameter] = _own_geometry(G, V, C, first)
+        return
+    key = D.tied.missing[1 : 2 + last - first]  # where it is to stand if it is missing
+    key[0] = parameter
+    for use in range(first, last):
+        key[1 + use - first] = D.cut[_own_geometry(G, V, C, use)]
+    S.geometry[parameter] = D.tied_geometry[find_list(D.tied, key)]
 
 
 @compiled

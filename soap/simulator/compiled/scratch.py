@@ -25,7 +25,8 @@ class Scratch(NamedTuple):
     reduction or -1. ``member_ptr``, ``member``: tiles of a group. ``f_``: fetches. ``c_``: their consumers, linked. ``p_``: pieces
     (``p_id``: equal for equal regions of one holding). ``k_``: carriers, with ``part`` their pieces. ``t_``: tasks. ``e_``: edges. ``res``:
     resources of exchanges. ``cell``: bounds of cells and of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table. By device:
-    ``update`` in ns; ``taken``, partitions on the cores of the host whose lowest device it is; ``pushed``, slots of pushes.
+    ``update`` in ns; ``floor``, the least that it takes whatever becomes of the operator that is changed; ``taken``, partitions on the
+    cores of the host whose lowest device it is; ``pushed``, slots of pushes.
     ``geometry``: by parameter. ``use_slot``, ``use_device``: the tiles that use a shard. The rest:
     lists under work.
     """
@@ -99,6 +100,7 @@ class Scratch(NamedTuple):
     gradient_task: Ints
     slot_base: Ints
     update: Longs
+    floor: Longs
     taken: Longs
     pushed: Ints
     members: Ints
@@ -121,7 +123,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("mark", "mark_value"), max(devices, size))
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "cell": 16 * size, "flow": 3 * size}
-    sizes |= dict.fromkeys(("update", "taken", "pushed"), devices)
+    sizes |= dict.fromkeys(("update", "floor", "taken", "pushed"), devices)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: list[Any] = [np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds]

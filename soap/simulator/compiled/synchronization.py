@@ -5,10 +5,12 @@ In ``State`` the tasks of parameter servers (``serving``) stand behind the sums.
 
 from __future__ import annotations
 
+from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.communication import allreduce, find_list
+from soap.simulator.compiled.events import NO_BOUND
 from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, task_key
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_keepers, first_user_with_gradient, is_served
+from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_geometry, find_keepers, first_user_with_gradient, is_served
 from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES, Scratch
 from soap.simulator.compiled.serving import serve
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, ShardTables, State
@@ -100,6 +102,29 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
         C.alive[device] = 1 if S.update[device] > 0 else 0
         C.duration[device] = S.update[device]
     count_sums(R, C, 1)
+
+
+@compiled
+def expect_updates(
+    G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C: State, S: Scratch, op: int, at_most: int
+) -> None:
+    """``floor``: what the devices' updates take without the parameters of an operator that is about to change. 0 if nothing is bounded."""
+    fill(S.floor, 0, len(S.floor), 0)
+    if op < 0 or at_most == NO_BOUND:
+        return
+    for device in range(len(C.busy)):
+        S.floor[device] = C.duration[device]
+    for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
+        parameter = G.parameter[k]
+        find_geometry(G, V, D, C, S, parameter)
+        geometry = S.geometry[parameter]
+        if first_user_with_gradient(D, geometry) < 0:
+            continue
+        for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+            find_keepers(G, V, D, C, S, parameter, shard)
+            if D.lowest[shard] < 0 or not is_served(C, S, parameter):
+                for i in range(1, 1 + S.members[0]):
+                    S.floor[S.members[i]] -= D.update_ns[K.device_type[S.members[i]], shard]
 
 
 @compiled
