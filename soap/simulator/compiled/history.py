@@ -14,13 +14,16 @@ from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
 
-MOST_SNAPSHOTS = 24
+LEAST_SNAPSHOTS, MOST_SNAPSHOTS = 4, 24
 MOST_BYTES = 2**26
 """What all snapshots may take together."""
 
-MADE, NOW, LATEST, READY = range(4)
+MADE, NOW, LATEST, READY, COUNT, SINCE, BETWEEN = range(7)
 """Places in ``History.at``: snapshots that are made; the place before which ``met_now`` to ``gone_now`` are valid; latest end till
-there; how many slots have been ready till there."""
+there; how many slots have been ready till there; how many snapshots there are to be; proposals since something was accepted; and how many
+it has been of late (times ``SMOOTHING``)."""
+
+SMOOTHING = 8
 
 
 class History(NamedTuple):
@@ -55,7 +58,7 @@ def make_history(slots: int, resources: int, devices: int) -> History:
     longs, ints = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n, np.int32))
     tables = (ints(count, slots), longs(count, slots), longs(count, resources), longs(count, devices), ints(count, slots))
     now = (ints(slots), longs(slots), longs(resources), longs(devices))
-    return History(longs(count), longs(count), *tables, longs(count), longs(4), longs(1), longs(1), longs(devices), *now)
+    return History(longs(count), longs(count), *tables, longs(count), longs(8), longs(1), longs(1), longs(devices), *now)
 
 
 @entry
@@ -83,15 +86,29 @@ def retrace(C: State, P: Trial, H: History) -> None:
         if C.alive[device]:
             H.first_update[0] = min(H.first_update[0], H.last_backward[device])
     H.at[MADE], H.at[NOW], H.at[LATEST], H.at[READY] = 0, 0, 0, ready
-    for k in range(len(H.place)):
-        H.place[k] = k * (last_forward + 1) // len(H.place)  # a change makes a difference to a tile's forward pass, if to anything
+    _choose_count(H)
+    count = H.at[COUNT]
+    for k in range(count):
+        H.place[k] = k * (last_forward + 1) // count  # a change makes a difference to a tile's forward pass, if to anything
+
+
+@compiled
+def _choose_count(H):  # type: ignore[no-untyped-def]
+    """Making k snapshots takes time in proportion to k, once per strategy; they save each proposal what is proportional to 1 - 1/k."""
+    H.at[BETWEEN] += H.at[SINCE] - H.at[BETWEEN] // SMOOTHING
+    H.at[SINCE] = 0
+    count = LEAST_SNAPSHOTS
+    while count < len(H.place) and count * count * SMOOTHING < 6 * H.at[BETWEEN]:
+        count += 1
+    H.at[COUNT] = min(count, len(H.place))
 
 
 @compiled
 def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, latest: int) -> None:
     """Make those that are not behind the place ``latest``. Before anything is changed."""
     slots = C.used[SLOTS]
-    while H.at[MADE] < len(H.place) and H.place[H.at[MADE]] <= latest:
+    H.at[SINCE] += 1
+    while H.at[MADE] < H.at[COUNT] and H.place[H.at[MADE]] <= latest:
         k = H.at[MADE]
         H.at[LATEST] = _advance(
             C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
