@@ -10,7 +10,7 @@ import numpy as np
 from soap.errors import ModelError
 from soap.graph import OperatorGraph
 from soap.simulator.communication import Communication
-from soap.simulator.compiled.change import Undo, make_undo
+from soap.simulator.compiled.change import Edit, Undo, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, TAKEN, Trial, keep_order, make_trial, simulate_all
@@ -42,7 +42,7 @@ from soap.strategy import OpConfig, Strategy, SyncConfig, check_config
 from soap.topology import Topology
 
 Result = TypeVar("Result")
-Handles = tuple[GraphTables, VariantTables, ClusterTables, Groups, ShardTables, State, Scratch, Undo, Trial, Trial, History]
+Handles = tuple[GraphTables, VariantTables, ClusterTables, Groups, ShardTables, State, Scratch, Undo, Trial, Trial, History, Edit]
 """What every change needs."""
 
 
@@ -72,6 +72,8 @@ def same_timeline(a: Timeline, b: Timeline) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+NO_SYNCS: Mapping[str, SyncConfig] = {}
+
 ROOM = 4
 """How many times what a strategy takes there is room for."""
 
@@ -82,6 +84,8 @@ class Engine:
     state: State
     trial: Trial
     other: Trial
+    edit: Edit
+    _edit: Edit
     _state: State
     _trial: Trial
     _other: Trial
@@ -104,7 +108,9 @@ class Engine:
         self._resources = topology.device_count + len(topology.links) + len(core_names(topology))
         self._group_handle = handle(self._groups.tables)
         self._parameters = {tensor.name: position for position, tensor in enumerate(graph.parameters)}
+        self._proposed: tuple[dict[int, OpConfig], dict[str, SyncConfig], dict[int, int]] = {}, {}, {}
         self._proposed_ns: int | None = None
+        self._make_edit(4 * topology.device_count)
         self.makespan_ns = 0
         self._renew_tables()
         self._make_state()
@@ -152,42 +158,55 @@ class Engine:
 
         ``accept`` or ``reject`` it before the next. What exceeds the bound can only be rejected.
         """
-        position = self.graph.index[operator]
-        check_config(self.graph.operators[position], config, self.topology.device_count)
-        variant = self._variants.number(position, config.degrees)
-        if variant >= self._known_variants:
-            self._renew_tables()
-        devices = np.array(config.devices, np.int32)
-
-        def keep() -> None:
-            self._configs[position] = config
-
-        change = position, variant, config.replicas, devices, -1, 0
-        return self._change(lambda: evaluate(*self._handles(), *change, self._dtypes, at_most_ns), keep)
+        return self.propose_changes({operator: config}, at_most_ns=at_most_ns)
 
     def propose_sync(self, parameter: str, sync: SyncConfig, at_most_ns: int = NO_BOUND) -> int | None:
         """The same with another synchronization of one parameter."""
-        position = self._parameters[parameter]
-        partitions = partitions_of(sync)
+        return self.propose_changes({}, {parameter: sync}, at_most_ns=at_most_ns)
 
-        def keep() -> None:
-            self._syncs[parameter], self._partitions[position] = sync, partitions
-
-        change = -1, 0, 0, np.zeros(0, np.int32), position, partitions
-        return self._change(lambda: evaluate(*self._handles(), *change, self._dtypes, at_most_ns), keep)
-
-    def _change(self, work: Callable[[], int], keep: Callable[[], None]) -> int | None:
-        """Change the state and simulate. ``keep``: what else is to be done if that is accepted."""
-        found = int(self._try(lambda: self._whole(work), self._renew_state))
-        self._keep_proposal = keep
+    def propose_changes(
+        self, operators: Mapping[str, OpConfig], parameters: Mapping[str, SyncConfig] = NO_SYNCS, *, at_most_ns: int = NO_BOUND
+    ) -> int | None:
+        """The same with other configurations of any number of operators, and other synchronizations of parameters, all at once."""
+        positions = [self.graph.index[name] for name in operators]
+        for position, config in zip(positions, operators.values(), strict=True):
+            check_config(self.graph.operators[position], config, self.topology.device_count)
+        numbers = [self._parameters[name] for name in parameters]
+        partitions = [partitions_of(sync) for sync in parameters.values()]
+        variants = [self._variants.number(p, config.degrees) for p, config in zip(positions, operators.values(), strict=True)]
+        if len(self._variants.degrees) > self._known_variants:
+            self._renew_tables()
+        self._write_edit(positions, variants, list(operators.values()), numbers, partitions)
+        found = int(self._try(lambda: self._whole(lambda: evaluate(*self._handles(), self._dtypes, at_most_ns)), self._renew_state))
+        configs = dict(zip(positions, operators.values(), strict=True))
+        self._proposed = configs, dict(parameters), dict(zip(numbers, partitions, strict=True))
         self._proposed_ns = None if found == STOPPED else found
         return self._proposed_ns
+
+    def _write_edit(
+        self, positions: list[int], variants: list[int], configs: list[OpConfig], numbers: list[int], partitions: list[int]
+    ) -> None:
+        devices = [device for config in configs for device in config.devices]
+        if len(devices) >= len(self.edit.dev):
+            self._make_edit(2 * len(devices))
+        E, count = self.edit, len(positions)
+        E.count[:] = count, len(devices), len(numbers)
+        E.operator[:count], E.variant[:count] = positions, variants
+        E.replicas[:count] = [config.replicas for config in configs]
+        E.dev_ptr[1 : count + 1] = np.cumsum([len(config.devices) for config in configs])
+        E.dev[: len(devices)] = devices
+        E.parameter[: len(numbers)], E.partitions[: len(numbers)] = numbers, partitions
 
     def accept(self) -> None:
         """Keep what was proposed."""
         if self._proposed_ns is None:
             raise ValueError("nothing to accept: the proposal exceeds its bound, or there is none")
-        self._keep_proposal()
+        configs, syncs, partitions = self._proposed
+        for position, config in configs.items():
+            self._configs[position] = config
+        self._syncs.update(syncs)
+        for parameter, count in partitions.items():
+            self._partitions[parameter] = count
         confirm(self._state, self._undo, self._trial, self._other)
         self.trial, self.other = self.other, self.trial
         self._trial, self._other = self._other, self._trial
@@ -207,7 +226,7 @@ class Engine:
     def _handles(self) -> Handles:
         return (
             self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch, self._undo,
-            self._trial, self._other, self._history,
+            self._trial, self._other, self._history, self._edit,
         )  # fmt: skip
 
     def _whole(self, work: Callable[[], Result]) -> Result:
@@ -236,6 +255,8 @@ class Engine:
         found = make_choices(self.graph, self._variants, choices, log)
         found.walk[RANDOM], found.walk[COST], found.walk[BEST] = seed, self.makespan_ns, self.makespan_ns
         walking = handle(found)
+        if np.diff(found.dev_ptr).max(initial=0) >= len(self.edit.dev):
+            self._make_edit(2 * int(np.diff(found.dev_ptr).max()))
         self._renew_tables()
 
         def go_on() -> None:
@@ -366,12 +387,16 @@ class Engine:
         self._scratch_arrays = make_scratch(self._size, self.topology.device_count, len(self.topology.links))
         self._scratch = handle(self._scratch_arrays)
 
+    def _make_edit(self, devices: int) -> None:
+        self.edit = make_edit(len(self.graph.operators), len(self.graph.parameters), devices)
+        self._edit = handle(self.edit)
+
     def _make_state(self) -> None:
         readers, parameters = len(self._graph.reader), len(self.graph.parameters)
         self.state = make_state(len(self.graph.operators), readers, parameters, self.topology.device_count, self._slots, self._arena)
         self.trial = make_trial(self._slots + 1, self._resources, self.topology.device_count)
         self.other = make_trial(self._slots + 1, self._resources, self.topology.device_count)
-        self._undo_log = make_undo(len(self.graph.operators), readers, self.topology.device_count, self._slots)
+        self._undo_log = make_undo(len(self.graph.operators), readers, parameters, self.topology.device_count, self._slots)
         self._snapshots = make_history(self._slots + 1, self._resources, self.topology.device_count)
         self._state, self._trial, self._other = handle(self.state), handle(self.trial), handle(self.other)
         self._undo, self._history = handle(self._undo_log), handle(self._snapshots)

@@ -1,8 +1,8 @@
-"""Changing one operator's configuration or one parameter's synchronization in a state, and taking the change back (compiled).
+"""Changing operators' configurations and parameters' synchronization in a state, and taking the change back (compiled).
 
-A change gives the operator's tiles new slots, and makes the blocks of the operator and of those that it reads anew. Nothing is overwritten
-but pointers and what slots wait for; ``Undo`` holds what they were. Blocks are added behind all others, so that taking a change back frees
-them at once.
+A change gives the operators' tiles new slots, and makes the blocks of these operators and of those that they read anew. Nothing is
+overwritten but pointers and what slots wait for; ``Undo`` holds what they were. Blocks are added behind all others, so that taking a change
+back frees them at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,34 @@ from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Lon
 from soap.simulator.compiled.variants import CELLS, VariantTables
 
 UNDER_WAY, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
-PARAMETER, OLD_PARTITIONS = 10, 11
+REPLACED, RESYNCED = 10, 11
 """Places in ``Undo.what``: whether anything is changed, number of blocks, whether gradients' sums were made anew, what was taken before,
-how much of ``alive`` and ``rows`` is taken; the parameter whose synchronization is changed (-1: none), and how it was."""
+how much of ``alive`` and ``rows`` is taken; how many of the blocks (the first ones) are those of operators with another configuration;
+number of parameters that are synchronized in another way."""
+
+OPERATORS, EDIT_DEVICES, PARAMETERS = range(3)
+"""Places in ``Edit.count``: how many there are of each."""
+
+
+class Edit(NamedTuple):
+    """What is to be changed: operators (``operator``, each once; ``variant``, ``replicas``, devices ``dev[dev_ptr[i]:dev_ptr[i + 1]]``)
+    and parameters (``parameter``, each once; ``partitions``: as in ``State``)."""
+
+    count: Longs  # type: ignore[assignment]  # not tuple's method
+    operator: Ints
+    variant: Ints
+    replicas: Ints
+    dev_ptr: Ints
+    dev: Ints
+    parameter: Ints
+    partitions: Ints
+
+
+def make_edit(operators: int, parameters: int, devices: int) -> Edit:
+    """Room for a change of anything, with so many devices in all."""
+    ints = lambda n: np.zeros(n + 1, np.int32)  # noqa: E731
+    per_operator = (ints(operators), ints(operators), ints(operators), ints(operators + 1))
+    return Edit(np.zeros(3, np.int64), *per_operator, ints(devices), ints(parameters), ints(parameters))
 
 FIELDS = 13
 
@@ -35,7 +60,8 @@ class Undo(NamedTuple):
     """``fields``: per changed block, what it was (operator, row, own_slot, own_count, block, block_end, tile_slot, tiles, variant,
     replicas,
     dev_ptr, where its ``back_row`` begin in ``rows``, ``DONE``). ``alive``: of the changed operators' backward tiles. ``sync_row``,
-    ``update_ns``, ``update_alive``: of all. ``dirty``: stamps of operators to be lowered."""
+    ``update_ns``, ``update_alive``: of all. ``dirty``: stamps of operators to be lowered; ``entry``: which of the changed blocks is theirs;
+    ``saved``: stamps of those that have one. ``parameter``, ``partitions``: how parameters were synchronized."""
 
     what: Longs
     fields: Ints
@@ -46,9 +72,13 @@ class Undo(NamedTuple):
     update_ns: Longs
     update_alive: Ints
     dirty: Longs
+    entry: Ints
+    saved: Longs
+    parameter: Ints
+    partitions: Ints
 
 
-def make_undo(operators: int, readers: int, devices: int, slots: int) -> Undo:
+def make_undo(operators: int, readers: int, parameters: int, devices: int, slots: int) -> Undo:
     """Room for a change of anything."""
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
     return Undo(
@@ -61,63 +91,62 @@ def make_undo(operators: int, readers: int, devices: int, slots: int) -> Undo:
         longs(devices),
         ints(devices),
         longs(operators),
+        ints(operators),
+        longs(operators),
+        ints(parameters),
+        ints(parameters),
     )
 
 
 @compiled
-def begin_change(C: State, U: Undo) -> None:
-    """Note what is taken."""
-    what = U.what
-    what[UNDER_WAY], what[CHANGED], what[SYNCHRONIZED], what[ALIVE_SAVED], what[LIST_SAVED], what[PARAMETER] = 1, 0, 0, 0, 0, -1
-    what[OLD_SLOTS], what[OLD_ARENA], what[OLD_DEVICES] = C.used[SLOTS], C.used[ARENA], C.used[DEVICES]
-
-
-@compiled
-def change_parameter(C: State, U: Undo, parameter: int, partitions: int) -> None:
-    """Have a parameter synchronized in another way. Gradients' sums are left as they were: ``change_sums``."""
-    begin_change(C, U)
-    U.what[PARAMETER], U.what[OLD_PARTITIONS] = parameter, C.partitions[parameter]
-    C.partitions[parameter] = partitions
-
-
-@compiled
-def change_operator(
-    G: GraphTables,
-    V: VariantTables,
-    K: ClusterTables,
-    R: Groups,
-    C: State,
-    S: Scratch,
-    U: Undo,
-    op: int,
-    variant: int,
-    replicas: int,
-    devices: Ints,
+def change(
+    G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, C: State, S: Scratch, U: Undo, E: Edit
 ) -> None:
-    """Give an operator another configuration. Gradients' sums are left as they were: ``change_sums``, if ``needs_sums``."""
-    begin_change(C, U)
+    """Do what an edit says. Gradients' sums are left as they were: ``change_sums``, if ``needs_sums``."""
+    what = U.what
+    what[UNDER_WAY], what[CHANGED], what[SYNCHRONIZED], what[ALIVE_SAVED], what[LIST_SAVED] = 1, 0, 0, 0, 0
+    what[REPLACED] = what[RESYNCED] = 0
+    what[OLD_SLOTS], what[OLD_ARENA], what[OLD_DEVICES] = C.used[SLOTS], C.used[ARENA], C.used[DEVICES]
+    for i in range(E.count[PARAMETERS]):
+        parameter = E.parameter[i]
+        U.parameter[i], U.partitions[i] = parameter, C.partitions[parameter]
+        C.partitions[parameter] = E.partitions[i]
+        what[RESYNCED] = i + 1
+    if E.count[OPERATORS] > 0:
+        _change_operators(G, V, K, R, C, S, U, E)
+
+
+@compiled
+def _change_operators(G, V, K, R, C, S, U, E):  # type: ignore[no-untyped-def]
+    """All tiles first: blocks lead to the tiles of those that read. Then the blocks, readers first."""
     S.count[STAMP] += 1
     stamp = S.count[STAMP]
-    _mark(G, U, op, stamp)
-    U.dirty[op] = stamp
-    _save(G, C, U, op)
-    if C.used[DEVICES] + len(devices) > len(C.dev):
-        raise MemoryError(CROWDED)
-    C.variant[op], C.replicas[op], C.dev_ptr[op] = variant, replicas, C.used[DEVICES]
-    C.tiles[op] = V.rows[variant, CELLS] * replicas
-    copy(C.dev, C.used[DEVICES], devices, 0, len(devices))
-    C.used[DEVICES] += len(devices)
-    place_tiles(V, K, C, len(G.backward), op)
-    lower_operator(G, V, K, R, C, S, op)
-    count_backward(G, C, op, 1)
-    U.fields[DONE] = 1
-    for position in range(op - 1, -1, -1):
-        if U.dirty[position] == stamp:
-            _save(G, C, U, position)
-            if lower_operator(G, V, K, R, C, S, position):
-                _mark(G, U, position, stamp)
-            count_backward(G, C, position, 1)
-            U.fields[(U.what[CHANGED] - 1) * FIELDS + DONE] = 1
+    last = 0
+    for i in range(E.count[OPERATORS]):
+        op = E.operator[i]
+        _mark(G, U, op, stamp)
+        U.dirty[op] = stamp
+        _save(G, C, U, op, stamp)
+        last = max(last, op)
+    U.what[REPLACED] = E.count[OPERATORS]
+    for i in range(E.count[OPERATORS]):
+        op, count = E.operator[i], E.dev_ptr[i + 1] - E.dev_ptr[i]
+        if C.used[DEVICES] + count > len(C.dev):
+            raise MemoryError(CROWDED)
+        C.variant[op], C.replicas[op], C.dev_ptr[op] = E.variant[i], E.replicas[i], C.used[DEVICES]
+        C.tiles[op] = V.rows[E.variant[i], CELLS] * E.replicas[i]
+        copy(C.dev, C.used[DEVICES], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
+        C.used[DEVICES] += count
+        place_tiles(V, K, C, len(G.backward), op)
+    for position in range(last, -1, -1):
+        if U.dirty[position] != stamp:
+            continue
+        if U.saved[position] != stamp:
+            _save(G, C, U, position, stamp)
+        if lower_operator(G, V, K, R, C, S, position):
+            _mark(G, U, position, stamp)
+        count_backward(G, C, position, 1)
+        U.fields[U.entry[position] * FIELDS + DONE] = 1
 
 
 @compiled
@@ -128,9 +157,10 @@ def _mark(G, U, op, stamp):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _save(G, C, U, op):  # type: ignore[no-untyped-def]
+def _save(G, C, U, op, stamp):  # type: ignore[no-untyped-def]
     """Note what an operator's block is, and take away its edges and backward tiles."""
     n = U.what[CHANGED]
+    U.entry[op], U.saved[op] = n, stamp
     at = n * FIELDS
     U.fields[at], U.fields[at + 1], U.fields[at + 2], U.fields[at + 3] = op, C.row[op], C.own_slot[op], C.own_count[op]
     U.fields[at + 4], U.fields[at + 5], U.fields[at + 6], U.fields[at + 7] = C.block[op], C.block_end[op], C.tile_slot[op], C.tiles[op]
@@ -153,11 +183,11 @@ def _save(G, C, U, op):  # type: ignore[no-untyped-def]
 @compiled
 def needs_sums(G: GraphTables, C: State, U: Undo) -> bool:
     """Whether the change has to do with gradients' sums."""
-    if U.what[PARAMETER] >= 0:
+    if U.what[RESYNCED] > 0:
         return True
     for n in range(U.what[CHANGED]):
         op = U.fields[n * FIELDS]
-        if G.parameter_ptr[op + 1] > G.parameter_ptr[op] and (n == 0 or _alive_changed(C, U, n)):
+        if G.parameter_ptr[op + 1] > G.parameter_ptr[op] and (n < U.what[REPLACED] or _alive_changed(C, U, n)):
             return True
     return False
 
@@ -193,8 +223,8 @@ def undo(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
     """Take the last change back, whole or (after an exception) in part."""
     if not U.what[UNDER_WAY]:
         return
-    if U.what[PARAMETER] >= 0:
-        C.partitions[U.what[PARAMETER]] = U.what[OLD_PARTITIONS]
+    for i in range(U.what[RESYNCED]):
+        C.partitions[U.parameter[i]] = U.partitions[i]
     if U.what[SYNCHRONIZED]:
         if U.what[SYNCHRONIZED] == 2:
             count_sums(R, C, -1)

@@ -1,4 +1,4 @@
-"""Delta simulation: the time of a strategy that differs from the current one in one operator or one parameter (compiled).
+"""Delta simulation: the time of a strategy that differs from the current one in some operators or parameters (compiled).
 
 What is saved against a full simulation: blocks that do not change are kept (``change``); what comes before the first difference is not
 played again (``history``); the rest follows the earlier order, without a heap (``events``). With a bound, a proposal is given up as soon as
@@ -7,15 +7,16 @@ it is certain to exceed it: before anything is lowered, if a device has too much
 
 from __future__ import annotations
 
-from soap.simulator.compiled.change import UNDER_WAY, Undo, change_operator, change_parameter, change_sums, needs_sums, undo
-from soap.simulator.compiled.events import PAUSED, STOPPED, TAKEN, Trial, any_sum_is_ready, begin, is_late, make_sums_ready, play
+from soap.simulator.compiled.arrays import fill
+from soap.simulator.compiled.change import OPERATORS, PARAMETERS, UNDER_WAY, Edit, Undo, change, change_sums, needs_sums, undo
+from soap.simulator.compiled.events import NO_BOUND, PAUSED, STOPPED, TAKEN, Trial, any_sum_is_ready, begin, is_late, make_sums_ready, play
 from soap.simulator.compiled.history import History, complete, first_difference, first_tile, resume, take_snapshots
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
-from soap.simulator.compiled.scratch import Scratch
+from soap.simulator.compiled.scratch import EXPECTED, Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
 from soap.simulator.compiled.synchronization import expect_updates, is_certain
-from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints
+from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.variants import CELLS, COSTS, VariantTables
 
 
@@ -32,29 +33,31 @@ def evaluate(
     P: Trial,
     T: Trial,
     H: History,
-    op: int,
-    variant: int,
-    replicas: int,
-    devices: Ints,
-    parameter: int,
-    partitions: int,
+    E: Edit,
     dtypes: int,
     at_most: int,
 ) -> int:
-    """Change an operator, or if ``op`` is -1 how a parameter is synchronized (``partitions``: as in ``State``), and simulate; the makespan
-    in ns, or STOPPED if that would exceed ``at_most``. ``P``: the simulation of what is changed, complete; ``H``: its snapshots; ``T``:
-    room for the new one. The change stays, if any was made: ``take_back`` undoes it."""
-    if op < 0:
-        expect_updates(G, V, K, D, C, S, op, at_most)
-        take_snapshots(G, C, R, P, H, H.first_sum[0])
-        change_parameter(C, U, parameter, partitions)
-    else:
-        expect_updates(G, V, K, D, C, S, op, at_most)
-        if overworked(G, V, K, C, S, op, variant, replicas, devices, at_most):
-            return STOPPED
-        take_snapshots(G, C, R, P, H, first_tile(C, P, op))
-        change_operator(G, V, K, R, C, S, U, op, variant, replicas, devices)
+    """Make a change and simulate; the makespan in ns, or STOPPED if that would exceed ``at_most``. ``P``: the simulation of what is
+    changed, complete; ``H``: its snapshots; ``T``: room for the new one. The change stays, if any was made: ``take_back`` undoes it."""
+    _expect_updates(G, V, K, D, C, S, E, at_most)
+    if at_most < NO_BOUND and overworked(G, V, K, C, S, E, at_most):
+        return STOPPED
+    take_snapshots(G, C, R, P, H, first_tile(C, P, E) if E.count[OPERATORS] > 0 else H.first_sum[0])
+    change(G, V, K, R, C, S, U, E)
     return _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most)
+
+
+@compiled
+def _expect_updates(G, V, K, D, C, S, E, at_most):  # type: ignore[no-untyped-def]
+    """``floor``: what updates take without the parameters of the operators that change. 0 if nothing is bounded, or may be served."""
+    fill(S.floor, 0, len(S.floor), 0)
+    if at_most == NO_BOUND or E.count[PARAMETERS] > 0:
+        return
+    for device in range(len(C.busy)):
+        S.floor[device] = C.duration[device]
+    S.count[EXPECTED] += 1
+    for i in range(E.count[OPERATORS]):
+        expect_updates(G, V, K, D, C, S, E.operator[i])
 
 
 @compiled
@@ -87,37 +90,29 @@ def _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most):  # type: ignore
 
 
 @compiled
-def overworked(
-    G: GraphTables,
-    V: VariantTables,
-    K: ClusterTables,
-    C: State,
-    S: Scratch,
-    op: int,
-    variant: int,
-    replicas: int,
-    devices: Ints,
-    at_most: int,
-) -> bool:
+def overworked(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: Scratch, E: Edit, at_most: int) -> bool:
     """Whether the tiles and the update (at least ``floor``) of some device alone would certainly take longer than ``at_most``."""
-    row = V.rows[variant]
-    cells, costs = row[CELLS], row[COSTS]
-    certain = replicas == 1 and G.solid[op]  # every tile has a backward pass
-    for device in devices:
+    for device in range(len(C.busy)):
         S.update[device] = C.busy[device] - C.doubtful[device] + S.floor[device]
-    count = C.tiles[op]
-    for tile in range(count):
-        device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
-        S.update[device] -= C.duration[slot]
-        if C.alive[slot + count] and is_certain(G, C, op):
-            S.update[device] -= C.duration[slot + count]
+    for i in range(E.count[OPERATORS]):
+        op = E.operator[i]
+        count, sure = C.tiles[op], is_certain(G, C, op)
+        for tile in range(count):
+            device, slot = C.dev[C.dev_ptr[op] + tile], C.tile_slot[op] + tile
+            S.update[device] -= C.duration[slot]
+            if C.alive[slot + count] and sure:
+                S.update[device] -= C.duration[slot + count]
+        row = V.rows[E.variant[i]]
+        cells, costs, first = row[CELLS], row[COSTS], E.dev_ptr[i]
+        certain = E.replicas[i] == 1 and G.solid[op]  # every tile has a backward pass
+        for tile in range(E.dev_ptr[i + 1] - first):
+            device = E.dev[first + tile]
+            kind = K.device_type[device]
+            S.update[device] += V.costs[costs + 2 * kind * cells + tile % cells]
+            if certain:
+                S.update[device] += V.costs[costs + (2 * kind + 1) * cells + tile % cells]
     worst = 0
-    for tile in range(len(devices)):
-        device = devices[tile]
-        kind = K.device_type[device]
-        S.update[device] += V.costs[costs + 2 * kind * cells + tile % cells]
-        if certain:
-            S.update[device] += V.costs[costs + (2 * kind + 1) * cells + tile % cells]
+    for device in range(len(C.busy)):
         worst = max(worst, S.update[device])
     return worst > at_most
 

@@ -10,22 +10,23 @@ from numpy.typing import NDArray
 
 
 class Growing:
-    """One dimension, one type."""
+    """One dimension, one type. What is added takes time in proportion to its own length."""
 
     def __init__(self, kind: type[np.integer[Any]]) -> None:
-        self._kind, self._parts, self._joined = kind, list[NDArray[Any]](), np.zeros(0, kind)
+        self._kind, self._room = kind, np.zeros(64, kind)
         self.size = 0
 
     def add(self, values: NDArray[Any] | Sequence[int]) -> int:
         """Append; where the values begin."""
         part = np.asarray(values, self._kind).ravel()
-        self._parts.append(part)
-        self.size += len(part)
-        return self.size - len(part)
+        first, self.size = self.size, self.size + len(part)
+        if self.size > len(self._room):
+            room = np.zeros(2 * self.size, self._kind)
+            room[:first] = self._room[:first]
+            self._room = room
+        self._room[first : self.size] = part
+        return first
 
     def array(self) -> NDArray[Any]:
-        """Everything so far."""
-        if self._parts:
-            self._joined = np.concatenate([self._joined, *self._parts])
-            self._parts = []
-        return self._joined
+        """Everything so far; later additions do not change it."""
+        return self._room[: self.size]

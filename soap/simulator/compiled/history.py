@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.simulator.compiled.arrays import copy, fill
-from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, Undo
+from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, OPERATORS, REPLACED, Edit, Undo
 from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, push
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
@@ -197,11 +197,13 @@ def _advance(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def first_tile(C: State, P: Trial, op: int) -> int:
-    """The place of the first tile of an operator."""
+def first_tile(C: State, P: Trial, E: Edit) -> int:
+    """The place of the first tile of the operators that are to be changed."""
     place = P.size[TAKEN]
-    for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):
-        place = min(place, P.place[slot])
+    for i in range(E.count[OPERATORS]):
+        op = E.operator[i]
+        for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):
+            place = min(place, P.place[slot])
     return place
 
 
@@ -214,7 +216,7 @@ def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
         op = U.fields[at]
         for slot in range(U.fields[at + 6], U.fields[at + 6] + U.fields[at + 7]):
             place = min(place, P.place[slot])
-            if n == 0 and P.ready[slot] == 0:
+            if n < U.what[REPLACED] and P.ready[slot] == 0:
                 return 0  # a tile that is replaced was ready from the beginning
         for i in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
             reader = G.reader[i]
@@ -222,12 +224,11 @@ def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
             for slot in range(first, first + C.tiles[reader]):
                 if C.alive[slot] and slot < U.what[OLD_SLOTS]:
                     place = min(place, P.place[slot])
-    if U.what[CHANGED] == 0:
-        return place
-    changed = U.fields[0]
-    for slot in range(C.tile_slot[changed], C.tile_slot[changed] + C.tiles[changed]):
-        if C.waits[slot] == 0:
-            return 0
+    for n in range(U.what[REPLACED]):
+        op = U.fields[n * FIELDS]
+        for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):
+            if C.waits[slot] == 0:
+                return 0
     return place
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from soap.simulator.compiled.tables import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
-EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES = range(8, 17)
+EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED = range(8, 18)
 """Places in ``Scratch.count``: how much of each kind there is; what is stamped with ``count[STAMP]`` is current."""
 
 FULL = "scratch is full"
@@ -27,7 +27,7 @@ class Scratch(NamedTuple):
     resources of exchanges. ``cell``: bounds of cells and of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table. By device:
     ``update`` in ns; ``floor``, the least that it takes whatever becomes of the operator that is changed; ``taken``, partitions on the
     cores of the host whose lowest device it is; ``pushed``, slots of pushes.
-    ``geometry``: by parameter. ``use_slot``, ``use_device``: the tiles that use a shard. The rest:
+    ``geometry``, ``expected`` (a stamp): by parameter. ``use_slot``, ``use_device``: the tiles that use a shard. The rest:
     lists under work.
     """
 
@@ -105,6 +105,7 @@ class Scratch(NamedTuple):
     pushed: Ints
     members: Ints
     geometry: Ints
+    expected: Longs
     use_slot: Ints
     use_device: Ints
     bucket_stamp: Longs

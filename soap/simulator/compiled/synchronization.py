@@ -5,13 +5,11 @@ In ``State`` the tasks of parameter servers (``serving``) stand behind the sums.
 
 from __future__ import annotations
 
-from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.communication import allreduce, find_list
-from soap.simulator.compiled.events import NO_BOUND
 from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_geometry, find_keepers, first_user_with_gradient, is_served
-from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES, Scratch
+from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, STAMP, TASKS, USES, Scratch
 from soap.simulator.compiled.serving import serve
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, ShardTables, State
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
@@ -106,16 +104,14 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
 
 @compiled
 def expect_updates(
-    G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C: State, S: Scratch, op: int, at_most: int
+    G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C: State, S: Scratch, op: int
 ) -> None:
-    """``floor``: what the devices' updates take without the parameters of an operator that is about to change. 0 if nothing is bounded."""
-    fill(S.floor, 0, len(S.floor), 0)
-    if op < 0 or at_most == NO_BOUND:
-        return
-    for device in range(len(C.busy)):
-        S.floor[device] = C.duration[device]
+    """Take from ``floor`` what the devices' updates of an operator's parameters take, none of which has been taken before."""
     for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
         parameter = G.parameter[k]
+        if S.expected[parameter] == S.count[EXPECTED]:
+            continue
+        S.expected[parameter] = S.count[EXPECTED]
         find_geometry(G, V, D, C, S, parameter)
         geometry = S.geometry[parameter]
         if first_user_with_gradient(D, geometry) < 0:

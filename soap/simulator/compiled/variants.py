@@ -62,7 +62,7 @@ class Variants:
         self._known: list[Box] = []
         self._cells: list[np.ndarray] = []
         self.degrees: list[tuple[int, ...]] = []
-        self._rows, self._data, self._costs = list[list[int]](), Growing(np.int32), Growing(np.int64)
+        self._rows, self._data, self._costs = Growing(np.int64), Growing(np.int32), Growing(np.int64)
         self._box_ptr, self._box_volume, self._bounds = Growing(np.int64), Growing(np.int64), Growing(np.int32)
 
     def number(self, position: int, degrees: tuple[int, ...]) -> int:
@@ -70,13 +70,13 @@ class Variants:
         key = (self._class_of[position], degrees)
         found = self._numbers.get(key)
         if found is None:
-            found = self._numbers[key] = len(self._rows)
-            self._rows.append(self._make(self._class_of[position], degrees))
+            found = self._numbers[key] = len(self.degrees)
+            self._rows.add(self._make(self._class_of[position], degrees))
         return found
 
     def tables(self) -> VariantTables:
         """All of them as arrays."""
-        rows = np.array(self._rows, np.int64).reshape(len(self._rows), COLUMNS)
+        rows = self._rows.array().reshape(-1, COLUMNS)
         boxes = (self._box_ptr.array(), self._box_volume.array(), self._bounds.array())
         return VariantTables(rows, self._data.array(), self._costs.array(), *boxes)
 

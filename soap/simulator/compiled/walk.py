@@ -10,7 +10,8 @@ from __future__ import annotations
 from math import log
 from typing import NamedTuple
 
-from soap.simulator.compiled.change import Undo
+from soap.simulator.compiled.arrays import copy
+from soap.simulator.compiled.change import OPERATORS, PARAMETERS, Edit, Undo
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial, keep_order
 from soap.simulator.compiled.hashing import draw
@@ -53,6 +54,7 @@ def walk_on(
     A: Trial,
     B: Trial,
     H: History,
+    E: Edit,
     W: Choices,
     steps: int,
     beta: float,
@@ -76,9 +78,8 @@ def walk_on(
             walk[UNCHANGED] += 1
         else:
             T.size[TAKEN] = T.size[SKIPPED] = T.size[HEAPED] = 0
-            cost = evaluate(
-                G, V, K, R, D, C, S, U, P, T, H, op, W.variant[choice], 1, devices, -1, 0, dtypes, bound if bounded else NO_BOUND
-            )
+            _set(E, op, W.variant[choice], devices)
+            cost = evaluate(G, V, K, R, D, C, S, U, P, T, H, E, dtypes, bound if bounded else NO_BOUND)
             walk[PLAYED] += T.size[TAKEN] - T.size[SKIPPED]
             walk[QUEUED] += T.size[HEAPED]
             walk[WITHOUT_PLAY] += T.size[TAKEN] == 0
@@ -96,6 +97,14 @@ def walk_on(
         if walk[STEP] < walk[LOG]:
             W.log[walk[STEP]] = walk[COST]
         walk[STEP] += 1
+
+
+@compiled
+def _set(E, op, variant, devices):  # type: ignore[no-untyped-def]
+    """An edit of one operator."""
+    E.count[OPERATORS], E.count[PARAMETERS] = 1, 0
+    E.operator[0], E.variant[0], E.replicas[0], E.dev_ptr[1] = op, variant, 1, len(devices)
+    copy(E.dev, 0, devices, 0, len(devices))
 
 
 @compiled

@@ -25,21 +25,21 @@ from tests.strategies import CPU, cases, cluster, configs
 
 
 class Edit(NamedTuple):
-    """A proposal for an operator, or for a parameter's synchronization, and whether it is accepted."""
+    """A proposal for some operators and parameters' synchronization at once, and whether it is accepted."""
 
-    name: str
-    config: OpConfig | SyncConfig
+    operators: dict[str, OpConfig]
+    parameters: dict[str, SyncConfig]
     accepted: bool
 
     def of(self, strategy: Strategy) -> Strategy:
-        if isinstance(self.config, OpConfig):
-            return strategy.with_operator(self.name, self.config)
-        return strategy.with_parameter(self.name, self.config)
+        for name, config in self.operators.items():
+            strategy = strategy.with_operator(name, config)
+        for name, sync in self.parameters.items():
+            strategy = strategy.with_parameter(name, sync)
+        return strategy
 
     def propose(self, engine: Engine, at_most_ns: int = NO_BOUND) -> int | None:
-        if isinstance(self.config, OpConfig):
-            return engine.propose(self.name, self.config, at_most_ns)
-        return engine.propose_sync(self.name, self.config, at_most_ns)
+        return engine.propose_changes(self.operators, self.parameters, at_most_ns=at_most_ns)
 
 
 Walk = tuple[OperatorGraph, Topology, Strategy, list[Edit]]
@@ -49,15 +49,17 @@ Walk = tuple[OperatorGraph, Topology, Strategy, list[Edit]]
 def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits: int = 6) -> Walk:
     """A strategy and a sequence of edits of it."""
     graph, topology, strategy = draw(cases(max_moves=max_moves, max_tiles=max_tiles, servers=True))
+    syncs = (SyncConfig(), SyncConfig("parameter_server"), SyncConfig("parameter_server", 3))
     edits = []
     for _ in range(draw(st.integers(1, max_edits))):
-        if graph.parameters and draw(st.integers(0, 4)) == 0:
-            sync = draw(st.sampled_from((SyncConfig(), SyncConfig("parameter_server"), SyncConfig("parameter_server", 3))))
-            edits.append(Edit(draw(st.sampled_from(graph.parameters)).name, sync, draw(st.booleans())))
-            continue
-        op = draw(st.sampled_from(graph.operators))
-        config = draw(configs(op, topology.device_count, max_tiles=max_tiles))
-        edits.append(Edit(op.name, config, draw(st.booleans())))
+        operators, parameters = {}, {}
+        for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3, 5)))):
+            if graph.parameters and draw(st.integers(0, 4)) == 0:
+                parameters[draw(st.sampled_from(graph.parameters)).name] = draw(st.sampled_from(syncs))
+            else:
+                op = draw(st.sampled_from(graph.operators))
+                operators[op.name] = draw(configs(op, topology.device_count, max_tiles=max_tiles))
+        edits.append(Edit(operators, parameters, draw(st.booleans())))
     return graph, topology, strategy, edits
 
 
@@ -114,8 +116,9 @@ def test_walks_over_models(model: str) -> None:
     strategy = Strategy(start.operators, {t.name: SyncConfig("parameter_server", 2) for t in graph.parameters[::2]})
     edits = []
     for _ in range(12):
-        op = draw.choice(graph.operators)
-        edits.append(Edit(op.name, random_config(op, topology.device_count, draw), draw.random() < 0.5))
+        ops = draw.sample(graph.operators, draw.choice((1, 1, 2, 4)))
+        configs = {op.name: random_config(op, topology.device_count, draw) for op in ops}
+        edits.append(Edit(configs, {}, draw.random() < 0.5))
     check((graph, topology, strategy, edits), afresh=True)
 
 
@@ -139,7 +142,7 @@ def test_update_comes_to_wait() -> None:
     first, middle, last = (op.name for op in graph.operators)
     there, here = OpConfig((1, 1, 1), (3,)), OpConfig((1, 1, 1), (0,))
     start = Strategy({first: OpConfig((1, 1, 1, 2), (0, 3)), middle: here, last: here})
-    edits = [Edit(last, there, False), Edit(last, there, True), Edit(last, here, True)]
+    edits = [Edit({last: there}, {}, False), Edit({last: there}, {}, True), Edit({last: here}, {}, True)]
     check((graph, cluster([1, 3], CPU, 1e8, 0.0), start, edits), afresh=True)
 
 
