@@ -145,6 +145,11 @@ class OperatorSpace:
                 yield make_config(grid, devices)
 
     @cached_property
+    def numbers(self) -> Mapping[Grid, int]:
+        """Grid -> its place in ``grids``."""
+        return {grid: number for number, grid in enumerate(self.grids)}
+
+    @cached_property
     def grids_by_tiles(self) -> Mapping[int, tuple[Grid, ...]]:
         """Number of tiles -> grids with so many tiles."""
         found: dict[int, list[Grid]] = {}
@@ -164,6 +169,15 @@ class OperatorSpace:
             return -inf
         others = perm(self.device_count, len(devices)) - len(placements(grid, self.device_count))
         return log(self._mass[grid]) - log(others)
+
+    @property
+    def mass(self) -> float:
+        """Weight of all configurations."""
+        return self._total
+
+    def shuffled_mass(self, grid: Grid) -> float:
+        """Weight of all shuffled placements of a grid."""
+        return self._mass.get(grid, 0.0)
 
     def log_probability(self, config: OpConfig) -> float:
         """Logarithm of the probability with which ``draw`` returns this configuration."""

@@ -34,7 +34,7 @@ from soap.simulator.compiled.tables import (
     served_partitions,
 )
 from soap.simulator.compiled.variants import Variants, VariantTables
-from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, Choices, walk_on
+from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
 from soap.simulator.costs import CostModel
 from soap.simulator.servers import core_names
@@ -104,7 +104,7 @@ class Engine:
         self._groups = DeviceGroups(communication, self._cluster)
         self._size, self._slots, self._arena = 4096, 4096, 65536
         self._make_scratch()
-        self._dtypes = 1 + int(max(self._graph.parameter_dtype, default=0))
+        self.dtypes = 1 + int(max(self._graph.parameter_dtype, default=0))
         self._resources = topology.device_count + len(topology.links) + len(core_names(topology))
         self._group_handle = handle(self._groups.tables)
         self._parameters = {tensor.name: position for position, tensor in enumerate(graph.parameters)}
@@ -173,11 +173,9 @@ class Engine:
             check_config(self.graph.operators[position], config, self.topology.device_count)
         numbers = [self._parameters[name] for name in parameters]
         partitions = [partitions_of(sync) for sync in parameters.values()]
-        variants = [self._variants.number(p, config.degrees) for p, config in zip(positions, operators.values(), strict=True)]
-        if len(self._variants.degrees) > self._known_variants:
-            self._renew_tables()
+        variants = [self.variant(position, config.degrees) for position, config in zip(positions, operators.values(), strict=True)]
         self._write_edit(positions, variants, list(operators.values()), numbers, partitions)
-        found = int(self._try(lambda: self._whole(lambda: evaluate(*self._handles(), self._dtypes, at_most_ns)), self._renew_state))
+        found = int(self._try(lambda: self._whole(lambda: evaluate(*self.handles(), self.dtypes, at_most_ns)), self._renew_state))
         configs = dict(zip(positions, operators.values(), strict=True))
         self._proposed = configs, dict(parameters), dict(zip(numbers, partitions, strict=True))
         self._proposed_ns = None if found == STOPPED else found
@@ -187,8 +185,7 @@ class Engine:
         self, positions: list[int], variants: list[int], configs: list[OpConfig], numbers: list[int], partitions: list[int]
     ) -> None:
         devices = [device for config in configs for device in config.devices]
-        if len(devices) >= len(self.edit.dev):
-            self._make_edit(2 * len(devices))
+        self.make_edit_room(len(devices))
         E, count = self.edit, len(positions)
         E.count[:] = count, len(devices), len(numbers)
         E.operator[:count], E.variant[:count] = positions, variants
@@ -223,7 +220,8 @@ class Engine:
         keep_order(self._trial)
         retrace(self._state, self._trial, self._history)
 
-    def _handles(self) -> Handles:
+    def handles(self) -> Handles:
+        """What compiled functions are called with."""
         return (
             self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch, self._undo,
             self._trial, self._other, self._history, self._edit,
@@ -255,38 +253,52 @@ class Engine:
         found = make_choices(self.graph, self._variants, choices, log)
         found.walk[RANDOM], found.walk[COST], found.walk[BEST] = seed, self.makespan_ns, self.makespan_ns
         walking = handle(found)
-        if np.diff(found.dev_ptr).max(initial=0) >= len(self.edit.dev):
-            self._make_edit(2 * int(np.diff(found.dev_ptr).max()))
+        self.make_edit_room(int(np.diff(found.dev_ptr).max(initial=0)))
         self._renew_tables()
 
         def go_on() -> None:
-            walk_on(*self._handles(), walking, steps, beta_per_ns, bounded, self._dtypes)
+            walk_on(*self.handles(), walking, steps, beta_per_ns, bounded, self.dtypes)
 
-        self._try(lambda: self._whole(go_on), lambda: self._rest(found))
-        self._settle(found)
+        def settle() -> None:
+            self.settle(swapped=bool(found.walk[SWAPPED]), makespan_ns=int(found.walk[COST]))
+            found.walk[SWAPPED] = 0
+
+        self.attempt(go_on, settle)
+        settle()
         return Walk(found)
 
-    def _rest(self, found: Choices) -> None:
-        """Make room in the middle of a walk."""
-        self._swap(found)
-        self._renew_state()
+    def attempt(self, work: Callable[[], Result], settle: Callable[[], None]) -> Result:
+        """Do compiled work on ``handles()``, all or nothing; what it lacks is made, and it begins anew. ``settle``: what is to be done
+        before the state is renewed, at the least ``Engine.settle``."""
 
-    def _swap(self, found: Choices) -> None:
-        """Python's side of which trial is the current strategy's."""
-        if found.walk[SWAPPED]:
+        def renew() -> None:
+            settle()
+            self._renew_state()
+
+        return self._try(lambda: self._whole(work), renew)
+
+    def settle(self, *, swapped: bool, makespan_ns: int) -> None:
+        """Python's side of the state after compiled steps. ``swapped``: whether the two trials have changed places."""
+        if swapped:
             self.trial, self.other = self.other, self.trial
             self._trial, self._other = self._other, self._trial
-            found.walk[SWAPPED] = 0
-        self.makespan_ns = int(found.walk[COST])
-
-    def _settle(self, found: Choices) -> None:
-        """Python's side of the state after compiled steps."""
-        self._swap(found)
+        self.makespan_ns = makespan_ns
         C = self.state
         for position in range(len(self._configs)):
             first, tiles = int(C.dev_ptr[position]), int(C.tiles[position])
             devices = tuple(C.dev[first : first + tiles].tolist())
             self._configs[position] = OpConfig(self._variants.degrees[C.variant[position]], devices, int(C.replicas[position]))
+
+    def variant(self, position: int, degrees: tuple[int, ...]) -> int:
+        """The number of an operator's variant, for compiled work that begins afterwards."""
+        number = self._variants.number(position, degrees)
+        if len(self._variants.degrees) > self._known_variants:
+            self._renew_tables()
+        return number
+
+    def degrees(self, variant: int) -> tuple[int, ...]:
+        """Those of a variant."""
+        return self._variants.degrees[variant]
 
     @property
     def strategy(self) -> Strategy:
@@ -321,7 +333,7 @@ class Engine:
         self.state.partitions[: len(self._partitions)] = self._partitions
         lower_all(
             self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
-            variants, replicas, devices, self._dtypes,
+            variants, replicas, devices, self.dtypes,
         )  # fmt: skip
 
     def _renew_state(self) -> None:
@@ -386,6 +398,11 @@ class Engine:
     def _make_scratch(self) -> None:
         self._scratch_arrays = make_scratch(self._size, self.topology.device_count, len(self.topology.links))
         self._scratch = handle(self._scratch_arrays)
+
+    def make_edit_room(self, devices: int) -> None:
+        """Room for edits with so many devices in all."""
+        if devices >= len(self.edit.dev):
+            self._make_edit(2 * devices)
 
     def _make_edit(self, devices: int) -> None:
         self.edit = make_edit(len(self.graph.operators), len(self.graph.parameters), devices)

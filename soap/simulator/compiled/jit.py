@@ -35,10 +35,10 @@ def entry(function: Function) -> Function:
 
 @cache
 def _sources() -> str:
-    """Changes with any file of this package. numba itself would look at the entry's own file alone, and take old machine code for what that
-    calls."""
+    """Changes with any file of compiled code. numba itself would look at the entry's own file alone, and take old machine code for what
+    that calls."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parents[2].glob("*/compiled/*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

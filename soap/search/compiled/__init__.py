@@ -1,0 +1,1 @@
+"""The Metropolis-Hastings chain in one compiled loop, on top of the compiled simulator."""

@@ -1,0 +1,41 @@
+"""Rough times of configurations, by which proposals are weighed before they are simulated.
+
+What an estimate gets wrong costs proposals, not correctness: the chain's acceptance puts it right (``moves``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from soap.graph import OperatorGraph
+from soap.search.space import Grid
+from soap.simulator.compiled.tables import Floats
+from soap.simulator.costs import CostModel
+from soap.simulator.tiling import tiles_of
+from soap.strategy import OpConfig
+from soap.topology import Topology
+
+
+def rough_ns(graph: OperatorGraph, position: int, grids: Sequence[Grid], topology: Topology, costs: CostModel) -> Floats:
+    """By grid, ns: both passes of the largest tile of an operator, and an all-reduce of each parameter over the copies of its shards, over
+    the slowest link. Neither placements nor neighbours matter."""
+    op = graph.operators[position]
+    kind = topology.devices[0].type
+    (whole,) = tiles_of(graph, position, OpConfig((1,) * len(op.factors), (0,)))
+    compute_ns = costs.forward_ns(graph, whole, kind) + (costs.backward_ns(graph, whole, kind) if graph.needs_backward(op) else 0)
+    table = np.array(grids, np.int64).reshape(len(grids), 1 + len(op.factors))
+    degrees = table[:, 1:]
+    sizes = np.array([max(1, factor.size) for factor in op.factors], np.int64)
+    found = compute_ns * np.prod(np.ceil(sizes / degrees) / sizes, axis=1)
+    slowest = min((link.bandwidth_bytes_per_second for link in topology.links), default=float("inf"))
+    for operand in dict.fromkeys(op.parameters):
+        tensor = graph.tensors[operand.tensor]
+        if tensor.requires_grad:
+            along = sorted({dim.factor for dim in operand.dims if dim.factor is not None})
+            shards = np.prod(degrees[:, along], axis=1)
+            copies = np.prod(table, axis=1) / shards
+            found = found + 2e9 * (copies - 1) / copies * prod(tensor.shape) * tensor.itemsize / shards / slowest
+    return np.asarray(found, np.float64)

@@ -1,0 +1,218 @@
+"""The Python side of a compiled chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from soap.search.compiled.chain import DONE, advance, begin_chain
+from soap.search.compiled.memory import (
+    ASKED,
+    BEFORE,
+    BEST,
+    COST,
+    GRANTED,
+    LOGGED,
+    MOVES,
+    PENDING,
+    PLAYED,
+    RANDOM,
+    REFUSED,
+    START,
+    SWAPPED,
+    WANTED_GRID,
+    WANTED_OPERATOR,
+    make_chain,
+)
+from soap.search.compiled.moves import UNKNOWN
+from soap.search.compiled.tables import grid_tables, group_tables, neighbour_tables
+from soap.search.space import Grid, Space, grid_of
+from soap.simulator.compiled.change import OPERATORS
+from soap.simulator.compiled.handles import handle
+from soap.simulator.costs import CostModel
+from soap.simulator.engine import Engine
+from soap.strategy import OpConfig, Strategy
+from soap.topology import Topology
+
+DEFAULT_WEIGHTS: Mapping[str, float] = {"redraw": 1.0, "place": 1.0, "swap": 1.0, "informed": 4.0, "group": 2.0, "segment": 1.0}
+
+
+class Counts(NamedTuple):
+    """Of one move: proposals that were evaluated, accepted ones, draws without effect, and ns by which the chain's best became better."""
+
+    proposed: int
+    accepted: int
+    idle: int
+    gained_ns: int
+
+
+class Logged(NamedTuple):
+    """One evaluated proposal. ``cost_ns``: None if it is over the bound, and so was refused before its cost was known."""
+
+    move: str
+    operator: int
+    operators: int
+    cost_ns: int | None
+    accepted: bool
+
+
+class CompiledSpace:
+    """A space as arrays, for any number of chains."""
+
+    def __init__(self, space: Space, topology: Topology, costs: CostModel) -> None:
+        self.space, self.topology, self.costs = space, topology, costs
+        self.grids = grid_tables(space, topology, costs)
+        self._kept = (self.grids, neighbour_tables(space), group_tables(space))
+        self.handles = (handle(self._kept[0]), handle(self._kept[1]), handle(self._kept[2]))
+        self.has_groups = len(space.groups) > 0
+        self.has_segments = len(self._kept[2].segment_ptr) > 1
+
+    def number(self, position: int, grid: Grid) -> int:
+        """Of an operator's grid; -1 if its space has none such."""
+        own = self.space.operators[position]
+        known = own.numbers.get(grid)
+        return -1 if known is None else int(self.grids.grid_ptr[self.grids.space[position]]) + known
+
+    def grid(self, position: int, number: int) -> Grid:
+        """The grid of that number."""
+        return self.space.operators[position].grids[number - int(self.grids.grid_ptr[self.grids.space[position]])]
+
+
+class CompiledChain:
+    """One chain. Equal seeds give equal chains, whatever else runs beside them."""
+
+    def __init__(self, space: CompiledSpace, strategy: Strategy, *, seed: int, proposals: int, start_ns: int | None = None) -> None:
+        """``proposals``: how many there can be at most. ``start_ns``: the cost that beta is relative to, by default the strategy's."""
+        self._space = space
+        graph = space.space.graph
+        self.engine = Engine(graph, space.topology, space.costs)
+        devices = space.topology.device_count
+        tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())
+        self.engine.make_edit_room(tiles)
+        self.tables = make_chain(len(graph.operators), devices, len(space.grids.estimate), tiles, proposals)
+        self._handle = handle(self.tables)
+        self._beta = self._focus = 0.0
+        at = self.tables.at
+        at[RANDOM] = at[BEFORE] = np.int64(seed)
+        self.weights = DEFAULT_WEIGHTS
+        self.move_to(strategy)
+        at[START] = at[COST] if start_ns is None else start_ns
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """How often each move is drawn, in proportion. Moves that can have no effect have none."""
+        return dict(zip(MOVES, self.tables.weight.tolist(), strict=False))
+
+    @weights.setter
+    def weights(self, weights: Mapping[str, float]) -> None:
+        possible = {"group": self._space.has_groups, "segment": self._space.has_segments}
+        self.tables.weight[: len(MOVES)] = [weights[move] if possible.get(move, True) else 0.0 for move in MOVES]
+
+    def move_to(self, strategy: Strategy) -> None:
+        """Go on from another strategy."""
+        self.engine.load(strategy)
+        cost_ns = self.engine.simulate()
+        for position, op in enumerate(self._space.space.graph.operators):
+            config = strategy.operators[op.name]
+            distinct = len(set(config.devices)) == len(config.devices)
+            self.tables.grid[position] = self._space.number(position, grid_of(config)) if distinct else -1
+        begin_chain(self._space.handles[0], self.engine.handles()[5], self._handle, cost_ns)
+
+    def run(self, proposals: int, *, beta: float, focus: float, fits: Callable[[Strategy], bool] | None = None) -> int:
+        """Go on until so many proposals are evaluated, or nothing has an effect any more; how many have been, in all. ``beta``: as in
+        ``search.metropolis``. ``focus``: how strongly candidates are weighed by rough costs, per start cost; 0 not at all. ``fits``: what
+        says whether a strategy that is about to be accepted fits into memory; None if all do."""
+        if len(self._space.space.movable) == 0:
+            return self.proposals
+        at = self.tables.at
+        Q, N, M = self._space.handles
+        last, focus = min(proposals, len(self.tables.log_cost) - 1), focus / float(at[START])
+
+        def go_on() -> int:
+            return int(advance(*self.engine.handles(), Q, N, M, self._handle, last, beta, focus, fits is not None, self.engine.dtypes))
+
+        while True:
+            try:
+                done = self.engine.attempt(go_on, self._settle)
+            except LookupError as error:
+                if str(error) != UNKNOWN:
+                    raise
+                self._make_variant(int(at[WANTED_OPERATOR]), int(at[WANTED_GRID]))
+                continue
+            if done == DONE:
+                return self.proposals
+            assert fits is not None and at[PENDING] == ASKED
+            self._settle()
+            at[PENDING] = GRANTED if fits(self._edited()) else REFUSED
+
+    def _make_variant(self, position: int, number: int) -> None:
+        grid = self._space.grid(position, number)
+        Q = self._space.grids
+        place = int(Q.estimate_ptr[position]) + number - int(Q.grid_ptr[Q.space[position]])
+        self.tables.variant[place] = self.engine.variant(position, grid[1:])
+
+    def _settle(self) -> None:
+        at = self.tables.at
+        self.engine.settle(swapped=bool(at[SWAPPED]), makespan_ns=int(at[COST]))
+        at[SWAPPED] = 0
+
+    def _edited(self) -> Strategy:
+        """What is proposed."""
+        E, strategy, graph = self.engine.edit, self.engine.strategy, self._space.space.graph
+        changed = dict(strategy.operators)
+        for i in range(int(E.count[OPERATORS])):
+            devices = tuple(E.dev[E.dev_ptr[i] : E.dev_ptr[i + 1]].tolist())
+            changed[graph.operators[E.operator[i]].name] = OpConfig(self.engine.degrees(int(E.variant[i])), devices, int(E.replicas[i]))
+        return Strategy(changed, strategy.parameters)
+
+    @property
+    def proposals(self) -> int:
+        """Evaluated so far."""
+        return int(self.tables.at[LOGGED])
+
+    @property
+    def cost_ns(self) -> int:
+        """Of the strategy where the chain stands."""
+        return int(self.tables.at[COST])
+
+    @property
+    def best_ns(self) -> int:
+        """The least cost so far."""
+        return int(self.tables.at[BEST])
+
+    @property
+    def played_tasks(self) -> int:
+        """Tasks that were simulated."""
+        return int(self.tables.at[PLAYED])
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where the chain stands."""
+        self._settle()
+        return self.engine.strategy
+
+    @property
+    def best(self) -> Strategy:
+        """The strategy of least cost so far."""
+        W, found = self.tables, {}
+        for position, op in enumerate(self._space.space.graph.operators):
+            devices = tuple(W.best_dev[W.best_dev_ptr[position] : W.best_dev_ptr[position + 1]].tolist())
+            degrees = self.engine.degrees(int(W.best_variant[position]))
+            found[op.name] = OpConfig(degrees, devices, int(W.best_replicas[position]))
+        return Strategy(found, self.engine.strategy.parameters)
+
+    @property
+    def moves(self) -> Mapping[str, Counts]:
+        """By move."""
+        W = self.tables
+        columns = (W.proposed, W.accepted, W.idle, W.gained)
+        return {move: Counts(*(int(column[i]) for column in columns)) for i, move in enumerate(MOVES)}
+
+    def log(self, first: int = 0) -> Iterator[Logged]:
+        """The proposals from number ``first`` on."""
+        W, last = self.tables, self.proposals
+        columns = (W.log_move, W.log_operator, W.log_count, W.log_cost, W.log_accepted)
+        for move, operator, count, cost, accepted in zip(*(column[first:last].tolist() for column in columns), strict=True):
+            yield Logged(MOVES[move], operator, count, cost if cost >= 0 else None, bool(accepted))

@@ -1,0 +1,228 @@
+"""What the compiled chain knows of its space: grids and placements, neighbours and references, groups and segments, as arrays.
+
+``x_ptr``, ``x`` are lists, as in ``simulator.compiled.tables``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf, log, perm, prod
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.search.compiled.estimates import rough_ns
+from soap.search.compiled.segments import find_segments
+from soap.search.space import Grid, OperatorSpace, Space, grid_of, placements
+from soap.simulator.compiled.tables import Floats, Ints, Longs
+from soap.simulator.costs import CostModel
+from soap.strategy import OpConfig
+from soap.topology import Topology
+
+Tables = TypeVar("Tables", bound=NamedTuple)
+
+NO_WEIGHT = -1e300
+"""Logarithm of 0."""
+
+
+class GridTables(NamedTuple):
+    """Configurations. Grids are numbered over all different operator spaces.
+
+    ``movable``: operators with a choice. ``space``: by operator.
+
+    By space: grids ``grid_ptr[s]:grid_ptr[s + 1]``, ``structured`` (number of structured configurations), ``mass`` (weight of all
+    configurations), ``lookup`` (a table of its grids, by ``grid_key``; ``lookup_ptr``, ``lookup_mask``).
+
+    By grid: ``before`` (structured configurations of its space's grids before it), ``replicas``, ``tiles``, ``degree`` (a list), ``places``
+    (which set of placements), ``shuffled`` (mass of the shuffled placements of its space's grids up to it), ``shuffled_log`` (logarithm
+    of the weight of one of its own).
+
+    A set of placements: ``place_count`` lists of as many devices as tiles, from ``place[place_ptr[set]]`` on.
+    ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: ns, as ``estimates.rough_ns``. ``size``: of the factors of an operator (1 where
+    it cannot be split).
+    """
+
+    movable: Ints
+    space: Ints
+    grid_ptr: Ints
+    structured: Longs
+    mass: Floats
+    lookup_ptr: Ints
+    lookup_mask: Ints
+    lookup: Ints
+    before: Longs
+    replicas: Ints
+    tiles: Ints
+    degree_ptr: Ints
+    degree: Ints
+    places: Ints
+    shuffled: Floats
+    shuffled_log: Floats
+    place_ptr: Longs
+    place_count: Ints
+    place: Ints
+    estimate_ptr: Ints
+    estimate: Floats
+    size_ptr: Ints
+    size: Ints
+
+
+class NeighbourTables(NamedTuple):
+    """What surrounds an operator. ``edge``: ``neighbour``, ``reads`` (whether the operator reads it), ``bytes`` of what is handed over, and
+    pairs of factors that follow the same dimension (``theirs``, ``mine``). ``reference``: the different configurations (``grid``, list
+    ``dev``, ``log_weight``) that reference strategies give an operator, inside of its space."""
+
+    edge_ptr: Ints
+    neighbour: Ints
+    reads: Ints
+    bytes: Floats
+    pair_ptr: Ints
+    theirs: Ints
+    mine: Ints
+    reference_ptr: Ints
+    grid: Ints
+    dev_ptr: Ints
+    dev: Ints
+    log_weight: Floats
+
+
+class GroupTables(NamedTuple):
+    """What changes together. ``group``: which group of equal layers an operator is in (-1: none), ``member``: a group's operators. Segment
+    s: its operators ``segment[segment_ptr[s]:segment_ptr[s + 1]]``, and from ``choice[choice_ptr[s]]`` to ``choice[choice_ptr[s + 1]]``
+    its alternatives, each a reference (number in ``NeighbourTables``) of each of the operators."""
+
+    group: Ints
+    member_ptr: Ints
+    member: Ints
+    segment_ptr: Ints
+    segment: Ints
+    choice_ptr: Ints
+    choice: Ints
+
+
+def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTables:
+    """The configurations of a space."""
+    graph, count = space.graph, space.device_count
+    spaces = list(dict.fromkeys(space.operators))
+    grids = [grid for own in spaces for grid in own.grids]
+    shapes = list(dict.fromkeys(_shape(grid) for grid in grids))
+    options = {shape: placements(shape, count) for shape in shapes}
+    masses = [(own.shuffled_mass(grid), grid) for own in spaces for grid in own.grids]
+    estimates = [rough_ns(graph, position, own.grids, topology, costs) for position, own in enumerate(space.operators)]
+    before = [np.cumsum([0, *(len(options[_shape(grid)]) for grid in own.grids)])[:-1] for own in spaces]
+    return _pack(GridTables, [
+        space.movable, [spaces.index(own) for own in space.operators], _pointers(own.grids for own in spaces),
+        [own.structured_count for own in spaces], [own.mass for own in spaces], *_lookup(spaces), np.concatenate(before),
+        [grid[0] for grid in grids], [prod(grid) for grid in grids], _pointers(grid[1:] for grid in grids),
+        [degree for grid in grids for degree in grid[1:]], [shapes.index(_shape(grid)) for grid in grids],
+        np.concatenate([np.cumsum([own.shuffled_mass(grid) for grid in own.grids]) for own in spaces]),
+        [log(m) - log(perm(count, prod(g)) - len(options[_shape(g)])) if m > 0 else NO_WEIGHT for m, g in masses],
+        np.cumsum([0, *(len(options[shape]) * prod(shape) for shape in shapes)]), [len(options[shape]) for shape in shapes],
+        [device for shape in shapes for devices in options[shape] for device in devices],
+        _pointers(estimates), np.concatenate(estimates), _pointers(op.factors for op in graph.operators),
+        [factor.size if op.partitionable else 1 for op in graph.operators for factor in op.factors],
+    ])  # fmt: skip
+
+
+def _shape(grid: Grid) -> Grid:
+    """What a grid's placements depend on."""
+    return tuple(n for n in grid if n > 1)
+
+
+def grid_key(grid: Iterable[int]) -> int:
+    """Where a grid is looked for first."""
+    key = 0
+    for length in grid:
+        key = (key * 31 + length) & 0x3FFFFFFF
+    return key
+
+
+def _lookup(spaces: Sequence[OperatorSpace]) -> tuple[Longs, list[int], Ints]:
+    tables, first = [], 0
+    for own in spaces:
+        size = 4
+        while size < 4 * len(own.grids):
+            size *= 2
+        table = np.full(size, -1, np.int32)
+        for number, grid in enumerate(own.grids):
+            place = grid_key(grid) & (size - 1)
+            while table[place] >= 0:
+                place = (place + 1) & (size - 1)
+            table[place] = first + number
+        tables.append(table)
+        first += len(own.grids)
+    return _pointers(tables), [len(table) - 1 for table in tables], np.concatenate(tables)
+
+
+def neighbour_tables(space: Space) -> NeighbourTables:
+    """What surrounds the operators of a space."""
+    edges = [edge for position in range(len(space.graph.operators)) for edge in _edges(space, position)]
+    numbers = _grid_numbers(space)
+    references = _references(space)
+    flat = [(position, config) for position, own in enumerate(references) for config in own]
+    return _pack(NeighbourTables, [
+        _pointers(space.edges), [edge[0] for edge in edges], [edge[1] for edge in edges], [edge[2] for edge in edges],
+        _pointers(edge[3] for edge in edges), [theirs for edge in edges for theirs, _ in edge[3]],
+        [mine for edge in edges for _, mine in edge[3]], _pointers(references),
+        [numbers[space.operators[position]][grid_of(config)] for position, config in flat],
+        _pointers(config.devices for _, config in flat), [device for _, config in flat for device in config.devices],
+        [space.operators[position].log_weight(config) for position, config in flat],
+    ])  # fmt: skip
+
+
+def _grid_numbers(space: Space) -> dict[OperatorSpace, dict[Grid, int]]:
+    found: dict[OperatorSpace, dict[Grid, int]] = {}
+    first = 0
+    for own in dict.fromkeys(space.operators):
+        found[own] = {grid: first + i for i, grid in enumerate(own.grids)}
+        first += len(own.grids)
+    return found
+
+
+def _edges(space: Space, position: int) -> list[tuple[int, bool, float, tuple[tuple[int, int], ...]]]:
+    """(neighbour, whether it is read, bytes, pairs of factors), in the order of ``Space.edges``."""
+    graph = space.graph
+    op, found = graph.operators[position], []
+    for edge in space.edges[position]:
+        other = graph.operators[edge.neighbour]
+        read = {o.tensor for o in op.inputs} & {o.tensor for o in other.outputs}
+        shared = read or {o.tensor for o in other.inputs} & {o.tensor for o in op.outputs}
+        size = sum(prod(graph.tensors[name].shape) * graph.tensors[name].itemsize for name in shared)
+        found.append((edge.neighbour, bool(read), float(size), edge.factors))
+    return found
+
+
+def _references(space: Space) -> list[list[OpConfig]]:
+    found = []
+    for op, own in zip(space.graph.operators, space.operators, strict=True):
+        configs = dict.fromkeys(strategy.operators[op.name] for strategy in space.references)
+        found.append([config for config in configs if own.log_weight(config) > -inf])
+    return found
+
+
+def group_tables(space: Space) -> GroupTables:
+    """What changes together in a space."""
+    group = np.full(len(space.graph.operators), -1)
+    for number, members in enumerate(space.groups):
+        group[list(members)] = number
+    segments = find_segments(space)
+    first, order = 0, list[dict[OpConfig, int]]()
+    for own in _references(space):
+        order.append({config: first + i for i, config in enumerate(own)})
+        first += len(own)
+    choices = [[order[op][c] for row in s.alternatives for op, c in zip(s.operators, row, strict=True)] for s in segments]
+    return _pack(GroupTables, [
+        group, _pointers(space.groups), [op for members in space.groups for op in members], _pointers(s.operators for s in segments),
+        [op for s in segments for op in s.operators], _pointers(choices), [number for own in choices for number in own],
+    ])  # fmt: skip
+
+
+def _pack(kind: type[Tables], values: Sequence[Any]) -> Tables:
+    kinds = {"Longs": np.int64, "Floats": np.float64, "Ints": np.int32}
+    types = [next(kinds[own] for own in kinds if own in str(annotation)) for annotation in kind.__annotations__.values()]
+    return kind._make(np.ascontiguousarray(own, type_) for own, type_ in zip(values, types, strict=True))
+
+
+def _pointers(lists: Iterable[Any]) -> NDArray[np.int64]:
+    return np.cumsum([0, *(len(own) for own in lists)])

@@ -1,0 +1,92 @@
+"""How long a candidate would roughly take beside its neighbours (compiled): ``estimates.rough_ns``, and what edges hand over."""
+
+from __future__ import annotations
+
+from soap.search.compiled.memory import ESTIMATES, ChainTables
+from soap.search.compiled.tables import GridTables, NeighbourTables
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.state import State
+from soap.simulator.compiled.tables import ClusterTables
+
+
+@compiled
+def own_ns(Q: GridTables, op: int, grid: int) -> float:
+    """Without neighbours."""
+    return Q.estimate[Q.estimate_ptr[op] + grid - Q.grid_ptr[Q.space[op]]]
+
+
+@compiled
+def rough_cost_ns(Q: GridTables, N: NeighbourTables, K: ClusterTables, C: State, W: ChainTables, op: int, slot: int) -> float:
+    """Of a candidate, given the neighbours' configurations."""
+    W.at[ESTIMATES] += 1
+    found = own_ns(Q, op, W.c_grid[slot])
+    for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
+        if W.grid[N.neighbour[edge]] >= 0:
+            found += _edge_ns(Q, N, K, C, W, op, edge, slot)
+    return found
+
+
+@compiled
+def _edge_ns(Q, N, K, C, W, op, edge, slot):  # type: ignore[no-untyped-def]
+    """Twice (there and back) what the device that waits longest has to be sent."""
+    neighbour, reads = N.neighbour[edge], N.reads[edge]
+    mine, theirs = W.c_grid[slot], W.grid[neighbour]
+    reader, writer = (mine, theirs) if reads else (theirs, mine)
+    _mark_writer(Q, C, W, neighbour, slot, reads, Q.tiles[writer])
+    need, unshared = 1.0, float(Q.tiles[writer]) / Q.replicas[writer]
+    for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
+        need /= _parts(Q, N, reader, pair, reads)
+        unshared /= _parts(Q, N, writer, pair, not reads)
+    worst = 0.0
+    for tile in range(Q.tiles[reader]):
+        device = _device(C, W, neighbour, slot, reads, tile)
+        local = 0.0
+        if W.stamp[device] == W.at[ESTIMATES]:
+            local = _overlap(Q, N, op, neighbour, edge, reader, writer, reads, tile, W.where[device]) / unshared
+        if local < need:
+            source = _device(C, W, neighbour, slot, not reads, tile % Q.tiles[writer])
+            if source == device:
+                source = _device(C, W, neighbour, slot, not reads, (tile + 1) % Q.tiles[writer])
+            worst = max(worst, (need - local) * K.seconds_per_byte[source, device])
+    W.at[ESTIMATES] += 1  # what is marked is not any more
+    return 2e9 * worst * N.bytes[edge]
+
+
+@compiled
+def _device(C, W, neighbour, slot, own, tile):  # type: ignore[no-untyped-def]
+    return W.c_dev[slot * len(W.order) + tile] if own else C.dev[C.dev_ptr[neighbour] + tile]
+
+
+@compiled
+def _mark_writer(Q, C, W, neighbour, slot, reads, tiles):  # type: ignore[no-untyped-def]
+    """Which tile of the operator that is read lies where."""
+    for tile in range(tiles):
+        device = _device(C, W, neighbour, slot, not reads, tile)
+        W.where[device], W.stamp[device] = tile, W.at[ESTIMATES]
+
+
+@compiled
+def _parts(Q, N, grid, pair, mine):  # type: ignore[no-untyped-def]
+    """Into how many parts a grid cuts the dimension of a pair."""
+    return Q.degree[Q.degree_ptr[grid] + (N.mine[pair] if mine else N.theirs[pair])]
+
+
+@compiled
+def _overlap(Q, N, op, neighbour, edge, reader, writer, reads, tile, other):  # type: ignore[no-untyped-def]
+    """How much of what is handed over both a tile that reads and one that is read have to do with."""
+    share = 1.0
+    read_by, read_from = (op, neighbour) if reads else (neighbour, op)
+    for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
+        a, b = _parts(Q, N, reader, pair, reads), _parts(Q, N, writer, pair, not reads)
+        i = _coordinate(Q, reader, read_by, N.mine[pair] if reads else N.theirs[pair], tile)
+        j = _coordinate(Q, writer, read_from, N.theirs[pair] if reads else N.mine[pair], other)
+        share *= max(0.0, min((i + 1) / a, (j + 1) / b) - max(i / a, j / b))
+    return share
+
+
+@compiled
+def _coordinate(Q, grid, op, factor, tile):  # type: ignore[no-untyped-def]
+    factors = Q.size_ptr[op + 1] - Q.size_ptr[op]
+    for other in range(factors - 1, factor, -1):
+        tile //= Q.degree[Q.degree_ptr[grid] + other]
+    return tile % Q.degree[Q.degree_ptr[grid] + factor]

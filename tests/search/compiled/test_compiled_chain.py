@@ -1,0 +1,165 @@
+"""The compiled chain: its stationary distribution on a space that can be enumerated, and that it is what it says it is."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import cache
+from itertools import combinations
+from math import exp
+from typing import NamedTuple
+
+import pytest
+
+from soap import api
+from soap.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.search.compiled.memory import MOVES, STEP
+from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace
+from soap.search.exhaustive import all_strategies
+from soap.search.space import Space, build_space
+from soap.search.starts import reference_strategies, starting_strategies
+from soap.simulator.engine import Engine
+from soap.simulator.simulate import Simulator
+from soap.strategy import OpConfig, Strategy
+from soap.topology import Topology
+from tests.graph_builder import GraphBuilder
+from tests.search.toys import Key, key_of
+from tests.strategies import CPU, cluster
+
+
+class Case(NamedTuple):
+    """A space that can be enumerated, with the cost of every strategy in it."""
+
+    graph: OperatorGraph
+    topology: Topology
+    costs: RooflineCosts
+    space: Space
+    cost_ns: dict[Key, int]
+    start: Strategy
+
+
+@cache
+def enumerated() -> Case:
+    """Three equal layers on two devices with a slow link: 8 structured configurations each, and nothing shuffled."""
+    g = GraphBuilder()
+    x = g.input("x", 8, 16)
+    for i in range(3):
+        x = g.linear(x, 16, name=f"layer.{i}")
+    graph = g.build(g.mean(x))
+    topology = cluster([2], CPU, 1e9, 1e-6)
+    references = [api.classical(name, graph, topology) for name in ("data_parallel", "megatron", "model_parallel")]
+    space = build_space(graph, 2, references=references, shuffled=0.0)
+    costs = RooflineCosts(topology)
+    engine = Engine(graph, topology, costs)
+    found = {}
+    for strategy in all_strategies(space):
+        engine.load(strategy)
+        found[key_of(strategy)] = engine.play()
+    return Case(graph, topology, costs, space, found, references[0])
+
+
+def visits(chain: CompiledChain, proposals: int, beta: float, focus: float) -> Counter[Key]:
+    """Steps in every state; moves without effect are steps, too."""
+    counts: Counter[Key] = Counter()
+    state = key_of(chain.strategy)
+    for _ in range(proposals):
+        before = int(chain.tables.at[STEP])
+        chain.run(chain.proposals + 1, beta=beta, focus=focus)
+        counts[state] += int(chain.tables.at[STEP]) - before - 1
+        if next(chain.log(chain.proposals - 1)).accepted:
+            state = key_of(chain.strategy)
+        counts[state] += 1
+    return counts
+
+
+def distance(counts: Counter[Key], cost_ns: dict[Key, int], beta: float, start_ns: int, seen: tuple[int, ...] = (0, 1, 2, 3)) -> float:
+    """Total variation between visits and exp(-beta * cost / start), normalised, over the configurations of the operators ``seen``."""
+    least = min(cost_ns.values())
+    target, visited = Counter[Key](), Counter[Key]()
+    for key, cost in cost_ns.items():
+        target[tuple(key[i] for i in seen)] += exp(-beta * (cost - least) / start_ns)  # type: ignore[assignment]
+    for key, count in counts.items():
+        assert key in cost_ns
+        visited[tuple(key[i] for i in seen)] += count
+    total, steps = sum(target.values()), sum(counts.values())
+    return sum(abs(visited[key] / steps - weight / total) for key, weight in target.items()) / 2
+
+
+ONLY = [{move: 1.0 if move in ("redraw", other) else 0.0 for move in MOVES} for other in MOVES]
+"""Each move beside the one that reaches everything."""
+
+
+@pytest.mark.parametrize("weights", [DEFAULT_WEIGHTS, *ONLY], ids=["all", *MOVES])
+def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float]) -> None:
+    case = enumerated()
+    assert len(case.cost_ns) >= 500
+    proposals, beta, focus = 120_000, 12.0, 3.0
+    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), case.start, seed=3, proposals=proposals)
+    chain.weights = weights
+    start_ns = chain.cost_ns
+    counts = visits(chain, proposals, beta, focus)
+    assert distance(counts, case.cost_ns, beta, start_ns) < 0.07  # independent draws would give about 0.03
+    assert distance(counts, case.cost_ns, 0.7 * beta, start_ns) > 0.09  # what another temperature would give
+    for pair in combinations(range(4), 2):
+        assert distance(counts, case.cost_ns, beta, start_ns, pair) < 0.03
+    for move, weight in weights.items():
+        assert (chain.moves[move].accepted > 0) == (weight > 0)
+
+
+def test_steps_are_what_the_simulator_says() -> None:
+    graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
+    starts = starting_strategies(graph, topology, None, None, 0)
+    space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
+    simulator = api.simulator_for(graph, topology)
+    compiled = CompiledSpace(space, topology, simulator.costs)
+    chains = [CompiledChain(compiled, starts["data_parallel"], seed=1, proposals=300) for _ in range(2)]
+    for step in range(1, 4):
+        chains[0].run(100 * step, beta=200.0, focus=100.0)
+        assert chains[0].cost_ns == simulator.makespan_ns(chains[0].strategy)
+        assert chains[0].best_ns == simulator.makespan_ns(chains[0].best)
+    chains[1].run(300, beta=200.0, focus=100.0)
+    assert chains[1].strategy == chains[0].strategy
+    assert list(chains[1].log()) == list(chains[0].log())
+    assert chains[0].proposals == sum(counts.proposed for counts in chains[0].moves.values()) == 300
+    log = list(chains[0].log())
+    assert chains[0].best_ns == min(entry.cost_ns for entry in log if entry.accepted and entry.cost_ns is not None)
+    assert any(entry.operators > 1 for entry in log)
+
+
+def test_what_does_not_fit_is_never_accepted() -> None:
+    case = enumerated()
+    fitting = set(random.Random(1).sample(list(case.cost_ns), 540))
+    proposals, beta, start_ns = 60_000, 12.0, 160_000
+    start = next(strategy for strategy in all_strategies(case.space) if key_of(strategy) in fitting)
+    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), start, seed=5, proposals=proposals, start_ns=start_ns)
+    asked = []
+
+    def fits(strategy: Strategy) -> bool:
+        asked.append(strategy)
+        return key_of(strategy) in fitting
+
+    counts: Counter[Key] = Counter()
+    state = key_of(start)
+    for _ in range(proposals):
+        before = int(chain.tables.at[STEP])
+        chain.run(chain.proposals + 1, beta=beta, focus=1.0, fits=fits)
+        counts[state] += int(chain.tables.at[STEP]) - before - 1
+        state = key_of(chain.strategy)
+        counts[state] += 1
+    assert set(counts) <= fitting
+    assert len(asked) > sum(counts.accepted for counts in chain.moves.values()) > 0
+    assert distance(counts, {key: case.cost_ns[key] for key in fitting}, beta, start_ns, (0, 1)) < 0.06
+
+
+def test_a_state_outside_of_the_space_is_left_for_good() -> None:
+    case = enumerated()
+    outside = api.classical("data_parallel", case.graph, case.topology)
+    name = case.graph.operators[0].name
+    config = outside.operators[name]
+    outside = outside.with_operator(name, OpConfig((4, *(1 for _ in config.degrees[1:])), (0, 1, 0, 1)))
+    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), outside, seed=5, proposals=300)
+    assert chain.tables.grid[0] == -1
+    chain.run(300, beta=0.1, focus=0.0)
+    assert key_of(chain.strategy) in case.cost_ns
+    assert Simulator(case.graph, case.topology, case.costs).makespan_ns(chain.strategy) == chain.cost_ns
