@@ -173,6 +173,11 @@ class CompiledChain:
         return int(self.tables.at[LOGGED])
 
     @property
+    def start_ns(self) -> int:
+        """What beta is relative to."""
+        return int(self.tables.at[START])
+
+    @property
     def cost_ns(self) -> int:
         """Of the strategy where the chain stands."""
         return int(self.tables.at[COST])

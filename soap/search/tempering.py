@@ -1,0 +1,142 @@
+"""Parallel tempering: compiled chains at several temperatures, side by side, that change places.
+
+The coldest chain has the search's beta; the hottest one's is calibrated while the search warms up, so that it accepts about
+``HOT_ACCEPTANCE`` of its proposals; those between are spaced evenly on a logarithmic scale. After every round neighbours on this ladder
+exchange their temperatures with probability min(1, exp((beta_i - beta_j) (cost_i - cost_j) / cost_start)), which keeps the product of their
+distributions (Geyer, *Markov chain Monte Carlo maximum likelihood*, 1991). The mix of moves adapts in the same warm-up, and then stays.
+
+Chains run in threads (compiled code needs no interpreter lock). Each has a generator of its own and they meet after whole rounds, so the
+outcome depends on the seed and the budget alone, not on the number of cores.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import exp
+from threading import Lock
+from typing import NamedTuple
+
+from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace, Logged
+from soap.strategy import Strategy
+
+ROUND = 100
+"""Proposals of each chain between two exchanges."""
+WARM_UP = 0.2
+"""Part of the budget in which the hottest beta and the mix of moves adapt. What is accepted then follows no fixed distribution."""
+HOT_ACCEPTANCE = float(os.environ.get("HOT","0.3"))
+MOST_HEAT = float(os.environ.get("HEAT","1000"))
+"""How much smaller the hottest beta may be than the coldest."""
+FOCUS = 300.0
+"""How strongly candidates are weighed by rough costs, per cost at the start (``compiled.moves``)."""
+
+
+class Round(NamedTuple):
+    """What one chain did in one round. ``best``: the chain's best strategy, if that is new."""
+
+    chain: int
+    log: Sequence[Logged]
+    best: Strategy | None
+    best_ns: int
+
+
+class Tempering:
+    """Chains from several strategies."""
+
+    def __init__(
+        self,
+        space: CompiledSpace,
+        starts: Sequence[Strategy],
+        *,
+        seed: int,
+        budgets: Sequence[int],
+        beta: float,
+        fits: Callable[[Strategy], bool] | None = None,
+        focus: float = FOCUS,
+        cores: int | None = None,
+    ) -> None:
+        """``starts``: the best one first; beta is relative to its cost. ``budgets``: proposals of each chain. ``fits``: as in
+        ``CompiledChain.run``. ``cores``: how many chains run at a time, by default as many as there are."""
+        self._draw = random.Random(f"{seed} tempering")
+        self._budgets, self._beta, self._focus = list(budgets), beta, focus
+        self._fits = None if fits is None else _one_at_a_time(fits)
+        self.chains: list[CompiledChain] = []
+        for number, (start, budget) in enumerate(zip(starts, budgets, strict=True)):
+            start_ns = self.chains[0].start_ns if self.chains else None
+            own_seed = random.Random(f"{seed} chain {number}").getrandbits(62)
+            self.chains.append(CompiledChain(space, start, seed=own_seed, proposals=budget, start_ns=start_ns))
+        self.betas = [beta] * len(self.chains)
+        self._ladder = list(range(len(self.chains)))
+        self._heat = 2.0 ** (len(self.chains) - 1)
+        self._cores = cores or len(os.sched_getaffinity(0))
+        self._rounds = 0
+        self._spread()
+
+    def rounds(self) -> Iterator[list[Round]]:
+        """Round after round, until the budgets are spent or no chain has anything left to do."""
+        with ThreadPoolExecutor(max(1, min(self._cores, len(self.chains)))) as pool:
+            while True:
+                done = [chain.proposals for chain in self.chains]
+                found = list(pool.map(self._advance, range(len(self.chains))))
+                if done == [chain.proposals for chain in self.chains]:
+                    return
+                yield found
+                self._rounds += 1
+                if sum(done) < WARM_UP * sum(self._budgets):
+                    self._adapt(done)
+                self._exchange()
+
+    def _advance(self, number: int) -> Round:
+        chain = self.chains[number]
+        first, before = chain.proposals, chain.best_ns
+        chain.run(min(first + ROUND, self._budgets[number]), beta=self.betas[number], focus=self._focus, fits=self._fits)
+        best = chain.best if chain.best_ns < before else None
+        return Round(number, list(chain.log(first)), best, chain.best_ns)
+
+    def _adapt(self, done: Sequence[int]) -> None:
+        """The hottest chain's temperature, and the mix of moves."""
+        if len(self.chains) > 1:
+            hottest = self.chains[self._ladder[-1]]
+            log = list(hottest.log(done[self._ladder[-1]]))
+            share = sum(entry.accepted for entry in log) / max(1, len(log))
+            self._heat *= 1.5 if share < HOT_ACCEPTANCE else 1 / 1.5
+            self._heat = min(MOST_HEAT, max(1.0, self._heat))
+            self._spread()
+        weights = _adapted([chain.moves for chain in self.chains])
+        for chain in self.chains:
+            chain.weights = weights
+
+    def _spread(self) -> None:
+        """Give every place on the ladder its beta."""
+        for place, number in enumerate(self._ladder):
+            self.betas[number] = self._beta / self._heat ** (place / max(1, len(self._ladder) - 1))
+
+    def _exchange(self) -> None:
+        for place in range(self._rounds % 2, len(self._ladder) - 1, 2):
+            a, b = self._ladder[place], self._ladder[place + 1]
+            gain = (self.betas[a] - self.betas[b]) * (self.chains[a].cost_ns - self.chains[b].cost_ns) / self.chains[0].start_ns
+            if gain >= 0 or self._draw.random() < exp(gain):
+                self._ladder[place], self._ladder[place + 1] = b, a
+        self._spread()
+
+
+def _adapted(moves: Sequence[Mapping[str, tuple[int, int, int, int]]]) -> dict[str, float]:
+    """Moves that are accepted more often are drawn more often, within limits."""
+    shares = {}
+    for move in DEFAULT_WEIGHTS:
+        proposed, accepted = (sum(own[move][column] for own in moves) for column in range(2))
+        shares[move] = (accepted + 1) / (proposed + 20)
+    mean = sum(shares.values()) / len(shares)
+    return {move: weight * min(3.0, max(1 / 3, shares[move] / mean)) for move, weight in DEFAULT_WEIGHTS.items()}
+
+
+def _one_at_a_time(fits: Callable[[Strategy], bool]) -> Callable[[Strategy], bool]:
+    lock = Lock()
+
+    def locked(strategy: Strategy) -> bool:
+        with lock:
+            return fits(strategy)
+
+    return locked
