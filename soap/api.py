@@ -19,6 +19,7 @@ from soap.files import read_text, write_text_atomically
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
+from soap.search.constraints import pairs_of
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.record import SearchResult
 from soap.simulator.simulate import Simulation, Simulator
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Model: TypeAlias = "TracedModel | OperatorGraph | str | Path"
 Cluster: TypeAlias = "Topology | str | Path"
+Constraints: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]]"
+"""Pattern of operator names -> what is said of these operators (``soap.search.constraints``); pairs where a pattern occurs twice."""
 
 DEFAULT_BUDGET = 500
 """Proposals: seconds to a few minutes for the models of the zoo."""
@@ -162,11 +165,14 @@ def search(
     starts: Sequence[str] | None = None,
     initial: Strategy | None = None,
     patience: float | None = None,
+    pins: Constraints = (),
+    forbidden: Constraints = (),
     optimizer_states: int = OPTIMIZER_STATES,
     progress: bool = False,
 ) -> SearchOutcome:
     """Search for the strategy with the shortest predicted iteration; see ``soap.search.chains.search`` for the options.
 
+    ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
     Equal arguments give equal results. Ctrl-C ends it with the best so far (``result.interrupted``).
     """
     simulator = simulator_for(model, cluster, optimizer_states=optimizer_states)
@@ -186,6 +192,8 @@ def search(
         initial=initial,
         patience=patience,
         progress=progress,
+        pins=pairs_of(pins),
+        forbidden=pairs_of(forbidden),
     )
     return SearchOutcome(simulator, result)
 

@@ -111,6 +111,14 @@ def batch_dim(text: str) -> tuple[str, int]:
     return name, dim
 
 
+def constraint(text: str) -> tuple[str, str]:
+    """``layers.*=sample:4`` as its two parts; whether they mean something shows when the model is known."""
+    pattern, found, spec = text.rpartition("=")
+    if not found or not pattern or not spec:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected GLOB=SPEC, such as 'layers.*=sample:4' or '*=@3'")
+    return pattern, spec
+
+
 def data_spec(text: str) -> str:
     """``package.module:callable``; whether it can be imported shows later."""
     module, _, name = text.partition(":")

@@ -14,6 +14,7 @@ from soap.cli.options import (
     add_cluster,
     add_model,
     add_outputs,
+    constraint,
     not_negative,
     positive,
     positive_number,
@@ -60,6 +61,23 @@ def make_parser() -> Parser:
         choices=[*CLASSICAL, "random"],
         help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}); data_parallel is always among them",
     )
+    parser.add_argument(
+        "--pin",
+        metavar="GLOB=SPEC",
+        type=constraint,
+        action="append",
+        default=[],
+        help="fix operators and search the rest: 'layers.*=sample:4,channel:2', 'loss=replicas:2'; with @0-3 behind it, or alone, the "
+        "devices (repeatable; factors by name or kind)",
+    )
+    parser.add_argument(
+        "--forbid",
+        metavar="GLOB=SPEC",
+        type=constraint,
+        action="append",
+        default=[],
+        help="rule out for operators: '*=reduction' never split such factors, '*=replicas', '*=@3' devices never used (repeatable)",
+    )
     add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
     return parser
 
@@ -92,7 +110,17 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         check_writable(path)
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args)).graph
-    outcome = api.search(graph, topology, budget=args.budget, seed=args.seed, beta=args.beta, starts=args.start, progress=True)
+    outcome = api.search(
+        graph,
+        topology,
+        budget=args.budget,
+        seed=args.seed,
+        beta=args.beta,
+        starts=args.start,
+        pins=args.pin,
+        forbidden=args.forbid,
+        progress=True,
+    )
     with stopping.saving():
         outcome.save(args.output)
         if args.timeline:

@@ -91,11 +91,15 @@ class SearchResult:
 
 @dataclass
 class Recorder:
-    """Keeps the best strategy and the history while a search runs."""
+    """Keeps the best strategy and the history while a search runs.
+
+    ``baseline_ns``: data parallelism's time, if it is not among the starts because it does not obey the user's constraints.
+    """
 
     starts: list[Start] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     best: Start | None = None
+    baseline_ns: int | None = None
 
     def start(self, start: Start) -> None:
         """A start was evaluated."""
@@ -124,6 +128,8 @@ class Recorder:
     @property
     def data_parallel_ns(self) -> int:
         """Data parallelism's time."""
+        if self.baseline_ns is not None:
+            return self.baseline_ns
         return next(start.cost_ns for start in self.starts if start.name == BASELINE)
 
     def result(self, *, seed: int, budget: int, beta: float, interrupted: bool) -> SearchResult:

@@ -58,6 +58,45 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert report["strategy"] == str(tmp_path / "s.json")
 
 
+def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "s.json"
+    constraints = ["--pin", "blocks.*.up=sample:4@0-3", "--pin", "*norm*=sample:2", "--forbid", "*=reduction", "--forbid", "*=@7"]
+    assert search("-o", str(out), *constraints) == 0
+    strategy = soap.load_strategy(out, MODEL, CLUSTER)
+    graph = soap.load(MODEL, plan_only=True).graph
+    pinned = 0
+    for op in graph.operators:
+        config = strategy.operators[op.name]
+        degrees = {f.kind.value: d for f, d in zip(op.factors, config.degrees, strict=True) if d > 1}
+        assert 7 not in config.devices
+        assert "reduction" not in degrees, op.name
+        if op.name.endswith(".up"):
+            assert degrees == {"sample": 4} and config.replicas == 1 and set(config.devices) <= {0, 1, 2, 3}
+            pinned += 1
+        elif "norm" in op.name:
+            assert degrees == {"sample": 2}
+            pinned += 1
+    assert pinned > 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--pin", "fc"], 2, ["--pin", "'fc'", "GLOB=SPEC"]),
+        (["--pin", "nothing*=sample:2"], 5, ["--pin nothing*=sample:2", "no operator", "--explain-graph"]),
+        (["--pin", "*=chanel:2"], 5, ["no factor 'chanel'", "sample"]),
+        (["--forbid", "*=@99"], 5, ["device 99", "0 to 15"]),
+        (["--forbid", "*=@0-15"], 5, ["nothing is left", "device"]),
+    ],
+)
+def test_constraints_that_cannot_be(
+    arguments: list[str], code: int, words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "s.json"
+    assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(out), *arguments], code, *words)
+    assert not out.exists()
+
+
 def test_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "s.json"
     command = [str(tmp_path / "no.pt2"), "--cluster", CLUSTER, "-o", str(out)]
