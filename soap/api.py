@@ -25,7 +25,7 @@ from soap.search.record import SearchResult
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
-from soap.strategy_json import StrategyHeader
+from soap.strategy_json import StrategyContents, StrategyHeader
 from soap.topology import Topology
 
 if TYPE_CHECKING:
@@ -228,6 +228,11 @@ def load_strategy(path: str | Path, model: Model, cluster: Cluster) -> Strategy:
 def load_strategy_header(path: str | Path) -> StrategyHeader:
     """What a strategy file says about itself, without its model and cluster."""
     return _read_strategy(path, strategy_json.load_header)
+
+
+def load_strategy_contents(path: str | Path) -> StrategyContents:
+    """All that a strategy file says, without its model and cluster."""
+    return _read_strategy(path, strategy_json.load_contents)
 
 
 def save_strategy(

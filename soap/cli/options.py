@@ -29,6 +29,11 @@ def add_model(parser: Parser, *, positional: bool) -> None:
         parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     else:
         parser.add_argument("--model", metavar="MODEL", required=True, help=MODEL_HELP)
+    add_reading(parser)
+
+
+def add_reading(parser: Parser) -> None:
+    """What belongs to reading a model."""
     parser.add_argument(
         "--batch-dim",
         metavar="INPUT=DIM",
@@ -69,7 +74,7 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
 
 
 def reading(args: argparse.Namespace) -> Reading:
-    """How ``add_model``'s options say that the model is read: arguments of ``api.load``."""
+    """How ``add_reading``'s options say that the model is read: arguments of ``api.load``."""
     return Reading(batch_dims=batch_dims(args.batch_dim), batch_norm=args.batch_norm, autocast=args.autocast)
 
 
