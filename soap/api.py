@@ -20,6 +20,8 @@ from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
 from soap.search.constraints import pairs_of
+from soap.search.explanation import Line
+from soap.search.explanation import explain as explain_operators
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.record import SearchResult
 from soap.simulator.simulate import Simulation, Simulator
@@ -130,6 +132,11 @@ class SearchOutcome:
         """The best strategy's iteration, task by task."""
         return self.simulator.run(self.strategy)
 
+    @cached_property
+    def explanation(self) -> list[Line]:
+        """Why each operator got its configuration; simulates one strategy per operator that is unlike data parallelism."""
+        return explain(self.simulator, self.strategy, self.simulation)
+
     @property
     def record(self) -> dict[str, Any]:
         """What a strategy file remembers of the search. Nothing of when or where it ran: equal searches write equal files."""
@@ -179,8 +186,8 @@ def search(
     from soap.simulator.incremental import IncrementalSimulator  # numba takes a second to import: only for who searches
 
     evaluator = IncrementalSimulator(simulator)
-    if progress and sys.stderr.isatty() and not evaluator.begins_at_once():
-        print("compiling the simulator for this machine, once: about half a minute", file=sys.stderr)
+    if progress and not evaluator.begins_at_once():
+        _announce_compiling()
     result = search_graph(
         simulator.graph,
         simulator.topology,
@@ -204,6 +211,20 @@ def simulate(model: Model, cluster: Cluster, strategy: Strategy | str, *, optimi
     if isinstance(strategy, str):
         strategy = classical(strategy, simulator.graph, simulator.topology)
     return simulator.run(strategy)
+
+
+def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | None = None) -> list[Line]:
+    """What each operator of a strategy costs beside data parallelism, what setting it back would do, and what binds it.
+
+    ``simulation``: the strategy's own, if it is there already.
+    """
+    from soap.simulator.incremental import IncrementalSimulator
+
+    if not IncrementalSimulator.begins_at_once():
+        _announce_compiling()
+    baseline = classical("data_parallel", simulator.graph, simulator.topology)
+    runs = simulation or simulator.run(strategy), simulator.run(baseline)
+    return explain_operators(simulator.graph, *runs, (strategy, baseline), IncrementalSimulator(simulator))
 
 
 def simulator_for(model: Model, cluster: Cluster, *, optimizer_states: int = OPTIMIZER_STATES) -> Simulator:
@@ -240,6 +261,11 @@ def save_strategy(
 ) -> None:
     """Write a strategy for ``load_strategy``; ``record``: plain values to remember with it."""
     write_text_atomically(path, strategy_json.dumps(strategy, _graph(model), _topology(cluster), record))
+
+
+def _announce_compiling() -> None:
+    if sys.stderr is not None and sys.stderr.isatty():
+        print("compiling the simulator for this machine, once: about half a minute", file=sys.stderr)
 
 
 def _read_strategy(path: str | Path, read: Callable[[str], T]) -> T:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from soap import api
-from soap.cli import explain, report
+from soap.cli import explain, explanation, report
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
+    EXPLAIN_HELP,
     add_cluster,
     add_model,
     add_outputs,
@@ -45,6 +46,7 @@ def make_parser() -> Parser:
         action="store_true",
         help="list the model's operators, what each may be split along and why not further, and stop; needs no cluster",
     )
+    parser.add_argument("--explain", action="store_true", help=EXPLAIN_HELP)
     parser.add_argument("--budget", metavar="N", type=positive, default=api.DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="equal seeds give equal results (default %(default)s)")
     parser.add_argument(
@@ -127,11 +129,14 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             trace = chrome_trace(outcome.simulation.tasks, outcome.simulation.schedule)
             write_text_atomically(args.timeline, json.dumps(trace) + "\n")
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)
+    why = {"explanation": explanation.document(graph, outcome.explanation, outcome.time_ns)} if args.explain else {}
     if args.json:
         searched = {key: outcome.record["search"][key] for key in ("seed", "budget", "beta", "evaluations", "interrupted")}
-        print(report.dump({**summary, "search": searched, "strategy": args.output}))
+        print(report.dump({**summary, "search": searched, "strategy": args.output, **why}))
     else:
         print(report.text(summary, report.FOUND))
+        if args.explain:
+            print("\n" + explanation.text(why["explanation"], outcome.time_ns, topology))
         print(f"\nwrote {args.output}" + (f" and {args.timeline}" if args.timeline else ""))
     if outcome.result.interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")

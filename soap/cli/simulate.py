@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from soap import api
-from soap.cli import iteration, report
+from soap.cli import explanation, iteration, report
 from soap.cli.command import Parser, run_command
-from soap.cli.options import add_cluster, add_model, add_outputs, reading, refuse_overwriting
+from soap.cli.options import EXPLAIN_HELP, add_cluster, add_model, add_outputs, reading, refuse_overwriting
 from soap.files import check_writable, write_text_atomically
+from soap.simulator.simulate import Simulation
 from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
 
@@ -31,6 +32,7 @@ def make_parser() -> Parser:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
     which.add_argument("--builtin", metavar="NAME", choices=list(CLASSICAL), help=f"a classical strategy: {', '.join(CLASSICAL)}")
+    parser.add_argument("--explain", action="store_true", help=EXPLAIN_HELP)
     add_outputs(parser, timeline="write the iteration as a trace for Perfetto")
     return parser
 
@@ -51,10 +53,15 @@ def execute(args: argparse.Namespace) -> int:
         trace = chrome_trace(simulation.tasks, simulation.schedule, memory=simulation.memory_over_time)
         write_text_atomically(args.timeline, json.dumps(trace) + "\n")
     summary = {**report.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
+    if args.explain:
+        lines = api.explain(simulator, strategy, simulation if isinstance(simulation, Simulation) else None)
+        summary["explanation"] = explanation.document(graph, lines, simulation.makespan_ns)
     if args.json:
         print(report.dump(summary))
     else:
         print(report.text(summary, args.builtin or Path(args.strategy).name) + "\n\n" + iteration.text(summary["iteration"]))
+        if args.explain:
+            print("\n" + explanation.text(summary["explanation"], simulation.makespan_ns, topology))
     return 0
 
 
