@@ -17,8 +17,8 @@ from soap.units import format_bytes
 MOST_ROWS = 60
 """Lines of the text; the JSON document has all."""
 LEGEND = (
-    "now (data parallel), in ms: how long it holds its busiest device to compute, its busiest link to move activations and to sum gradients, or a\n"
-    "device to update; set back: the iteration's time if it alone were as in data parallelism"
+    "now (data parallel), in ms: how long it holds its busiest device to compute, its busiest link to move activations, and a link or\n"
+    "device to sum gradients and update; set back: the iteration's time if it alone were as in data parallelism"
 )
 _MS = 1e6
 
@@ -84,11 +84,15 @@ def _configured(line: Mapping[str, Any]) -> str:
 
 
 def _bound(line: Mapping[str, Any], topology: Topology) -> str:
-    """``computation of box/gpu0, 0.120 ms of the iteration, and 0.010 ms elsewhere``; or that it has time left."""
+    """``computation on box/gpu0, 0.120 ms of the iteration, and 0.010 ms elsewhere``; or that it has time left."""
     if not line["critical_path"]:
         return f"nothing: {line['slack_ns'] / _MS:.3f} ms of slack"
     first, *rest = line["critical_path"]
-    link = "link " if first["where"] in {own.name for own in topology.links} else ""
+    on_link = first["where"] in {own.name for own in topology.links}
+    if first["what"] == Activity.SYNCHRONIZATION and not on_link:
+        what = f"updates on {first['where']}"
+    else:
+        what = f"{first['what']} on {'link ' if on_link else ''}{first['where']}"
     others = sum(part["ns"] for part in rest)
     tail = f", and {others / _MS:.3f} ms elsewhere" if others else ""
-    return f"{first['what']} of {link}{first['where']}, {first['ns'] / _MS:.3f} ms of the iteration{tail}"
+    return f"{what}, {first['ns'] / _MS:.3f} ms of the iteration{tail}"

@@ -1,4 +1,4 @@
-"""Why a strategy is as it is, operator by operator: what each costs beside data parallelism, what setting it back would do, what binds it."""
+"""Why a strategy is as it is: what each operator costs beside data parallelism, what setting it back would do, what binds it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Costs = Mapping[Activity, int]
 class Binding:
     """How operators take part in what decides the iteration.
 
-    ``path_ns``: their part of the critical path, by (activity, device or link), largest first; empty if they are not on it. ``slack_ns``: how
-    much later the first of their tasks for which it matters could end before the iteration takes longer.
+    ``path_ns``: their part of the critical path, by (activity, device or link), largest first; empty if they are not on it. ``slack_ns``:
+    how much later the first of their tasks for which it matters could end before the iteration takes longer.
     """
 
     path_ns: Mapping[tuple[Activity, str], int]

@@ -1,7 +1,7 @@
 """Which operators a task belongs to, and how much later it could end: what an explanation of a schedule is made of.
 
-A tile's passes belong to its operator. What brings an operator's inputs (and takes their gradients back) and sums its partial results belongs
-to it too. What keeps parameters in step (sums of gradients, servers, updates) belongs to the operators that use them, divided by bytes.
+A tile's passes belong to its operator. What brings an operator's inputs (and takes their gradients back) and sums its partial results
+belongs to it too. What keeps parameters in step (sums of gradients, servers, updates) belongs to the operators that use them, by bytes.
 """
 
 from __future__ import annotations

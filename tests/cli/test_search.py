@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import soap
+from soap import api
 from soap.cli.search import main
 from tests.cli.refusals import assert_refused
 
@@ -56,6 +57,32 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert report["search"] == {"seed": 0, "budget": 20, "beta": report["search"]["beta"], "evaluations": 22, "interrupted": False}
     assert len(report["memory_bytes"]) == len(report["cluster"]["devices"]) == 16
     assert report["strategy"] == str(tmp_path / "s.json")
+
+
+def test_explains_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "s.json"
+    assert search("-o", str(out), "--explain", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    graph, cluster = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
+    strategy, usual = soap.load_strategy(out, graph, cluster), api.classical("data_parallel", graph, cluster)
+    assert sorted(name for line in report["explanation"] for name in line["operators"]) == sorted(op.name for op in graph.operators)
+    path_ns = 0
+    for line in report["explanation"]:
+        name = line["operators"][-1]
+        assert line["devices"] == list(strategy.operators[name].devices)
+        back = strategy.with_operator(name, usual.operators[name])
+        assert line["set_back_alone_ns"][name] == soap.simulate(graph, cluster, back).makespan_ns
+        assert line["set_back_saves_ns"] == report["predicted_ns"] - line["set_back_ns"]
+        assert bool(line["critical_path"]) == any(part["ns"] for part in line["critical_path"])
+        path_ns += sum(part["ns"] for part in line["critical_path"])
+    assert path_ns == pytest.approx(report["predicted_ns"], abs=100)
+
+
+def test_explains_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("-o", str(tmp_path / "s.json"), "--explain") == 0
+    out = capsys.readouterr().out
+    for word in ("why each operator is configured as it is", "bound by", "computation on node", "ms of the iteration", "cross_entropy_loss"):
+        assert word in out
 
 
 def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,3 +139,12 @@ def test_prices_a_strategy_file(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 )
 def test_bad_input_is_one_line(arguments: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert_refused(capsys, main, [*COMMAND, *arguments], code, word)
+
+
+def test_explains_a_given_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--builtin", "data_parallel", "--explain", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for line in found["explanation"]:
+        assert line["set_back_ns"] == found["predicted_ns"]
+        assert line["busiest_ns"] == line["data_parallel_busiest_ns"]
+    assert any(line["critical_path"] for line in found["explanation"])
