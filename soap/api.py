@@ -101,26 +101,50 @@ def load_cluster(spec: str | Path) -> Topology:
 
 
 @dataclass(frozen=True)
+class Run:
+    """A strategy that was run for real. ``measured_ns``: median per iteration. ``allowed``: whether it obeys the search's constraints."""
+
+    name: str
+    strategy: Strategy
+    predicted_ns: int
+    measured_ns: int
+    allowed: bool
+
+
+@dataclass(frozen=True)
 class SearchOutcome:
-    """What a search found, with what it was found for, so that it can be saved and looked at."""
+    """What a search found, with what it was found for, so that it can be saved and looked at.
+
+    ``runs``: what of it was run for real. Then the fastest measured strategy counts as found, else the one predicted to be fastest.
+    """
 
     simulator: Simulator
     result: SearchResult
+    runs: tuple[Run, ...] = ()
+
+    def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
+        """The same search, with what was measured."""
+        return SearchOutcome(self.simulator, self.result, tuple(runs))
+
+    @property
+    def kept(self) -> Run | None:
+        """The fastest run of those that are allowed; None if nothing was run."""
+        return min((run for run in self.runs if run.allowed), key=lambda run: run.measured_ns, default=None)
 
     @property
     def strategy(self) -> Strategy:
         """The best strategy."""
-        return self.result.strategy
+        return self.result.strategy if self.kept is None else self.kept.strategy
 
     @property
     def time_ns(self) -> int:
         """Its predicted time per training iteration."""
-        return self.result.cost_ns
+        return self.result.cost_ns if self.kept is None else self.kept.predicted_ns
 
     @property
     def speedup(self) -> float:
         """Data parallelism's predicted time over it."""
-        return self.result.speedup
+        return self.result.data_parallel_ns / self.time_ns
 
     @property
     def history(self) -> pd.DataFrame:
@@ -139,10 +163,11 @@ class SearchOutcome:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a strategy file remembers of the search. Nothing of when or where it ran: equal searches write equal files."""
+        """What a strategy file remembers of the search. Nothing of when or where it ran: equal searches write equal files, unless the
+        strategies were run for real."""
         result = self.result
-        return {
-            "predicted_ns": result.cost_ns,
+        record: dict[str, Any] = {
+            "predicted_ns": self.time_ns,
             "data_parallel_ns": result.data_parallel_ns,
             "starts": {start.name: {"predicted_ns": start.cost_ns, "fits": start.fits} for start in result.starts},
             "memory_bytes": [use.total for use in self.simulation.memory],
@@ -156,6 +181,10 @@ class SearchOutcome:
                 "interrupted": result.interrupted,
             },
         }
+        if self.kept is not None:
+            runs = {run.name: {"predicted_ns": run.predicted_ns, "measured_ns": run.measured_ns} for run in self.runs}
+            record["measured"] = {"kept": self.kept.name, "runs": runs}
+        return record
 
     def save(self, path: str | Path) -> None:
         """Write the strategy with its record to ``path``."""

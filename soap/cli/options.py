@@ -9,6 +9,7 @@ from math import isfinite
 from typing import TypedDict
 
 from soap.cli.command import Parser, UsageError
+from soap.search.record import MOST_FINALISTS
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:tiny][@BATCH]"
 CLUSTER_HELP = "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8"
@@ -123,6 +124,14 @@ def constraint(text: str) -> tuple[str, str]:
     if not found or not pattern or not spec:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected GLOB=SPEC, such as 'layers.*=sample:4' or '*=@3'")
     return pattern, spec
+
+
+def finalists(text: str) -> int:
+    """How many strategies to run: at least 1, at most what a search keeps."""
+    count = positive(text)
+    if count > MOST_FINALISTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected at most {MOST_FINALISTS} strategies")
+    return count
 
 
 def data_spec(text: str) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from soap import api
-from soap.cli import explain, explanation, report
+from soap.cli import explain, explanation, report, verification
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
     EXPLAIN_HELP,
@@ -16,6 +16,7 @@ from soap.cli.options import (
     add_model,
     add_outputs,
     constraint,
+    finalists,
     not_negative,
     positive,
     positive_number,
@@ -29,6 +30,7 @@ from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
 
 PROG = "soap-search"
+DEFAULT_FINALISTS = 3
 
 
 def make_parser() -> Parser:
@@ -47,6 +49,14 @@ def make_parser() -> Parser:
         help="list the model's operators, what each may be split along and why not further, and stop; needs no cluster",
     )
     parser.add_argument("--explain", action="store_true", help=EXPLAIN_HELP)
+    parser.add_argument(
+        "--verify",
+        metavar="K",
+        type=finalists,
+        nargs="?",
+        const=DEFAULT_FINALISTS,
+        help="run the K best strategies (default %(const)s) and data parallelism for real, keep the fastest; with --cluster local:N",
+    )
     parser.add_argument("--budget", metavar="N", type=positive, default=api.DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="equal seeds give equal results (default %(default)s)")
     parser.add_argument(
@@ -91,6 +101,8 @@ def execute(args: argparse.Namespace) -> int:
     missing = [option for option, value in (("--cluster", args.cluster), ("-o/--output", args.output)) if value is None]
     if missing:
         raise UsageError(f"the following arguments are required: {', '.join(missing)} ({PROG} --help shows the options)")
+    if args.verify is not None:
+        verification.check_possible(args.cluster)
     refuse_overwriting({"MODEL": args.model, "--cluster": args.cluster}, {"--output": args.output, "--timeline": args.timeline})
     with Stopping() as stopping:
         try:
@@ -123,6 +135,10 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         forbidden=args.forbid,
         progress=True,
     )
+    if args.verify is not None and not outcome.result.interrupted:
+        with stopping.saving():
+            outcome.save(args.output)  # whatever becomes of the runs
+        outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed)
     with stopping.saving():
         outcome.save(args.output)
         if args.timeline:
@@ -130,11 +146,14 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             write_text_atomically(args.timeline, json.dumps(trace) + "\n")
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)
     why = {"explanation": explanation.document(graph, outcome.explanation, outcome.time_ns)} if args.explain else {}
+    measured = {"measured": verification.document(outcome.runs, outcome.kept)} if outcome.kept else {}
     if args.json:
         searched = {key: outcome.record["search"][key] for key in ("seed", "budget", "beta", "evaluations", "interrupted")}
-        print(report.dump({**summary, "search": searched, "strategy": args.output, **why}))
+        print(report.dump({**summary, "search": searched, "strategy": args.output, **measured, **why}))
     else:
         print(report.text(summary, report.FOUND))
+        if measured:
+            print("\n" + verification.text(measured["measured"]))
         if args.explain:
             print("\n" + explanation.text(why["explanation"], outcome.time_ns, topology))
         print(f"\nwrote {args.output}" + (f" and {args.timeline}" if args.timeline else ""))
