@@ -24,6 +24,7 @@ from soap.cli.options import (
     refuse_overwriting,
 )
 from soap.cli.stopping import Stopping
+from soap.errors import RuntimeFailure
 from soap.files import check_writable, write_text_atomically
 from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.timeline import chrome_trace
@@ -138,7 +139,13 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     if args.verify is not None and not outcome.result.interrupted:
         with stopping.saving():
             outcome.save(args.output)  # whatever becomes of the runs
-        outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed)
+        try:
+            outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed)
+        except KeyboardInterrupt:
+            note(PROG, f"interrupted while measuring: the strategy predicted to be fastest is in {args.output}")
+            return stopping.exit_code
+        except RuntimeFailure as error:
+            raise RuntimeFailure(f"{error}; the strategy predicted to be fastest is in {args.output}") from None
     with stopping.saving():
         outcome.save(args.output)
         if args.timeline:
