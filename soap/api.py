@@ -269,10 +269,13 @@ def classical(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
     return CLASSICAL[name](graph, topology)
 
 
-def load_strategy(path: str | Path, model: Model, cluster: Cluster) -> Strategy:
-    """The strategy of a file; StrategyError in one line, with the differences, if it was made for another model or cluster."""
+def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_cluster: bool = False) -> Strategy:
+    """The strategy of a file; StrategyError in one line, with the differences, if it was made for another model or cluster.
+
+    ``any_cluster``: it may have been made for another cluster of as many devices.
+    """
     graph, topology = _graph(model), _topology(cluster)
-    return _read_strategy(path, lambda text: strategy_json.loads(text, graph, topology)[0])
+    return _read_strategy(path, lambda text: strategy_json.loads(text, graph, topology, any_cluster=any_cluster)[0])
 
 
 def load_strategy_header(path: str | Path) -> StrategyHeader:

@@ -81,13 +81,18 @@ def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: 
     return "{\n" + ",\n".join(f"  {line}" for line in lines) + "\n}\n"
 
 
-def loads(text: str, graph: OperatorGraph, topology: Topology) -> tuple[Strategy, dict[str, Any]]:
-    """The strategy and its record; StrategyError in one line if the text is malformed or not for this model and cluster."""
+def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: bool = False) -> tuple[Strategy, dict[str, Any]]:
+    """The strategy and its record; StrategyError in one line if the text is malformed or not for this model and cluster.
+
+    ``any_cluster``: it may be for another cluster of as many devices; then its devices are taken by number.
+    """
     document = _parse(text)
-    differences = model_differences(document, graph) + cluster_differences(document, topology)
+    theirs = document["cluster"]["devices"]
+    elsewhere = any_cluster and len(theirs) == topology.device_count
+    differences = model_differences(document, graph) + ([] if elsewhere else cluster_differences(document, topology))
     if differences:
         raise StrategyError("; ".join(differences) + "; search again for this model and cluster")
-    numbers = {device.name: device.index for device in topology.devices}
+    numbers = {name: number for number, name in enumerate(theirs)}
     configs: dict[str, OpConfig] = {}
     room = MAX_TILES
     for op in graph.operators:
