@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from soap import cluster_yaml, strategy_json
 from soap.errors import ModelError, StrategyError
-from soap.files import read_text, write_text_atomically
+from soap.files import read_text, write_bytes_atomically, write_text_atomically
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
@@ -23,6 +23,7 @@ from soap.search.constraints import pairs_of
 from soap.search.explanation import Line
 from soap.search.explanation import explain as explain_operators
 from soap.search.metropolis import DEFAULT_BETA
+from soap.search.plot import plot
 from soap.search.record import SearchResult
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
@@ -185,6 +186,13 @@ class SearchOutcome:
             runs = {run.name: {"predicted_ns": run.predicted_ns, "measured_ns": run.measured_ns} for run in self.runs}
             record["measured"] = {"kept": self.kept.name, "runs": runs}
         return record
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the search to a ``.png``, ``.svg`` or ``.pdf``: best cost against proposals, starts, acceptance per move.
+
+        SoapError without matplotlib (``soap-search[plots]``).
+        """
+        write_bytes_atomically(path, plot(self.result, path))
 
     def save(self, path: str | Path) -> None:
         """Write the strategy with its record to ``path``."""

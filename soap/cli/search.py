@@ -27,6 +27,7 @@ from soap.cli.stopping import Stopping
 from soap.errors import RuntimeFailure
 from soap.files import check_writable, write_text_atomically
 from soap.search.metropolis import DEFAULT_BETA
+from soap.search.plot import check_plot
 from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
 
@@ -91,6 +92,7 @@ def make_parser() -> Parser:
         default=[],
         help="rule out for operators: '*=reduction' never split such factors, '*=replicas', '*=@3' devices never used (repeatable)",
     )
+    parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
     add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
     return parser
 
@@ -104,7 +106,8 @@ def execute(args: argparse.Namespace) -> int:
         raise UsageError(f"the following arguments are required: {', '.join(missing)} ({PROG} --help shows the options)")
     if args.verify is not None:
         verification.check_possible(args.cluster)
-    refuse_overwriting({"MODEL": args.model, "--cluster": args.cluster}, {"--output": args.output, "--timeline": args.timeline})
+    outputs = {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot}
+    refuse_overwriting({"MODEL": args.model, "--cluster": args.cluster}, outputs)
     with Stopping() as stopping:
         try:
             return _search(args, stopping)
@@ -121,8 +124,11 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _search(args: argparse.Namespace, stopping: Stopping) -> int:
-    for path in filter(None, (args.output, args.timeline)):
+    written = [path for path in (args.output, args.timeline, args.plot) if path]
+    for path in written:
         check_writable(path)
+    if args.plot:
+        check_plot(args.plot)
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args)).graph
     outcome = api.search(
@@ -151,6 +157,8 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         if args.timeline:
             trace = chrome_trace(outcome.simulation.tasks, outcome.simulation.schedule)
             write_text_atomically(args.timeline, json.dumps(trace) + "\n")
+        if args.plot:
+            outcome.plot(args.plot)
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)
     why = {"explanation": explanation.document(graph, outcome.explanation, outcome.time_ns)} if args.explain else {}
     measured = {"measured": verification.document(outcome.runs, outcome.kept)} if outcome.kept else {}
@@ -163,7 +171,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             print("\n" + verification.text(measured["measured"]))
         if args.explain:
             print("\n" + explanation.text(why["explanation"], outcome.time_ns, topology))
-        print(f"\nwrote {args.output}" + (f" and {args.timeline}" if args.timeline else ""))
+        print(f"\nwrote {' and '.join(written)}")
     if outcome.result.interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
         return stopping.exit_code

@@ -78,6 +78,16 @@ def test_explains_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert path_ns == pytest.approx(report["predicted_ns"], abs=100)
 
 
+def test_draws_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "s.json", tmp_path / "s.png"
+    assert search("-o", str(out), "--plot", str(picture)) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {out} and {picture}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(tmp_path.iterdir()) == [out, picture]
+    assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(out), "--plot", str(tmp_path / "s.gif")], 1, "s.gif", ".png")
+    assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(out), "--plot", str(out)], 2, "--plot", "--output")
+
+
 def test_explains_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert search("-o", str(tmp_path / "s.json"), "--explain") == 0
     out = capsys.readouterr().out
