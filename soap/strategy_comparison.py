@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from soap.strategy import SyncConfig
@@ -79,3 +79,10 @@ def grouped(differences: Iterable[Difference]) -> list[list[Difference]]:
 def masked(name: str) -> str:
     """A name with ``*`` for each number: what repeated layers have in common."""
     return _NUMBER.sub("*", name)
+
+
+def pattern_of(names: Sequence[str]) -> str:
+    """Names that differ in numbers only, as one: ``*`` for each number that is not the same in all of them."""
+    numbers = list(zip(*(_NUMBER.findall(name) for name in names), strict=True))
+    shown = iter(["*" if len(set(own)) > 1 else own[0] for own in numbers])
+    return _NUMBER.sub(lambda _: next(shown), names[0])

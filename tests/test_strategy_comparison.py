@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from soap.errors import StrategyError
 from soap.strategies import CLASSICAL, random_strategy
 from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.strategy_comparison import Comparison, compare, grouped, masked
+from soap.strategy_comparison import Comparison, compare, grouped, masked, pattern_of
 from soap.strategy_json import dumps, load_contents
 from tests.graph_builder import mlp, transformer
 from tests.strategies import cluster
@@ -53,6 +53,9 @@ def test_repeated_layers_are_one_group_if_they_differ_alike() -> None:
     groups = grouped(comparison(USUAL, changed).differences)
     assert [[d.operator for d in group] for group in groups] == [["0.fc1", "1.fc1"], ["2.fc1"]]
     assert masked("blocks.10.up2") == "blocks.*.up*"
+    assert pattern_of(["a.0.b_1", "a.1.b_1", "a.12.b_1"]) == "a.*.b_1"
+    assert pattern_of(["a.3.b_1", "a.3.b_2"]) == "a.3.b_*"
+    assert pattern_of(["a.3.b_1"]) == "a.3.b_1"
 
 
 def test_other_models_and_clusters_are_compared_by_name() -> None:

@@ -11,12 +11,12 @@ from soap import api
 from soap.cli import report
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import MODEL_HELP, add_cluster, add_reading, reading
-from soap.cli.tables import aligned, devices, listed, milliseconds
+from soap.cli.tables import aligned, devices, layers, listed, milliseconds
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.strategy import SyncConfig
-from soap.strategy_comparison import Comparison, compare, grouped, masked
-from soap.strategy_differences import short
+from soap.strategy_comparison import Comparison, compare, grouped
+from soap.strategy_differences import one_line, short
 from soap.strategy_json import OperatorEntry, StrategyContents
 from soap.units import format_bytes
 
@@ -171,7 +171,7 @@ def _listings(comparison: Comparison, operators: int) -> list[str]:
     if groups:
         rows: list[tuple[str, ...]] = [("operator", "A", "B")]
         for group in groups[:MOST_ROWS]:
-            name = short(group[0].operator)[1:-1] if len(group) == 1 else f"{masked(short(group[0].operator)[1:-1])} ({len(group)} layers)"
+            name = one_line(layers([difference.operator for difference in group]), 80)
             other_operator = (group[0].first.kind, group[0].first.sizes) != (group[0].second.kind, group[0].second.sizes)
             rows.append((name, *(_configured(entry, other_operator) for entry in (group[0].first, group[0].second))))
         head = f"{len(comparison.differences)} of {operators} operators are configured differently:"
@@ -179,7 +179,7 @@ def _listings(comparison: Comparison, operators: int) -> list[str]:
         sections.append("\n".join([head, listed(rows), *([f"  and {rest} more; --json has all"] if rest else [])]))
     if comparison.parameters:
         rows = [("parameter", "A", "B")]
-        rows += [(short(name)[1:-1], _synced(a), _synced(b)) for name, a, b in comparison.parameters]
+        rows += [(one_line(name, 80), _synced(a), _synced(b)) for name, a, b in comparison.parameters]
         rest = len(comparison.parameters) - MOST_ROWS
         more = f"\n  and {rest} more; --json has all" if rest > 0 else ""
         sections.append("synchronized differently:\n" + listed(rows[: MOST_ROWS + 1]) + more)
@@ -195,7 +195,7 @@ def _configured(entry: OperatorEntry, with_sizes: bool) -> str:
     parts = [f"{name}:{degree}" for name, degree in entry.degrees.items()]
     if entry.replicas > 1:
         parts.append(f"replicas:{entry.replicas}")
-    sizes = " ".join([short(entry.kind)[1:-1], *(f"{name}={size}" for name, size in entry.sizes.items())])
+    sizes = " ".join([one_line(entry.kind, 40), *(f"{name}={size}" for name, size in entry.sizes.items())])
     return f"{', '.join(parts) or 'whole'} on {devices(entry.devices)}" + (f" ({sizes})" if with_sizes else "")
 
 

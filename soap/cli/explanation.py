@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from soap.cli.tables import aligned, devices, listed, milliseconds, split
+from soap.cli.tables import aligned, devices, layers, listed, milliseconds, split
 from soap.graph import OperatorGraph
 from soap.search.explanation import Line
 from soap.simulator.attribution import Activity
 from soap.strategy import OpConfig
-from soap.strategy_comparison import masked
 from soap.topology import Topology
 from soap.units import format_bytes
 
@@ -55,15 +54,11 @@ def text(lines: Sequence[Mapping[str, Any]], predicted_ns: int, topology: Topolo
     """The document as two tables: what each operator costs, and what binds it."""
     shown = lines[:MOST_ROWS]
     costs = [("operator", *(f"{kind.value}" for kind in Activity), "set back", "")]
-    costs += [(_name(line), *(_pair(line, kind) for kind in Activity), *_back(line, predicted_ns)) for line in shown]
-    why = [("operator", "configuration", "bound by"), *((_name(line), _configured(line), _bound(line, topology)) for line in shown)]
+    costs += [(layers(line["operators"]), *(_pair(line, kind) for kind in Activity), *_back(line, predicted_ns)) for line in shown]
+    why = [("operator", "configuration", "bound by")]
+    why += [(layers(line["operators"]), _configured(line), _bound(line, topology)) for line in shown]
     more = [f"  and {len(lines) - MOST_ROWS} more; --json has all"] if len(lines) > MOST_ROWS else []
     return "\n".join(["why each operator is configured as it is", LEGEND, "", aligned(costs), "", listed(why), *more])
-
-
-def _name(line: Mapping[str, Any]) -> str:
-    names = line["operators"]
-    return names[0] if len(names) == 1 else f"{masked(names[0])} ({len(names)} layers)"
 
 
 def _pair(line: Mapping[str, Any], kind: Activity) -> str:

@@ -24,7 +24,7 @@ from soap.cli.options import (
     refuse_overwriting,
 )
 from soap.cli.stopping import Stopping
-from soap.errors import RuntimeFailure
+from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.files import check_writable, write_text_atomically
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.plot import check_plot
@@ -147,9 +147,9 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             outcome.save(args.output)  # whatever becomes of the runs
         try:
             outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StoppedBySignal) as error:
             note(PROG, f"interrupted while measuring: the strategy predicted to be fastest is in {args.output}")
-            return stopping.exit_code
+            return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
         except RuntimeFailure as error:
             raise RuntimeFailure(f"{error}; the strategy predicted to be fastest is in {args.output}") from None
     with stopping.saving():

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from soap.errors import RuntimeFailure, SoapError
+from soap.errors import RuntimeFailure, SoapError, StoppedBySignal
 from soap.runtime.world import under_launcher, world_size
 
 Result = TypeVar("Result")
@@ -80,7 +80,7 @@ def launch(
             raise KeyboardInterrupt from None
         if late.is_set():
             raise RuntimeFailure(f"not done after {limit_s:g} s; all ranks have ended: try a smaller batch or fewer steps") from None
-        raise RuntimeFailure(f"stopped by {error.sigval.name}; all ranks have ended") from None
+        raise StoppedBySignal(f"stopped by {error.sigval.name}; all ranks have ended", error.sigval) from None
 
 
 def _config(processes: int) -> LaunchConfig:

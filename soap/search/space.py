@@ -140,6 +140,7 @@ class OperatorSpace:
         self.grids = tuple(grids)
         self.device_count = device_count
         self.devices = tuple(range(device_count)) if devices is None else tuple(devices)
+        self._own = frozenset(self.devices)
         self._restricted: dict[Grid, tuple[Devices, ...]] = {}
         if len(self.devices) < device_count:
             self._restricted = {grid: self._placements_on_own(grid) for grid in self.grids}
@@ -155,8 +156,8 @@ class OperatorSpace:
 
     def _placements_on_own(self, grid: Grid) -> tuple[Devices, ...]:
         """The structured placements on some of the devices only."""
-        own, tiles = frozenset(self.devices), prod(grid)
-        found = dict.fromkeys(devices for devices in placements(grid, self.device_count) if own.issuperset(devices))
+        tiles = prod(grid)
+        found = dict.fromkeys(devices for devices in placements(grid, self.device_count) if self._own.issuperset(devices))
         if tiles <= len(self.devices):
             found |= dict.fromkeys(tuple(self.devices[i] for i in numbers) for numbers in placements(grid, len(self.devices)))
         return tuple(found)
@@ -194,7 +195,7 @@ class OperatorSpace:
             return -inf
         if self.is_structured(grid, devices):
             return 0.0
-        distinct = len(set(devices)) == len(devices) and set(devices) <= set(self.devices)
+        distinct = len(set(devices)) == len(devices) and self._own.issuperset(devices)
         if not distinct or grid not in self._mass:
             return -inf
         others = perm(len(self.devices), len(devices)) - len(self.placements(grid))

@@ -92,8 +92,10 @@ def in_session(session: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("delay_s", [0.0, 12.0])
-def test_interrupt_while_measuring_leaves_the_prediction_s_best_and_no_process(delay_s: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "delay_s", "code"), [(signal.SIGINT, 0.0, 130), (signal.SIGINT, 12.0, 130), (signal.SIGTERM, 5.0, 143)])
+def test_interrupt_while_measuring_leaves_the_prediction_s_best_and_no_process(
+    number: signal.Signals, delay_s: float, code: int, tmp_path: Path
+) -> None:
     script, out = tmp_path / "script.py", tmp_path / "s.json"
     script.write_text(INTERRUPTED)
     command = [sys.executable, str(script), MODEL, "--cluster", CLUSTER, "--budget", "20", "-o", str(out), "--verify", "1"]
@@ -104,9 +106,9 @@ def test_interrupt_while_measuring_leaves_the_prediction_s_best_and_no_process(d
         assert process.stderr is not None
         assert process.stderr.readline() == "measuring\n"
         time.sleep(delay_s)  # while ranks are being started, and while they train
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130, stderr
+    assert process.returncode == code, stderr
     assert stdout == ""
     assert stderr == f"soap-search: interrupted while measuring: the strategy predicted to be fastest is in {out}\n"
     assert "measured" not in json.loads(out.read_text())["record"]
