@@ -15,6 +15,7 @@ from soap.cli.options import EXPLAIN_HELP, add_cluster, add_model, add_outputs, 
 from soap.errors import StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.graph import OperatorGraph
+from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
@@ -62,13 +63,14 @@ def execute(args: argparse.Namespace) -> int:
     made_for = _made_for(args, topology) if args.what_if else None
     simulator = api.simulator_for(graph, topology)
     simulation = simulator.predict(strategy)
+    explained = _whole(simulation) if args.explain else None
     if args.timeline:
         trace = chrome_trace(simulation.tasks, simulation.schedule, memory=simulation.memory_over_time)
         write_text_atomically(args.timeline, json.dumps(trace) + "\n")
     summary = {**report.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
     summary["what_if"] = None if made_for is None else {"made_for": made_for}
-    if args.explain:
-        lines = api.explain(simulator, strategy, simulation if isinstance(simulation, Simulation) else None)
+    if explained is not None:
+        lines = api.explain(simulator, strategy, explained)
         summary["explanation"] = explanation.document(graph, lines, simulation.makespan_ns)
     if args.json:
         print(report.dump(summary))
@@ -76,7 +78,7 @@ def execute(args: argparse.Namespace) -> int:
         if made_for is not None:
             print(f"what if: this strategy was made for cluster {short(made_for)}; its devices are taken by number\n")
         print(report.text(summary, args.builtin or Path(args.strategy).name) + "\n\n" + iteration.text(summary["iteration"]))
-        if args.explain:
+        if explained is not None:
             print("\n" + explanation.text(summary["explanation"], simulation.makespan_ns, topology))
     return 0
 
@@ -90,6 +92,16 @@ def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) ->
         if args.what_if or header.model_hash != graph.hash or len(header.devices) != topology.device_count:
             raise
         raise StrategyError(f"{error}, or price it here all the same with --what-if") from None
+
+
+def _whole(simulation: Simulation | FoldedSimulation) -> Simulation:
+    """StrategyError if only two of many copies were simulated: an explanation is about tasks, and would simulate all for each operator."""
+    if isinstance(simulation, FoldedSimulation):
+        raise StrategyError(
+            f"--explain: {simulation.topology.device_count} devices in equal copies, of which two were simulated; expected a cluster small "
+            "enough to simulate every device: explain the strategy of fewer copies"
+        )
+    return simulation
 
 
 def _made_for(args: argparse.Namespace, topology: Topology) -> str | None:

@@ -192,3 +192,8 @@ def test_what_if_needs_as_many_devices_and_the_same_model(capsys: pytest.Capture
         assert_refused(capsys, main, command, 5, "another cluster", "16 devices", "8 devices")
     assert_refused(capsys, main, ["zoo:rnnlm:tiny", "--strategy", str(path), "--cluster", COMMAND[2], "--what-if"], 5, "another model")
     assert_refused(capsys, main, [*COMMAND, "--builtin", "megatron", "--what-if"], 2, "--what-if", "--strategy")
+
+
+def test_copies_that_were_not_simulated_are_not_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "MANY_TILES", 1)
+    assert_refused(capsys, main, [*COMMAND, "--builtin", "data_parallel", "--explain"], 5, "--explain", "equal copies")

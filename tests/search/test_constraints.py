@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from soap.errors import StrategyError
 from soap.graph import OperatorGraph
 from soap.search.chains import search
-from soap.search.constraints import Pairs, brought_inside, nearest, parse
+from soap.search.constraints import Pairs, brought_inside, nearest, pairs_of, parse
 from soap.search.descent import CHANGES, propose_descent
 from soap.search.proposals import MOVES
 from soap.search.space import Space, build_space, grid_of, make_config
@@ -235,3 +235,7 @@ def test_a_kind_of_two_factors_must_be_named() -> None:
     with pytest.raises(StrategyError, match=r"several factors 'attribute'.*d1 \(attribute\), d2 \(attribute\)"):
         parse(GRAPH, 4, [("0.add1", "attribute:2")], ())
     assert parse(GRAPH, 4, [("0.add1", "d2:2")], ())["0.add1"].grid == (1, 1, 1, 2)
+
+
+def test_a_mapping_or_pairs() -> None:
+    assert pairs_of({"a": "sample:2", "b": "@1"}) == pairs_of([("a", "sample:2"), ("b", "@1")]) == (("a", "sample:2"), ("b", "@1"))
