@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from soap import cluster_yaml, strategy_json
 from soap.errors import ModelError, StrategyError
-from soap.files import read_text, write_text_atomically
+from soap.files import read_text, write_bytes_atomically, write_text_atomically
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
+from soap.search.constraints import pairs_of
+from soap.search.explanation import Line
+from soap.search.explanation import explain as explain_operators
 from soap.search.metropolis import DEFAULT_BETA
+from soap.search.plot import plot
 from soap.search.record import SearchResult
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
-from soap.strategy_json import StrategyHeader
+from soap.strategy_json import StrategyContents, StrategyHeader
 from soap.topology import Topology
 
 if TYPE_CHECKING:
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Model: TypeAlias = "TracedModel | OperatorGraph | str | Path"
 Cluster: TypeAlias = "Topology | str | Path"
+Constraints: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]]"
+"""Pattern of operator names -> what is said of these operators (``soap.search.constraints``); pairs where a pattern occurs twice."""
 
 DEFAULT_BUDGET = 500
 """Proposals: seconds to a few minutes for the models of the zoo."""
@@ -96,26 +102,50 @@ def load_cluster(spec: str | Path) -> Topology:
 
 
 @dataclass(frozen=True)
+class Run:
+    """A strategy that was run for real. ``measured_ns``: median per iteration. ``allowed``: whether it obeys the search's constraints."""
+
+    name: str
+    strategy: Strategy
+    predicted_ns: int
+    measured_ns: int
+    allowed: bool
+
+
+@dataclass(frozen=True)
 class SearchOutcome:
-    """What a search found, with what it was found for, so that it can be saved and looked at."""
+    """What a search found, with what it was found for, so that it can be saved and looked at.
+
+    ``runs``: what of it was run for real. Then the fastest measured strategy counts as found, else the one predicted to be fastest.
+    """
 
     simulator: Simulator
     result: SearchResult
+    runs: tuple[Run, ...] = ()
+
+    def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
+        """The same search, with what was measured."""
+        return SearchOutcome(self.simulator, self.result, tuple(runs))
+
+    @property
+    def kept(self) -> Run | None:
+        """The fastest run of those that are allowed; None if nothing was run."""
+        return min((run for run in self.runs if run.allowed), key=lambda run: run.measured_ns, default=None)
 
     @property
     def strategy(self) -> Strategy:
         """The best strategy."""
-        return self.result.strategy
+        return self.result.strategy if self.kept is None else self.kept.strategy
 
     @property
     def time_ns(self) -> int:
         """Its predicted time per training iteration."""
-        return self.result.cost_ns
+        return self.result.cost_ns if self.kept is None else self.kept.predicted_ns
 
     @property
     def speedup(self) -> float:
         """Data parallelism's predicted time over it."""
-        return self.result.speedup
+        return self.result.data_parallel_ns / self.time_ns
 
     @property
     def history(self) -> pd.DataFrame:
@@ -127,12 +157,18 @@ class SearchOutcome:
         """The best strategy's iteration, task by task."""
         return self.simulator.run(self.strategy)
 
+    @cached_property
+    def explanation(self) -> list[Line]:
+        """Why each operator got its configuration; simulates one strategy per operator that is unlike data parallelism."""
+        return explain(self.simulator, self.strategy, self.simulation)
+
     @property
     def record(self) -> dict[str, Any]:
-        """What a strategy file remembers of the search. Nothing of when or where it ran: equal searches write equal files."""
+        """What a strategy file remembers of the search. Nothing of when or where it ran: equal searches write equal files, unless the
+        strategies were run for real."""
         result = self.result
-        return {
-            "predicted_ns": result.cost_ns,
+        record: dict[str, Any] = {
+            "predicted_ns": self.time_ns,
             "data_parallel_ns": result.data_parallel_ns,
             "starts": {start.name: {"predicted_ns": start.cost_ns, "fits": start.fits} for start in result.starts},
             "memory_bytes": [use.total for use in self.simulation.memory],
@@ -146,6 +182,17 @@ class SearchOutcome:
                 "interrupted": result.interrupted,
             },
         }
+        if self.kept is not None:
+            runs = {run.name: {"predicted_ns": run.predicted_ns, "measured_ns": run.measured_ns} for run in self.runs}
+            record["measured"] = {"kept": self.kept.name, "runs": runs}
+        return record
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the search to a ``.png``, ``.svg`` or ``.pdf``: best cost against proposals, starts, acceptance per move.
+
+        SoapError without matplotlib (``soap-search[plots]``).
+        """
+        write_bytes_atomically(path, plot(self.result, path))
 
     def save(self, path: str | Path) -> None:
         """Write the strategy with its record to ``path``."""
@@ -162,19 +209,22 @@ def search(
     starts: Sequence[str] | None = None,
     initial: Strategy | None = None,
     patience: float | None = None,
+    pins: Constraints = (),
+    forbidden: Constraints = (),
     optimizer_states: int = OPTIMIZER_STATES,
     progress: bool = False,
 ) -> SearchOutcome:
     """Search for the strategy with the shortest predicted iteration; see ``soap.search.chains.search`` for the options.
 
+    ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
     Equal arguments give equal results. Ctrl-C ends it with the best so far (``result.interrupted``).
     """
     simulator = simulator_for(model, cluster, optimizer_states=optimizer_states)
     from soap.simulator.incremental import IncrementalSimulator  # numba takes a second to import: only for who searches
 
     evaluator = IncrementalSimulator(simulator)
-    if progress and sys.stderr.isatty() and not evaluator.begins_at_once():
-        print("compiling the simulator for this machine, once: about half a minute", file=sys.stderr)
+    if progress and not evaluator.begins_at_once():
+        _announce_compiling()
     result = search_graph(
         simulator.graph,
         simulator.topology,
@@ -186,6 +236,8 @@ def search(
         initial=initial,
         patience=patience,
         progress=progress,
+        pins=pairs_of(pins),
+        forbidden=pairs_of(forbidden),
     )
     return SearchOutcome(simulator, result)
 
@@ -196,6 +248,20 @@ def simulate(model: Model, cluster: Cluster, strategy: Strategy | str, *, optimi
     if isinstance(strategy, str):
         strategy = classical(strategy, simulator.graph, simulator.topology)
     return simulator.run(strategy)
+
+
+def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | None = None) -> list[Line]:
+    """What each operator of a strategy costs beside data parallelism, what setting it back would do, and what binds it.
+
+    ``simulation``: the strategy's own, if it is there already.
+    """
+    from soap.simulator.incremental import IncrementalSimulator
+
+    if not IncrementalSimulator.begins_at_once():
+        _announce_compiling()
+    baseline = classical("data_parallel", simulator.graph, simulator.topology)
+    runs = simulation or simulator.run(strategy), simulator.run(baseline)
+    return explain_operators(simulator.graph, *runs, (strategy, baseline), IncrementalSimulator(simulator))
 
 
 def simulator_for(model: Model, cluster: Cluster, *, optimizer_states: int = OPTIMIZER_STATES) -> Simulator:
@@ -211,10 +277,13 @@ def classical(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
     return CLASSICAL[name](graph, topology)
 
 
-def load_strategy(path: str | Path, model: Model, cluster: Cluster) -> Strategy:
-    """The strategy of a file; StrategyError in one line, with the differences, if it was made for another model or cluster."""
+def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_cluster: bool = False) -> Strategy:
+    """The strategy of a file; StrategyError in one line, with the differences, if it was made for another model or cluster.
+
+    ``any_cluster``: it may have been made for another cluster of as many devices.
+    """
     graph, topology = _graph(model), _topology(cluster)
-    return _read_strategy(path, lambda text: strategy_json.loads(text, graph, topology)[0])
+    return _read_strategy(path, lambda text: strategy_json.loads(text, graph, topology, any_cluster=any_cluster)[0])
 
 
 def load_strategy_header(path: str | Path) -> StrategyHeader:
@@ -222,11 +291,21 @@ def load_strategy_header(path: str | Path) -> StrategyHeader:
     return _read_strategy(path, strategy_json.load_header)
 
 
+def load_strategy_contents(path: str | Path) -> StrategyContents:
+    """All that a strategy file says, without its model and cluster."""
+    return _read_strategy(path, strategy_json.load_contents)
+
+
 def save_strategy(
     path: str | Path, strategy: Strategy, model: Model, cluster: Cluster, record: Mapping[str, Any] | None = None
 ) -> None:
     """Write a strategy for ``load_strategy``; ``record``: plain values to remember with it."""
     write_text_atomically(path, strategy_json.dumps(strategy, _graph(model), _topology(cluster), record))
+
+
+def _announce_compiling() -> None:
+    if sys.stderr is not None and sys.stderr.isatty():
+        print("compiling the simulator for this machine, once: about half a minute", file=sys.stderr)
 
 
 def _read_strategy(path: str | Path, read: Callable[[str], T]) -> T:

@@ -49,6 +49,14 @@ class RuntimeFailure(SoapError):
     exit_code = 8
 
 
+class StoppedBySignal(RuntimeFailure):
+    """Something else than Ctrl-C ended a distributed run. ``number``: the signal."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 class CheckpointError(RuntimeFailure):
     """A checkpoint cannot be written, is damaged, or belongs to another model or optimizer."""
 

@@ -42,6 +42,27 @@ class StrategyHeader:
     devices: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorEntry:
+    """An operator as a strategy file has it; ``degrees`` by factor, those above 1."""
+
+    kind: str
+    sizes: Mapping[str, int]
+    degrees: Mapping[str, int]
+    replicas: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyContents:
+    """All of a strategy file, readable without its model. ``parameters``: those that are not synchronized as by default."""
+
+    header: StrategyHeader
+    operators: Mapping[str, OperatorEntry]
+    parameters: Mapping[str, SyncConfig]
+    record: Mapping[str, Any]
+
+
 def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: Mapping[str, Any] | None = None) -> str:
     """The strategy as text: the same bytes for the same arguments. Raises StrategyError if it is illegal or the record is no JSON."""
     strategy.validate(graph, topology.device_count)
@@ -60,13 +81,18 @@ def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: 
     return "{\n" + ",\n".join(f"  {line}" for line in lines) + "\n}\n"
 
 
-def loads(text: str, graph: OperatorGraph, topology: Topology) -> tuple[Strategy, dict[str, Any]]:
-    """The strategy and its record; StrategyError in one line if the text is malformed or not for this model and cluster."""
+def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: bool = False) -> tuple[Strategy, dict[str, Any]]:
+    """The strategy and its record; StrategyError in one line if the text is malformed or not for this model and cluster.
+
+    ``any_cluster``: it may be for another cluster of as many devices; then its devices are taken by number.
+    """
     document = _parse(text)
-    differences = model_differences(document, graph) + cluster_differences(document, topology)
+    theirs = document["cluster"]["devices"]
+    elsewhere = any_cluster and len(theirs) == topology.device_count
+    differences = model_differences(document, graph) + ([] if elsewhere else cluster_differences(document, topology))
     if differences:
         raise StrategyError("; ".join(differences) + "; search again for this model and cluster")
-    numbers = {device.name: device.index for device in topology.devices}
+    numbers = {name: number for number, name in enumerate(theirs)}
     configs: dict[str, OpConfig] = {}
     room = MAX_TILES
     for op in graph.operators:
@@ -80,11 +106,46 @@ def loads(text: str, graph: OperatorGraph, topology: Topology) -> tuple[Strategy
 
 def load_header(text: str) -> StrategyHeader:
     """What the text says about its model and cluster; StrategyError if it is no valid strategy file."""
+    return _header(_parse(text))
+
+
+def load_contents(text: str) -> StrategyContents:
+    """All that the text says; StrategyError if it is no valid strategy file. That it suits its model is not checked."""
     document = _parse(text)
+    header = _header(document)
+    numbers = {name: number for number, name in enumerate(header.devices)}
+    operators: dict[str, OperatorEntry] = {}
+    room = MAX_TILES
+    for name, entry in document["operators"].items():
+        degrees = {factor: int(degree) for factor, degree in entry.get("degrees", {}).items() if degree > 1}
+        replicas = int(entry.get("replicas", 1))
+        tiles = prod(degrees.values()) * replicas
+        _check_room(name, tiles, room)
+        try:
+            devices = expand_devices(entry["devices"], numbers, tiles)
+        except StrategyError as cause:
+            raise StrategyError(f"operator {short(name)}: {cause}") from None
+        if len(devices) != tiles:
+            raise StrategyError(f"operator {short(name)}: {len(devices)} devices for {tiles} tiles; expected one per tile")
+        operators[name] = OperatorEntry(entry["kind"], {f: int(n) for f, n in entry["sizes"].items()}, degrees, replicas, devices)
+        room -= tiles
+    syncs = {name: _sync(name, entry) for name, entry in document.get("parameters", {}).items()}
+    syncs = {name: sync for name, sync in syncs.items() if sync != SyncConfig()}
+    return StrategyContents(header, operators, syncs, document.get("record", {}))
+
+
+def _header(document: Mapping[str, Any]) -> StrategyHeader:
     model, cluster = document["model"], document["cluster"]
     return StrategyHeader(
         model["name"], model["hash"], int(model["operators"]), cluster["name"], cluster["hash"], tuple(cluster["devices"])
     )
+
+
+def _check_room(name: str, tiles: int, room: int) -> None:
+    if tiles > room:
+        raise StrategyError(
+            f"operator {short(name)}: {tiles} tiles; expected at most {MAX_TILES} in the whole strategy; lower the degrees"
+        )
 
 
 def compact_devices(devices: Sequence[int]) -> list[int | str]:
@@ -230,8 +291,7 @@ def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], 
             )
     split, replicas = tuple(degrees.get(name, 1) for name in names), int(entry.get("replicas", 1))
     tiles = prod(split) * replicas
-    if tiles > room:
-        raise StrategyError(f"operator {op.name!r}: {tiles} tiles; expected at most {MAX_TILES} in the whole strategy; lower the degrees")
+    _check_room(op.name, tiles, room)
     try:
         config = OpConfig(split, expand_devices(entry["devices"], numbers, tiles), replicas)
         check_config(op, config, len(numbers))

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """Prefix of module names -> prefixes of our modules that they may import. The longest prefix counts."""
 
-COMMANDS = ("soap.cli.search", "soap.cli.run", "soap.cli.simulate")
+COMMANDS = ("soap.cli.search", "soap.cli.run", "soap.cli.simulate", "soap.cli.diff")
 WITHOUT_TORCH = (*GROUND_FLOOR, "soap.simulator", "soap.search")
 
 

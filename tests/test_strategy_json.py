@@ -253,6 +253,16 @@ def test_devices_may_be_given_by_name_and_parts_left_out() -> None:
     assert record == {}
 
 
+def test_for_any_cluster_devices_are_those_of_the_file_by_number() -> None:
+    data, other = document(), cluster([4])
+    data["operators"]["fc0"]["devices"] = ["host1/device1", 0, "host0/device1", 2]  # names of the file's cluster
+    assert [device.name for device in other.devices] != data["cluster"]["devices"]
+    strategy, _ = loads(json.dumps(data), GRAPH, other, any_cluster=True)
+    assert strategy.operators["fc0"].devices == (3, 0, 1, 2)
+    with pytest.raises(StrategyError, match="another cluster"):
+        loads(json.dumps(data), GRAPH, cluster([2]), any_cluster=True)
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_damaged_text_is_read_or_refused_in_one_line(data: st.DataObject) -> None:

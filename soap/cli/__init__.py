@@ -1,1 +1,4 @@
-"""The commands: ``soap-search``, ``soap-run`` and ``soap-simulate``. They parse, call ``soap.api`` and print; nothing is decided here."""
+"""The commands: ``soap-search``, ``soap-run``, ``soap-simulate`` and ``soap-diff``.
+
+They parse, call ``soap.api`` and print; nothing is decided here.
+"""

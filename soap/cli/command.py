@@ -34,10 +34,16 @@ class UsageError(SoapError):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, and whose help keeps the line breaks of its example."""
+    """An argument parser whose errors are one line, and whose help keeps the line breaks of its example.
 
-    def __init__(self, prog: str, description: str, example: str) -> None:
-        epilog = f"example:\n  {example}\n\n{EXIT_CODES}"
+    ``failure_code``: what the command ends with on any error, if its other exit codes are an answer (then told by ``exit_codes``).
+    """
+
+    def __init__(
+        self, prog: str, description: str, example: str, *, exit_codes: str = EXIT_CODES, failure_code: int | None = None
+    ) -> None:
+        self.failure_code = failure_code
+        epilog = f"example:\n  {example}\n\n{exit_codes}"
         super().__init__(
             prog=prog, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
@@ -51,7 +57,8 @@ def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], ar
     """Parse, execute, and answer with an exit code whatever happens."""
     args = parser.parse_args(argv)
     if sys.stdout is None:  # ``>&-``; a file opened next could even take its place
-        return _fail(parser.prog, "standard output is closed; expected a place for the result: redirect it, to /dev/null if need be", 1)
+        missing = "standard output is closed; expected a place for the result: redirect it, to /dev/null if need be"
+        return _fail(parser.prog, missing, parser.failure_code or OTHER_EXIT_CODE)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: note(parser.prog, f"warning: {one_line(str(message))}")
         code = _execute(parser, execute, args)
@@ -60,25 +67,26 @@ def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], ar
 
 
 def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    other = parser.failure_code or OTHER_EXIT_CODE
     try:
         code = execute(args)
         sys.stdout.flush()
         return code
     except SoapError as error:
-        return _fail(parser.prog, one_line(str(error)), error.exit_code)
+        return _fail(parser.prog, one_line(str(error)), parser.failure_code or error.exit_code)
     except KeyboardInterrupt:
         note(parser.prog, "interrupted")
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
         _drop_output()  # whoever read our output has what they wanted (``| head``)
-        return OTHER_EXIT_CODE
+        return other
     except OSError as error:  # files are written elsewhere, with errors of their own: standard output, or a bug
         if error.errno not in FULL:
-            return _fail(parser.prog, _unexpected(error), OTHER_EXIT_CODE)
+            return _fail(parser.prog, _unexpected(error), other)
         reason = (error.strerror or str(error)).lower()
-        return _fail(parser.prog, f"cannot write to standard output: {reason}; redirect it elsewhere", OTHER_EXIT_CODE)
+        return _fail(parser.prog, f"cannot write to standard output: {reason}; redirect it elsewhere", other)
     except Exception as error:  # a bug, or a failure of something below: still one line
-        return _fail(parser.prog, _unexpected(error), OTHER_EXIT_CODE)
+        return _fail(parser.prog, _unexpected(error), other)
 
 
 def _unexpected(error: Exception) -> str:

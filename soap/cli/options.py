@@ -9,9 +9,11 @@ from math import isfinite
 from typing import TypedDict
 
 from soap.cli.command import Parser, UsageError
+from soap.search.record import MOST_FINALISTS
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:tiny][@BATCH]"
 CLUSTER_HELP = "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8"
+EXPLAIN_HELP = "say for each operator what it costs beside data parallelism, what setting it back would do, and what binds it"
 LARGEST_COUNT = 10**9
 
 
@@ -29,6 +31,11 @@ def add_model(parser: Parser, *, positional: bool) -> None:
         parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     else:
         parser.add_argument("--model", metavar="MODEL", required=True, help=MODEL_HELP)
+    add_reading(parser)
+
+
+def add_reading(parser: Parser) -> None:
+    """What belongs to reading a model."""
     parser.add_argument(
         "--batch-dim",
         metavar="INPUT=DIM",
@@ -69,7 +76,7 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
 
 
 def reading(args: argparse.Namespace) -> Reading:
-    """How ``add_model``'s options say that the model is read: arguments of ``api.load``."""
+    """How ``add_reading``'s options say that the model is read: arguments of ``api.load``."""
     return Reading(batch_dims=batch_dims(args.batch_dim), batch_norm=args.batch_norm, autocast=args.autocast)
 
 
@@ -109,6 +116,22 @@ def batch_dim(text: str) -> tuple[str, int]:
     if not found or not name or dim < -1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected INPUT=DIM, such as tokens=1, or tokens=-1 for no batch")
     return name, dim
+
+
+def constraint(text: str) -> tuple[str, str]:
+    """``layers.*=sample:4`` as its two parts; whether they mean something shows when the model is known."""
+    pattern, found, spec = text.rpartition("=")
+    if not found or not pattern or not spec:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected GLOB=SPEC, such as 'layers.*=sample:4' or '*=@3'")
+    return pattern, spec
+
+
+def finalists(text: str) -> int:
+    """How many strategies to run: at least 1, at most what a search keeps."""
+    count = positive(text)
+    if count > MOST_FINALISTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected at most {MOST_FINALISTS} strategies")
+    return count
 
 
 def data_spec(text: str) -> str:

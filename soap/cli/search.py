@@ -8,12 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from soap import api
-from soap.cli import explain, report
+from soap.cli import explain, explanation, report, verification
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
+    EXPLAIN_HELP,
     add_cluster,
     add_model,
     add_outputs,
+    constraint,
+    finalists,
     not_negative,
     positive,
     positive_number,
@@ -21,12 +24,15 @@ from soap.cli.options import (
     refuse_overwriting,
 )
 from soap.cli.stopping import Stopping
+from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.files import check_writable, write_text_atomically
 from soap.search.metropolis import DEFAULT_BETA
+from soap.search.plot import check_plot
 from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
 
 PROG = "soap-search"
+DEFAULT_FINALISTS = 3
 
 
 def make_parser() -> Parser:
@@ -44,6 +50,15 @@ def make_parser() -> Parser:
         action="store_true",
         help="list the model's operators, what each may be split along and why not further, and stop; needs no cluster",
     )
+    parser.add_argument("--explain", action="store_true", help=EXPLAIN_HELP)
+    parser.add_argument(
+        "--verify",
+        metavar="K",
+        type=finalists,
+        nargs="?",
+        const=DEFAULT_FINALISTS,
+        help="run the K best strategies (default %(const)s) and data parallelism for real, keep the fastest; with --cluster local:N",
+    )
     parser.add_argument("--budget", metavar="N", type=positive, default=api.DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="equal seeds give equal results (default %(default)s)")
     parser.add_argument(
@@ -60,6 +75,24 @@ def make_parser() -> Parser:
         choices=[*CLASSICAL, "random"],
         help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}); data_parallel is always among them",
     )
+    parser.add_argument(
+        "--pin",
+        metavar="GLOB=SPEC",
+        type=constraint,
+        action="append",
+        default=[],
+        help="fix operators and search the rest: 'layers.*=sample:4,channel:2', 'loss=replicas:2'; with @0-3 behind it, or alone, the "
+        "devices (repeatable; factors by name or kind)",
+    )
+    parser.add_argument(
+        "--forbid",
+        metavar="GLOB=SPEC",
+        type=constraint,
+        action="append",
+        default=[],
+        help="rule out for operators: '*=reduction' never split such factors, '*=replicas', '*=@3' devices never used (repeatable)",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
     add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
     return parser
 
@@ -71,7 +104,10 @@ def execute(args: argparse.Namespace) -> int:
     missing = [option for option, value in (("--cluster", args.cluster), ("-o/--output", args.output)) if value is None]
     if missing:
         raise UsageError(f"the following arguments are required: {', '.join(missing)} ({PROG} --help shows the options)")
-    refuse_overwriting({"MODEL": args.model, "--cluster": args.cluster}, {"--output": args.output, "--timeline": args.timeline})
+    if args.verify is not None:
+        verification.check_possible(args.cluster)
+    outputs = {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot}
+    refuse_overwriting({"MODEL": args.model, "--cluster": args.cluster}, outputs)
     with Stopping() as stopping:
         try:
             return _search(args, stopping)
@@ -88,23 +124,54 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _search(args: argparse.Namespace, stopping: Stopping) -> int:
-    for path in filter(None, (args.output, args.timeline)):
+    written = [path for path in (args.output, args.timeline, args.plot) if path]
+    for path in written:
         check_writable(path)
+    if args.plot:
+        check_plot(args.plot)
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args)).graph
-    outcome = api.search(graph, topology, budget=args.budget, seed=args.seed, beta=args.beta, starts=args.start, progress=True)
+    outcome = api.search(
+        graph,
+        topology,
+        budget=args.budget,
+        seed=args.seed,
+        beta=args.beta,
+        starts=args.start,
+        pins=args.pin,
+        forbidden=args.forbid,
+        progress=True,
+    )
+    if args.verify is not None and not outcome.result.interrupted:
+        with stopping.saving():
+            outcome.save(args.output)  # whatever becomes of the runs
+        try:
+            outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed)
+        except (KeyboardInterrupt, StoppedBySignal) as error:
+            note(PROG, f"interrupted while measuring: the strategy predicted to be fastest is in {args.output}")
+            return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
+        except RuntimeFailure as error:
+            raise RuntimeFailure(f"{error}; the strategy predicted to be fastest is in {args.output}") from None
     with stopping.saving():
         outcome.save(args.output)
         if args.timeline:
             trace = chrome_trace(outcome.simulation.tasks, outcome.simulation.schedule)
             write_text_atomically(args.timeline, json.dumps(trace) + "\n")
+        if args.plot:
+            outcome.plot(args.plot)
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)
+    why = {"explanation": explanation.document(graph, outcome.explanation, outcome.time_ns)} if args.explain else {}
+    measured = {"measured": verification.document(outcome.runs, outcome.kept)} if outcome.kept else {}
     if args.json:
         searched = {key: outcome.record["search"][key] for key in ("seed", "budget", "beta", "evaluations", "interrupted")}
-        print(report.dump({**summary, "search": searched, "strategy": args.output}))
+        print(report.dump({**summary, "search": searched, "strategy": args.output, **measured, **why}))
     else:
         print(report.text(summary, report.FOUND))
-        print(f"\nwrote {args.output}" + (f" and {args.timeline}" if args.timeline else ""))
+        if measured:
+            print("\n" + verification.text(measured["measured"]))
+        if args.explain:
+            print("\n" + explanation.text(why["explanation"], outcome.time_ns, topology))
+        print(f"\nwrote {' and '.join(written)}")
     if outcome.result.interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
         return stopping.exit_code

@@ -9,12 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from soap import api
-from soap.cli import iteration, report
-from soap.cli.command import Parser, run_command
-from soap.cli.options import add_cluster, add_model, add_outputs, reading, refuse_overwriting
+from soap.cli import explanation, iteration, report
+from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.options import EXPLAIN_HELP, add_cluster, add_model, add_outputs, reading, refuse_overwriting
+from soap.errors import StrategyError
 from soap.files import check_writable, write_text_atomically
+from soap.graph import OperatorGraph
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.simulate import Simulation
 from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
+from soap.strategy import Strategy
+from soap.strategy_differences import short
+from soap.topology import Topology
 
 PROG = "soap-simulate"
 
@@ -31,12 +38,20 @@ def make_parser() -> Parser:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
     which.add_argument("--builtin", metavar="NAME", choices=list(CLASSICAL), help=f"a classical strategy: {', '.join(CLASSICAL)}")
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="with --strategy: price it on this cluster even if it was made for another one of as many devices",
+    )
+    parser.add_argument("--explain", action="store_true", help=EXPLAIN_HELP)
     add_outputs(parser, timeline="write the iteration as a trace for Perfetto")
     return parser
 
 
 def execute(args: argparse.Namespace) -> int:
     """Simulate and report."""
+    if args.what_if and args.builtin:
+        raise UsageError("--what-if with --builtin; expected --strategy FILE, since a classical strategy is made for the cluster at hand")
     refuse_overwriting(
         {"MODEL": args.model, "--cluster": args.cluster, "--strategy": args.strategy}, {"--timeline": args.timeline}
     )
@@ -44,18 +59,56 @@ def execute(args: argparse.Namespace) -> int:
         check_writable(args.timeline)
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args)).graph
-    strategy = api.classical(args.builtin, graph, topology) if args.builtin else api.load_strategy(args.strategy, graph, topology)
+    strategy = api.classical(args.builtin, graph, topology) if args.builtin else _read(args, graph, topology)
+    made_for = _made_for(args, topology) if args.what_if else None
     simulator = api.simulator_for(graph, topology)
     simulation = simulator.predict(strategy)
+    explained = _whole(simulation) if args.explain else None
     if args.timeline:
         trace = chrome_trace(simulation.tasks, simulation.schedule, memory=simulation.memory_over_time)
         write_text_atomically(args.timeline, json.dumps(trace) + "\n")
     summary = {**report.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
+    summary["what_if"] = None if made_for is None else {"made_for": made_for}
+    if explained is not None:
+        lines = api.explain(simulator, strategy, explained)
+        summary["explanation"] = explanation.document(graph, lines, simulation.makespan_ns)
     if args.json:
         print(report.dump(summary))
     else:
+        if made_for is not None:
+            print(f"what if: this strategy was made for cluster {short(made_for)}; its devices are taken by number\n")
         print(report.text(summary, args.builtin or Path(args.strategy).name) + "\n\n" + iteration.text(summary["iteration"]))
+        if explained is not None:
+            print("\n" + explanation.text(summary["explanation"], simulation.makespan_ns, topology))
     return 0
+
+
+def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) -> Strategy:
+    """The strategy of the file. Where ``--what-if`` would help, the refusal says so."""
+    try:
+        return api.load_strategy(args.strategy, graph, topology, any_cluster=args.what_if)
+    except StrategyError as error:
+        header = api.load_strategy_header(args.strategy)
+        if args.what_if or header.model_hash != graph.hash or len(header.devices) != topology.device_count:
+            raise
+        raise StrategyError(f"{error}, or price it here all the same with --what-if") from None
+
+
+def _whole(simulation: Simulation | FoldedSimulation) -> Simulation:
+    """StrategyError if only two of many copies were simulated: an explanation is about tasks, and would simulate all for each operator."""
+    if isinstance(simulation, FoldedSimulation):
+        raise StrategyError(
+            f"--explain: {simulation.topology.device_count} devices in equal copies, of which two were simulated; expected a cluster small "
+            "enough to simulate every device: explain the strategy of fewer copies"
+        )
+    return simulation
+
+
+def _made_for(args: argparse.Namespace, topology: Topology) -> str | None:
+    """The name of the cluster that the strategy was made for, if that is another one."""
+    header = api.load_strategy_header(args.strategy)
+    same = header.cluster_hash == topology.hash and list(header.devices) == [device.name for device in topology.devices]
+    return None if same else header.cluster
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from soap.graph import Operator
 from soap.strategy import OpConfig
+from soap.strategy_comparison import pattern_of
 from soap.strategy_json import compact_devices
 
 
@@ -46,6 +47,11 @@ def split(op: Operator, config: OpConfig) -> str:
     if config.replicas > 1:
         parts.append(f"replicas:{config.replicas}")
     return ", ".join(parts) or "whole"
+
+
+def layers(names: Sequence[str]) -> str:
+    """An operator's name, or repeated layers as one: ``blocks.*.up (12 layers)``."""
+    return names[0] if len(names) == 1 else f"{pattern_of(names)} ({len(names)} layers)"
 
 
 def devices(numbers: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from soap.errors import RuntimeFailure, SoapError
+from soap.errors import RuntimeFailure, SoapError, StoppedBySignal
 from soap.runtime.world import under_launcher, world_size
 
 Result = TypeVar("Result")
@@ -45,11 +45,14 @@ AFTERMATH = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 """Marks of an error that only says that another rank has ended."""
 
 
-def launch(processes: int, entry: Callable[..., Result], args: Sequence[Any] = ()) -> dict[int, Result]:
+def launch(
+    processes: int, entry: Callable[..., Result], args: Sequence[Any] = (), *, limit_s: float | None = None
+) -> dict[int, Result]:
     """Run ``entry(*args)`` in so many processes, or in this one if it already is a rank; rank -> what it returned.
 
     ``entry`` and ``args`` must be picklable, the entry a function at the top of a module. A rank that fails ends all; what
-    it said comes back as one line in a RuntimeFailure. Ctrl-C ends all ranks and raises KeyboardInterrupt.
+    it said comes back as one line in a RuntimeFailure. Ctrl-C ends all ranks and raises KeyboardInterrupt. ``limit_s``: ranks that were
+    started here are ended after so long, which is a RuntimeFailure.
     """
     if under_launcher(os.environ):
         if world_size(os.environ) < processes:
@@ -66,6 +69,7 @@ def launch(processes: int, entry: Callable[..., Result], args: Sequence[Any] = (
             _environment_for_ranks(threads),
             _interrupts_for_launcher_alone() as interrupted,
             _own_temporary_folder(),
+            _time_limit(limit_s) as late,
         ):
             results: dict[int, Result] = elastic_launch(_config(processes), _rank_main)(entry, tuple(args), threads)
             return results
@@ -74,7 +78,9 @@ def launch(processes: int, entry: Callable[..., Result], args: Sequence[Any] = (
     except SignalException as error:
         if error.sigval is signal.SIGINT or interrupted.is_set():
             raise KeyboardInterrupt from None
-        raise RuntimeFailure(f"stopped by {error.sigval.name}; all ranks have ended") from None
+        if late.is_set():
+            raise RuntimeFailure(f"not done after {limit_s:g} s; all ranks have ended: try a smaller batch or fewer steps") from None
+        raise StoppedBySignal(f"stopped by {error.sigval.name}; all ranks have ended", error.sigval) from None
 
 
 def _config(processes: int) -> LaunchConfig:
@@ -180,6 +186,28 @@ def _interrupts_for_launcher_alone() -> Iterator[threading.Event]:
         done.set()
         thread.join()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _time_limit(limit_s: float | None) -> Iterator[threading.Event]:
+    """Ends the launcher by SIGTERM, which it hands on to the ranks. The event tells that it was so."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(limit_s, end) if limit_s is not None else None
+    if timer is None:
+        yield late
+        return
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 @contextmanager

@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
 
 from soap.errors import InfeasibleError, StrategyError
 from soap.graph import OperatorGraph
+from soap.search.constraints import Pairs, brought_inside, parse
 from soap.search.descent import adopt, propose_descent
 from soap.search.metropolis import DEFAULT_BETA, ChainState, Evaluator, step
 from soap.search.proposals import Kernel
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
-from soap.search.starts import Start, best_starts, reference_strategies, starting_strategies
+from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
 from soap.strategy import Strategy
 from soap.topology import Topology
 from soap.units import format_bytes
@@ -52,24 +53,32 @@ def search(
     initial: Strategy | None = None,
     patience: float | None = None,
     progress: bool = False,
+    pins: Pairs = (),
+    forbidden: Pairs = (),
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
 
     ``budget``: proposals to evaluate. ``beta``: see ``soap.search.metropolis``. ``starts``: names of classical strategies (or
     "random"), all classical ones by default; data parallelism is always among them. ``patience``: a chain ends early once this share of
     its budget has brought it no improvement. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns the best so far.
+    ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey.
     """
     _check_arguments(budget, beta, patience)
+    space = build_space(graph, topology.device_count, allowed=parse(graph, topology.device_count, pins, forbidden))
     strategies = starting_strategies(graph, topology, starts, initial, seed)
+    baseline, strategies = strategies[BASELINE], {name: brought_inside(space, strategy) for name, strategy in strategies.items()}
     recorder = Recorder()
     interrupted = False
     bar: tqdm[Any] = tqdm(total=budget, unit="proposal", disable=None if progress else True)
     with bar:
         try:
+            if strategies[BASELINE] is not baseline:
+                recorder.baseline_ns = evaluator.makespan_ns(baseline)
             for name, strategy in strategies.items():
                 recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
             references = reference_strategies(graph, topology, strategies.values())
-            space = build_space(graph, topology.device_count, references=references)
+            inside = different(brought_inside(space, reference) for reference in references)
+            space = replace(space, references=inside)
             _Run(space, evaluator, recorder, budget, seed, beta, patience, bar).all_chains()
         except KeyboardInterrupt:
             interrupted = True

@@ -115,7 +115,7 @@ def adopt(space: Space, strategy: Strategy, reference: Strategy) -> Proposal | N
 
 
 def _proposal(space: Space, strategy: Strategy, name: str, change: Change) -> Proposal | None:
-    new = {space.graph.operators[i].name: config for i, config in sorted(change.items())}
+    new = {space.graph.operators[i].name: config for i, config in sorted(change.items()) if space.allows(i, config)}
     changed = {op: config for op, config in new.items() if strategy.operators[op] != config}
     if not changed:
         return None

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from math import exp, inf, log
 
 from soap.search.alignment import aligned_configs
-from soap.search.space import Space, grid_of, is_structured, make_config, placements
+from soap.search.space import Space, grid_of, make_config
 from soap.strategy import RUNNABLE_SYNC_METHODS, OpConfig, Strategy, SyncConfig
 
 INFORMED_SHARE = 0.5
@@ -62,7 +62,7 @@ def place(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | No
     """The same grid of one operator on other devices."""
     i = rng.choice(space.movable)
     old = strategy.operators[space.graph.operators[i].name]
-    options = placements(grid_of(old), space.device_count)
+    options = space.operators[i].placements(grid_of(old))
     if not options or _shuffled(space, i, old):
         return None
     new = make_config(grid_of(old), rng.choice(options))
@@ -77,7 +77,7 @@ def split(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | No
     if not grids or _shuffled(space, i, old):
         return None
     grid = rng.choice(grids)
-    if not is_structured(grid, old.devices, space.device_count):
+    if not space.operators[i].is_structured(grid, old.devices):
         return None
     return _changed(space, strategy, "split", i, make_config(grid, old.devices))
 
@@ -170,7 +170,7 @@ class Kernel:
 
 def _shuffled(space: Space, position: int, config: OpConfig) -> bool:
     """Whether the configuration lies in the space but is no structured one."""
-    if is_structured(grid_of(config), config.devices, space.device_count):
+    if space.operators[position].is_structured(grid_of(config), config.devices):
         return False
     return space.operators[position].log_weight(config) > -inf
 

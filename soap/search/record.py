@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+MOST_FINALISTS = 8
+"""Strategies that are kept beside the best."""
+
+
 class Row(NamedTuple):
     """One evaluated proposal.
 
@@ -46,6 +50,7 @@ class MoveCount(NamedTuple):
 class SearchResult:
     """The outcome of a search; ``strategy`` is the best one seen, and fits into memory.
 
+    ``finalists``: the best few that fit, of different times, the best one first.
     ``evaluations``: simulations asked for, starts included. ``interrupted``: whether the user stopped it before the budget was spent.
     """
 
@@ -53,6 +58,7 @@ class SearchResult:
     cost_ns: int
     data_parallel_ns: int
     starts: tuple[Start, ...]
+    finalists: tuple[Start, ...]
     rows: Sequence[Row]
     evaluations: int
     seed: int
@@ -91,11 +97,16 @@ class SearchResult:
 
 @dataclass
 class Recorder:
-    """Keeps the best strategy and the history while a search runs."""
+    """Keeps the best strategy and the history while a search runs.
+
+    ``baseline_ns``: data parallelism's time, if it is not among the starts because it does not obey the user's constraints.
+    """
 
     starts: list[Start] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     best: Start | None = None
+    baseline_ns: int | None = None
+    finalists: list[Start] = field(default_factory=list)
 
     def start(self, start: Start) -> None:
         """A start was evaluated."""
@@ -116,6 +127,8 @@ class Recorder:
         return better
 
     def _compare(self, candidate: Start) -> bool:
+        if candidate.fits and all(candidate.cost_ns != other.cost_ns for other in self.finalists):
+            self.finalists = sorted([*self.finalists, candidate], key=lambda start: start.cost_ns)[:MOST_FINALISTS]
         better = self.best is None or candidate.score < self.best.score
         if better:
             self.best = candidate
@@ -124,6 +137,8 @@ class Recorder:
     @property
     def data_parallel_ns(self) -> int:
         """Data parallelism's time."""
+        if self.baseline_ns is not None:
+            return self.baseline_ns
         return next(start.cost_ns for start in self.starts if start.name == BASELINE)
 
     def result(self, *, seed: int, budget: int, beta: float, interrupted: bool) -> SearchResult:
@@ -135,6 +150,7 @@ class Recorder:
             cost_ns=self.best.cost_ns,
             data_parallel_ns=self.data_parallel_ns,
             starts=tuple(self.starts),
+            finalists=tuple(self.finalists),
             rows=tuple(self.rows),
             evaluations=evaluations,
             seed=seed,

@@ -9,22 +9,29 @@ A configuration is a *grid* (degrees and replicas) and a *placement* (devices). 
 This weight is the reference measure of the Metropolis-Hastings chain (see ``soap.search.metropolis``); among structured
 configurations it is uniform. What lies outside (a device used twice, more tiles than devices) may be a start, and is
 left for good by the first accepted move.
+
+Where the user allows an operator only some grids or devices (``soap.search.constraints``), its space has no others: structured are then the
+above placements that lie on allowed devices, and those that the allowed devices, numbered by themselves, have. So do shuffled ones.
 """
 
 from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, permutations, product
 from math import inf, log, perm, prod
+from typing import TYPE_CHECKING
 
 from soap.graph import Operator, OperatorGraph
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups
 from soap.strategy import OpConfig, Strategy
+
+if TYPE_CHECKING:
+    from soap.search.constraints import Allowed
 
 SHUFFLED = 0.05
 """Weight of all shuffled placements of a grid relative to its structured ones."""
@@ -92,10 +99,11 @@ def degree_choices(size: int, device_count: int, *, every: bool = False) -> list
     return [d for d in range(1, limit + 1) if device_count % d == 0 or d & (d - 1) == 0 or d == size]
 
 
-def grids_of(op: Operator, device_count: int, *, every: bool = False) -> tuple[Grid, ...]:
-    """Grids of an operator with at most ``device_count`` tiles, best guesses first, at most ``MAX_GRIDS``."""
+def grids_of(op: Operator, device_count: int, *, every: bool = False, whole: Collection[int] = ()) -> tuple[Grid, ...]:
+    """Grids of an operator with at most ``device_count`` tiles, best guesses first, at most ``MAX_GRIDS``; axes ``whole`` are not split."""
     choices = [degree_choices(device_count, device_count, every=every)]
     choices += [degree_choices(f.size, device_count, every=every) if op.partitionable else [1] for f in op.factors]
+    choices = [[1] if axis in whole else options for axis, options in enumerate(choices)]
     partial: list[tuple[Grid, int, int]] = [((), 1, 0)]
     for options in choices:
         partial = [
@@ -126,11 +134,19 @@ def make_config(grid: Grid, devices: Devices) -> OpConfig:
 class OperatorSpace:
     """The configurations of one operator, with their weights. Immutable; shared by operators with equal factors."""
 
-    def __init__(self, grids: Sequence[Grid], device_count: int, *, shuffled: float = SHUFFLED) -> None:
+    def __init__(
+        self, grids: Sequence[Grid], device_count: int, *, shuffled: float = SHUFFLED, devices: Sequence[int] | None = None
+    ) -> None:
         self.grids = tuple(grids)
         self.device_count = device_count
-        counts = {grid: len(placements(grid, device_count)) for grid in self.grids}
-        self._mass = {g: shuffled * n for g, n in counts.items() if shuffled > 0 and perm(device_count, prod(g)) > n}
+        self.devices = tuple(range(device_count)) if devices is None else tuple(devices)
+        self._own = frozenset(self.devices)
+        self._restricted: dict[Grid, tuple[Devices, ...]] = {}
+        if len(self.devices) < device_count:
+            self._restricted = {grid: self._placements_on_own(grid) for grid in self.grids}
+            self.grids = tuple(grid for grid in self.grids if self._restricted[grid])
+        counts = {grid: len(self.placements(grid)) for grid in self.grids}
+        self._mass = {g: shuffled * n for g, n in counts.items() if shuffled > 0 and perm(len(self.devices), prod(g)) > n}
         self._shufflable = tuple(self._mass)
         self._cumulative = list(accumulate(counts.values()))
         self._shuffle_cumulative = list(accumulate(self._mass.values()))
@@ -138,10 +154,30 @@ class OperatorSpace:
         self._total = self.structured_count + (self._shuffle_cumulative[-1] if self._mass else 0.0)
         self._known = frozenset(self.grids)
 
+    def _placements_on_own(self, grid: Grid) -> tuple[Devices, ...]:
+        """The structured placements on some of the devices only."""
+        tiles = prod(grid)
+        found = dict.fromkeys(devices for devices in placements(grid, self.device_count) if self._own.issuperset(devices))
+        if tiles <= len(self.devices):
+            found |= dict.fromkeys(tuple(self.devices[i] for i in numbers) for numbers in placements(grid, len(self.devices)))
+        return tuple(found)
+
+    def placements(self, grid: Grid) -> tuple[Devices, ...]:
+        """Structured placements of a grid on the devices that the operator may use."""
+        if len(self.devices) == self.device_count:
+            return placements(grid, self.device_count)
+        return self._restricted.get(grid, ())
+
+    def is_structured(self, grid: Grid, devices: Devices) -> bool:
+        """Whether the devices are one of ``placements(grid)``."""
+        if len(self.devices) == self.device_count:
+            return is_structured(grid, devices, self.device_count)
+        return devices in self._restricted.get(grid, ())
+
     def structured(self) -> Iterator[OpConfig]:
         """All structured configurations, in a fixed order."""
         for grid in self.grids:
-            for devices in placements(grid, self.device_count):
+            for devices in self.placements(grid):
                 yield make_config(grid, devices)
 
     @cached_property
@@ -162,12 +198,12 @@ class OperatorSpace:
         grid, devices = grid_of(config), config.devices
         if grid not in self._known:
             return -inf
-        if is_structured(grid, devices, self.device_count):
+        if self.is_structured(grid, devices):
             return 0.0
-        distinct = len(set(devices)) == len(devices) and max(devices) < self.device_count
+        distinct = len(set(devices)) == len(devices) and self._own.issuperset(devices)
         if not distinct or grid not in self._mass:
             return -inf
-        others = perm(self.device_count, len(devices)) - len(placements(grid, self.device_count))
+        others = perm(len(self.devices), len(devices)) - len(self.placements(grid))
         return log(self._mass[grid]) - log(others)
 
     @property
@@ -189,8 +225,8 @@ class OperatorSpace:
             return self.draw_structured(rng)
         grid = rng.choices(self._shufflable, cum_weights=self._shuffle_cumulative)[0]
         while True:
-            devices = tuple(rng.sample(range(self.device_count), prod(grid)))
-            if not is_structured(grid, devices, self.device_count):
+            devices = tuple(rng.sample(self.devices, prod(grid)))
+            if not self.is_structured(grid, devices):
                 return make_config(grid, devices)
 
     def draw_structured(self, rng: random.Random) -> OpConfig:
@@ -198,14 +234,15 @@ class OperatorSpace:
         x = rng.randrange(self.structured_count)
         position = bisect_right(self._cumulative, x)
         grid = self.grids[position]
-        return make_config(grid, placements(grid, self.device_count)[x - self._cumulative[position]])
+        return make_config(grid, self.placements(grid)[x - self._cumulative[position]])
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
     """The space of a graph on so many devices, with what the proposals need to know of the graph.
 
-    ``references``: strategies known beforehand (the starts); informed proposals borrow from them.
+    ``references``: strategies known beforehand (the starts); informed proposals borrow from them. ``allowed``: by operator, what the user
+    has left to it, if anything was said; groups then have equal ones only.
     """
 
     graph: OperatorGraph
@@ -214,6 +251,12 @@ class Space:
     edges: tuple[tuple[Edge, ...], ...]
     groups: tuple[tuple[int, ...], ...]
     references: tuple[Strategy, ...] = ()
+    allowed: tuple[Allowed | None, ...] = ()
+
+    def allows(self, position: int, config: OpConfig) -> bool:
+        """Whether the user allows an operator this configuration."""
+        allowed = self.allowed[position] if self.allowed else None
+        return allowed is None or allowed.allows(config)
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
@@ -238,13 +281,40 @@ def build_space(
     references: Sequence[Strategy] = (),
     every_degree: bool = False,
     shuffled: float = SHUFFLED,
+    allowed: Mapping[str, Allowed] | None = None,
 ) -> Space:
-    """The space of a graph on ``device_count`` devices; ``every_degree`` also takes degrees that divide nothing."""
-    cache: dict[tuple[tuple[int, ...], bool], OperatorSpace] = {}
+    """The space of a graph on ``device_count`` devices; ``every_degree`` also takes degrees that divide nothing.
+
+    ``allowed``: what is left to some operators, by name (``soap.search.constraints``). StrategyError if that is nothing.
+    """
+    cache: dict[tuple[tuple[int, ...], bool, Allowed | None], OperatorSpace] = {}
+    limits = tuple((allowed or {}).get(op.name) for op in graph.operators)
     spaces = []
-    for op in graph.operators:
-        key = (tuple(f.size for f in op.factors), op.partitionable)
+    for op, limit in zip(graph.operators, limits, strict=True):
+        key = (tuple(f.size for f in op.factors), op.partitionable, limit)
         if key not in cache:
-            cache[key] = OperatorSpace(grids_of(op, device_count, every=every_degree), device_count, shuffled=shuffled)
+            cache[key] = _operator_space(op, device_count, limit, every=every_degree, shuffled=shuffled)
         spaces.append(cache[key])
-    return Space(graph, device_count, tuple(spaces), edges_of(graph), repeated_groups(graph), tuple(references))
+    groups = repeated_groups(graph)
+    if allowed:
+        groups = _groups_alike(groups, spaces)
+    return Space(graph, device_count, tuple(spaces), edges_of(graph), groups, tuple(references), limits if allowed else ())
+
+
+def _operator_space(op: Operator, device_count: int, limit: Allowed | None, *, every: bool, shuffled: float) -> OperatorSpace:
+    if limit is None:
+        return OperatorSpace(grids_of(op, device_count, every=every), device_count, shuffled=shuffled)
+    if limit.grid is not None:
+        return OperatorSpace([limit.grid], device_count, shuffled=shuffled, devices=limit.devices)
+    counts = dict.fromkeys((device_count, len(limit.devices)))  # degrees that divide the devices left are worth trying too
+    grids = dict.fromkeys(grid for count in counts for grid in grids_of(op, count, every=every, whole=limit.whole))
+    return OperatorSpace(list(grids), device_count, shuffled=shuffled, devices=limit.devices)
+
+
+def _groups_alike(groups: Sequence[tuple[int, ...]], spaces: Sequence[OperatorSpace]) -> tuple[tuple[int, ...], ...]:
+    """The groups, each divided into operators with the same space."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for number, group in enumerate(groups):
+        for i in group:
+            found.setdefault((number, id(spaces[i])), []).append(i)
+    return tuple(sorted(tuple(members) for members in found.values() if len(members) > 1))

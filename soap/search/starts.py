@@ -65,10 +65,15 @@ def reference_strategies(graph: OperatorGraph, topology: Topology, starts: Itera
 
     The latter is not evaluated as a whole beforehand, but a small model (or a small part of one) often runs best on a few devices.
     """
-    found: list[Strategy] = []
     baseline = CLASSICAL[BASELINE](graph, topology)
     narrower = [narrowed(graph, topology, baseline, n) for n in range(1, topology.device_count) if topology.device_count % n == 0]
-    for strategy in (*starts, *narrower):
+    return different((*starts, *narrower))
+
+
+def different(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
+    """Each strategy once, in the order of first occurrence."""
+    found: list[Strategy] = []
+    for strategy in strategies:
         if strategy not in found:
             found.append(strategy)
     return tuple(found)

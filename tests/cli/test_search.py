@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import soap
+from soap import api
 from soap.cli.search import main
 from tests.cli.refusals import assert_refused
 
@@ -56,6 +57,81 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert report["search"] == {"seed": 0, "budget": 20, "beta": report["search"]["beta"], "evaluations": 22, "interrupted": False}
     assert len(report["memory_bytes"]) == len(report["cluster"]["devices"]) == 16
     assert report["strategy"] == str(tmp_path / "s.json")
+
+
+def test_explains_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "s.json"
+    assert search("-o", str(out), "--explain", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    graph, cluster = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
+    strategy, usual = soap.load_strategy(out, graph, cluster), api.classical("data_parallel", graph, cluster)
+    assert sorted(name for line in report["explanation"] for name in line["operators"]) == sorted(op.name for op in graph.operators)
+    path_ns = 0
+    for line in report["explanation"]:
+        name = line["operators"][-1]
+        assert line["devices"] == list(strategy.operators[name].devices)
+        back = strategy.with_operator(name, usual.operators[name])
+        assert line["set_back_alone_ns"][name] == soap.simulate(graph, cluster, back).makespan_ns
+        assert line["set_back_saves_ns"] == report["predicted_ns"] - line["set_back_ns"]
+        assert bool(line["critical_path"]) == any(part["ns"] for part in line["critical_path"])
+        path_ns += sum(part["ns"] for part in line["critical_path"])
+    assert path_ns == pytest.approx(report["predicted_ns"], abs=100)
+
+
+def test_draws_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "s.json", tmp_path / "s.png"
+    assert search("-o", str(out), "--plot", str(picture)) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {out} and {picture}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(tmp_path.iterdir()) == [out, picture]
+    assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(out), "--plot", str(tmp_path / "s.gif")], 1, "s.gif", ".png")
+    assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(out), "--plot", str(out)], 2, "--plot", "--output")
+
+
+def test_explains_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert search("-o", str(tmp_path / "s.json"), "--explain") == 0
+    out = capsys.readouterr().out
+    for word in ("why each operator is configured as it is", "bound by", "computation on node", "ms of the iteration", "set back"):
+        assert word in out
+
+
+def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "s.json"
+    constraints = ["--pin", "blocks.*.up=sample:4@0-3", "--pin", "*norm*=sample:2", "--forbid", "*=reduction", "--forbid", "*=@7"]
+    assert search("-o", str(out), *constraints) == 0
+    strategy = soap.load_strategy(out, MODEL, CLUSTER)
+    graph = soap.load(MODEL, plan_only=True).graph
+    pinned = 0
+    for op in graph.operators:
+        config = strategy.operators[op.name]
+        degrees = {f.kind.value: d for f, d in zip(op.factors, config.degrees, strict=True) if d > 1}
+        assert 7 not in config.devices
+        assert "reduction" not in degrees, op.name
+        if op.name.endswith(".up"):
+            assert degrees == {"sample": 4} and config.replicas == 1 and set(config.devices) <= {0, 1, 2, 3}
+            pinned += 1
+        elif "norm" in op.name:
+            assert degrees == {"sample": 2}
+            pinned += 1
+    assert pinned > 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--pin", "fc"], 2, ["--pin", "'fc'", "GLOB=SPEC"]),
+        (["--pin", "nothing*=sample:2"], 5, ["--pin nothing*=sample:2", "no operator", "--explain-graph"]),
+        (["--pin", "*=chanel:2"], 5, ["no factor 'chanel'", "sample"]),
+        (["--forbid", "*=@99"], 5, ["device 99", "0 to 15"]),
+        (["--forbid", "*=@0-15"], 5, ["nothing is left", "device"]),
+    ],
+)
+def test_constraints_that_cannot_be(
+    arguments: list[str], code: int, words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "s.json"
+    assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(out), *arguments], code, *words)
+    assert not out.exists()
 
 
 def test_missing_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

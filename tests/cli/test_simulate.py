@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import soap
+from soap import api
 from soap.cli import report
 from soap.cli.simulate import main
 from soap.graph import OperatorGraph
@@ -139,3 +140,60 @@ def test_prices_a_strategy_file(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 )
 def test_bad_input_is_one_line(arguments: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert_refused(capsys, main, [*COMMAND, *arguments], code, word)
+
+
+def test_explains_a_given_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--builtin", "data_parallel", "--explain", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for line in found["explanation"]:
+        assert line["set_back_ns"] == found["predicted_ns"]
+        assert line["busiest_ns"] == line["data_parallel_busiest_ns"]
+    assert any(line["critical_path"] for line in found["explanation"])
+
+
+OTHER_CLUSTER = """
+name: slower
+hosts:
+  - name: box
+    count: 2
+    devices: {type: k80, count: 8}
+    cpu_cores: 8
+    memory: 64 GiB
+    links: {intra: {bandwidth: 2 GB/s, latency: 5 us}}
+network: {bandwidth: 10 Gbit/s, latency: 30 us}
+"""
+
+
+def test_what_if_prices_a_strategy_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, other = tmp_path / "s.json", tmp_path / "other.yaml"
+    other.write_text(OTHER_CLUSTER)
+    graph, home, away = soap.load(COMMAND[0], plan_only=True).graph, soap.load_cluster(COMMAND[2]), soap.load_cluster(other)
+    strategy = api.classical("megatron", graph, home)
+    soap.save_strategy(path, strategy, graph, home)
+    command = [COMMAND[0], "--strategy", str(path), "--cluster", str(other)]
+    assert_refused(capsys, main, command, 5, "another cluster", "'p100-4x4'", "'slower'", "--what-if")
+    assert main([*command, "--what-if", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["what_if"] == {"made_for": "p100-4x4"}
+    assert report["predicted_ns"] == soap.simulate(graph, away, strategy).makespan_ns != soap.simulate(graph, home, strategy).makespan_ns
+    assert main([*command, "--what-if"]) == 0
+    assert capsys.readouterr().out.startswith("what if: this strategy was made for cluster 'p100-4x4'; its devices are taken by number\n")
+    assert main([COMMAND[0], "--strategy", str(path), "--cluster", COMMAND[2], "--what-if", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["what_if"] is None  # at home there is nothing to say
+
+
+def test_what_if_needs_as_many_devices_and_the_same_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    graph, home = soap.load(COMMAND[0], plan_only=True).graph, soap.load_cluster(COMMAND[2])
+    soap.save_strategy(path, api.classical("megatron", graph, home), graph, home)
+    for flags in ([], ["--what-if"]):
+        capsys.readouterr()
+        command = [COMMAND[0], "--strategy", str(path), "--cluster", "h200-8", *flags]
+        assert_refused(capsys, main, command, 5, "another cluster", "16 devices", "8 devices")
+    assert_refused(capsys, main, ["zoo:rnnlm:tiny", "--strategy", str(path), "--cluster", COMMAND[2], "--what-if"], 5, "another model")
+    assert_refused(capsys, main, [*COMMAND, "--builtin", "megatron", "--what-if"], 2, "--what-if", "--strategy")
+
+
+def test_copies_that_were_not_simulated_are_not_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "MANY_TILES", 1)
+    assert_refused(capsys, main, [*COMMAND, "--builtin", "data_parallel", "--explain"], 5, "--explain", "equal copies")

@@ -15,7 +15,7 @@ from soap.runtime.launch import launch
 from soap.simulator.lowering import build_plan
 from soap.strategy import OpConfig, Strategy
 from tests.graph_builder import mlp
-from tests.runtime.launched import add_ranks, crash_in_rank_one, fail_in_rank_one, train_launched
+from tests.runtime.launched import add_ranks, crash_in_rank_one, fail_in_rank_one, train_launched, wait_forever
 from tests.strategies import CPU, cluster
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +101,20 @@ def test_a_signal_between_the_starts_of_ranks_waits_for_the_last(tmp_path: Path)
     assert (done.returncode, done.stderr) == (1, "stopped by SIGTERM; all ranks have ended\n")
     ranks = [int(path.name.removeprefix("started-")) for path in tmp_path.glob("started-*")]
     assert len(ranks) == 2 and not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_are_ended_at_the_time_limit(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeFailure, match=r"^not done after 20 s; all ranks have ended: "):
+        launch(2, wait_forever, (str(tmp_path),), limit_s=20)
+    ranks = [int((tmp_path / rank).read_text()) for rank in "01"]
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_time_limit_that_is_not_reached_changes_nothing() -> None:
+    assert launch(2, add_ranks, (5,), limit_s=100) == {0: 11, 1: 11}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -1,0 +1,212 @@
+"""``soap-diff``: what two strategy files do differently, and what that is predicted to cost."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from soap import api
+from soap.cli import report
+from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.options import MODEL_HELP, add_cluster, add_reading, reading
+from soap.cli.tables import aligned, devices, layers, listed, milliseconds
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.simulate import Simulation
+from soap.strategy import SyncConfig
+from soap.strategy_comparison import Comparison, compare, grouped
+from soap.strategy_differences import one_line, short
+from soap.strategy_json import OperatorEntry, StrategyContents
+from soap.units import format_bytes
+
+PROG = "soap-diff"
+DIFFERENT, FAILED = 1, 2
+MOST_ROWS = 40
+"""Lines of differences in the text; the JSON document has all."""
+EXIT_CODES = """exit codes:
+  0 the strategies are equal    1 they differ    2 any error, usage included    130 interrupted (Ctrl-C)
+"""
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        PROG,
+        "Compare two strategy files: operators and parameters that are configured differently, and predicted times.",
+        f"{PROG} a.json b.json --model zoo:gpt:tiny --cluster p100-4x4",
+        exit_codes=EXIT_CODES,
+        failure_code=FAILED,
+    )
+    parser.add_argument("first", metavar="A", help="what soap-search wrote")
+    parser.add_argument("second", metavar="B", help="what soap-search wrote")
+    parser.add_argument("--model", metavar="MODEL", help=f"with --cluster, simulate both: {MODEL_HELP}")
+    add_reading(parser)
+    add_cluster(parser, required=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    return parser
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Read, compare, report."""
+    if (args.model is None) != (args.cluster is None):
+        given, lacking = ("--model", "--cluster") if args.cluster is None else ("--cluster", "--model")
+        raise UsageError(f"{given} without {lacking}; expected both, to simulate, or neither")
+    contents = [api.load_strategy_contents(path) for path in (args.first, args.second)]
+    comparison = compare(*contents)
+    simulated = None if args.model is None else _simulated(args)
+    found = document((args.first, args.second), contents, comparison, simulated)
+    print(report.dump(found) if args.json else text(found, comparison))
+    return 0 if comparison.equal else DIFFERENT
+
+
+def _simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
+    topology = api.load_cluster(args.cluster)
+    graph = api.load(args.model, plan_only=True, **reading(args)).graph
+    strategies = [api.load_strategy(path, graph, topology) for path in (args.first, args.second)]
+    simulator = api.simulator_for(graph, topology)
+    return [_outcome(simulator.predict(strategy)) for strategy in strategies]
+
+
+def _outcome(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """Time, traffic, the fullest device, and the link that is held longest."""
+    totals = [use.total for use in simulation.memory]
+    held = {name: simulation.busy_ns[name] for name, size in simulation.link_bytes.items() if size}
+    busiest = max(held, key=lambda name: held[name], default=None)
+    return {
+        "time_ns": simulation.makespan_ns,
+        "bytes_moved": simulation.bytes_moved,
+        "peak_bytes": max(totals),
+        "fits": simulation.fits,
+        "busiest_link": None
+        if busiest is None
+        else {"name": busiest, "held_ns": held[busiest], "bytes": simulation.link_bytes[busiest]},
+    }
+
+
+def document(
+    paths: Sequence[str], contents: Sequence[StrategyContents], comparison: Comparison, simulated: Sequence[Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    """All differences, as plain JSON values. The keys are part of the command's interface."""
+    return {
+        "equal": comparison.equal,
+        "strategies": [_strategy(path, one) for path, one in zip(paths, contents, strict=True)],
+        "same_model": comparison.same_model,
+        "same_cluster": comparison.same_cluster,
+        "operators": [
+            {"operator": d.operator, "first": _entry(d.first), "second": _entry(d.second)} for d in comparison.differences
+        ],
+        "only_first": list(comparison.only_first),
+        "only_second": list(comparison.only_second),
+        "parameters": [{"parameter": name, "first": _sync(one), "second": _sync(other)} for name, one, other in comparison.parameters],
+        "simulated": None if simulated is None else list(simulated),
+    }
+
+
+def _strategy(path: str, contents: StrategyContents) -> dict[str, Any]:
+    predicted = contents.record.get("predicted_ns")
+    whole = isinstance(predicted, int) and not isinstance(predicted, bool)
+    header = contents.header
+    return {
+        "path": path,
+        "model": header.model,
+        "cluster": header.cluster,
+        "operators": len(contents.operators),
+        "predicted_ns": predicted if whole else None,
+    }
+
+
+def _entry(entry: OperatorEntry) -> dict[str, Any]:
+    return {"kind": entry.kind, "degrees": dict(entry.degrees), "replicas": entry.replicas, "devices": list(entry.devices)}
+
+
+def _sync(sync: SyncConfig) -> dict[str, Any]:
+    return {"sync": sync.method, "partitions": sync.partitions}
+
+
+def text(found: Mapping[str, Any], comparison: Comparison) -> str:
+    """The same for people."""
+    first, second = found["strategies"]
+    sections = ["\n".join(f"{letter}: {_title(one)}" for letter, one in (("A", first), ("B", second)))]
+    if not comparison.same_model:
+        sections.append("made for different models; operators of equal names are compared")
+    if not comparison.same_cluster:
+        sections.append("made for different clusters; devices are compared by number")
+    if found["simulated"]:
+        sections.append(_resources(found["simulated"]))
+    sections += _listings(comparison, first["operators"])
+    if comparison.equal:
+        sections.append("the strategies are equal")
+    return "\n\n".join(sections)
+
+
+def _title(one: Mapping[str, Any]) -> str:
+    time = "no time recorded" if one["predicted_ns"] is None else f"predicted {milliseconds(one['predicted_ns'])}"
+    return f"{one['path']}: {short(one['model'])} on {short(one['cluster'])}, {time}"
+
+
+def _resources(simulated: Sequence[Mapping[str, Any]]) -> str:
+    rows = [("simulated", "A", "B", "B / A")]
+    for label, key, shown in (
+        ("time per iteration", "time_ns", milliseconds),
+        ("moved per iteration", "bytes_moved", format_bytes),
+        ("memory of the fullest device", "peak_bytes", format_bytes),
+    ):
+        one, other = (outcome[key] for outcome in simulated)
+        rows.append((label, shown(one), shown(other), f"{other / one:.2f}" if one else ""))
+    lines = [aligned(rows)]
+    for letter, outcome in zip("AB", simulated, strict=True):
+        link = outcome["busiest_link"]
+        if link is not None:
+            held = f"held {milliseconds(link['held_ns'])}, carries {format_bytes(link['bytes'])}"
+            lines.append(f"  busiest link of {letter}: {link['name']}, {held}")
+        if not outcome["fits"]:
+            lines.append(f"  {letter} does not fit into memory")
+    return "\n".join(lines)
+
+
+def _listings(comparison: Comparison, operators: int) -> list[str]:
+    sections = []
+    groups = grouped(comparison.differences)
+    if groups:
+        rows: list[tuple[str, ...]] = [("operator", "A", "B")]
+        for group in groups[:MOST_ROWS]:
+            name = one_line(layers([difference.operator for difference in group]), 80)
+            other_operator = (group[0].first.kind, group[0].first.sizes) != (group[0].second.kind, group[0].second.sizes)
+            rows.append((name, *(_configured(entry, other_operator) for entry in (group[0].first, group[0].second))))
+        head = f"{len(comparison.differences)} of {operators} operators are configured differently:"
+        rest = sum(len(group) for group in groups[MOST_ROWS:])
+        sections.append("\n".join([head, listed(rows), *([f"  and {rest} more; --json has all"] if rest else [])]))
+    if comparison.parameters:
+        rows = [("parameter", "A", "B")]
+        rows += [(one_line(name, 80), _synced(a), _synced(b)) for name, a, b in comparison.parameters]
+        rest = len(comparison.parameters) - MOST_ROWS
+        more = f"\n  and {rest} more; --json has all" if rest > 0 else ""
+        sections.append("synchronized differently:\n" + listed(rows[: MOST_ROWS + 1]) + more)
+    for letter, names in (("A", comparison.only_first), ("B", comparison.only_second)):
+        if names:
+            shown = ", ".join(short(name) for name in names[:4])
+            sections.append(f"only in {letter}: {shown}" + (f" and {len(names) - 4} more" if len(names) > 4 else ""))
+    return sections
+
+
+def _configured(entry: OperatorEntry, with_sizes: bool) -> str:
+    """``b:4, replicas:2 on 0-7``, and what operator it is if the files do not agree on that."""
+    parts = [f"{name}:{degree}" for name, degree in entry.degrees.items()]
+    if entry.replicas > 1:
+        parts.append(f"replicas:{entry.replicas}")
+    sizes = " ".join([one_line(entry.kind, 40), *(f"{name}={size}" for name, size in entry.sizes.items())])
+    return f"{', '.join(parts) or 'whole'} on {devices(entry.devices)}" + (f" ({sizes})" if with_sizes else "")
+
+
+def _synced(sync: SyncConfig) -> str:
+    return sync.method + (f" in {sync.partitions} partitions" if sync.partitions > 1 else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    return run_command(make_parser(), execute, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Why each operator is configured as it is: ``--explain`` of ``soap-search`` and ``soap-simulate``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from soap.cli.tables import aligned, devices, layers, listed, milliseconds, split
+from soap.graph import OperatorGraph
+from soap.search.explanation import Line
+from soap.simulator.attribution import Activity
+from soap.strategy import OpConfig
+from soap.topology import Topology
+from soap.units import format_bytes
+
+MOST_ROWS = 60
+"""Lines of the text; the JSON document has all."""
+LEGEND = (
+    "now (data parallel), in ms: how long it holds its busiest device to compute, its busiest link to move activations, and a link or\n"
+    "device to sum gradients and update; set back: the iteration's time if it alone were as in data parallelism"
+)
+_MS = 1e6
+
+
+def document(graph: OperatorGraph, lines: Sequence[Line], predicted_ns: int) -> list[dict[str, Any]]:
+    """Plain JSON values, in the order of the graph. The keys are part of the commands' interface."""
+    return [_line(graph, line, predicted_ns) for line in lines]
+
+
+def _line(graph: OperatorGraph, line: Line, predicted_ns: int) -> dict[str, Any]:
+    op = graph.operators[graph.index[line.operators[0]]]
+
+    def configuration(config: OpConfig) -> dict[str, Any]:
+        return {"split": split(op, config), "devices": list(config.devices)}
+
+    path = [{"what": kind.value, "where": where, "ns": duration} for (kind, where), duration in line.binding.path_ns.items()]
+    return {
+        "operators": list(line.operators),
+        "kind": line.kind,
+        **configuration(line.config),
+        "data_parallel": configuration(line.usual),
+        "busiest_ns": {kind.value: duration for kind, duration in line.costs.items()},
+        "data_parallel_busiest_ns": {kind.value: duration for kind, duration in line.usual_costs.items()},
+        "set_back_ns": line.back_ns,
+        "set_back_saves_ns": predicted_ns - line.back_ns,
+        "set_back_overflow_bytes": line.back_overflow_bytes,
+        "set_back_alone_ns": dict(line.back_alone_ns),
+        "critical_path": path,
+        "slack_ns": 0 if path else line.binding.slack_ns,
+    }
+
+
+def text(lines: Sequence[Mapping[str, Any]], predicted_ns: int, topology: Topology) -> str:
+    """The document as two tables: what each operator costs, and what binds it."""
+    shown = lines[:MOST_ROWS]
+    costs = [("operator", *(f"{kind.value}" for kind in Activity), "set back", "")]
+    costs += [(layers(line["operators"]), *(_pair(line, kind) for kind in Activity), *_back(line, predicted_ns)) for line in shown]
+    why = [("operator", "configuration", "bound by")]
+    why += [(layers(line["operators"]), _configured(line), _bound(line, topology)) for line in shown]
+    more = [f"  and {len(lines) - MOST_ROWS} more; --json has all"] if len(lines) > MOST_ROWS else []
+    return "\n".join(["why each operator is configured as it is", LEGEND, "", aligned(costs), "", listed(why), *more])
+
+
+def _pair(line: Mapping[str, Any], kind: Activity) -> str:
+    now, usual = line["busiest_ns"][kind.value], line["data_parallel_busiest_ns"][kind.value]
+    return f"{now / _MS:.3f} ({usual / _MS:.3f})" if now or usual else "-"
+
+
+def _back(line: Mapping[str, Any], predicted_ns: int) -> tuple[str, str]:
+    if (line["split"], line["devices"]) == (line["data_parallel"]["split"], line["data_parallel"]["devices"]):
+        return "as it is", ""
+    change = (line["set_back_ns"] - predicted_ns) / max(1, predicted_ns)
+    lacking = line["set_back_overflow_bytes"]
+    return f"{milliseconds(line['set_back_ns'])}{', lacks ' + format_bytes(lacking) if lacking else ''}", f"{change:+.1%}"
+
+
+def _configured(line: Mapping[str, Any]) -> str:
+    return f"{line['split']} on {devices(line['devices'])}"
+
+
+def _bound(line: Mapping[str, Any], topology: Topology) -> str:
+    """``computation on box/gpu0, 0.120 ms of the iteration, and 0.010 ms elsewhere``; or that it has time left."""
+    if not line["critical_path"]:
+        return f"nothing: {line['slack_ns'] / _MS:.3f} ms of slack"
+    first, *rest = line["critical_path"]
+    on_link = first["where"] in {own.name for own in topology.links}
+    if first["what"] == Activity.SYNCHRONIZATION and not on_link:
+        what = f"updates on {first['where']}"
+    else:
+        what = f"{first['what']} on {'link ' if on_link else ''}{first['where']}"
+    others = sum(part["ns"] for part in rest)
+    tail = f", and {others / _MS:.3f} ms elsewhere" if others else ""
+    return f"{what}, {first['ns'] / _MS:.3f} ms of the iteration{tail}"

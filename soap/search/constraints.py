@@ -1,0 +1,212 @@
+"""What the user has decided already: ``--pin`` fixes how operators are split or where they run, ``--forbid`` rules something out.
+
+A constraint is a pair of a pattern of operator names (``fnmatch``) and what is said of these operators:
+
+- pin: ``sample:4``, ``sample:4,channel:2`` or ``replicas:2`` (factors by name or kind; what is not named is not split), with ``@0-3`` or
+  ``@0,2`` behind it the devices as well, alone (``@0-3``) only those. Which tile runs on which of them is searched.
+- forbid: factors by name or kind that are never split, ``replicas``, and ``@3``: devices that are never used.
+
+All constraints of an operator hold together. What they leave is an ``Allowed``, from which its ``OperatorSpace`` is made; so the proposals
+stay inside, and ``brought_inside`` changes strategies from elsewhere (starts, references) as little as it can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import log2, prod
+
+from soap.errors import StrategyError
+from soap.graph import Operator, OperatorGraph
+from soap.search.space import Grid, OperatorSpace, Space, grid_of, make_config
+from soap.strategy import OpConfig, Strategy
+from soap.strategy_differences import short
+
+REPLICAS = "replicas"
+"""Name of the axis that is no factor."""
+Pairs = Sequence[tuple[str, str]]
+"""(pattern, what is said of the operators that it names)."""
+
+_SPEC = "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone"
+_FORBIDDEN = "expected names or kinds of factors, 'replicas', or devices as @3, such as reduction or attribute,@3"
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What an operator may be. ``grid``: if not None, exactly this. ``whole``: axes (0 replicas, 1 + factor) that are not split.
+    ``devices``: where tiles may be, ascending."""
+
+    grid: Grid | None
+    whole: frozenset[int]
+    devices: tuple[int, ...]
+
+    def allows(self, config: OpConfig) -> bool:
+        """Whether a configuration obeys."""
+        grid = grid_of(config)
+        if self.grid is not None and grid != self.grid:
+            return False
+        return all(grid[axis] == 1 for axis in self.whole) and set(config.devices) <= set(self.devices)
+
+
+def parse(graph: OperatorGraph, device_count: int, pins: Pairs, forbidden: Pairs) -> dict[str, Allowed]:
+    """Operator name -> what it may be, for the operators about which something is said. StrategyError in one line if that cannot be."""
+    found: dict[str, Allowed] = {}
+    everything = tuple(range(device_count))
+    for option, pairs in (("--pin", pins), ("--forbid", forbidden)):
+        for pattern, spec in pairs:
+            where = f"{option} {pattern}={spec}"
+            operators = _matching(graph, pattern, where)
+            split, devices = _divided(spec, where, device_count)
+            for op, more in zip(operators, _said(option, operators, split, devices, device_count, where), strict=True):
+                found[op.name] = _both(found.get(op.name, Allowed(None, frozenset(), everything)), more, op, where)
+    for op in graph.operators:
+        if op.name in found:
+            _check_possible(op, found[op.name], device_count)
+    return found
+
+
+def nearest(space: OperatorSpace, config: OpConfig) -> OpConfig:
+    """The structured configuration of a space that is most like another one: degrees first, then tiles that stay where they are."""
+
+    def distance(grid: Grid) -> tuple[float, Grid]:
+        own = grid_of(config)
+        return sum(abs(log2(a / b)) for a, b in zip(grid, own, strict=True)), grid
+
+    def moved(devices: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+        stay = sum(a == b for a, b in zip(devices, config.devices, strict=False))
+        return -stay, -len({*devices} & {*config.devices}), devices
+
+    grid = min(space.grids, key=distance)
+    return make_config(grid, min(space.placements(grid), key=moved))
+
+
+def brought_inside(space: Space, strategy: Strategy) -> Strategy:
+    """A strategy that obeys: operators that did not have their nearest allowed configuration. The same object if all did."""
+    changed = {
+        op.name: nearest(own, strategy.operators[op.name])
+        for i, (op, own) in enumerate(zip(space.graph.operators, space.operators, strict=True))
+        if not space.allows(i, strategy.operators[op.name])
+    }
+    return Strategy({**strategy.operators, **changed}, strategy.parameters) if changed else strategy
+
+
+def pairs_of(given: Mapping[str, str] | Iterable[tuple[str, str]]) -> Pairs:
+    """A mapping, or pairs, as pairs."""
+    return tuple(given.items()) if isinstance(given, Mapping) else tuple(given)
+
+
+def _matching(graph: OperatorGraph, pattern: str, where: str) -> list[Operator]:
+    found = [op for op in graph.operators if fnmatchcase(op.name, pattern)]
+    if not found:
+        some = ", ".join(op.name for op in graph.operators[:3])
+        raise StrategyError(
+            f"{where}: no operator of model {graph.name!r} matches {short(pattern)}; expected a name or a pattern such as "
+            f"{some} or '*' (soap-search --explain-graph lists all)"
+        )
+    return found
+
+
+def _divided(spec: str, where: str, device_count: int) -> tuple[list[str], tuple[int, ...] | None]:
+    """The parts before the ``@``, and the devices behind it (None if there is none)."""
+    before, found, behind = spec.partition("@")
+    parts = [part.strip() for part in before.rstrip(", ").split(",")] if before.strip() else []
+    expected = _SPEC if where.startswith("--pin") else _FORBIDDEN
+    if not all(parts) or (not parts and not found):
+        raise StrategyError(f"{where}: {expected}")
+    if not found:
+        return parts, None
+    devices: set[int] = set()
+    for item in behind.split(","):
+        match = _RANGE.fullmatch(item.strip())
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            raise StrategyError(f"{where}: devices {short(behind)}: expected numbers and ranges such as 0-3 or 0,2,4")
+        last = int(match[2] or match[1])
+        if last >= device_count:
+            raise StrategyError(f"{where}: device {last} does not exist; expected 0 to {device_count - 1} on this cluster")
+        devices.update(range(int(match[1]), last + 1))
+    return parts, tuple(sorted(devices))
+
+
+def _said(
+    option: str, operators: Sequence[Operator], split: Sequence[str], devices: tuple[int, ...] | None, device_count: int, where: str
+) -> list[Allowed]:
+    """What one constraint leaves to each of its operators."""
+    everything = tuple(range(device_count))
+    if option == "--pin":
+        return [Allowed(_pinned(op, split, where) if split else None, frozenset(), devices or everything) for op in operators]
+    left = tuple(d for d in everything if devices is None or d not in devices)
+    for name in split:
+        if name != REPLICAS and not any(_axes(op, name) for op in operators):
+            raise StrategyError(f"{where}: no factor {short(name)}; expected 'replicas' or one of {_factors(operators)}")
+    return [Allowed(None, frozenset(axis for name in split for axis in _axes(op, name)), left) for op in operators]
+
+
+def _pinned(op: Operator, parts: Sequence[str], where: str) -> Grid:
+    """The grid of ``sample:4,channel:2``."""
+    degrees: dict[int, int] = {}
+    for part in parts:
+        name, _, number = part.partition(":")
+        name, number = name.strip(), number.strip()
+        if not re.fullmatch(r"[0-9]{1,9}", number, re.ASCII) or int(number) < 1:
+            raise StrategyError(f"{where}: {short(part)}: {_SPEC}")
+        axes = _axes(op, name)
+        if len(axes) != 1:
+            what = "no factor" if not axes else "several factors"
+            raise StrategyError(f"{where}: operator {op.name!r} has {what} {short(name)}; expected 'replicas' or one of {_factors([op])}")
+        if axes[0] in degrees:
+            raise StrategyError(f"{where}: {short(name)} is given twice for operator {op.name!r}; name each factor once")
+        degrees[axes[0]] = int(number)
+    for axis, degree in degrees.items():
+        if axis == 0:
+            continue
+        factor = op.factors[axis - 1]
+        if degree > factor.size:
+            raise StrategyError(
+                f"{where}: degree {degree} of factor {factor.name!r} exceeds its size {factor.size} in {op.name!r}; lower the degree"
+            )
+        if degree > 1 and not op.partitionable:
+            raise StrategyError(f"{where}: operator {op.name!r} has no rule and is kept whole; expected replicas only")
+    return tuple(degrees.get(axis, 1) for axis in range(len(op.factors) + 1))
+
+
+def _axes(op: Operator, name: str) -> list[int]:
+    """Axes of this name, or else of this kind: 0 for replicas, 1 + position for factors."""
+    if name == REPLICAS:
+        return [0]
+    by_name = [1 + i for i, factor in enumerate(op.factors) if factor.name == name]
+    return by_name or [1 + i for i, factor in enumerate(op.factors) if factor.kind.value == name]
+
+
+def _factors(operators: Sequence[Operator]) -> str:
+    """Names and kinds for messages."""
+    names = dict.fromkeys(f"{factor.name} ({factor.kind.value})" for op in operators for factor in op.factors)
+    shown = list(names)[:8]
+    return (", ".join(shown) + (" and others" if len(names) > len(shown) else "")) if shown else "(no factors)"
+
+
+def _both(one: Allowed, other: Allowed, op: Operator, where: str) -> Allowed:
+    """What two constraints leave."""
+    if one.grid is not None and other.grid is not None and one.grid != other.grid:
+        raise StrategyError(f"{where}: operator {op.name!r} is pinned otherwise by another --pin, so nothing is left; drop one of them")
+    devices = tuple(d for d in one.devices if d in other.devices)
+    if not devices:
+        raise StrategyError(f"{where}: nothing is left for operator {op.name!r}: no device that it may use; allow more devices")
+    return Allowed(one.grid if one.grid is not None else other.grid, one.whole | other.whole, devices)
+
+
+def _check_possible(op: Operator, allowed: Allowed, device_count: int) -> None:
+    if allowed.grid is None:
+        return
+    split = [axis for axis in allowed.whole if allowed.grid[axis] > 1]
+    if split:
+        name = op.factors[split[0] - 1].name if split[0] else REPLICAS
+        raise StrategyError(f"nothing is left for operator {op.name!r}: --pin splits {name}, which --forbid rules out; drop one of them")
+    tiles = prod(allowed.grid)
+    if tiles > len(allowed.devices):
+        raise StrategyError(
+            f"nothing is left for operator {op.name!r}: pinned to {tiles} tiles on {len(allowed.devices)} of {device_count} devices; "
+            "expected at most one tile per device: lower the degrees or allow more devices"
+        )

@@ -1,0 +1,154 @@
+"""Why a strategy is as it is: what each operator costs beside data parallelism, what setting it back would do, what binds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from soap.graph import OperatorGraph
+from soap.search.groups import repeated_groups
+from soap.search.metropolis import Evaluator
+from soap.simulator.attribution import Activity, Shares, activity, slack_ns, task_shares
+from soap.simulator.simulate import Simulation
+from soap.simulator.timeline import critical_path, resource_names
+from soap.strategy import OpConfig, Strategy
+
+Costs = Mapping[Activity, int]
+"""Nanoseconds on the device, or link, that is busiest with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How operators take part in what decides the iteration.
+
+    ``path_ns``: their part of the critical path, by (activity, device or link), largest first; empty if they are not on it. ``slack_ns``:
+    how much later the first of their tasks for which it matters could end before the iteration takes longer.
+    """
+
+    path_ns: Mapping[tuple[Activity, str], int]
+    slack_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An operator, or repeated layers that are configured alike.
+
+    ``back_ns``: the iteration's time if all of them, and nothing else, were configured as in data parallelism, ``back_overflow_bytes`` the
+    memory that then lacks; ``back_alone_ns``: the same for one at a time, by operator.
+    """
+
+    operators: tuple[str, ...]
+    kind: str
+    config: OpConfig
+    usual: OpConfig
+    costs: Costs
+    usual_costs: Costs
+    back_ns: int
+    back_overflow_bytes: int
+    back_alone_ns: Mapping[str, int]
+    binding: Binding
+
+
+def explain(
+    graph: OperatorGraph, simulation: Simulation, baseline: Simulation, strategies: tuple[Strategy, Strategy], evaluator: Evaluator
+) -> list[Line]:
+    """One line per operator or group of repeated layers, in the order of the graph.
+
+    ``simulation`` and ``baseline`` are those of ``strategies``: the one to explain, and data parallelism. ``evaluator`` prices the others.
+    """
+    own, usual = _Shared(simulation), _Shared(baseline)
+    strategy, compared = strategies
+    lines = []
+    for members in _lines(graph, strategy, compared):
+        names = [graph.operators[i].name for i in members]
+        changed = [name for name in names if strategy.operators[name] != compared.operators[name]]
+        alone = {name: _set_back(strategy, compared, [name], evaluator, simulation) for name in names}
+        together = alone[names[0]] if len(names) == 1 else _set_back(strategy, compared, changed, evaluator, simulation)
+        back = _with(strategy, compared, changed)
+        lines.append(
+            Line(
+                operators=tuple(names),
+                kind=graph.operators[members[0]].kind,
+                config=strategy.operators[names[0]],
+                usual=compared.operators[names[0]],
+                costs=own.costs(members),
+                usual_costs=usual.costs(members),
+                back_ns=together,
+                back_overflow_bytes=evaluator.overflow_bytes(back) if changed else simulation.overflow_bytes,
+                back_alone_ns=alone,
+                binding=own.binding(members),
+            )
+        )
+    return lines
+
+
+def _lines(graph: OperatorGraph, strategy: Strategy, compared: Strategy) -> list[tuple[int, ...]]:
+    """Positions of the operators of each line: groups of repeated layers, divided by configuration."""
+    group_of = {i: number for number, group in enumerate(repeated_groups(graph)) for i in group}
+    found: dict[object, list[int]] = {}
+    for i, op in enumerate(graph.operators):
+        place = ("group", group_of[i]) if i in group_of else ("operator", i)
+        found.setdefault((place, strategy.operators[op.name], compared.operators[op.name]), []).append(i)
+    return [tuple(members) for members in found.values()]
+
+
+def _with(strategy: Strategy, compared: Strategy, names: Sequence[str]) -> Strategy:
+    return Strategy({**strategy.operators, **{name: compared.operators[name] for name in names}}, strategy.parameters)
+
+
+def _set_back(strategy: Strategy, compared: Strategy, names: Sequence[str], evaluator: Evaluator, simulation: Simulation) -> int:
+    """The iteration's time with these operators as in data parallelism."""
+    if all(strategy.operators[name] == compared.operators[name] for name in names):
+        return simulation.makespan_ns
+    return evaluator.makespan_ns(_with(strategy, compared, names))
+
+
+class _Shared:
+    """One simulation, by operator: what each holds and for how long, its part of the critical path, its slack."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        tasks, schedule = simulation.tasks, simulation.schedule
+        count = len(tasks.plan.graph.operators)
+        shares = task_shares(tasks)
+        self._names = resource_names(tasks)
+        self._held: list[dict[tuple[Activity, int], float]] = [{} for _ in range(count)]
+        self._path: list[dict[tuple[Activity, int], float]] = [{} for _ in range(count)]
+        self._slack_ns = [simulation.makespan_ns] * count
+        busy: dict[int, int] = {}
+        for task, parts, slack in zip(tasks.tasks, shares, slack_ns(tasks, schedule), strict=True):
+            for resource in task.resources:
+                busy[resource] = busy.get(resource, 0) + task.duration_ns
+                _add(self._held, parts, (activity(task), resource), task.duration_ns)
+            for operator in parts:
+                self._slack_ns[operator] = min(self._slack_ns[operator], slack)
+        for position in critical_path(tasks, schedule):
+            task = tasks.tasks[position]
+            if task.resources:  # of those that a task holds, the one that is busiest
+                where = max(task.resources, key=lambda resource: busy[resource])
+                _add(self._path, shares[position], (activity(task), where), task.duration_ns)
+
+    def costs(self, operators: Sequence[int]) -> Costs:
+        """By activity: how long they hold the device or link that they hold longest for it."""
+        held = _sums(self._held, operators)
+        return {
+            kind: round(max((duration for (found, _), duration in held.items() if found is kind), default=0.0)) for kind in Activity
+        }
+
+    def binding(self, operators: Sequence[int]) -> Binding:
+        """Their part of the critical path, and the least slack of any of their tasks."""
+        path = sorted(_sums(self._path, operators).items(), key=lambda entry: (-entry[1], entry[0]))
+        found = {(kind, self._names[resource]): round(duration) for (kind, resource), duration in path if round(duration) > 0}
+        return Binding(found, min(self._slack_ns[i] for i in operators))
+
+
+def _add(table: list[dict[tuple[Activity, int], float]], parts: Shares, key: tuple[Activity, int], duration_ns: int) -> None:
+    for operator, part in parts.items():
+        table[operator][key] = table[operator].get(key, 0.0) + part * duration_ns
+
+
+def _sums(table: Sequence[Mapping[tuple[Activity, int], float]], operators: Sequence[int]) -> dict[tuple[Activity, int], float]:
+    found: dict[tuple[Activity, int], float] = {}
+    for i in operators:
+        for key, duration in table[i].items():
+            found[key] = found.get(key, 0.0) + duration
+    return found

@@ -1,0 +1,81 @@
+"""A picture of a search: the best cost against proposals beside the starts, and how often each move was accepted."""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from soap.errors import SoapError
+from soap.search.record import SearchResult
+from soap.search.starts import BASELINE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = ("png", "svg", "pdf")
+COLORS = ("C0", "C1", "C2", "C4", "C5", "C6", "C8", "C9")
+"""Of the starts but data parallelism."""
+WIDE_RANGE = 5
+"""Costs whose extremes differ by more than this factor are shown on a logarithmic axis."""
+
+
+def check_plot(path: str | Path) -> None:
+    """SoapError now if a picture could not be drawn for this path later: worth asking before long work."""
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    if suffix not in FORMATS:
+        raise SoapError(f"picture {str(path)!r}: expected a name that ends in one of .{', .'.join(FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise SoapError("pictures need matplotlib, which is not installed; install it, or soap-search[plots]")
+
+
+def plot(result: SearchResult, path: str | Path) -> bytes:
+    """The picture as bytes in the format of the path's suffix: equal searches give equal ones (of the same matplotlib)."""
+    check_plot(path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    costs, moves = figure.subplots(1, 2, width_ratios=(2, 1))
+    _draw_costs(costs, result)
+    _draw_moves(moves, result)
+    figure.suptitle(f"{result.speedup:.2f}x data parallelism after {len(result.rows)} proposals (seed {result.seed})")
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[suffix]
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "soap"}):
+        figure.savefig(buffer, format=suffix, dpi=120, metadata=dates)
+    return buffer.getvalue()
+
+
+def _draw_costs(axes: Axes, result: SearchResult) -> None:
+    """Best cost, accepted proposals, and a line for each start; milliseconds."""
+    accepted = [(row.proposal, row.cost_ns / 1e6) for row in result.rows if row.accepted]
+    if accepted:
+        axes.plot(*zip(*accepted, strict=True), ".", color="0.6", markersize=4, label="accepted")
+    fitting = [start for start in result.starts if start.fits]
+    first = min((start.cost_ns for start in fitting), default=None)
+    best = [(0, first)] if first is not None else []
+    best += [(row.proposal, row.best_ns) for row in result.rows if row.best_ns is not None]
+    proposals, times_ms = [number for number, _ in best], [time / 1e6 for _, time in best]
+    axes.step(proposals, times_ms, where="post", color="black", linewidth=2, label=f"best: {result.cost_ns / 1e6:.3f} ms")
+    lines = {BASELINE: result.data_parallel_ns, **{start.name: start.cost_ns for start in fitting if start.name != BASELINE}}
+    for number, (name, cost_ns) in enumerate(sorted(lines.items(), key=lambda line: -line[1])):
+        color, kind, width = ("C3", "-", 1.5) if name == BASELINE else (COLORS[number % len(COLORS)], "--", 1.0)
+        axes.axhline(cost_ns / 1e6, color=color, linestyle=kind, linewidth=width, label=f"{name}: {cost_ns / 1e6:.3f} ms")
+    shown = [result.cost_ns, *lines.values()]
+    if max(shown) > WIDE_RANGE * min(shown):
+        axes.set_yscale("log")
+    axes.set(xlabel="proposal", ylabel="predicted time per iteration (ms)", title="best so far")
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
+
+
+def _draw_moves(axes: Axes, result: SearchResult) -> None:
+    """Acceptance per move, with how many were accepted of how many."""
+    names = list(result.acceptance)[::-1]
+    counts = [result.acceptance[name] for name in names]
+    shares = [count.accepted / count.proposed for count in counts]
+    bars = axes.barh(names, shares, color="C0")
+    axes.bar_label(bars, [f" {count.accepted} of {count.proposed}" for count in counts], fontsize="small")
+    axes.set(xlabel="accepted share", title="moves", xlim=(0, 1.3 * max([0.01, *shares])))

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soap.search.explanation import Line, explain
+from soap.simulator.attribution import Activity
+from soap.simulator.simulate import Simulator
+from soap.simulator.tasks import TaskKind
+from soap.simulator.timeline import busy_time_ns, critical_path_ns
+from soap.strategies import CLASSICAL, random_strategy
+from soap.strategy import OpConfig, Strategy
+from tests.graph_builder import mlp, transformer
+from tests.simulator.examples import PointCosts
+from tests.strategies import cluster
+
+FOUR = cluster([2, 2])
+GRAPH = transformer(batch=4, layers=2)
+SIMULATOR = Simulator(GRAPH, FOUR, PointCosts())
+USUAL = CLASSICAL["data_parallel"](GRAPH, FOUR)
+
+
+def explained(strategy: Strategy) -> list[Line]:
+    return explain(GRAPH, SIMULATOR.run(strategy), SIMULATOR.run(USUAL), (strategy, USUAL), SIMULATOR)
+
+
+@given(st.integers(0, 99))
+@settings(max_examples=10, deadline=None)
+def test_figures_are_the_simulator_s(seed: int) -> None:
+    strategy = random_strategy(GRAPH, FOUR, random.Random(seed))
+    simulation, lines = SIMULATOR.run(strategy), explained(strategy)
+    assert sorted(name for line in lines for name in line.operators) == sorted(op.name for op in GRAPH.operators)
+    for line in lines:
+        assert {strategy.operators[name] for name in line.operators} == {line.config}
+        assert {USUAL.operators[name] for name in line.operators} == {line.usual}
+        back = {name: line.usual for name in line.operators}
+        assert line.back_ns == SIMULATOR.makespan_ns(Strategy({**strategy.operators, **back}))
+        for name in line.operators:
+            assert line.back_alone_ns[name] == SIMULATOR.makespan_ns(strategy.with_operator(name, line.usual))
+    path = Counter[Activity]()
+    for line in lines:
+        for (kind, _), duration in line.binding.path_ns.items():
+            path[kind] += duration
+    assert sum(path.values()) == pytest.approx(simulation.makespan_ns, abs=4 * len(lines))  # of rounding
+    on_path = critical_path_ns(simulation.tasks, simulation.schedule)
+    assert path[Activity.COMPUTATION] == on_path.get(TaskKind.FORWARD, 0) + on_path.get(TaskKind.BACKWARD, 0)
+    busy = busy_time_ns(simulation.tasks)
+    for line in lines:
+        assert all(duration <= busy[where] + 1 for (_, where), duration in line.binding.path_ns.items())
+        assert line.binding.path_ns or line.binding.slack_ns >= 0
+
+
+def test_costs_are_of_the_busiest_device() -> None:
+    graph = mlp()
+    simulator = Simulator(graph, FOUR, PointCosts())
+    usual = CLASSICAL["data_parallel"](graph, FOUR)
+    strategy = usual.with_operator("fc0", OpConfig((1, 1, 1), (2,)))
+    simulation = simulator.run(strategy)
+    (line,) = [own for own in explain(graph, simulation, simulator.run(usual), (strategy, usual), simulator) if own.operators == ("fc0",)]
+    own = [task for task in simulation.tasks.tasks if task.name in ("forward fc0[0]", "backward fc0[0]")]
+    assert line.costs[Activity.COMPUTATION] == sum(task.duration_ns for task in own)
+    assert line.usual_costs[Activity.COMPUTATION] < line.costs[Activity.COMPUTATION]  # a quarter of the work, on each
+    assert line.costs[Activity.COMMUNICATION] == line.usual_costs[Activity.COMMUNICATION] == 0  # its input is the model's
+    assert line.back_ns == simulator.makespan_ns(usual)
+
+
+def test_repeated_layers_are_one_line_if_configured_alike() -> None:
+    strategy = USUAL.with_operator("1.fc1", OpConfig((1, 1, 1, 1), (0,)))
+    lines = {line.operators for line in explained(strategy)}
+    assert ("0.fc2", "1.fc2") in lines
+    assert ("0.fc1",) in lines and ("1.fc1",) in lines
+
+
+def test_data_parallelism_set_back_is_itself() -> None:
+    for line in explained(USUAL):
+        assert line.back_ns == SIMULATOR.makespan_ns(USUAL)
+        assert line.costs == line.usual_costs

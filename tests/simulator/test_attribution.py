@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soap.simulator.attribution import Activity, activity, slack_ns, task_shares
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.reference import simulate
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.strategies import CLASSICAL, random_strategy
+from soap.strategy import SyncConfig
+from tests.graph_builder import mlp, transformer
+from tests.simulator.examples import PointCosts
+from tests.strategies import cluster
+
+FOUR = cluster([2, 2])
+GRAPHS = (mlp(), transformer(batch=4, layers=1))
+
+
+def played(number: int, seed: int, *, servers: bool = False) -> tuple[TaskGraph, Schedule]:
+    graph = GRAPHS[number]
+    strategy = random_strategy(graph, FOUR, random.Random(seed))
+    for parameter in graph.parameters if servers else ():
+        strategy = strategy.with_parameter(parameter.name, SyncConfig("parameter_server", 2))
+    tasks = lower(build_plan(graph, strategy, FOUR), FOUR, PointCosts())
+    return tasks, simulate(tasks)
+
+
+@given(st.sampled_from([0, 1]), st.integers(0, 99), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_every_task_belongs_to_operators_whose_parts_add_up(number: int, seed: int, servers: bool) -> None:
+    tasks, _ = played(number, seed, servers=servers)
+    plan = tasks.plan
+    for task, parts in zip(tasks.tasks, task_shares(tasks), strict=True):
+        assert sum(parts.values()) == pytest.approx(1.0)
+        if task.tile is not None:
+            assert parts == {plan.tiles[task.tile].operator: 1.0}
+            assert activity(task) is Activity.COMPUTATION
+        elif task.kind in (TaskKind.SYNC, TaskKind.UPDATE):
+            assert activity(task) is Activity.SYNCHRONIZATION
+            assert all(plan.graph.operators[i].parameters for i in parts)
+        else:
+            assert activity(task) is Activity.COMMUNICATION
+            ((operator, _),) = parts.items()
+            assert plan.graph.operators[operator].inputs
+
+
+def test_a_bucket_is_divided_by_bytes() -> None:
+    graph = mlp(widths=(16, 32, 16), classes=4)
+    tasks = lower(build_plan(graph, CLASSICAL["data_parallel"](graph, FOUR), FOUR), FOUR, PointCosts())
+    found = [parts for task, parts in zip(tasks.tasks, task_shares(tasks), strict=True) if task.kind is TaskKind.SYNC]
+    sizes = {graph.index[name]: n for name, n in (("fc0", 16 * 32 + 32), ("fc1", 32 * 16 + 16), ("head", 16 * 4 + 4))}
+    assert len(found) == 1
+    assert found[0] == pytest.approx({i: n / sum(sizes.values()) for i, n in sizes.items()})
+
+
+def makespan_ns(tasks: TaskGraph, schedule: Schedule, longer: int, by_ns: int) -> int:
+    """The iteration's time if one task took longer and every device and link kept its order."""
+    order = sorted(range(len(tasks.tasks)), key=lambda i: (int(schedule.start_ns[i]), int(schedule.end_ns[i]), i))
+    free: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for i in order:
+        task = tasks.tasks[i]
+        start = max([0, *(ends[p] for p in task.predecessors), *(free.get(r, 0) for r in task.resources)])
+        start = max(start, int(schedule.start_ns[i]))  # nothing begins earlier than it did
+        ends[i] = start + task.duration_ns + (by_ns if i == longer else 0)
+        for resource in task.resources:
+            free[resource] = ends[i]
+    return max(ends.values())
+
+
+@given(st.sampled_from([0, 1]), st.integers(0, 99), st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_slack_is_how_much_longer_a_task_may_take(number: int, seed: int, pick: int) -> None:
+    tasks, schedule = played(number, seed)
+    slack = slack_ns(tasks, schedule)
+    assert min(slack) == 0
+    task = pick % len(tasks.tasks)
+    assert makespan_ns(tasks, schedule, task, slack[task]) == schedule.makespan_ns
+    assert makespan_ns(tasks, schedule, task, slack[task] + 1) == schedule.makespan_ns + 1
