@@ -144,6 +144,7 @@ class SearchOutcome:
                 "beta": result.beta,
                 "evaluations": result.evaluations,
                 "interrupted": result.interrupted,
+                "locally_optimal": result.locally_optimal,
             },
         }
 

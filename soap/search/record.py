@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Row(NamedTuple):
     """One evaluated proposal.
 
-    ``phase``: descent or chain. ``chain``: name of the start. ``operator``: the first operator that was changed, ``operators`` how
-    many were. ``fits``: None if the proposal is too slow for that to matter. ``best_ns``: best cost that fits so far, None if nothing has
-    fitted yet.
+    ``phase``: descent, chain or polish (of which only what was taken has a row, beyond the budget). ``chain``: name of the start.
+    ``operator``: the first operator that was changed, ``operators`` how many were. ``fits``: None if the proposal is too slow for that to
+    matter. ``best_ns``: best cost that fits so far, None if nothing has fitted yet.
     """
 
     proposal: int
@@ -47,6 +47,8 @@ class SearchResult:
     """The outcome of a search; ``strategy`` is the best one seen, and fits into memory.
 
     ``evaluations``: simulations asked for, starts included. ``interrupted``: whether the user stopped it before the budget was spent.
+    ``locally_optimal``: whether it was shown that no other structured configuration of any one operator is better; ``polished``:
+    configurations that were compared for it, which are no part of ``evaluations``.
     """
 
     strategy: Strategy
@@ -59,6 +61,8 @@ class SearchResult:
     budget: int
     beta: float
     interrupted: bool
+    locally_optimal: bool = False
+    polished: int = 0
 
     @property
     def speedup(self) -> float:
@@ -96,6 +100,8 @@ class Recorder:
     starts: list[Start] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     best: Start | None = None
+    locally_optimal: bool = False
+    polished: int = 0
 
     def start(self, start: Start) -> None:
         """A start was evaluated."""
@@ -141,4 +147,6 @@ class Recorder:
             budget=budget,
             beta=beta,
             interrupted=interrupted,
+            locally_optimal=self.locally_optimal,
+            polished=self.polished,
         )
