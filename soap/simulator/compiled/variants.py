@@ -74,6 +74,16 @@ class Variants:
             self._rows.append(self._make(self._class_of[position], degrees))
         return found
 
+    def durations(self, number: int) -> Longs:
+        """Nanoseconds of a variant's tiles: [device type, forward or backward, tile]."""
+        first, tiles = self._rows[number][COSTS], self._rows[number][CELLS]
+        count = 2 * len(self._types) * tiles
+        return self._costs.array()[first : first + count].reshape(len(self._types), 2, tiles)
+
+    def class_of(self, position: int) -> int:
+        """The first operator that differs from the one at ``position`` in nothing but names."""
+        return self._class_of[position]
+
     def tables(self) -> VariantTables:
         """All of them as arrays."""
         rows = np.array(self._rows, np.int64).reshape(len(self._rows), COLUMNS)

@@ -1,0 +1,145 @@
+"""A lower bound of the iteration time: no strategy of a space is quicker, whatever the links.
+
+It is the larger of two. Both leave all communication, all updates and all waiting out.
+
+- *Path*: operators that depend on each other run one after the other, forward and backward. Of each, at least one tile lies on the path;
+  it counts as the quickest tile that any degrees give. A step from an operator to its reader counts only if every tile of the reader reads
+  something of it: then one can go from a tile of the loss (of replica 0, where the backward pass begins) back through tiles that it waits
+  for, and its gradient comes back the same way.
+- *Work*: all that must be computed, divided among all devices. Of each operator the degrees count under which its tiles take the least time
+  together; the backward pass only where every element of an output is read by somebody who surely has one. Devices of other types count as
+  so many times the first type as they can be faster at any tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor
+
+import numpy as np
+
+from soap.graph import Operand, OperatorGraph
+from soap.search.durations import TileDurations
+from soap.search.space import Grid, Space
+from soap.simulator.costs import CostModel
+from soap.topology import Topology
+
+ROUNDING = 1e-9
+"""Relative margin for floating-point division."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowerBound:
+    """``path_ns``: the longest dependent computation. ``work_ns``: all computation, divided among the devices."""
+
+    path_ns: int
+    work_ns: int
+
+    @property
+    def bound_ns(self) -> int:
+        """No strategy takes less."""
+        return max(self.path_ns, self.work_ns)
+
+
+def lower_bound(space: Space, topology: Topology, costs: CostModel) -> LowerBound:
+    """The bound for all strategies of ``space`` on this cluster; strategies outside of it (more tiles than devices) may be below."""
+    least = _Least(space, topology, costs)
+    certain = certain_gradients(space.graph)
+    work = sum(least.work_ns(i, backward=certain[i]) for i in range(len(certain)))
+    power = sum(least.speeds[kind] for kind in least.durations.type_of)
+    return LowerBound(_path_ns(space.graph, least), floor(work / power * (1 - ROUNDING)))
+
+
+def _path_ns(graph: OperatorGraph, least: _Least) -> int:
+    """The longest path of tiles to the loss. ``there``: to the loss alone from each operator's start; ``back``: and back to its end."""
+    there: dict[int, int] = {}
+    back: dict[int, int] = {}
+    for i in range(len(graph.operators) - 1, -1, -1):
+        op = graph.operators[i]
+        forward_ns, both_ns = least.tile_ns(i, backward=False), least.tile_ns(i, backward=True)
+        for out in op.outputs:
+            if out.tensor == graph.loss:
+                there[i] = forward_ns
+                if graph.tensors[out.tensor].requires_grad:
+                    back[i] = both_ns
+            for j, k in graph.consumers.get(out.tensor, ()):
+                if j not in there or not always_touched(graph, j, graph.operators[j].inputs[k]):
+                    continue
+                there[i] = max(there.get(i, 0), max(there[j], back.get(j, 0)) + forward_ns)
+                if j in back and graph.tensors[out.tensor].requires_grad:
+                    back[i] = max(back.get(i, 0), back[j] + both_ns)
+    return max([*there.values(), *back.values()], default=0)
+
+
+def certain_gradients(graph: OperatorGraph) -> list[bool]:
+    """Per operator, whether under every strategy of each of its tiles at least one replica runs a backward pass."""
+    certain = [False] * len(graph.operators)
+    for i in range(len(graph.operators) - 1, -1, -1):
+        for out in graph.operators[i].outputs:
+            if not graph.tensors[out.tensor].requires_grad or not _partitioned(graph, i, out):
+                continue
+            readers = graph.consumers.get(out.tensor, ())
+            read = any(certain[j] and always_covered(graph, j, graph.operators[j].inputs[k]) for j, k in readers)
+            certain[i] |= read or out.tensor == graph.loss
+    return certain
+
+
+def always_touched(graph: OperatorGraph, position: int, operand: Operand) -> bool:
+    """Whether every tile of the operator at ``position``, however it is split, has a part of the operand that is not empty."""
+    factors, shape = graph.operators[position].factors, graph.tensors[operand.tensor].shape
+    for dim, size in zip(operand.dims, shape, strict=True):
+        if dim.factor is None:
+            start, stop = dim.interval((), size)
+            touched = start < stop
+        else:  # the first index's part may only lie before the dimension, the last one's only behind it
+            touched = dim.lo < dim.hi and dim.hi > 0 and (factors[dim.factor].size - 1) * dim.scale + dim.lo < size
+        if not touched:
+            return False
+    return True
+
+
+def always_covered(graph: OperatorGraph, position: int, operand: Operand) -> bool:
+    """Whether the tiles of one replica together, however the operator is split, have all of the operand."""
+    factors, shape = graph.operators[position].factors, graph.tensors[operand.tensor].shape
+    used = [dim.factor for dim in operand.dims if dim.factor is not None]
+    return len(used) == len(set(used)) and all(
+        dim.interval((), size) == (0, size) if dim.factor is None
+        else dim.lo <= 0 and dim.hi - dim.lo >= dim.scale and (factors[dim.factor].size - 1) * dim.scale + dim.hi >= size
+        for dim, size in zip(operand.dims, shape, strict=True)
+    )  # fmt: skip
+
+
+def _partitioned(graph: OperatorGraph, position: int, out: Operand) -> bool:
+    """Whether different tiles (or sums over tiles) of one replica hold different, non-empty parts of this output."""
+    op = graph.operators[position]
+    needed = {i for i, factor in enumerate(op.factors) if not factor.summed and factor.size > 1}
+    return needed <= {dim.factor for dim in out.dims if dim.exact} and always_touched(graph, position, out)
+
+
+class _Least:
+    """The least times of operators over all degrees of a space. ``speeds``: how many times as fast as the first each type can be."""
+
+    def __init__(self, space: Space, topology: Topology, costs: CostModel) -> None:
+        self.durations = TileDurations(space.graph, topology, costs)
+        self._found: dict[tuple[int, tuple[Grid, ...]], tuple[int, int, int, int]] = {}
+        ratios = np.ones(self.durations.type_count)
+        self._of: list[tuple[int, int, int, int]] = []
+        for position, operator in enumerate(space.operators):
+            key = (self.durations.same(position), operator.grids)
+            if key not in self._found:
+                tables = [self.durations(position, degrees) for degrees in dict.fromkeys(grid[1:] for grid in operator.grids)]
+                for table in tables:
+                    ratios = np.maximum(ratios, (table[:1] / table).max(axis=(1, 2)))
+                tile, tile_both = min(int(t[:, 0].min()) for t in tables), min(int(t.sum(axis=1).min()) for t in tables)
+                work, work_both = min(int(t[0, 0].sum()) for t in tables), min(int(t[0].sum()) for t in tables)
+                self._found[key] = tile, tile_both, work, work_both
+            self._of.append(self._found[key])
+        self.speeds: list[float] = ratios.tolist()
+
+    def tile_ns(self, position: int, *, backward: bool) -> int:
+        """Of one tile on any device: forward, and if so backward."""
+        return self._of[position][1 if backward else 0]
+
+    def work_ns(self, position: int, *, backward: bool) -> int:
+        """Of all tiles of one replica on the first type."""
+        return self._of[position][3 if backward else 2]
