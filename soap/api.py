@@ -30,6 +30,7 @@ from soap.topology import Topology
 if TYPE_CHECKING:
     import pandas as pd
 
+    from soap.search.bounds import LowerBound
     from soap.tracing.model import TracedModel
 
 T = TypeVar("T")
@@ -126,6 +127,16 @@ class SearchOutcome:
     def simulation(self) -> Simulation:
         """The best strategy's iteration, task by task."""
         return self.simulator.run(self.strategy)
+
+    @cached_property
+    def bound(self) -> LowerBound | None:
+        """What no strategy of the space can be below; None if working it out would take too long."""
+        from soap.search.bounds import is_quickly_bounded, lower_bound  # imports numba
+        from soap.search.space import build_space
+
+        simulator = self.simulator
+        space = build_space(simulator.graph, simulator.topology.device_count)
+        return lower_bound(space, simulator.topology, simulator.costs) if is_quickly_bounded(space) else None
 
     @property
     def record(self) -> dict[str, Any]:

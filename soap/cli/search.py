@@ -101,9 +101,11 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)
     if args.json:
         searched = {key: outcome.record["search"][key] for key in ("seed", "budget", "beta", "evaluations", "interrupted")}
-        print(report.dump({**summary, "search": searched, "strategy": args.output}))
+        bound_ns = None if outcome.bound is None else outcome.bound.bound_ns
+        print(report.dump({**summary, "search": searched, "bound_ns": bound_ns, "strategy": args.output}))
     else:
         print(report.text(summary, report.FOUND))
+        print(f"\n{report.optimality(outcome)}")
         print(f"\nwrote {args.output}" + (f" and {args.timeline}" if args.timeline else ""))
     if outcome.result.interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")

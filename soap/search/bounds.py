@@ -3,9 +3,9 @@
 It is the larger of two. Both leave all communication, all updates and all waiting out.
 
 - *Path*: operators that depend on each other run one after the other, forward and backward. Of each, at least one tile lies on the path;
-  it counts as the quickest tile that any degrees give. A step from an operator to its reader counts only if every tile of the reader reads
-  something of it: then one can go from a tile of the loss (of replica 0, where the backward pass begins) back through tiles that it waits
-  for, and its gradient comes back the same way.
+  it counts as the quickest tile that any degrees give. From a tile of the loss (of replica 0, where the backward pass begins) one can go
+  back through tiles that it waits for, and its gradient comes back the same way; but a step to what an operator reads counts only if every
+  tile of the operator reads something of it.
 - *Work*: all that must be computed, divided among all devices. Of each operator the degrees count under which its tiles take the least time
   together; the backward pass only where every element of an output is read by somebody who surely has one. Devices of other types count as
   so many times the first type as they can be faster at any tile.
@@ -13,8 +13,9 @@ It is the larger of two. Both leave all communication, all updates and all waiti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor
+from math import floor, prod
 
 import numpy as np
 
@@ -26,6 +27,10 @@ from soap.topology import Topology
 
 ROUNDING = 1e-9
 """Relative margin for floating-point division."""
+
+
+MAX_TILES = 100_000
+"""Tiles of all degrees of different operators together up to which a bound takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,12 @@ class LowerBound:
         return max(self.path_ns, self.work_ns)
 
 
+def is_quickly_bounded(space: Space) -> bool:
+    """Whether ``lower_bound`` takes seconds: it asks for the time of every tile under all degrees of the space."""
+    different = {(op.kind, op.factors, op.flops): own for op, own in zip(space.graph.operators, space.operators, strict=True)}
+    return sum(prod(grid[1:]) for own in different.values() for grid in own.grids) <= MAX_TILES
+
+
 def lower_bound(space: Space, topology: Topology, costs: CostModel) -> LowerBound:
     """The bound for all strategies of ``space`` on this cluster; strategies outside of it (more tiles than devices) may be below."""
     least = _Least(space, topology, costs)
@@ -51,24 +62,26 @@ def lower_bound(space: Space, topology: Topology, costs: CostModel) -> LowerBoun
 
 
 def _path_ns(graph: OperatorGraph, least: _Least) -> int:
-    """The longest path of tiles to the loss. ``there``: to the loss alone from each operator's start; ``back``: and back to its end."""
-    there: dict[int, int] = {}
-    back: dict[int, int] = {}
-    for i in range(len(graph.operators) - 1, -1, -1):
-        op = graph.operators[i]
-        forward_ns, both_ns = least.tile_ns(i, backward=False), least.tile_ns(i, backward=True)
-        for out in op.outputs:
-            if out.tensor == graph.loss:
-                there[i] = forward_ns
-                if graph.tensors[out.tensor].requires_grad:
-                    back[i] = both_ns
-            for j, k in graph.consumers.get(out.tensor, ()):
-                if j not in there or not always_touched(graph, j, graph.operators[j].inputs[k]):
-                    continue
-                there[i] = max(there.get(i, 0), max(there[j], back.get(j, 0)) + forward_ns)
-                if j in back and graph.tensors[out.tensor].requires_grad:
-                    back[i] = max(back.get(i, 0), back[j] + both_ns)
-    return max([*there.values(), *back.values()], default=0)
+    """The longest such path. ``there``: before the end of any tile's forward pass; ``both``: and, if it has one, after the begin of its
+    backward pass. A tile that reads one of several inputs (a concatenation) has the shortest of their paths behind it."""
+    there: list[int] = []
+    both: list[int] = []
+    longest = 0
+    for i, op in enumerate(graph.operators):
+        known: list[tuple[Operand, int, int]] = []
+        for operand in op.inputs:
+            if operand.tensor in graph.producers:
+                j = graph.producers[operand.tensor][0]
+                known.append((operand, there[j], both[j] if graph.tensors[operand.tensor].requires_grad else there[j]))
+        sure = [own for own in known if always_touched(graph, i, own[0])]
+        before = max((own[1] for own in sure), default=0), max((own[2] for own in sure), default=0)
+        if known and not sure and one_touched(graph, i, [own[0] for own in known]):
+            before = min(own[1] for own in known), min(own[2] for own in known)
+        there.append(before[0] + least.tile_ns(i, backward=False))
+        both.append(max(before) + least.tile_ns(i, backward=True) if graph.needs_backward(op) else there[i])
+        if any(out.tensor == graph.loss for out in op.outputs):
+            longest = both[i] if graph.tensors[graph.loss].requires_grad else there[i]
+    return longest
 
 
 def certain_gradients(graph: OperatorGraph) -> list[bool]:
@@ -82,6 +95,37 @@ def certain_gradients(graph: OperatorGraph) -> list[bool]:
             read = any(certain[j] and always_covered(graph, j, graph.operators[j].inputs[k]) for j, k in readers)
             certain[i] |= read or out.tensor == graph.loss
     return certain
+
+
+def one_touched(graph: OperatorGraph, position: int, operands: Sequence[Operand]) -> bool:
+    """Whether every tile has a part of at least one of these operands, which lie one behind the other along one factor."""
+    factors = graph.operators[position].factors
+    along, parts = set[int](), list[tuple[int, int]]()
+    for operand in operands:
+        shape, limited = graph.tensors[operand.tensor].shape, list[tuple[int, int, int]]()
+        for dim, size in zip(operand.dims, shape, strict=True):
+            if dim.factor is None:
+                if dim.interval((), size)[0] >= dim.interval((), size)[1]:
+                    return False
+                continue
+            if dim.scale < 1 or dim.lo >= dim.hi:
+                return False
+            # Index i has something if i * scale + hi > 0 and i * scale + lo < size.
+            first, stop = max(0, -dim.hi // dim.scale + 1), min(factors[dim.factor].size, -((dim.lo - size) // dim.scale))
+            if (first, stop) != (0, factors[dim.factor].size):
+                limited.append((dim.factor, first, stop))
+        if len(limited) != 1:
+            return False
+        along.add(limited[0][0])
+        parts.append(limited[0][1:])
+    if len(along) != 1:
+        return False
+    reached = 0
+    for first, stop in sorted(parts):
+        if first > reached:
+            return False
+        reached = max(reached, stop)
+    return reached >= factors[along.pop()].size
 
 
 def always_touched(graph: OperatorGraph, position: int, operand: Operand) -> bool:

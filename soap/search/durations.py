@@ -23,14 +23,14 @@ class TileDurations:
         self.type_of: tuple[int, ...] = tuple(names.index(device.type.name) for device in topology.devices)
         """Device -> position of its type."""
         self.type_count = len(names)
-        self._known: dict[int, Longs] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], Longs] = {}
 
     def __call__(self, position: int, degrees: tuple[int, ...]) -> Longs:
         """Nanoseconds, [device type, forward or backward, tile of one replica], of the operator at ``position``."""
-        number = self._variants.number(position, degrees)
-        found = self._known.get(number)
+        key = self.same(position), degrees
+        found = self._known.get(key)
         if found is None:
-            found = self._known[number] = self._variants.durations(number)
+            found = self._known[key] = self._variants.durations(*key)
         return found
 
     def same(self, position: int) -> int:

@@ -116,3 +116,12 @@ def test_a_large_batch_on_quick_links_comes_near_the_bound() -> None:
     bound = lower_bound(build_space(simulator.graph, 8), simulator.topology, simulator.costs)
     found_ns = simulator.makespan_ns(data_parallel(simulator.graph, simulator.topology))
     assert 0.8 * found_ns < bound.bound_ns < found_ns
+
+
+def test_the_path_goes_on_behind_a_concatenation() -> None:
+    g = GraphBuilder()
+    x = g.input("x", 4, 2)
+    branches = [g.linear(x, 2, bias=False), g.linear(g.linear(x, 2, bias=False), 2, bias=False)]
+    graph = g.build(g.mean(g.concat(*branches, 1)))
+    bound = lower_bound(build_space(graph, 1), pairwise_cluster(1), PointCosts())
+    assert bound.path_ns == 3 * (16 + 16 + 16) * UNIT_NS  # the shorter branch, the concatenation, the loss
