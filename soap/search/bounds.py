@@ -89,7 +89,7 @@ def certain_gradients(graph: OperatorGraph) -> list[bool]:
     certain = [False] * len(graph.operators)
     for i in range(len(graph.operators) - 1, -1, -1):
         for out in graph.operators[i].outputs:
-            if not graph.tensors[out.tensor].requires_grad or not _partitioned(graph, i, out):
+            if not graph.tensors[out.tensor].requires_grad or not is_partitioned(graph, i, out):
                 continue
             readers = graph.consumers.get(out.tensor, ())
             read = any(certain[j] and always_covered(graph, j, graph.operators[j].inputs[k]) for j, k in readers)
@@ -153,7 +153,7 @@ def always_covered(graph: OperatorGraph, position: int, operand: Operand) -> boo
     )  # fmt: skip
 
 
-def _partitioned(graph: OperatorGraph, position: int, out: Operand) -> bool:
+def is_partitioned(graph: OperatorGraph, position: int, out: Operand) -> bool:
     """Whether different tiles (or sums over tiles) of one replica hold different, non-empty parts of this output."""
     op = graph.operators[position]
     needed = {i for i, factor in enumerate(op.factors) if not factor.summed and factor.size > 1}
