@@ -34,6 +34,7 @@ from soap.topology import Topology
 if TYPE_CHECKING:
     import pandas as pd
 
+    from soap.search.bounds import LowerBound
     from soap.tracing.model import TracedModel
 
 T = TypeVar("T")
@@ -162,6 +163,16 @@ class SearchOutcome:
         """Why each operator got its configuration; simulates one strategy per operator that is unlike data parallelism."""
         return explain(self.simulator, self.strategy, self.simulation)
 
+    @cached_property
+    def bound(self) -> LowerBound | None:
+        """What no strategy of the space can be below; None if working it out would take too long."""
+        from soap.search.bounds import is_quickly_bounded, lower_bound  # imports numba
+        from soap.search.space import build_space
+
+        simulator = self.simulator
+        space = build_space(simulator.graph, simulator.topology.device_count)
+        return lower_bound(space, simulator.topology, simulator.costs) if is_quickly_bounded(space) else None
+
     @property
     def record(self) -> dict[str, Any]:
         """What a strategy file remembers of the search. Nothing of when or where it ran: equal searches write equal files, unless the
@@ -180,6 +191,7 @@ class SearchOutcome:
                 "beta": result.beta,
                 "evaluations": result.evaluations,
                 "interrupted": result.interrupted,
+                "locally_optimal": result.locally_optimal,
             },
         }
         if self.kept is not None:

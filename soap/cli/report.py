@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from soap.api import SearchOutcome
 from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split
 from soap.graph import OperatorGraph
 from soap.simulator.folded import FoldedSimulation
@@ -70,6 +71,19 @@ def text(report: Mapping[str, Any], name: str) -> str:
         *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
     ]
     return "\n\n".join(sections)
+
+
+def optimality(outcome: SearchOutcome) -> str:
+    """How good the found strategy is among all: whether any one operator could do better, and what none can be below."""
+    lines = ["no other configuration of any one operator is better (locally optimal)"] if outcome.result.locally_optimal else []
+    bound, found_ns = outcome.bound, outcome.time_ns
+    if bound is None:
+        lines.append("at best: not worked out, the space is too large")
+    elif found_ns >= bound.bound_ns:
+        what = "dependent computation" if bound.path_ns >= bound.work_ns else "computation, divided among the devices"
+        away = f"this plan is within {found_ns / bound.bound_ns - 1:.0%} of it"
+        lines.append(f"at best {milliseconds(bound.bound_ns)}, without any communication ({what}): {away}")
+    return "\n".join(lines)
 
 
 def shared_cores(topology: Topology) -> int | None:

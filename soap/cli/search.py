@@ -164,9 +164,11 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     measured = {"measured": verification.document(outcome.runs, outcome.kept)} if outcome.kept else {}
     if args.json:
         searched = {key: outcome.record["search"][key] for key in ("seed", "budget", "beta", "evaluations", "interrupted")}
-        print(report.dump({**summary, "search": searched, "strategy": args.output, **measured, **why}))
+        bound_ns = None if outcome.bound is None else outcome.bound.bound_ns
+        print(report.dump({**summary, "search": searched, "bound_ns": bound_ns, "strategy": args.output, **measured, **why}))
     else:
         print(report.text(summary, report.FOUND))
+        print(f"\n{report.optimality(outcome)}")
         if measured:
             print("\n" + verification.text(measured["measured"]))
         if args.explain:

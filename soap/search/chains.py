@@ -7,6 +7,7 @@ How the budget is spent, in proposals (the starts are evaluated on top of it):
 - Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` and goes on from there with ``soap.search.metropolis``;
   beta is relative to the cost at which the latter begins. The first chain's descent opens with data parallelism on fewer devices.
 - If no start fits, the best one descends until something fits, if need be for the whole budget.
+- In the end ``soap.search.polish`` makes the result locally optimal, where the space is small enough; this is beyond the budget.
 
 A move that changes nothing is not evaluated and not counted. All randomness comes from generators seeded by (seed, chain), so equal
 seeds and budgets give equal results.
@@ -26,6 +27,7 @@ from soap.graph import OperatorGraph
 from soap.search.constraints import Pairs, brought_inside, parse
 from soap.search.descent import adopt, propose_descent
 from soap.search.metropolis import DEFAULT_BETA, ChainState, Evaluator, step
+from soap.search.polish import MAX_POLISHED, polish_best
 from soap.search.proposals import Kernel
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
@@ -55,6 +57,7 @@ def search(
     progress: bool = False,
     pins: Pairs = (),
     forbidden: Pairs = (),
+    polish_up_to: int = MAX_POLISHED,
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
 
@@ -62,6 +65,7 @@ def search(
     "random"), all classical ones by default; data parallelism is always among them. ``patience``: a chain ends early once this share of
     its budget has brought it no improvement. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns the best so far.
     ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey.
+    ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
     """
     _check_arguments(budget, beta, patience)
     space = build_space(graph, topology.device_count, allowed=parse(graph, topology.device_count, pins, forbidden))
@@ -80,6 +84,7 @@ def search(
             inside = different(brought_inside(space, reference) for reference in references)
             space = replace(space, references=inside)
             _Run(space, evaluator, recorder, budget, seed, beta, patience, bar).all_chains()
+            polish_best(recorder, space, evaluator, polish_up_to)
         except KeyboardInterrupt:
             interrupted = True
             if not recorder.starts:

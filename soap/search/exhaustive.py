@@ -1,4 +1,7 @@
-"""Every strategy of a tiny space, evaluated: the oracle for the search's optimality.
+"""The best of all strategies of a small space: the oracle for the search's optimality.
+
+``exhaustive_search`` evaluates every strategy. ``branch_and_bound`` decides operator by operator, in the order of the graph, leaves out
+what ``soap.search.partial`` shows not to be better than the best so far, and evaluates the rest: the same optimum, for larger spaces.
 
 The space is all degrees (every number from 1 to the size) and replicas with at most as many tiles as devices, on the structured
 placements of ``soap.search.space.placements``: aligned blocks and even strides of devices, with the split axes in every order, and
@@ -15,10 +18,15 @@ from math import prod
 from soap.errors import InfeasibleError, StrategyError
 from soap.graph import OperatorGraph
 from soap.search.metropolis import Evaluator
+from soap.search.partial import PartialBound, State
 from soap.search.space import MAX_GRIDS, Space, build_space
+from soap.simulator.costs import CostModel
 from soap.strategy import Strategy
+from soap.topology import Topology
 
 MAX_STRATEGIES = 200_000
+MAX_NODES = 5_000_000
+"""Partial strategies that branch and bound looks at, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +72,67 @@ def exhaustive_search(graph: OperatorGraph, device_count: int, evaluator: Evalua
             "take devices with more memory or a smaller batch"
         )
     return Optimum(found, best[1], count)
+
+
+def branch_and_bound(
+    space: Space,
+    topology: Topology,
+    costs: CostModel,
+    evaluator: Evaluator,
+    *,
+    incumbent: Strategy | None = None,
+    limit: int = MAX_NODES,
+) -> Optimum:
+    """The optimum of the structured configurations of ``space``. ``evaluator`` simulates with these costs on this cluster.
+
+    ``incumbent``: a good strategy of the space that fits, so that much can be left out from the beginning; the optimum is at most as slow.
+    ``Optimum.evaluations`` counts simulations. StrategyError if more than ``limit`` partial strategies are to be looked at, InfeasibleError
+    if nothing fits into memory.
+    """
+    search = _Branching(PartialBound(space, topology, costs), evaluator, limit)
+    if incumbent is not None:
+        search.compare(incumbent)
+    search.decide([], [])
+    if search.best is None:
+        name = space.graph.name
+        raise InfeasibleError(f"no strategy of model {name!r} fits into memory: take devices with more memory or a smaller batch")
+    return Optimum(search.best, search.best_ns, search.evaluations)
+
+
+class _Branching:
+    """One search by branch and bound, depth first, the most promising configuration first."""
+
+    def __init__(self, bound: PartialBound, evaluator: Evaluator, limit: int) -> None:
+        self.bound, self.evaluator, self.limit = bound, evaluator, limit
+        self.names = [op.name for op in bound.graph.operators]
+        self.best: Strategy | None = None
+        self.best_ns, self.evaluations, self.nodes = 0, 0, 0
+
+    def compare(self, strategy: Strategy) -> None:
+        """Evaluate, and keep it if it is the best."""
+        cost_ns = self.evaluator.makespan_ns(strategy)
+        self.evaluations += 1
+        if self._may_win(cost_ns) and self.evaluator.overflow_bytes(strategy) == 0:
+            self.best, self.best_ns = strategy, cost_ns
+
+    def decide(self, states: list[State], chosen: list[int]) -> None:
+        """All configurations of the next operator."""
+        position = len(states)
+        if position == len(self.names):
+            configs = [own[i].config for own, i in zip(self.bound.choices, chosen, strict=True)]
+            self.compare(Strategy(dict(zip(self.names, configs, strict=True))))
+            return
+        options = [(self.bound.assign(states, chosen, i), i) for i in range(len(self.bound.choices[position]))]
+        self.nodes += len(options)
+        if self.nodes > self.limit:
+            raise StrategyError(
+                f"model {self.bound.graph.name!r}: more than {self.limit} partial strategies to look at; "
+                "use the search, or fewer operators or devices"
+            )
+        for state, i in sorted(options, key=lambda option: (option[0].bound_ns, option[1])):
+            if not self._may_win(state.bound_ns):
+                break
+            self.decide([*states, state], [*chosen, i])
+
+    def _may_win(self, cost_ns: int) -> bool:
+        return self.best is None or cost_ns < self.best_ns

@@ -22,9 +22,9 @@ MOST_FINALISTS = 8
 class Row(NamedTuple):
     """One evaluated proposal.
 
-    ``phase``: descent or chain. ``chain``: name of the start. ``operator``: the first operator that was changed, ``operators`` how
-    many were. ``fits``: None if the proposal is too slow for that to matter. ``best_ns``: best cost that fits so far, None if nothing has
-    fitted yet.
+    ``phase``: descent, chain or polish (of which only what was taken has a row, beyond the budget). ``chain``: name of the start.
+    ``operator``: the first operator that was changed, ``operators`` how many were. ``fits``: None if the proposal is too slow for that to
+    matter. ``best_ns``: best cost that fits so far, None if nothing has fitted yet.
     """
 
     proposal: int
@@ -52,6 +52,8 @@ class SearchResult:
 
     ``finalists``: the best few that fit, of different times, the best one first.
     ``evaluations``: simulations asked for, starts included. ``interrupted``: whether the user stopped it before the budget was spent.
+    ``locally_optimal``: whether it was shown that no other structured configuration of any one operator is better; ``polished``:
+    configurations that were compared for it, which are no part of ``evaluations``.
     """
 
     strategy: Strategy
@@ -65,6 +67,8 @@ class SearchResult:
     budget: int
     beta: float
     interrupted: bool
+    locally_optimal: bool = False
+    polished: int = 0
 
     @property
     def speedup(self) -> float:
@@ -107,6 +111,8 @@ class Recorder:
     best: Start | None = None
     baseline_ns: int | None = None
     finalists: list[Start] = field(default_factory=list)
+    locally_optimal: bool = False
+    polished: int = 0
 
     def start(self, start: Start) -> None:
         """A start was evaluated."""
@@ -157,4 +163,6 @@ class Recorder:
             budget=budget,
             beta=beta,
             interrupted=interrupted,
+            locally_optimal=self.locally_optimal,
+            polished=self.polished,
         )

@@ -52,6 +52,15 @@ class IncrementalSimulator:
         """The full outcome."""
         return self._simulator.run(strategy)
 
+    def engine_for(self, strategy: Strategy) -> Engine | None:
+        """An engine of its own that holds this strategy, simulated; None if the strategy is so large that it is folded."""
+        if is_large(strategy):
+            return None
+        engine = Engine(self._simulator.graph, self._simulator.topology, self._simulator.costs)
+        engine.load(strategy)
+        engine.simulate()
+        return engine
+
     def _simulate(self, strategy: Strategy) -> int:
         if is_large(strategy):
             return self._simulator.makespan_ns(strategy)

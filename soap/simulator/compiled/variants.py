@@ -74,6 +74,14 @@ class Variants:
             self._rows.add(self._make(self._class_of[position], degrees))
         return found
 
+    def durations(self, position: int, degrees: tuple[int, ...]) -> Longs:
+        """Nanoseconds of the tiles, [device type, forward or backward, tile], without making a variant."""
+        return self._durations(position, *self._cut(position, degrees))
+
+    def class_of(self, position: int) -> int:
+        """The first operator that differs from the one at ``position`` in nothing but names."""
+        return self._class_of[position]
+
     def tables(self) -> VariantTables:
         """All of them as arrays."""
         rows = self._rows.array().reshape(-1, COLUMNS)
@@ -82,10 +90,8 @@ class Variants:
 
     def _make(self, position: int, degrees: tuple[int, ...]) -> list[int]:
         op = self.graph.operators[position]
-        pieces = [balanced(factor.size, degree) for factor, degree in zip(op.factors, degrees, strict=True)]
-        cells = np.array(list(product(*pieces)), np.int64).reshape(prod(degrees), len(pieces), 2)
+        cells, regions = self._cut(position, degrees)
         activations = [o for o in op.inputs if self.graph.tensors[o.tensor].kind is TensorKind.ACTIVATION]
-        regions = {o: self._regions(o, cells) for o in {*op.inputs, *op.parameters, *op.outputs}}
         self._cells.append(cells)
         self.degrees.append(degrees)
         row = [0] * COLUMNS
@@ -107,6 +113,13 @@ class Variants:
         shards = [self.geometries.add(name, [position], self._needs(position, name, cells)) for name in self._trainable(op)]
         row[GEOMETRIES] = self._data.add(shards)
         return row
+
+    def _cut(self, position: int, degrees: tuple[int, ...]) -> tuple[np.ndarray, dict[Operand, np.ndarray]]:
+        """The tiles' intervals, [tile, factor, start or stop], and the regions of each operand."""
+        op = self.graph.operators[position]
+        pieces = [balanced(factor.size, degree) for factor, degree in zip(op.factors, degrees, strict=True)]
+        cells = np.array(list(product(*pieces)), np.int64).reshape(prod(degrees), len(pieces), 2)
+        return cells, {o: self._regions(o, cells) for o in {*op.inputs, *op.parameters, *op.outputs}}
 
     def tie(self, key: tuple[int, ...]) -> None:
         """Make the geometry of a parameter that several operators use; ``key``: its number, then its users' cuts."""

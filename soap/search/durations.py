@@ -1,0 +1,38 @@
+"""How long the tiles of an operator take under certain degrees, once for all operators that differ in nothing but names."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.graph import OperatorGraph
+from soap.simulator.compiled.tables import device_types
+from soap.simulator.compiled.variants import Variants
+from soap.simulator.costs import CostModel
+from soap.topology import Topology
+
+Longs = NDArray[np.int64]
+
+
+class TileDurations:
+    """The durations of all tiles, by operator and degrees."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
+        self._variants = Variants(graph, topology, costs)
+        names = device_types(topology)
+        self.type_of: tuple[int, ...] = tuple(names.index(device.type.name) for device in topology.devices)
+        """Device -> position of its type."""
+        self.type_count = len(names)
+        self._known: dict[tuple[int, tuple[int, ...]], Longs] = {}
+
+    def __call__(self, position: int, degrees: tuple[int, ...]) -> Longs:
+        """Nanoseconds, [device type, forward or backward, tile of one replica], of the operator at ``position``."""
+        key = self.same(position), degrees
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._variants.durations(*key)
+        return found
+
+    def same(self, position: int) -> int:
+        """The first operator that differs from this one in nothing but names."""
+        return self._variants.class_of(position)

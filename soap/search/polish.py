@@ -1,0 +1,147 @@
+"""Local optimality: no operator alone can do better with another structured configuration.
+
+``polish`` takes the first better configuration that fits into memory, operator by operator, round after round, until all operators in a row
+have none. An operator that was tried in full stays settled as long as no other changes: what was not better than a slower strategy is not
+better than a faster one. Nothing is drawn at random. ``best_neighbour`` only looks, through any evaluator, and shares no code with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from soap.search.metropolis import Evaluator
+from soap.search.proposals import Proposal
+from soap.search.record import Recorder
+from soap.search.space import Space
+from soap.strategy import OpConfig, Strategy
+
+MAX_POLISHED = 10_000
+"""Structured configurations of all operators together up to which a search polishes its result: a round of so many takes 1 to 4 seconds."""
+
+MAX_ROUNDS = 10
+"""A search stops polishing after comparing so many times as many configurations as all operators have."""
+
+MEMORY_QUESTION = 20
+"""Comparisons as which a question for memory counts: that is answered in Python."""
+
+MOVE = "polish"
+"""Name of the move and of the phase in a search's history."""
+
+
+class Neighbour(NamedTuple):
+    """A strategy that differs in one operator's configuration."""
+
+    operator: str
+    config: OpConfig
+    cost_ns: int
+
+
+class Proposer(Protocol):
+    """What polishing asks of ``soap.simulator.engine.Engine``, which holds a simulated strategy."""
+
+    makespan_ns: int
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is held."""
+
+    def propose(self, operator: str, config: OpConfig, at_most_ns: int) -> int | None:
+        """Makespan with another configuration of one operator; None if it exceeds ``at_most_ns``."""
+
+    def accept(self) -> None:
+        """Keep what was proposed."""
+
+    def reject(self) -> None:
+        """Back to before the proposal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Polished:
+    """Where polishing ended. ``compared``: configurations that were tried. ``locally_optimal``: whether none of all is better."""
+
+    strategy: Strategy
+    cost_ns: int
+    compared: int
+    locally_optimal: bool
+
+
+def structured_count(space: Space) -> int:
+    """Structured configurations of all operators, added up: what one round of polishing compares."""
+    return sum(operator.structured_count for operator in space.operators)
+
+
+def polish(
+    proposer: Proposer,
+    space: Space,
+    overflow_bytes: Callable[[Strategy], int],
+    *,
+    limit: int | None = None,
+    accepted: Callable[[Proposal, int], None] = lambda proposal, cost_ns: None,
+) -> Polished:
+    """Improve what ``proposer`` holds, which fits into memory, until it is locally optimal or ``limit`` configurations were compared.
+
+    ``overflow_bytes`` is asked of better strategies only, and counts as ``MEMORY_QUESTION`` comparisons to the limit. ``accepted`` is told
+    each of them that is taken, with its cost in ns.
+    """
+    operators = space.graph.operators
+    strategy, compared, questions, settled, position = proposer.strategy, 0, 0, 0, 0
+    while settled < len(operators):
+        name, improved = operators[position].name, False
+        for config in space.operators[position].structured():
+            if config == strategy.operators[name]:
+                continue
+            if limit is not None and compared + MEMORY_QUESTION * questions >= limit:
+                return Polished(strategy, proposer.makespan_ns, compared, False)
+            compared += 1
+            cost_ns = proposer.propose(name, config, proposer.makespan_ns - 1)
+            if cost_ns is None:
+                proposer.reject()
+                continue
+            better = strategy.with_operator(name, config)
+            questions += 1
+            if overflow_bytes(better) > 0:
+                proposer.reject()
+                continue
+            proposer.accept()
+            strategy, improved = better, True
+            accepted(Proposal(strategy, MOVE, (name,)), cost_ns)
+        settled = 1 if improved else settled + 1
+        position = (position + 1) % len(operators)
+    return Polished(strategy, proposer.makespan_ns, compared, True)
+
+
+def best_neighbour(evaluator: Evaluator, space: Space, strategy: Strategy) -> Neighbour | None:
+    """The quickest strategy that fits, beats this one, and differs from it in one operator's structured configuration; None if none does.
+
+    Among equals the first one in the order of the graph. A locally optimal strategy has none.
+    """
+    best_ns, best = evaluator.makespan_ns(strategy), None
+    for op, operator_space in zip(space.graph.operators, space.operators, strict=True):
+        for config in operator_space.structured():
+            neighbour = strategy.with_operator(op.name, config)
+            cost_ns = evaluator.makespan_ns(neighbour)
+            if cost_ns < best_ns and evaluator.overflow_bytes(neighbour) == 0:
+                best_ns, best = cost_ns, Neighbour(op.name, config, cost_ns)
+    return best
+
+
+def polish_best(recorder: Recorder, space: Space, evaluator: Evaluator, most: int = MAX_POLISHED) -> None:
+    """Polish the best strategy of a search, if it fits, all operators have at most ``most`` configurations, and the evaluator is able to.
+
+    Able is who has ``engine_for(strategy)``, which returns an engine that holds it, or None if that is too large a strategy.
+    """
+    best, count = recorder.best, structured_count(space)
+    engine_for: Callable[[Strategy], Proposer | None] | None = getattr(evaluator, "engine_for", None)
+    if best is None or not best.fits or count > most or engine_for is None:
+        return
+    engine = engine_for(best.strategy)
+    if engine is None:
+        return
+
+    def accepted(proposal: Proposal, cost_ns: int) -> None:
+        recorder.proposal(MOVE, best.name, proposal, cost_ns, 0, True)
+
+    outcome = polish(engine, space, evaluator.overflow_bytes, limit=MAX_ROUNDS * count, accepted=accepted)
+    recorder.polished, recorder.locally_optimal = outcome.compared, outcome.locally_optimal
