@@ -2,43 +2,48 @@
 
 How the budget is spent, in proposals (the starts are evaluated on top of it):
 
-- One chain per ``PROPOSALS_PER_CHAIN`` proposals, at most ``MAX_CHAINS``, from the best different starts that fit. The best start's chain
-  gets half of the budget, the others share the rest; a single chain gets all.
-- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` and goes on from there with ``soap.search.metropolis``;
-  beta is relative to the cost at which the latter begins. The first chain's descent opens with data parallelism on fewer devices.
+- Chains begin at the best different starts that fit; the best one's chain gets half of the budget, the others share the rest. There is one
+  for each ``TEMPERED_PROPOSALS`` (at most ``MAX_TEMPERED``) if the evaluator has compiled simulations, else one for each
+  ``PROPOSALS_PER_CHAIN`` (at most ``MAX_CHAINS``).
+- Each chain spends ``DESCENT_SHARE`` of its part (if compiled, ``DESCENT_PROPOSALS`` at most) on ``soap.search.descent``, and goes on from
+  there: compiled ones together, as ``soap.search.tempering`` says, others with ``soap.search.metropolis`` one after the other, beta
+  being relative to the cost at which that begins. The first chain's descent opens with data parallelism on fewer devices.
 - If no start fits, the best one descends until something fits, if need be for the whole budget.
 - In the end ``soap.search.polish`` makes the result locally optimal, where the space is small enough; this is beyond the budget.
 
 A move that changes nothing is not evaluated and not counted. All randomness comes from generators seeded by (seed, chain), so equal
-seeds and budgets give equal results.
+seeds and budgets give equal results, on any number of cores, unless the time is limited.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from tqdm import tqdm
 
-from soap.errors import InfeasibleError, StrategyError
+from soap.errors import StrategyError
 from soap.graph import OperatorGraph
 from soap.search.constraints import Pairs, brought_inside, parse
 from soap.search.descent import adopt, propose_descent
+from soap.search.infeasible import infeasible
 from soap.search.metropolis import DEFAULT_BETA, ChainState, Evaluator, step
 from soap.search.polish import MAX_POLISHED, polish_best
 from soap.search.proposals import Kernel
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
 from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
+from soap.simulator.costs import CostModel
 from soap.strategy import Strategy
 from soap.topology import Topology
-from soap.units import format_bytes
 
-PROPOSALS_PER_CHAIN = 500
-MAX_CHAINS = 3
-DESCENT_SHARE = 0.5
+PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
+TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
+DESCENT_SHARE, DESCENT_PROPOSALS = 0.5, 300
 MAX_IDLE_MOVES = 1000
 """Moves without effect in a row after which a phase ends: the space has nothing else to offer."""
 
@@ -58,6 +63,8 @@ def search(
     pins: Pairs = (),
     forbidden: Pairs = (),
     polish_up_to: int = MAX_POLISHED,
+    seconds: float | None = None,
+    cores: int | None = None,
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
 
@@ -66,8 +73,10 @@ def search(
     its budget has brought it no improvement. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns the best so far.
     ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey.
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
+    ``seconds``: proposals end after so much time, whatever is left of the budget. ``cores``: for compiled chains; all by default.
     """
-    _check_arguments(budget, beta, patience)
+    _check_arguments(budget, beta, patience, seconds)
+    deadline = inf if seconds is None else time.monotonic() + seconds
     space = build_space(graph, topology.device_count, allowed=parse(graph, topology.device_count, pins, forbidden))
     strategies = starting_strategies(graph, topology, starts, initial, seed)
     baseline, strategies = strategies[BASELINE], {name: brought_inside(space, strategy) for name, strategy in strategies.items()}
@@ -83,7 +92,7 @@ def search(
             references = reference_strategies(graph, topology, strategies.values())
             inside = different(brought_inside(space, reference) for reference in references)
             space = replace(space, references=inside)
-            _Run(space, evaluator, recorder, budget, seed, beta, patience, bar).all_chains()
+            _Run(space, topology, evaluator, recorder, budget, seed, beta, patience, bar, deadline, cores).all_chains()
             polish_best(recorder, space, evaluator, polish_up_to)
         except KeyboardInterrupt:
             interrupted = True
@@ -91,17 +100,19 @@ def search(
                 raise
     assert recorder.best is not None
     if not recorder.best.fits:
-        raise _infeasible(graph, topology, evaluator, recorder.best, len(recorder.rows))
+        raise infeasible(graph, topology, evaluator, recorder.best, len(recorder.rows))
     return recorder.result(seed=seed, budget=budget, beta=beta, interrupted=interrupted)
 
 
-def _check_arguments(budget: int, beta: float, patience: float | None) -> None:
+def _check_arguments(budget: int, beta: float, patience: float | None, seconds: float | None) -> None:
     if budget < 1:
         raise StrategyError(f"--budget {budget}: expected at least 1 proposal; a few hundred are a good beginning")
-    if not 0 < beta < float("inf"):
+    if not 0 < beta < inf:
         raise StrategyError(f"--beta {beta}: expected a positive number; the default is {DEFAULT_BETA:g}")
     if patience is not None and not 0 < patience <= 1:
         raise StrategyError(f"patience {patience}: expected a share of the budget above 0 and up to 1, such as 0.5")
+    if seconds is not None and not 0 < seconds < inf:
+        raise StrategyError(f"--seconds {seconds}: expected a positive number of seconds")
 
 
 def chain_budgets(budget: int, chains: int) -> list[int]:
@@ -118,6 +129,7 @@ class _Run:
     """One search on its way."""
 
     space: Space
+    topology: Topology
     evaluator: Evaluator
     recorder: Recorder
     budget: int
@@ -125,27 +137,61 @@ class _Run:
     beta: float
     patience: float | None
     bar: tqdm[Any]
+    deadline: float
+    cores: int | None
 
     def all_chains(self) -> None:
         """Spend the budget."""
-        wanted = min(MAX_CHAINS, max(1, self.budget // PROPOSALS_PER_CHAIN))
+        costs: CostModel | None = getattr(self.evaluator, "engine_costs", None)
+        most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if costs is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
+        wanted = min(most, max(1, self.budget // each))
         self._show()
         first = self.recorder.best
         assert first is not None
         chosen = best_starts(self.recorder.starts, wanted if first.fits else 1)
         evaluated = [start.strategy for start in self.recorder.starts]
         openings = [reference for reference in self.space.references if reference not in evaluated]
+        lows: list[tuple[Start, int]] = []
         for start, budget in zip(chosen, chain_budgets(self.budget, len(chosen)), strict=True):
-            self._chain(start, budget, openings)
+            rng = random.Random(f"{self.seed} {start.name}")
+            allowance = _Allowance(budget, self.patience, self.deadline)
+            share = int(budget * DESCENT_SHARE)
+            low = self._descend(rng, start, openings, share if costs is None else min(share, DESCENT_PROPOSALS), allowance)
             openings = []
+            if low.fits and costs is None:
+                self._metropolis(rng, low, allowance)
+            elif low.fits:
+                lows.append((low, budget - allowance.used))
+        if lows and costs is not None:
+            self._temper(sorted(lows, key=lambda found: found[0].cost_ns), costs)
 
-    def _chain(self, start: Start, budget: int, openings: Sequence[Strategy]) -> None:
-        """Descent and Metropolis-Hastings from one start."""
-        rng = random.Random(f"{self.seed} {start.name}")
-        allowance = _Allowance(budget, self.patience)
-        low = self._descend(rng, start, openings, int(budget * DESCENT_SHARE), allowance)
-        if low.fits:
-            self._metropolis(rng, low, allowance)
+    def _temper(self, lows: Sequence[tuple[Start, int]], costs: CostModel) -> None:
+        """Compiled chains from where the descents have ended, the best first."""
+        from soap.search.compiled.runner import CompiledSpace  # imports numba
+        from soap.search.tempering import Tempering
+
+        fits = None if self.evaluator.always_fits() else self._fits  # type: ignore[attr-defined]  # who has costs has it, too
+        budgets = sorted((budget for _, budget in lows), reverse=True)
+        chains = Tempering(
+            CompiledSpace(self.space, self.topology, costs), [low.strategy for low, _ in lows],
+            seed=self.seed, budgets=budgets, beta=self.beta, fits=fits, cores=self.cores,
+        )  # fmt: skip
+        allowance = _Allowance(sum(budgets), self.patience, self.deadline)
+        for rounds in chains.rounds():
+            for own in rounds:
+                before = self.recorder.best
+                name = lows[own.chain][0].name
+                if own.best is not None and self._fits(own.best):
+                    self.recorder.found(Start(name, own.best, own.best_ns, 0))
+                for entry in own.log:
+                    self.recorder.logged(name, entry.move, self.space.graph.operators[entry.operator].name, *entry[2:])
+                allowance.use(improved=self.recorder.best is not before, count=len(own.log))
+                self._show(len(own.log))
+            if allowance.spent:
+                break
+
+    def _fits(self, strategy: Strategy) -> bool:
+        return self.evaluator.overflow_bytes(strategy) == 0
 
     def _descend(
         self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: _Allowance
@@ -207,39 +253,19 @@ class _Allowance:
 
     budget: int
     patience: float | None
+    deadline: float
     used: int = 0
     last_improvement: int = 0
 
-    def use(self, *, improved: bool) -> None:
-        """Count one proposal."""
-        self.used += 1
+    def use(self, *, improved: bool, count: int = 1) -> None:
+        """Count proposals."""
+        self.used += count
         if improved:
             self.last_improvement = self.used
 
     @property
     def spent(self) -> bool:
-        """Whether the budget or the patience is at its end."""
+        """Whether the budget, the time or the patience is at its end."""
         idle = self.used - self.last_improvement
-        return self.used >= self.budget or (self.patience is not None and idle >= self.patience * self.budget)
-
-
-def _infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, best: Start, proposals: int) -> InfeasibleError:
-    """The error of a search that found nothing that fits."""
-    return InfeasibleError(
-        f"model {graph.name!r} does not fit into the memory of cluster {topology.name!r}: {_need(topology, evaluator, best)}, in the "
-        f"closest of {proposals} proposals and all starts; ways out: (1) more devices or devices with more memory, "
-        "(2) a smaller batch, (3) an optimizer that keeps fewer states, (4) a larger --budget"
-    )
-
-
-def _need(topology: Topology, evaluator: Evaluator, best: Start) -> str:
-    """What is needed and available: on the device that lacks most if the evaluator can simulate in full, else over all devices."""
-    run = getattr(evaluator, "run", None)
-    if run is not None:
-        uses = zip(run(best.strategy).memory, topology.devices, strict=True)
-        lacks = [(use.total - device.type.memory_bytes, use.total, device) for use, device in uses]
-        _, needed_bytes, device = max(lacks, key=lambda lack: lack[0])
-        return f"{device.name} needs {format_bytes(needed_bytes)}, available {format_bytes(device.type.memory_bytes)}"
-    available_bytes = sum(device.type.memory_bytes for device in topology.devices)
-    lacking = format_bytes(best.overflow_bytes)
-    return f"{lacking} more needed than the {format_bytes(available_bytes)} available on {topology.device_count} devices"
+        impatient = self.patience is not None and idle >= self.patience * self.budget
+        return self.used >= self.budget or impatient or time.monotonic() >= self.deadline

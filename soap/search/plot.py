@@ -51,7 +51,7 @@ def plot(result: SearchResult, path: str | Path) -> bytes:
 
 def _draw_costs(axes: Axes, result: SearchResult) -> None:
     """Best cost, accepted proposals, and a line for each start; milliseconds."""
-    accepted = [(row.proposal, row.cost_ns / 1e6) for row in result.rows if row.accepted]
+    accepted = [(row.proposal, row.cost_ns / 1e6) for row in result.rows if row.accepted and row.cost_ns is not None]
     if accepted:
         axes.plot(*zip(*accepted, strict=True), ".", color="0.6", markersize=4, label="accepted")
     fitting = [start for start in result.starts if start.fits]

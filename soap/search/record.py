@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
     ``phase``: descent, chain or polish (of which only what was taken has a row, beyond the budget). ``chain``: name of the start.
     ``operator``: the first operator that was changed, ``operators`` how many were. ``fits``: None if the proposal is too slow for that to
-    matter. ``best_ns``: best cost that fits so far, None if nothing has fitted yet.
+    matter. ``cost_ns``: None if it is known only to be too slow. ``best_ns``: best cost that fits so far, None if nothing has fitted yet.
     """
 
     proposal: int
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     move: str
     operator: str
     operators: int
-    cost_ns: int
+    cost_ns: int | None
     fits: bool | None
     accepted: bool
     best_ns: int | None
@@ -86,8 +86,8 @@ class SearchResult:
         import pandas as pd
 
         frame = pd.DataFrame(list(self.rows), columns=list(Row._fields))
-        whole = dict.fromkeys(("proposal", "operators", "cost_ns"), "int64")
-        return frame.astype({**whole, "best_ns": "Int64", "fits": "boolean", "accepted": "bool"})
+        whole = dict.fromkeys(("proposal", "operators"), "int64")
+        return frame.astype({**whole, "cost_ns": "Int64", "best_ns": "Int64", "fits": "boolean", "accepted": "bool"})
 
     @cached_property
     def acceptance(self) -> Mapping[str, MoveCount]:
@@ -131,6 +131,16 @@ class Recorder:
         row = Row(number, phase, chain, proposal.move, names[0], len(names), cost_ns, fits, accepted, best_ns)
         self.rows.append(row)
         return better
+
+    def found(self, strategy: Start) -> None:
+        """Something better than the rest of its chain was found, which fits."""
+        self._compare(strategy)
+
+    def logged(self, chain: str, move: str, operator: str, operators: int, cost_ns: int | None, accepted: bool) -> None:
+        """A compiled chain evaluated a proposal; ``cost_ns``: None if it was refused before that was known."""
+        assert self.best is not None
+        fits = True if accepted else None
+        self.rows.append(Row(len(self.rows) + 1, "chain", chain, move, operator, operators, cost_ns, fits, accepted, self.best.cost_ns))
 
     def _compare(self, candidate: Start) -> bool:
         if candidate.fits and all(candidate.cost_ns != other.cost_ns for other in self.finalists):

@@ -5,6 +5,9 @@ The coldest chain has the search's beta; the hottest one's is calibrated while t
 exchange their temperatures with probability min(1, exp((beta_i - beta_j) (cost_i - cost_j) / cost_start)), which keeps the product of their
 distributions (Geyer, *Markov chain Monte Carlo maximum likelihood*, 1991). The mix of moves adapts in the same warm-up, and then stays.
 
+Chains that have been left behind begin anew from the best strategy of all, at ``RESTARTS`` of the budget: no part of a chain that
+samples, but of a search that ends.
+
 Chains run in threads (compiled code needs no interpreter lock). Each has a generator of its own and they meet after whole rounds, so the
 outcome depends on the seed and the budget alone, not on the number of cores.
 """
@@ -26,9 +29,12 @@ ROUND = 100
 """Proposals of each chain between two exchanges."""
 WARM_UP = 0.2
 """Part of the budget in which the hottest beta and the mix of moves adapt. What is accepted then follows no fixed distribution."""
-HOT_ACCEPTANCE = float(os.environ.get("HOT","0.3"))
-MOST_HEAT = float(os.environ.get("HEAT","1000"))
+HOT_ACCEPTANCE = 0.1
+MOST_HEAT = 8.0
 """How much smaller the hottest beta may be than the coldest."""
+RESTARTS = (0.4, 0.7)
+LEFT_BEHIND = 1.01
+"""Best cost of a chain, relative to the best of all, from which on it begins anew."""
 FOCUS = 300.0
 """How strongly candidates are weighed by rough costs, per cost at the start (``compiled.moves``)."""
 
@@ -87,6 +93,7 @@ class Tempering:
                 if sum(done) < WARM_UP * sum(self._budgets):
                     self._adapt(done)
                 self._exchange()
+                self._restart(sum(done))
 
     def _advance(self, number: int) -> Round:
         chain = self.chains[number]
@@ -107,6 +114,16 @@ class Tempering:
         weights = _adapted([chain.moves for chain in self.chains])
         for chain in self.chains:
             chain.weights = weights
+
+    def _restart(self, before: int) -> None:
+        """``before``: proposals before the last round."""
+        budget, after = sum(self._budgets), sum(chain.proposals for chain in self.chains)
+        if any(before < share * budget <= after for share in RESTARTS):
+            best = min(self.chains, key=lambda chain: chain.best_ns)
+            strategy = best.best
+            for chain in self.chains:
+                if chain.best_ns > LEFT_BEHIND * best.best_ns:
+                    chain.move_to(strategy)
 
     def _spread(self) -> None:
         """Give every place on the ladder its beta."""

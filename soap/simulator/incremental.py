@@ -8,12 +8,17 @@ from collections.abc import Hashable
 from soap.simulator.compiled.evaluate import evaluate
 from soap.simulator.compiled.jit import is_compiled
 from soap.simulator.compiled.rebuild import lower_all
+from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.simulate import CACHED_STRATEGIES, Simulation, Simulator, is_large
+from soap.strategies import CLASSICAL
 from soap.strategy import OpConfig, Strategy, SyncConfig
 
 MOST_CHANGES = 3
 """A strategy that differs in more from what an engine holds is lowered anew."""
+
+AMPLE = 3
+"""What is read from other devices and gathered there comes on top of what a single device would hold."""
 
 Change = tuple[str, OpConfig | SyncConfig]
 """An operator's configuration, or how a parameter is synchronized."""
@@ -34,6 +39,17 @@ class IncrementalSimulator:
     def begins_at_once() -> bool:
         """False if it has to be compiled first, which takes about half a minute."""
         return is_compiled(lower_all) and is_compiled(evaluate)
+
+    @property
+    def engine_costs(self) -> CostModel:
+        """What compiled chains of the search are to use for engines of their own."""
+        return self._simulator.costs
+
+    def always_fits(self) -> bool:
+        """Whether it is out of the question that a device lacks memory: it could hold the whole model's needs ``AMPLE`` times."""
+        graph, topology = self._simulator.graph, self._simulator.topology
+        whole = max(use.total for use in self._simulator.run(CLASSICAL["single_device"](graph, topology)).memory)
+        return AMPLE * whole <= min(device.type.memory_bytes for device in topology.devices)
 
     def makespan_ns(self, strategy: Strategy) -> int:
         """Time of one iteration. StrategyError if the strategy does not fit the graph or the cluster."""

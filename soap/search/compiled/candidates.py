@@ -46,9 +46,14 @@ def find_place(Q: GridTables, W: ChainTables, grid: int, first: int) -> int:
 
 
 @compiled
-def log_weight(Q: GridTables, W: ChainTables, grid: int, first: int) -> float:
-    """Logarithm of the weight of a configuration on distinct devices."""
-    return 0.0 if find_place(Q, W, grid, first) >= 0 else Q.shuffled_log[grid]
+def log_weight(Q: GridTables, W: ChainTables, op: int, grid: int, first: int) -> float:
+    """Logarithm of the weight of an operator's configuration on distinct devices."""
+    if find_place(Q, W, grid, first) >= 0:
+        return 0.0
+    allowed = True
+    for tile in range(Q.tiles[grid]):
+        allowed &= Q.permitted[Q.space[op] * len(W.order) + W.c_dev[first + tile]] > 0
+    return Q.shuffled_log[grid] if allowed else NO_WEIGHT
 
 
 @compiled
@@ -105,7 +110,9 @@ def draw_any(Q: GridTables, W: ChainTables, op: int, slot: int) -> None:
     if Q.shuffled_log[low] == NO_WEIGHT:  # the sum was rounded
         draw_structured(Q, W, op, slot)
         return
-    first, devices = slot * len(W.order), len(W.order)
+    first, devices = slot * len(W.order), Q.device_ptr[space + 1] - Q.device_ptr[space]
+    for i in range(devices):
+        W.order[i] = Q.device[Q.device_ptr[space] + i]
     placed = True
     while placed:
         for tile in range(Q.tiles[low]):
@@ -161,7 +168,7 @@ def list_candidates(Q: GridTables, N: NeighbourTables, C: State, W: ChainTables,
             for i in range(N.dev_ptr[reference], N.dev_ptr[reference + 1]):
                 W.c_dev[slot * len(W.order) + i - N.dev_ptr[reference]] = N.dev[i]
             W.c_grid[slot] = N.grid[reference]
-            W.c_log[slot] = log_weight(Q, W, N.grid[reference], slot * len(W.order))
+            W.c_log[slot] = log_weight(Q, W, op, N.grid[reference], slot * len(W.order))
             n += 1
     for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
         if W.grid[N.neighbour[edge]] >= 0:
@@ -266,7 +273,7 @@ def _follow(Q, N, C, W, op, edge, rest, extra, n):  # type: ignore[no-untyped-de
                 other //= length
             stride *= length
         W.c_dev[first + tile] = C.dev[C.dev_ptr[neighbour] + from_tile]
-    return _keep(Q, W, grid, n)
+    return _keep(Q, W, op, grid, n)
 
 
 @compiled
@@ -298,13 +305,13 @@ def _single_axis(Q, N, C, W, op, neighbour, factor, n):  # type: ignore[no-untyp
     first = (FIRST_LISTED + n) * len(W.order)
     for tile in range(tiles):
         W.c_dev[first + tile] = C.dev[C.dev_ptr[neighbour] + tile]
-    return _keep(Q, W, grid, n)
+    return _keep(Q, W, op, grid, n)
 
 
 @compiled
-def _keep(Q, W, grid, n):  # type: ignore[no-untyped-def]
+def _keep(Q, W, op, grid, n):  # type: ignore[no-untyped-def]
     """Only what has some weight."""
     slot = FIRST_LISTED + n
     W.c_grid[slot] = grid
-    W.c_log[slot] = log_weight(Q, W, grid, slot * len(W.order))
+    W.c_log[slot] = log_weight(Q, W, op, grid, slot * len(W.order))
     return n if W.c_log[slot] == NO_WEIGHT else n + 1

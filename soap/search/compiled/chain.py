@@ -159,7 +159,7 @@ def _note(Q, W, E):  # type: ignore[no-untyped-def]
         op = E.operator[i]
         copy(W.c_dev, 0, E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         W.grid[op] = W.edited[i]
-        W.structured[op] = log_weight(Q, W, W.edited[i], 0) == 0.0
+        W.structured[op] = log_weight(Q, W, op, W.edited[i], 0) == 0.0
 
 
 @compiled
@@ -179,7 +179,7 @@ def begin_chain(Q: GridTables, C: State, W: ChainTables, cost: int) -> None:
         W.structured[op] = 0
         if W.grid[op] >= 0:
             copy(W.c_dev, 0, C.dev, C.dev_ptr[op], C.dev_ptr[op] + C.tiles[op])
-            weight = log_weight(Q, W, W.grid[op], 0)
+            weight = log_weight(Q, W, op, W.grid[op], 0)
             W.structured[op] = weight == 0.0
             if weight == NO_WEIGHT:
                 W.grid[op] = -1

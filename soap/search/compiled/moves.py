@@ -107,16 +107,17 @@ def _add(Q, W, E, op, grid, devices, first):  # type: ignore[no-untyped-def]
 
 @compiled
 def _swap(Q, W, E, op):  # type: ignore[no-untyped-def]
-    devices = len(W.order)
-    if devices < 2:
+    space, devices = Q.space[op], len(W.order)
+    first, count = Q.device_ptr[space], Q.device_ptr[space + 1] - Q.device_ptr[space]
+    if count < 2:
         return NO_EFFECT
-    a = below(W, devices)
-    b = (a + 1 + below(W, devices - 1)) % devices
+    i = below(W, count)
+    a, b = Q.device[first + i], Q.device[first + (i + 1 + below(W, count - 1)) % count]
     grid = W.c_grid[0]
     for tile in range(Q.tiles[grid]):
         device = W.c_dev[tile]
         W.c_dev[devices + tile] = b if device == a else a if device == b else device
-    W.c_grid[1], W.c_log[1] = grid, log_weight(Q, W, grid, devices)
+    W.c_grid[1], W.c_log[1] = grid, log_weight(Q, W, op, grid, devices)
     if W.c_log[1] == NO_WEIGHT:
         return NO_EFFECT
     return _single(Q, W, E, op, W.c_log[1] - W.c_log[0])

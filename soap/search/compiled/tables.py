@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from soap.search.compiled.estimates import rough_ns
 from soap.search.compiled.segments import find_segments
-from soap.search.space import Grid, OperatorSpace, Space, grid_of, placements
+from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.simulator.compiled.tables import Floats, Ints, Longs
 from soap.simulator.costs import CostModel
 from soap.strategy import OpConfig
@@ -32,7 +32,8 @@ class GridTables(NamedTuple):
     ``movable``: operators with a choice. ``space``: by operator.
 
     By space: grids ``grid_ptr[s]:grid_ptr[s + 1]``, ``structured`` (number of structured configurations), ``mass`` (weight of all
-    configurations), ``lookup`` (a table of its grids, by ``grid_key``; ``lookup_ptr``, ``lookup_mask``).
+    configurations), ``lookup`` (a table of its grids, by ``grid_key``; ``lookup_ptr``, ``lookup_mask``), ``device`` (a list of those that
+    may be used), ``permitted[s * device count + device]``.
 
     By grid: ``before`` (structured configurations of its space's grids before it), ``replicas``, ``tiles``, ``degree`` (a list), ``places``
     (which set of placements), ``shuffled`` (mass of the shuffled placements of its space's grids up to it), ``shuffled_log`` (logarithm
@@ -62,6 +63,9 @@ class GridTables(NamedTuple):
     place_ptr: Longs
     place_count: Ints
     place: Ints
+    device_ptr: Ints
+    device: Ints
+    permitted: Ints
     estimate_ptr: Ints
     estimate: Floats
     size_ptr: Ints
@@ -103,31 +107,34 @@ class GroupTables(NamedTuple):
 
 def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTables:
     """The configurations of a space."""
-    graph, count = space.graph, space.device_count
+    graph = space.graph
     spaces = list(dict.fromkeys(space.operators))
-    grids = [grid for own in spaces for grid in own.grids]
-    shapes = list(dict.fromkeys(_shape(grid) for grid in grids))
-    options = {shape: placements(shape, count) for shape in shapes}
-    masses = [(own.shuffled_mass(grid), grid) for own in spaces for grid in own.grids]
+    pairs = [(own, grid) for own in spaces for grid in own.grids]
+    grids = [grid for _, grid in pairs]
+    shapes = [(own.devices, tuple(n for n in grid if n > 1)) for own, grid in pairs]  # what a grid's placements depend on
+    options = {shape: own.placements(grid) for shape, (own, grid) in zip(shapes, pairs, strict=True)}
+    number = {shape: i for i, shape in enumerate(options)}
     estimates = [rough_ns(graph, position, own.grids, topology, costs) for position, own in enumerate(space.operators)]
-    before = [np.cumsum([0, *(len(options[_shape(grid)]) for grid in own.grids)])[:-1] for own in spaces]
+    before = [np.cumsum([0, *(len(own.placements(grid)) for grid in own.grids)])[:-1] for own in spaces]
     return _pack(GridTables, [
         space.movable, [spaces.index(own) for own in space.operators], _pointers(own.grids for own in spaces),
         [own.structured_count for own in spaces], [own.mass for own in spaces], *_lookup(spaces), np.concatenate(before),
         [grid[0] for grid in grids], [prod(grid) for grid in grids], _pointers(grid[1:] for grid in grids),
-        [degree for grid in grids for degree in grid[1:]], [shapes.index(_shape(grid)) for grid in grids],
+        [degree for grid in grids for degree in grid[1:]], [number[shape] for shape in shapes],
         np.concatenate([np.cumsum([own.shuffled_mass(grid) for grid in own.grids]) for own in spaces]),
-        [log(m) - log(perm(count, prod(g)) - len(options[_shape(g)])) if m > 0 else NO_WEIGHT for m, g in masses],
-        np.cumsum([0, *(len(options[shape]) * prod(shape) for shape in shapes)]), [len(options[shape]) for shape in shapes],
-        [device for shape in shapes for devices in options[shape] for device in devices],
+        [_shuffled_log(own, grid) for own, grid in pairs],
+        np.cumsum([0, *(len(found) * len(found[0]) for found in options.values())]), [len(found) for found in options.values()],
+        [device for found in options.values() for devices in found for device in devices],
+        _pointers(own.devices for own in spaces), [device for own in spaces for device in own.devices],
+        [device in own.devices for own in spaces for device in range(space.device_count)],
         _pointers(estimates), np.concatenate(estimates), _pointers(op.factors for op in graph.operators),
         [factor.size if op.partitionable else 1 for op in graph.operators for factor in op.factors],
     ])  # fmt: skip
 
 
-def _shape(grid: Grid) -> Grid:
-    """What a grid's placements depend on."""
-    return tuple(n for n in grid if n > 1)
+def _shuffled_log(own: OperatorSpace, grid: Grid) -> float:
+    mass = own.shuffled_mass(grid)
+    return log(mass) - log(perm(len(own.devices), prod(grid)) - len(own.placements(grid))) if mass > 0 else NO_WEIGHT
 
 
 def grid_key(grid: Iterable[int]) -> int:

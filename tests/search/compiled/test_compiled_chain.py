@@ -90,7 +90,10 @@ ONLY = [{move: 1.0 if move in ("redraw", other) else 0.0 for move in MOVES} for 
 """Each move beside the one that reaches everything."""
 
 
-@pytest.mark.parametrize("weights", [DEFAULT_WEIGHTS, *ONLY], ids=["all", *MOVES])
+ALONE = [pytest.param(weights, id=move, marks=pytest.mark.slow) for weights, move in zip(ONLY, MOVES, strict=True)]
+
+
+@pytest.mark.parametrize("weights", [pytest.param(DEFAULT_WEIGHTS, id="all"), *ALONE])
 def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float]) -> None:
     case = enumerated()
     assert len(case.cost_ns) >= 500
