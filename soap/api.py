@@ -43,7 +43,7 @@ Cluster: TypeAlias = "Topology | str | Path"
 Constraints: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]]"
 """Pattern of operator names -> what is said of these operators (``soap.search.constraints``); pairs where a pattern occurs twice."""
 
-DEFAULT_BUDGET = 500
+DEFAULT_BUDGET = 10_000
 """Proposals: seconds to a few minutes for the models of the zoo."""
 OPTIMIZER_STATES = 2
 """Tensors of a parameter's size that the optimizer keeps for it; Adam's two, so that memory is not underestimated."""
@@ -225,11 +225,15 @@ def search(
     forbidden: Constraints = (),
     optimizer_states: int = OPTIMIZER_STATES,
     progress: bool = False,
+    seconds: float | None = None,
+    cores: int | None = None,
+    improved: Callable[[int], None] = lambda cost_ns: None,
 ) -> SearchOutcome:
     """Search for the strategy with the shortest predicted iteration; see ``soap.search.chains.search`` for the options.
 
     ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
-    Equal arguments give equal results. Ctrl-C ends it with the best so far (``result.interrupted``).
+    Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search. Ctrl-C ends it with the best so far
+    (``result.interrupted``).
     """
     simulator = simulator_for(model, cluster, optimizer_states=optimizer_states)
     from soap.simulator.incremental import IncrementalSimulator  # numba takes a second to import: only for who searches
@@ -250,6 +254,9 @@ def search(
         progress=progress,
         pins=pairs_of(pins),
         forbidden=pairs_of(forbidden),
+        seconds=seconds,
+        cores=cores,
+        improved=improved,
     )
     return SearchOutcome(simulator, result)
 

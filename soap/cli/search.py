@@ -32,6 +32,7 @@ from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
 
 PROG = "soap-search"
+PATIENCE = 0.5
 DEFAULT_FINALISTS = 3
 
 
@@ -60,6 +61,14 @@ def make_parser() -> Parser:
         help="run the K best strategies (default %(const)s) and data parallelism for real, keep the fastest; with --cluster local:N",
     )
     parser.add_argument("--budget", metavar="N", type=positive, default=api.DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
+    parser.add_argument("--seconds", metavar="S", type=positive_number, help="stop trying after so much time (results may then differ)")
+    parser.add_argument(
+        "--patience",
+        metavar="P",
+        type=positive_number,
+        default=PATIENCE,
+        help="stop when this share of the budget has brought nothing better (default %(default)g; 1: never)",
+    )
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="equal seeds give equal results (default %(default)s)")
     parser.add_argument(
         "--beta",
@@ -136,6 +145,8 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         topology,
         budget=args.budget,
         seed=args.seed,
+        seconds=args.seconds,
+        patience=args.patience,
         beta=args.beta,
         starts=args.start,
         pins=args.pin,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -65,6 +65,7 @@ def search(
     polish_up_to: int = MAX_POLISHED,
     seconds: float | None = None,
     cores: int | None = None,
+    improved: Callable[[int], None] = lambda cost_ns: None,
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
 
@@ -74,13 +75,14 @@ def search(
     ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey.
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
     ``seconds``: proposals end after so much time, whatever is left of the budget. ``cores``: for compiled chains; all by default.
+    ``improved``: is told each new best cost in ns, when it is found.
     """
     _check_arguments(budget, beta, patience, seconds)
     deadline = inf if seconds is None else time.monotonic() + seconds
     space = build_space(graph, topology.device_count, allowed=parse(graph, topology.device_count, pins, forbidden))
     strategies = starting_strategies(graph, topology, starts, initial, seed)
     baseline, strategies = strategies[BASELINE], {name: brought_inside(space, strategy) for name, strategy in strategies.items()}
-    recorder = Recorder()
+    recorder = Recorder(improved=improved)
     interrupted = False
     bar: tqdm[Any] = tqdm(total=budget, unit="proposal", disable=None if progress else True)
     with bar:

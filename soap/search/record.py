@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -104,12 +104,14 @@ class Recorder:
     """Keeps the best strategy and the history while a search runs.
 
     ``baseline_ns``: data parallelism's time, if it is not among the starts because it does not obey the user's constraints.
+    ``improved``: is told each new best cost of what fits.
     """
 
     starts: list[Start] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     best: Start | None = None
     baseline_ns: int | None = None
+    improved: Callable[[int], None] = lambda cost_ns: None
     finalists: list[Start] = field(default_factory=list)
     locally_optimal: bool = False
     polished: int = 0
@@ -148,6 +150,8 @@ class Recorder:
         better = self.best is None or candidate.score < self.best.score
         if better:
             self.best = candidate
+            if candidate.fits:
+                self.improved(candidate.cost_ns)
         return better
 
     @property
