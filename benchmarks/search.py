@@ -3,9 +3,9 @@
     python -m benchmarks.search
     python -m benchmarks.search --nets nmt --clusters k80-16x4 --budget 40000
 
-Estimated costs (data sheets), 64 samples per device as in the paper (AlexNet 256). "best start": the quickest classical strategy that fits, data
-parallelism aside. "bytes" cross links, per iteration. "99% after": when the best strategy so far had 99% of the gain over the
-best start. "full / delta": the time to lower and simulate a strategy from the ground up, over that of a chain's proposal (most being known).
+Estimated costs (data sheets), 64 samples per device as in the paper (AlexNet 256). "best start": the quickest classical strategy that fits,
+data parallelism aside. "bytes" cross links, per iteration. "99% after": when the best strategy so far had 99% of the gain over the best
+start. "full / delta": the time to lower and simulate a strategy from the ground up, over that of a chain's proposal (most being known).
 "at best": the lower bound of ``soap.search.bounds``, where it can be worked out quickly.
 """
 
