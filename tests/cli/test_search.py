@@ -99,6 +99,9 @@ def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = tmp_path / "s.json"
     constraints = ["--pin", "blocks.*.up=sample:4@0-3", "--pin", "*norm*=sample:2", "--forbid", "*=reduction", "--forbid", "*=@7"]
     assert search("-o", str(out), *constraints) == 0
+    assert "as the search was told: --pin blocks.*.up=sample:4@0-3, --pin *norm*=sample:2, --forbid *=reduction" in capsys.readouterr().out
+    told = json.loads(out.read_text())["record"]["search"]
+    assert told["pins"] == ["blocks.*.up=sample:4@0-3", "*norm*=sample:2"] and told["forbidden"] == ["*=reduction", "*=@7"]
     strategy = soap.load_strategy(out, MODEL, CLUSTER)
     graph = soap.load(MODEL, plan_only=True).graph
     pinned = 0
