@@ -221,16 +221,17 @@ def test_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], tmp_path: P
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_interrupt_saves_the_best_so_far(tmp_path: Path) -> None:
     out = tmp_path / "s.json"
-    # A line on standard error as soon as the search itself begins, so that the signal comes neither too early nor after a guessed time.
+    # A line on standard error as soon as there is something to save, so that the signal comes neither too early nor after a guessed time.
     program = """
 import sys
-from soap import api
 from soap.cli import search
-real = api.search
-def begin(*args, **kwargs):
-    print("searching", file=sys.stderr, flush=True)
-    return real(*args, **kwargs)
-api.search = begin
+from soap.search.record import Recorder
+real = Recorder.start
+def start(self, found):
+    real(self, found)
+    if len(self.starts) == 1:
+        print("searching", file=sys.stderr, flush=True)
+Recorder.start = start
 sys.exit(search.main(sys.argv[1:]))
 """
     arguments = [MODEL, "--cluster", CLUSTER, "--budget", "1000000", "-o", str(out), "--json"]
@@ -238,7 +239,7 @@ sys.exit(search.main(sys.argv[1:]))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "searching\n"
-        time.sleep(1.0)  # a few proposals, so that there is something to save
+        time.sleep(0.5)  # a few proposals
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
