@@ -19,7 +19,7 @@ from soap.files import read_text, write_bytes_atomically, write_text_atomically
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
-from soap.search.constraints import Pairs, pairs_of
+from soap.search.constraints import Pairs, pairs_of, parse
 from soap.search.explanation import Line
 from soap.search.explanation import explain as explain_operators
 from soap.search.metropolis import DEFAULT_BETA
@@ -168,12 +168,13 @@ class SearchOutcome:
 
     @cached_property
     def bound(self) -> LowerBound | None:
-        """What no strategy of the space can be below; None if working it out would take too long."""
+        """What no strategy of the space, as far as it is allowed, can be below; None if working it out would take too long."""
         from soap.search.bounds import is_quickly_bounded, lower_bound  # imports numba
         from soap.search.space import build_space
 
         simulator = self.simulator
-        space = build_space(simulator.graph, simulator.topology.device_count)
+        count = simulator.topology.device_count
+        space = build_space(simulator.graph, count, allowed=parse(simulator.graph, count, self.pins, self.forbidden))
         return lower_bound(space, simulator.topology, simulator.costs) if is_quickly_bounded(space) else None
 
     @property
