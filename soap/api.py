@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -19,7 +19,7 @@ from soap.files import read_text, write_bytes_atomically, write_text_atomically
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
-from soap.search.constraints import pairs_of
+from soap.search.constraints import Pairs, pairs_of, parse
 from soap.search.explanation import Line
 from soap.search.explanation import explain as explain_operators
 from soap.search.metropolis import DEFAULT_BETA
@@ -118,15 +118,18 @@ class SearchOutcome:
     """What a search found, with what it was found for, so that it can be saved and looked at.
 
     ``runs``: what of it was run for real. Then the fastest measured strategy counts as found, else the one predicted to be fastest.
+    ``pins``, ``forbidden``: what the search had to obey.
     """
 
     simulator: Simulator
     result: SearchResult
     runs: tuple[Run, ...] = ()
+    pins: Pairs = ()
+    forbidden: Pairs = ()
 
     def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
         """The same search, with what was measured."""
-        return SearchOutcome(self.simulator, self.result, tuple(runs))
+        return replace(self, runs=tuple(runs))
 
     @property
     def kept(self) -> Run | None:
@@ -165,12 +168,13 @@ class SearchOutcome:
 
     @cached_property
     def bound(self) -> LowerBound | None:
-        """What no strategy of the space can be below; None if working it out would take too long."""
+        """What no strategy of the space, as far as it is allowed, can be below; None if working it out would take too long."""
         from soap.search.bounds import is_quickly_bounded, lower_bound  # imports numba
         from soap.search.space import build_space
 
         simulator = self.simulator
-        space = build_space(simulator.graph, simulator.topology.device_count)
+        count = simulator.topology.device_count
+        space = build_space(simulator.graph, count, allowed=parse(simulator.graph, count, self.pins, self.forbidden))
         return lower_bound(space, simulator.topology, simulator.costs) if is_quickly_bounded(space) else None
 
     @property
@@ -194,6 +198,9 @@ class SearchOutcome:
                 "locally_optimal": result.locally_optimal,
             },
         }
+        for name, pairs in (("pins", self.pins), ("forbidden", self.forbidden)):
+            if pairs:
+                record["search"][name] = [f"{pattern}={spec}" for pattern, spec in pairs]
         if self.kept is not None:
             runs = {run.name: {"predicted_ns": run.predicted_ns, "measured_ns": run.measured_ns} for run in self.runs}
             record["measured"] = {"kept": self.kept.name, "runs": runs}
@@ -258,7 +265,7 @@ def search(
         cores=cores,
         improved=improved,
     )
-    return SearchOutcome(simulator, result)
+    return SearchOutcome(simulator, result, pins=pairs_of(pins), forbidden=pairs_of(forbidden))
 
 
 def simulate(model: Model, cluster: Cluster, strategy: Strategy | str, *, optimizer_states: int = OPTIMIZER_STATES) -> Simulation:

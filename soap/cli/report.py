@@ -75,7 +75,8 @@ def text(report: Mapping[str, Any], name: str) -> str:
 
 def optimality(outcome: SearchOutcome) -> str:
     """How good the found strategy is among all: whether any one operator could do better, and what none can be below."""
-    lines = ["no other configuration of any one operator is better (locally optimal)"] if outcome.result.locally_optimal else []
+    optimal = outcome.result.locally_optimal and outcome.strategy == outcome.result.strategy
+    lines = ["no other configuration of any one operator is better (locally optimal)"] if optimal else []
     bound, found_ns = outcome.bound, outcome.time_ns
     if bound is None:
         lines.append("at best: not worked out, the space is too large")

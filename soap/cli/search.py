@@ -174,12 +174,17 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     why = {"explanation": explanation.document(graph, outcome.explanation, outcome.time_ns)} if args.explain else {}
     measured = {"measured": verification.document(outcome.runs, outcome.kept)} if outcome.kept else {}
     if args.json:
-        searched = {key: outcome.record["search"][key] for key in ("seed", "budget", "beta", "evaluations", "interrupted")}
+        recorded = outcome.record["search"]
+        keys = ("seed", "budget", "beta", "evaluations", "interrupted", "pins", "forbidden")
+        searched = {key: recorded[key] for key in keys if key in recorded}
         bound_ns = None if outcome.bound is None else outcome.bound.bound_ns
         print(report.dump({**summary, "search": searched, "bound_ns": bound_ns, "strategy": args.output, **measured, **why}))
     else:
         print(report.text(summary, report.FOUND))
         print(f"\n{report.optimality(outcome)}")
+        obeyed = [f"{option} {pattern}={spec}" for option in ("pin", "forbid") for pattern, spec in getattr(args, option)]
+        if obeyed:
+            print(f"as the search was told: --{', --'.join(obeyed)}; the other strategies above were not")
         if measured:
             print("\n" + verification.text(measured["measured"]))
         if args.explain:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +98,9 @@ def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = tmp_path / "s.json"
     constraints = ["--pin", "blocks.*.up=sample:4@0-3", "--pin", "*norm*=sample:2", "--forbid", "*=reduction", "--forbid", "*=@7"]
     assert search("-o", str(out), *constraints) == 0
+    assert "as the search was told: --pin blocks.*.up=sample:4@0-3, --pin *norm*=sample:2, --forbid *=reduction" in capsys.readouterr().out
+    told = json.loads(out.read_text())["record"]["search"]
+    assert told["pins"] == ["blocks.*.up=sample:4@0-3", "*norm*=sample:2"] and told["forbidden"] == ["*=reduction", "*=@7"]
     strategy = soap.load_strategy(out, MODEL, CLUSTER)
     graph = soap.load(MODEL, plan_only=True).graph
     pinned = 0
@@ -114,6 +116,15 @@ def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             assert degrees == {"sample": 2}
             pinned += 1
     assert pinned > 2
+
+
+def test_the_bound_is_of_what_is_allowed() -> None:
+    free, pinned = (soap.search(MODEL, CLUSTER, budget=5, pins=pins) for pins in ({}, {"*": "@0"}))
+    assert free.bound is not None and pinned.bound is not None
+    assert free.bound.bound_ns <= free.time_ns and free.bound.bound_ns <= pinned.bound.bound_ns <= pinned.time_ns
+    assert pinned.time_ns == soap.simulate(MODEL, CLUSTER, "single_device").makespan_ns
+    assert pinned.result.locally_optimal  # nothing else is allowed
+    assert all(config.devices == (0,) for config in pinned.strategy.operators.values())
 
 
 @pytest.mark.parametrize(
@@ -218,16 +229,18 @@ def test_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], tmp_path: P
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_interrupt_saves_the_best_so_far(tmp_path: Path) -> None:
     out = tmp_path / "s.json"
-    # A line on standard error as soon as the search itself begins, so that the signal comes neither too early nor after a guessed time.
+    # A line on standard error after a few proposals, so that the signal comes neither too early nor after a guessed time.
     program = """
 import sys
-from soap import api
 from soap.cli import search
-real = api.search
-def begin(*args, **kwargs):
-    print("searching", file=sys.stderr, flush=True)
-    return real(*args, **kwargs)
-api.search = begin
+from soap.search.record import Recorder
+real = Recorder.proposal
+def proposal(self, *args):
+    better = real(self, *args)
+    if len(self.rows) == 5:
+        print("searching", file=sys.stderr, flush=True)
+    return better
+Recorder.proposal = proposal
 sys.exit(search.main(sys.argv[1:]))
 """
     arguments = [MODEL, "--cluster", CLUSTER, "--budget", "1000000", "-o", str(out), "--json"]
@@ -235,7 +248,6 @@ sys.exit(search.main(sys.argv[1:]))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "searching\n"
-        time.sleep(1.0)  # a few proposals, so that there is something to save
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr

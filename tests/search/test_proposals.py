@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from soap.search.constraints import parse
 from soap.search.exhaustive import all_strategies
 from soap.search.proposals import MOVES, Kernel, Move, Proposal, informed_candidates, move_weights
 from soap.search.space import Space, build_space
@@ -75,6 +76,24 @@ def test_shuffled_states_balance(name: str) -> None:
     shuffled = [OpConfig((2,), (1, 0)), OpConfig((1,), (1, 0), 2)]
     configs = [*space.operators[0].structured(), *shuffled]
     states = [Strategy({"layer.0": a, "layer.1": b}) for a, b in product(configs, configs)]
+    assert_balanced(MOVES[name], space, states, 1500)
+
+
+@pytest.mark.parametrize("name", ["redraw", "place", "split", "informed", "group"])
+@pytest.mark.parametrize("pattern", ["layer.*", "layer.0"])
+def test_restricted_spaces_balance(name: str, pattern: str) -> None:
+    """Where the user allows only some devices, in all layers or in one of two equal ones."""
+    graph = layers(2)
+    reference = Strategy({op.name: OpConfig((2,), (0, 2)) for op in graph.operators})
+    allowed = parse(graph, 3, [("layer.*", "@0,2")] if pattern == "layer.*" else [("layer.0", "b:2@0,2")], [("*", "@1")])
+    space = build_space(graph, 3, references=(reference,), shuffled=0.5, allowed=allowed)
+    swapped = [OpConfig((2,), (2, 0)), OpConfig((1,), (2, 0), 2)]
+    options = [
+        [*own.structured(), *(config for config in swapped if own.log_weight(config) > -inf)] for own in space.operators
+    ]
+    assert [len(own) for own in options] == ([6, 6] if pattern == "layer.*" else [2, 6])
+    states = [Strategy({"layer.0": a, "layer.1": b}) for a, b in product(*options)]
+    assert bool(space.groups) == (pattern == "layer.*")
     assert_balanced(MOVES[name], space, states, 1500)
 
 
