@@ -14,7 +14,7 @@ from soap.simulator.simulate import CACHED_STRATEGIES, Simulation, Simulator, is
 from soap.strategies import CLASSICAL
 from soap.strategy import OpConfig, Strategy, SyncConfig
 
-MOST_CHANGES = 3
+MOST_CHANGES = 16
 """A strategy that differs in more from what an engine holds is lowered anew."""
 
 AMPLE = 3
@@ -107,7 +107,7 @@ class _Holder:
         return min(len(self._changes(own, strategy)) for own in held)
 
     def makespan_ns(self, strategy: Strategy) -> int:
-        """Simulate a strategy. The last of its changes stays a proposal, since most are rejected."""
+        """Simulate a strategy. It stays a proposal, since most are rejected."""
         changes = self._changes(self._held, strategy)
         if self._proposed is not None:
             others = self._changes(self._proposed, strategy)
@@ -120,14 +120,12 @@ class _Holder:
         if len(changes) > MOST_CHANGES:
             self._load(strategy)
             return self._engine.makespan_ns
-        for change in changes[:-1]:
-            self._propose(change)
-            self._engine.accept()
         if not changes:
             return self._engine.makespan_ns
-        if len(changes) > 1:
-            self._held = self._engine.strategy
-        found = self._propose(changes[-1])
+        operators = {name: config for name, config in changes if isinstance(config, OpConfig)}
+        parameters = {name: sync for name, sync in changes if isinstance(sync, SyncConfig)}
+        found = self._engine.propose_changes(operators, parameters)
+        assert found is not None  # there is no bound
         self._proposed = strategy
         return found
 
@@ -135,12 +133,6 @@ class _Holder:
         self._engine.load(strategy)
         self._engine.simulate()
         self._held = strategy
-
-    def _propose(self, change: Change) -> int:
-        name, config = change
-        found = self._engine.propose(name, config) if isinstance(config, OpConfig) else self._engine.propose_sync(name, config)
-        assert found is not None  # there is no bound
-        return found
 
     def _changes(self, held: Strategy, strategy: Strategy) -> list[Change]:
         graph = self._engine.graph

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 import pytest
@@ -16,9 +17,10 @@ from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.compiled.memory import MOVES, STEP
 from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace
+from soap.search.constraints import brought_inside, parse
 from soap.search.exhaustive import all_strategies
 from soap.search.space import Space, build_space
-from soap.search.starts import reference_strategies, starting_strategies
+from soap.search.starts import different, reference_strategies, starting_strategies
 from soap.simulator.engine import Engine
 from soap.simulator.simulate import Simulator
 from soap.strategy import OpConfig, Strategy
@@ -166,3 +168,22 @@ def test_a_state_outside_of_the_space_is_left_for_good() -> None:
     chain.run(300, beta=0.1, focus=0.0)
     assert key_of(chain.strategy) in case.cost_ns
     assert Simulator(case.graph, case.topology, case.costs).makespan_ns(chain.strategy) == chain.cost_ns
+
+
+def test_constraints_are_obeyed() -> None:
+    """A pinned operator, one that must not be cut along a factor, and a device that nobody may use."""
+    graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
+    allowed = parse(graph, 16, [("head*", "sample:4")], [("*lstm*", "replicas"), ("*", "@3,5")])
+    space = build_space(graph, 16, allowed=allowed)
+    starts = [brought_inside(space, s) for s in starting_strategies(graph, topology, None, None, 0).values()]
+    space = replace(space, references=different(starts))
+    compiled = CompiledSpace(space, topology, api.simulator_for(graph, topology).costs)
+    chain = CompiledChain(compiled, starts[0], seed=1, proposals=3000)
+    for step in range(1, 31):
+        chain.run(100 * step, beta=20.0, focus=30.0)
+        for op, own in zip(graph.operators, space.operators, strict=True):
+            config = chain.strategy.operators[op.name]
+            assert own.log_weight(config) > -inf
+            assert not {3, 5} & set(config.devices)
+    assert sum(counts.accepted for counts in chain.moves.values()) > 100
+    assert all(counts.accepted > 0 for move, counts in chain.moves.items() if move != "segment")
