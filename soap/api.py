@@ -21,6 +21,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.record import SearchResult
+from soap.search.starts import DYNAMIC
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
@@ -194,12 +195,26 @@ def search(
         budget=budget,
         seed=seed,
         beta=beta,
-        starts=starts,
+        starts=None if starts is None else [name for name in starts if name != DYNAMIC],
+        further_starts=_dynamic_start(simulator, starts),
         initial=initial,
         patience=patience,
         progress=progress,
     )
     return SearchOutcome(simulator, result)
+
+
+def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Strategy]:
+    """The start that a dynamic programme finds, if it is asked for, or nothing is and it takes seconds."""
+    from soap.search.dynamic import MAX_PAIRS, dynamic_strategy, pair_count
+    from soap.search.space import build_space
+
+    if starts is not None and DYNAMIC not in starts:
+        return {}
+    space = build_space(simulator.graph, simulator.topology.device_count)
+    if starts is None and pair_count(space) > MAX_PAIRS:
+        return {}
+    return {DYNAMIC: dynamic_strategy(space, simulator.topology, simulator.costs)}
 
 
 def simulate(model: Model, cluster: Cluster, strategy: Strategy | str, *, optimizer_states: int = OPTIMIZER_STATES) -> Simulation:

@@ -16,7 +16,7 @@ seeds and budgets give equal results.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ def search(
     patience: float | None = None,
     progress: bool = False,
     polish_up_to: int = MAX_POLISHED,
+    further_starts: Mapping[str, Strategy] | None = None,
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
 
@@ -62,9 +63,10 @@ def search(
     "random"), all classical ones by default; data parallelism is always among them. ``patience``: a chain ends early once this share of
     its budget has brought it no improvement. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns the best so far.
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
+    ``further_starts``: name -> strategy, such as that of ``soap.search.dynamic``.
     """
     _check_arguments(budget, beta, patience)
-    strategies = starting_strategies(graph, topology, starts, initial, seed)
+    strategies = starting_strategies(graph, topology, starts, initial, seed, further_starts)
     recorder = Recorder()
     interrupted = False
     bar: tqdm[Any] = tqdm(total=budget, unit="proposal", disable=None if progress else True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from soap.errors import StrategyError
@@ -18,6 +18,8 @@ INITIAL = "initial"
 """Name of the user's own start."""
 RANDOM = "random"
 """Name of a start drawn at random."""
+DYNAMIC = "dynamic"
+"""Name of the start of ``soap.search.dynamic``, which needs to know the costs: the caller makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,14 @@ class Start:
 
 
 def starting_strategies(
-    graph: OperatorGraph, topology: Topology, names: Sequence[str] | None, initial: Strategy | None, seed: int
+    graph: OperatorGraph,
+    topology: Topology,
+    names: Sequence[str] | None,
+    initial: Strategy | None,
+    seed: int,
+    further: Mapping[str, Strategy] | None = None,
 ) -> dict[str, Strategy]:
-    """Name -> strategy in the order of evaluation: data parallelism, then ``names`` (None: all classical ones), then ``initial``."""
+    """Name -> strategy in the order of evaluation: data parallelism, ``names`` (None: all classical ones), ``further``, ``initial``."""
     wanted = list(CLASSICAL) if names is None else list(names)
     for name in wanted:
         if name not in CLASSICAL and name != RANDOM:
@@ -54,6 +61,7 @@ def starting_strategies(
             found[name] = random_strategy(graph, topology, random.Random(f"{seed} {RANDOM}"))
         else:
             found[name] = CLASSICAL[name](graph, topology)
+    found.update(further or {})
     if initial is not None:
         initial.validate(graph, topology.device_count)
         found[INITIAL] = initial
