@@ -204,7 +204,7 @@ def search(
     return SearchOutcome(simulator, result)
 
 
-def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Strategy]:
+def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:
     """The start that a dynamic programme finds, if it is asked for, or nothing is and it takes seconds."""
     from soap.search.dynamic import MAX_PAIRS, dynamic_strategy, pair_count
     from soap.search.space import build_space
@@ -214,7 +214,7 @@ def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[s
     space = build_space(simulator.graph, simulator.topology.device_count)
     if starts is None and pair_count(space) > MAX_PAIRS:
         return {}
-    return {DYNAMIC: dynamic_strategy(space, simulator.topology, simulator.costs)}
+    return {DYNAMIC: lambda: dynamic_strategy(space, simulator.topology, simulator.costs)}
 
 
 def simulate(model: Model, cluster: Cluster, strategy: Strategy | str, *, optimizer_states: int = OPTIMIZER_STATES) -> Simulation:

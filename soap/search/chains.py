@@ -16,7 +16,7 @@ seeds and budgets give equal results.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def search(
     patience: float | None = None,
     progress: bool = False,
     polish_up_to: int = MAX_POLISHED,
-    further_starts: Mapping[str, Strategy] | None = None,
+    further_starts: Mapping[str, Callable[[], Strategy]] | None = None,
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
 
@@ -63,16 +63,19 @@ def search(
     "random"), all classical ones by default; data parallelism is always among them. ``patience``: a chain ends early once this share of
     its budget has brought it no improvement. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns the best so far.
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
-    ``further_starts``: name -> strategy, such as that of ``soap.search.dynamic``.
+    ``further_starts``: name -> what makes the strategy, such as that of ``soap.search.dynamic``; made once the others are evaluated.
     """
     _check_arguments(budget, beta, patience)
-    strategies = starting_strategies(graph, topology, starts, initial, seed, further_starts)
+    strategies = starting_strategies(graph, topology, starts, initial, seed)
     recorder = Recorder()
     interrupted = False
     bar: tqdm[Any] = tqdm(total=budget, unit="proposal", disable=None if progress else True)
     with bar:
         try:
             for name, strategy in strategies.items():
+                recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
+            for name, make in (further_starts or {}).items():
+                strategy = strategies[name] = make()
                 recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
             references = reference_strategies(graph, topology, strategies.values())
             space = build_space(graph, topology.device_count, references=references)

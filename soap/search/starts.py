@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from soap.errors import StrategyError
@@ -43,14 +43,9 @@ class Start:
 
 
 def starting_strategies(
-    graph: OperatorGraph,
-    topology: Topology,
-    names: Sequence[str] | None,
-    initial: Strategy | None,
-    seed: int,
-    further: Mapping[str, Strategy] | None = None,
+    graph: OperatorGraph, topology: Topology, names: Sequence[str] | None, initial: Strategy | None, seed: int
 ) -> dict[str, Strategy]:
-    """Name -> strategy in the order of evaluation: data parallelism, ``names`` (None: all classical ones), ``further``, ``initial``."""
+    """Name -> strategy in the order of evaluation: data parallelism, then ``names`` (None: all classical ones), then ``initial``."""
     wanted = list(CLASSICAL) if names is None else list(names)
     for name in wanted:
         if name not in CLASSICAL and name != RANDOM:
@@ -61,7 +56,6 @@ def starting_strategies(
             found[name] = random_strategy(graph, topology, random.Random(f"{seed} {RANDOM}"))
         else:
             found[name] = CLASSICAL[name](graph, topology)
-    found.update(further or {})
     if initial is not None:
         initial.validate(graph, topology.device_count)
         found[INITIAL] = initial
