@@ -4,8 +4,7 @@
     python -m benchmarks.large_gpt --layers 4 --hosts 2 --budget 20
 
 256 samples of 1,024 tokens per iteration, Adam. Expected: at least as good as data parallelism and as tensor parallelism inside each host
-with data parallelism across hosts (the start ``megatron``), whichever is better, and memory respected. Seconds are of the clock.
-One thread searches.
+with data parallelism across hosts (the start ``megatron``), whichever is better, and memory respected. One thread searches.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def main() -> None:
     begin = time.perf_counter()
 
     def say(what: str) -> None:
-        print(f"{time.perf_counter() - begin:7.1f} s  {what}", flush=True)
+        print(f"{time.perf_counter() - begin:7.1f} s, {time.process_time():6.1f} s of the processor  {what}", flush=True)
 
     graph = load_graph(args.layers, args.samples)
     topology = cluster(args.hosts * PER_HOST)
