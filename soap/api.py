@@ -25,6 +25,7 @@ from soap.search.explanation import explain as explain_operators
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.plot import plot
 from soap.search.record import SearchResult
+from soap.search.starts import DYNAMIC
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
@@ -255,7 +256,8 @@ def search(
         budget=budget,
         seed=seed,
         beta=beta,
-        starts=starts,
+        starts=None if starts is None else [name for name in starts if name != DYNAMIC],
+        further_starts=_dynamic_start(simulator, starts),
         initial=initial,
         patience=patience,
         progress=progress,
@@ -266,6 +268,19 @@ def search(
         improved=improved,
     )
     return SearchOutcome(simulator, result, pins=pairs_of(pins), forbidden=pairs_of(forbidden))
+
+
+def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:
+    """The start that a dynamic programme finds, if it is asked for, or nothing is and it takes seconds."""
+    from soap.search.dynamic import MAX_PAIRS, dynamic_strategy, pair_count
+    from soap.search.space import build_space
+
+    if starts is not None and DYNAMIC not in starts:
+        return {}
+    space = build_space(simulator.graph, simulator.topology.device_count)
+    if starts is None and pair_count(space) > MAX_PAIRS:
+        return {}
+    return {DYNAMIC: lambda: dynamic_strategy(space, simulator.topology, simulator.costs)}
 
 
 def simulate(model: Model, cluster: Cluster, strategy: Strategy | str, *, optimizer_states: int = OPTIMIZER_STATES) -> Simulation:

@@ -28,6 +28,7 @@ from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.files import check_writable, write_text_atomically
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.plot import check_plot
+from soap.search.starts import DYNAMIC, RANDOM
 from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
 
@@ -81,8 +82,9 @@ def make_parser() -> Parser:
         "--start",
         metavar="NAME",
         action="append",
-        choices=[*CLASSICAL, "random"],
-        help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}); data_parallel is always among them",
+        choices=[*CLASSICAL, RANDOM, DYNAMIC],
+        help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}, and dynamic if that takes seconds); "
+        "data_parallel is always among them",
     )
     parser.add_argument(
         "--pin",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -66,6 +66,7 @@ def search(
     seconds: float | None = None,
     cores: int | None = None,
     improved: Callable[[int], None] = lambda cost_ns: None,
+    further_starts: Mapping[str, Callable[[], Strategy]] | None = None,
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
 
@@ -76,6 +77,7 @@ def search(
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
     ``seconds``: proposals end after so much time, whatever is left of the budget. ``cores``: for compiled chains; all by default.
     ``improved``: is told each new best cost in ns, when it is found.
+    ``further_starts``: name -> what makes the strategy, such as that of ``soap.search.dynamic``; made once the others are evaluated.
     """
     _check_arguments(budget, beta, patience, seconds)
     deadline = inf if seconds is None else time.monotonic() + seconds
@@ -90,6 +92,9 @@ def search(
             if strategies[BASELINE] is not baseline:
                 recorder.baseline_ns = evaluator.makespan_ns(baseline)
             for name, strategy in strategies.items():
+                recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
+            for name, make in (further_starts or {}).items():
+                strategy = strategies[name] = brought_inside(space, make())
                 recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
             references = reference_strategies(graph, topology, strategies.values())
             inside = different(brought_inside(space, reference) for reference in references)

@@ -18,6 +18,8 @@ INITIAL = "initial"
 """Name of the user's own start."""
 RANDOM = "random"
 """Name of a start drawn at random."""
+DYNAMIC = "dynamic"
+"""Name of the start of ``soap.search.dynamic``, which needs to know the costs: the caller makes it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,10 +78,12 @@ class IncrementalSimulator:
         return engine
 
     def _simulate(self, strategy: Strategy) -> int:
-        if is_large(strategy):
-            return self._simulator.makespan_ns(strategy)
         distances = [holder.distance(strategy) for holder in self._engines]
         nearest = distances.index(min(distances)) if distances else 0
+        if is_large(strategy) and (not distances or distances[nearest] > MOST_CHANGES):
+            folded = self._simulator.run_folded(strategy)
+            if not isinstance(folded, str):
+                return folded.makespan_ns
         if not distances or distances[nearest] > MOST_CHANGES:
             if len(self._engines) < 2:
                 self._engines.append(_Holder(Engine(self._simulator.graph, self._simulator.topology, self._simulator.costs), strategy))

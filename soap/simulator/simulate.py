@@ -176,8 +176,9 @@ class Simulator:
         answer = self._answers.get(self.key(strategy))
         if answer is not None:
             return answer[1]
-        if is_large(strategy):
-            return self.cost(strategy)[1]
+        folded = self.run_folded(strategy) if is_large(strategy) else ""
+        if not isinstance(folded, str):
+            return folded.overflow_bytes
         return overflow_bytes(peak_bytes(self._builder.build(strategy), self.optimizer_states), self.topology)
 
     def _simulate(self, strategy: Strategy) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,18 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert report["search"] == {"seed": 0, "budget": 20, "beta": report["search"]["beta"], "evaluations": 22, "interrupted": False}
     assert len(report["memory_bytes"]) == len(report["cluster"]["devices"]) == 16
     assert report["strategy"] == str(tmp_path / "s.json")
+    assert 0 < report["bound_ns"] <= report["predicted_ns"]
+
+
+def test_it_says_how_good_the_plan_is_among_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "s.json")
+    assert main([MODEL, "--cluster", "h200-8", "--budget", "20", "--start", "dynamic", "-o", path]) == 0
+    text = capsys.readouterr().out
+    assert "no other configuration of any one operator is better (locally optimal)" in text
+    assert re.search(r"at best [0-9.]+ ms, without any communication \(.*\): this plan is within [0-9]+% of it", text)
+    record = json.loads((tmp_path / "s.json").read_text())["record"]
+    assert record["search"]["locally_optimal"] is True
+    assert set(record["starts"]) == {"data_parallel", "dynamic"}
 
 
 def test_explains_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,13 @@ def test_never_worse_than_the_best_start() -> None:
         result.strategy.validate(graph, 4)
 
 
+def test_further_starts_are_made_and_evaluated_last() -> None:
+    graph, made = layers(2, rows=4), Strategy(dict.fromkeys(("layer.0", "layer.1"), OpConfig((2,), (1, 0))))
+    result = search(graph, cluster([2]), TileCosts(graph), budget=5, starts=["single_device"], further_starts={"mine": lambda: made})
+    assert [start.name for start in result.starts] == ["data_parallel", "single_device", "mine"]
+    assert result.starts[-1].strategy == made and result.cost_ns == 1200
+
+
 def test_equal_seed_and_budget_give_the_same_search() -> None:
     graph, topology = mlp(), cluster([4])
 

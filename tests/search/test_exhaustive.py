@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from soap.errors import InfeasibleError, StrategyError
-from soap.search.exhaustive import all_strategies, exhaustive_search, strategy_count
+from soap.profiles.roofline import RooflineCosts
+from soap.search.exhaustive import all_strategies, branch_and_bound, exhaustive_search, strategy_count
+from soap.search.polish import best_neighbour
 from soap.search.space import build_space
-from soap.strategy import OpConfig
-from tests.graph_builder import transformer
+from soap.simulator.simulate import Simulator
+from soap.strategies import single_device
+from soap.strategy import OpConfig, Strategy
+from tests.graph_builder import mlp, transformer
 from tests.search.toys import TableCosts, TileCosts, key_of, layers
+from tests.simulator.examples import PointCosts, chain
+from tests.strategies import cluster, graphs
 
 
 def test_every_strategy_is_counted_once() -> None:
@@ -49,3 +57,63 @@ def test_large_spaces_are_refused() -> None:
     message = r"^model 'transformer' on 4 devices has \d+ strategies or more; expected at most 200000 to try them all"
     with pytest.raises(StrategyError, match=message):
         exhaustive_search(graph, 4, TileCosts(graph))
+
+
+@given(graphs(max_moves=1), st.integers(2, 3), st.booleans(), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_branch_and_bound_finds_what_enumeration_finds(graph, device_count, points, split_hosts) -> None:  # type: ignore[no-untyped-def]
+    topology = cluster([1] * device_count if split_hosts else [device_count])
+    costs = PointCosts(1000) if points else RooflineCosts(topology)
+    space = build_space(graph, device_count, every_degree=True)
+    assume(strategy_count(space) <= 3000)
+    simulator = Simulator(graph, topology, costs)
+    best = exhaustive_search(graph, device_count, simulator)
+    found = branch_and_bound(space, topology, costs, simulator)
+    assert found.cost_ns == best.cost_ns == simulator.makespan_ns(found.strategy)
+    assert found.evaluations <= best.evaluations
+    known = branch_and_bound(space, topology, costs, simulator, incumbent=best.strategy)
+    assert known.cost_ns == best.cost_ns and known.strategy == best.strategy
+
+
+def test_branch_and_bound_leaves_most_out() -> None:
+    graph, topology = mlp(), cluster([2])
+    costs = RooflineCosts(topology)
+    simulator = Simulator(graph, topology, costs)
+    space = build_space(graph, 2)
+    found = branch_and_bound(space, topology, costs, simulator)
+    assert found.evaluations < strategy_count(space) / 20
+    assert best_neighbour(simulator, space, found.strategy) is None
+
+
+def test_branch_and_bound_minds_memory_and_its_limit() -> None:
+    graph, topology = mlp(), cluster([2])
+    costs = RooflineCosts(topology)
+    space, simulator = build_space(graph, 2), Simulator(graph, topology, costs)
+
+    class Small:
+        """Only what does not use device 0 fits."""
+
+        def makespan_ns(self, strategy: Strategy) -> int:
+            return simulator.makespan_ns(strategy)
+
+        def overflow_bytes(self, strategy: Strategy) -> int:
+            return 7 * any(0 in config.devices for config in strategy.operators.values())
+
+    found = branch_and_bound(space, topology, costs, Small())
+    assert found.strategy == single_device(graph, topology, 1)
+    with pytest.raises(StrategyError, match=r"^model 'mlp': more than 50 partial strategies to look at"):
+        branch_and_bound(space, topology, costs, simulator, limit=50)
+
+
+def test_branch_and_bound_says_if_nothing_fits() -> None:
+    graph, topology = chain(2, 2, 2), cluster([2])
+    simulator = Simulator(graph, topology, PointCosts())
+
+    class Full:
+        makespan_ns = staticmethod(simulator.makespan_ns)
+
+        def overflow_bytes(self, strategy: Strategy) -> int:
+            return 7
+
+    with pytest.raises(InfeasibleError, match=r"^no strategy of model 'model' fits into memory: take devices with more memory"):
+        branch_and_bound(build_space(graph, 2), topology, PointCosts(), Full())

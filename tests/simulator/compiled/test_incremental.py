@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator import simulate
+from soap.simulator.folded import FoldedSimulation
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
-from soap.strategies import random_config, random_strategy
+from soap.strategies import data_parallel, random_config, random_strategy
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
-from tests.strategies import cases
+from tests.graph_builder import transformer
+from tests.strategies import cases, cluster
 
 SYNCS = (SyncConfig(), SyncConfig("parameter_server"), SyncConfig("parameter_server", 2))
 
@@ -44,3 +48,21 @@ def test_as_the_simulator(case: tuple[OperatorGraph, Topology, Strategy], seed: 
         assert (incremental.makespan_ns(proposed), incremental.overflow_bytes(proposed)) == plain.cost(proposed)
         if draw.random() < 0.4:
             current = proposed
+
+
+def test_large_strategies_are_folded_or_go_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "MANY_TILES", 1)
+    graph, topology = transformer(), cluster([2, 2])
+    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    evaluator = IncrementalSimulator(simulator)
+    regular = data_parallel(graph, topology)
+    drawn = random_strategy(graph, topology, random.Random(1))
+    changed = drawn.with_operator("head", random_config(graph.operators[graph.index["head"]], 4, random.Random(2)))
+    assert isinstance(simulator.run_folded(regular), FoldedSimulation)
+    assert isinstance(simulator.run_folded(drawn), str) and isinstance(simulator.run_folded(changed), str)
+    whole = {id(own): simulator.run(own) for own in (regular, drawn, changed)}
+    monkeypatch.setattr(simulator, "run", lambda strategy: pytest.fail("lowered in Python"))
+    for own in (regular, drawn, changed, regular, drawn):
+        assert evaluator.makespan_ns(own) == whole[id(own)].makespan_ns
+        assert evaluator.overflow_bytes(own) == whole[id(own)].overflow_bytes
+    assert evaluator.engine_for(drawn) is None

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soap.api import simulator_for
+from soap.profiles.roofline import RooflineCosts
+from soap.search.dynamic import MAX_CANDIDATES, Additive, additive_costs, candidates, dynamic_strategy, minimise, pair_count
+from soap.search.space import build_space
+from soap.simulator.simulate import Simulator
+from soap.strategies import data_parallel
+from soap.strategy import OpConfig
+from tests.graph_builder import mlp, transformer
+from tests.search.toys import layers
+from tests.strategies import cluster, graphs
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, reducible: bool) -> Additive:
+    """Chains whose edges are replaced by parallel branches or longer ones (reducible), or any edges at all."""
+    counts, edges = [draw(st.integers(1, 3)), draw(st.integers(1, 3))], [(0, 1)]
+    for _ in range(draw(st.integers(0, 5))):
+        i, j = draw(st.sampled_from(edges))
+        counts.append(draw(st.integers(1, 3)))
+        new = len(counts) - 1
+        if not draw(st.booleans()):  # the edge is replaced, or gets a branch beside it
+            edges.remove((i, j))
+        edges += [(i, new), (min(j, new), max(j, new))]
+    if not reducible:
+        edges += [(i, j) for i in range(len(counts)) for j in range(i + 1, len(counts)) if draw(st.booleans())]
+    rng = random.Random(draw(st.integers(0, 2**20)))
+    cost = {(i, j): np.array([[rng.randint(0, 9) * 1.0 for _ in range(counts[j])] for _ in range(counts[i])]) for i, j in set(edges)}
+    return Additive([np.array([rng.randint(0, 9) * 1.0 for _ in range(n)]) for n in counts], cost)
+
+
+def least(problem: Additive) -> float:
+    return min(problem.total(list(chosen)) for chosen in product(*(range(len(own)) for own in problem.nodes)))
+
+
+@given(problems(reducible=True))
+@settings(max_examples=150, deadline=None)
+def test_series_and_parallel_edges_are_eliminated_exactly(problem: Additive) -> None:
+    chosen, exact = minimise(problem)
+    assert exact and problem.total(chosen) == least(problem)
+
+
+@given(problems(reducible=False))
+@settings(max_examples=100, deadline=None)
+def test_what_is_called_exact_is_the_minimum(problem: Additive) -> None:
+    chosen, exact = minimise(problem)
+    assert problem.total(chosen) == least(problem) if exact else problem.total(chosen) >= least(problem)
+
+
+def test_four_operators_that_all_know_each_other_are_not_exact() -> None:
+    costs = {(i, j): np.eye(2) for i in range(4) for j in range(i + 1, 4)}
+    assert not minimise(Additive([np.zeros(2)] * 4, costs))[1]
+    assert minimise(Additive([np.zeros(2)] * 3, {pair: costs[pair] for pair in ((0, 1), (0, 2), (1, 2))}))[1]
+
+
+@given(graphs(max_moves=4), st.integers(2, 4))
+@settings(max_examples=25, deadline=None)
+def test_strategies_are_legal_and_structured(graph, device_count) -> None:  # type: ignore[no-untyped-def]
+    topology = cluster([device_count])
+    space = build_space(graph, device_count)
+    strategy = dynamic_strategy(space, topology, RooflineCosts(topology))
+    strategy.validate(graph, device_count)
+    for op, own in zip(graph.operators, space.operators, strict=True):
+        assert own.log_weight(strategy.operators[op.name]) == 0.0
+
+
+def test_costs_of_one_device_are_the_simulated_time() -> None:
+    """On one device nothing overlaps, so the sum is the prediction."""
+    graph, topology = mlp(), cluster([1])
+    costs = RooflineCosts(topology)
+    problem, choices = additive_costs(build_space(graph, 1), topology, costs)
+    assert [len(own) for own in choices] == [1] * len(graph.operators)
+    expected_ns = Simulator(graph, topology, costs).makespan_ns(data_parallel(graph, topology))
+    assert 1e9 * problem.total([0] * len(choices)) == pytest.approx(expected_ns)
+
+
+def test_an_edge_costs_what_has_to_move() -> None:
+    graph, topology = layers(2, rows=4), cluster([2], latency_seconds=1.0)
+    problem, choices = additive_costs(build_space(graph, 2), topology, RooflineCosts(topology))
+    at = {config: i for i, config in enumerate(choices[0])}
+    here, there, split, both = OpConfig((1,), (0,)), OpConfig((1,), (1,)), OpConfig((2,), (0, 1)), OpConfig((1,), (0, 1), 2)
+    edge = problem.edges[0, 1]
+    assert edge[at[here], at[here]] == edge[at[split], at[split]] == edge[at[both], at[here]] == edge[at[both], at[split]] == 0
+    assert edge[at[here], at[there]] == pytest.approx(2.0)  # two links' latencies; inputs have no gradient
+    assert edge[at[here], at[split]] == pytest.approx(2.0) == edge[at[split], at[both]]
+
+
+def test_candidates_are_limited() -> None:
+    space = build_space(transformer(), 8)
+    for own in space.operators:
+        found = candidates(own)
+        assert len(found) == len(set(found)) <= MAX_CANDIDATES
+        assert set(found) <= set(own.structured())
+        if own.structured_count <= MAX_CANDIDATES:
+            assert found == list(own.structured())
+    assert 0 < pair_count(space) < len(space.operators) ** 2 * MAX_CANDIDATES**2
+
+
+def test_it_beats_data_parallelism_where_matrices_are_large() -> None:
+    simulator = simulator_for("zoo:alexnet", cluster([2, 2]))
+    space = build_space(simulator.graph, 4)
+    strategy = dynamic_strategy(space, simulator.topology, simulator.costs)
+    assert simulator.makespan_ns(strategy) < simulator.makespan_ns(data_parallel(simulator.graph, simulator.topology))
