@@ -2,11 +2,15 @@
 
     python -m benchmarks.search
     python -m benchmarks.search --nets nmt --clusters k80-16x4 --budget 40000
+    python -m benchmarks.search --informed 3
 
 Estimated costs (data sheets), 64 samples per device as in the paper (AlexNet 256). "best start": the quickest classical strategy that fits,
 data parallelism aside. "bytes" cross links, per iteration. "99% after": when the best strategy so far had 99% of the gain over the best
 start. "full / delta": the time to lower and simulate a strategy from the ground up, over that of a chain's proposal (most being known).
 "at best": the lower bound of ``soap.search.bounds``, where it can be worked out quickly.
+
+With ``--informed``, compiled chains from data parallelism: blind ones take candidates as they are drawn, informed ones weigh them by rough
+costs (``soap.search.compiled.moves``). The last column says when an informed one was as good as the blind one of the same seed in the end.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from soap.graph import OperatorGraph
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.space import build_space
-from soap.search.starts import BASELINE
+from soap.search.starts import BASELINE, reference_strategies, starting_strategies
 from soap.search.tempering import FOCUS
 from soap.topology import Topology
 from soap.units import format_bytes
@@ -61,6 +65,34 @@ def full_over_delta(graph: OperatorGraph, topology: Topology, outcome: api.Searc
         chain.engine.play()
         taken.append(time.perf_counter() - begin)
     return sorted(taken)[2] / delta
+
+
+def informed_line(net: str, cluster: str, graph: OperatorGraph, topology: Topology, budget: int, seeds: int) -> str:
+    """One line of the second table: a chain from data parallelism whose moves ignore rough costs, and one whose moves weigh by them."""
+    costs = api.simulator_for(graph, topology).costs
+    starts = starting_strategies(graph, topology, None, None, 0)
+    space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
+    compiled = CompiledSpace(space, topology, costs)
+    cells, blind = [net, cluster], list[int]()
+    for focus in (0.0, FOCUS):
+        bests, seconds, goals = [], [], []
+        for seed in range(seeds):
+            chain = CompiledChain(compiled, starts[BASELINE], seed=seed, proposals=budget)
+            begin, goal = time.perf_counter(), ""
+            for step in range(1, 101):
+                chain.run(budget * step // 100, beta=DEFAULT_BETA, focus=focus)
+                if focus and not goal and chain.best_ns <= blind[seed]:
+                    goal = f"{chain.proposals:,} / {time.perf_counter() - begin:.1f} s"
+            bests.append(chain.best_ns)
+            seconds.append(time.perf_counter() - begin)
+            goals.append(goal or "not")
+        if not focus:
+            blind = bests
+        cells += [", ".join(f"{best / 1e6:.1f}" for best in bests), f"{sum(seconds) / seeds:.1f} s"]
+    return f"| {' | '.join([*cells, ', '.join(goals)])} |"
+
+
+INFORMED = ("net", "cluster", "blind, ms", "time", "informed, ms", "time", "the blind one's best after (proposals / time)")
 
 
 def line(net: str, cluster: str, graph: OperatorGraph, topology: Topology, budget: int, seed: int) -> str:
@@ -106,15 +138,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
     parser.add_argument("--budget", type=positive, default=20_000, help="proposals (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--informed", metavar="SEEDS", type=positive, help="instead: what weighing candidates gains, for so many seeds")
     args = parser.parse_args(argv)
-    print(f"{machine()}\n\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    columns = INFORMED if args.informed else COLUMNS
+    print(f"{machine()}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     api.search("zoo:rnnlm:tiny", "local:2", budget=500)  # compiles the simulator and the chain, where that has not been done
     with tempfile.TemporaryDirectory() as folder:
         for cluster in args.clusters:
             topology = api.load_cluster(cluster)
             for net in args.nets:
                 graph = load_net(net, SAMPLES.get(net, 64) * topology.device_count, Path(folder))
-                print(line(net, cluster, graph, topology, args.budget, args.seed), flush=True)
+                if args.informed:
+                    print(informed_line(net, cluster, graph, topology, args.budget, args.informed), flush=True)
+                else:
+                    print(line(net, cluster, graph, topology, args.budget, args.seed), flush=True)
     return 0
 
 

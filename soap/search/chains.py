@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, Protocol, cast
 
 from tqdm import tqdm
 
@@ -131,6 +131,17 @@ def chain_budgets(budget: int, chains: int) -> list[int]:
     return [budget - rest, *others]
 
 
+class Able(Protocol):
+    """An evaluator whose times compiled chains can work out themselves."""
+
+    @property
+    def engine_costs(self) -> CostModel:
+        """What their engines are to use."""
+
+    def always_fits(self) -> bool:
+        """Whether no strategy of the space can lack memory."""
+
+
 @dataclass
 class _Run:
     """One search on its way."""
@@ -149,8 +160,8 @@ class _Run:
 
     def all_chains(self) -> None:
         """Spend the budget."""
-        costs: CostModel | None = getattr(self.evaluator, "engine_costs", None)
-        most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if costs is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
+        able = cast(Able, self.evaluator) if hasattr(self.evaluator, "engine_costs") else None
+        most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if able is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
         wanted = min(most, max(1, self.budget // each))
         self._show()
         first = self.recorder.best
@@ -163,24 +174,24 @@ class _Run:
             rng = random.Random(f"{self.seed} {start.name}")
             allowance = _Allowance(budget, self.patience, self.deadline)
             share = int(budget * DESCENT_SHARE)
-            low = self._descend(rng, start, openings, share if costs is None else min(share, DESCENT_PROPOSALS), allowance)
+            low = self._descend(rng, start, openings, share if able is None else min(share, DESCENT_PROPOSALS), allowance)
             openings = []
-            if low.fits and costs is None:
+            if low.fits and able is None:
                 self._metropolis(rng, low, allowance)
             elif low.fits:
                 lows.append((low, budget - allowance.used))
-        if lows and costs is not None:
-            self._temper(sorted(lows, key=lambda found: found[0].cost_ns), costs)
+        if lows and able is not None:
+            self._temper(sorted(lows, key=lambda found: found[0].cost_ns), able)
 
-    def _temper(self, lows: Sequence[tuple[Start, int]], costs: CostModel) -> None:
+    def _temper(self, lows: Sequence[tuple[Start, int]], able: Able) -> None:
         """Compiled chains from where the descents have ended, the best first."""
         from soap.search.compiled.runner import CompiledSpace  # imports numba
         from soap.search.tempering import Tempering
 
-        fits = None if self.evaluator.always_fits() else self._fits  # type: ignore[attr-defined]  # who has costs has it, too
+        fits = None if able.always_fits() else self._fits
         budgets = sorted((budget for _, budget in lows), reverse=True)
         chains = Tempering(
-            CompiledSpace(self.space, self.topology, costs), [low.strategy for low, _ in lows],
+            CompiledSpace(self.space, self.topology, able.engine_costs), [low.strategy for low, _ in lows],
             seed=self.seed, budgets=budgets, beta=self.beta, fits=fits, cores=self.cores,
         )  # fmt: skip
         allowance = _Allowance(sum(budgets), self.patience, self.deadline)

@@ -28,7 +28,6 @@ from soap.search.compiled.candidates import (
     draw_any,
     draw_candidate,
     draw_structured,
-    list_candidates,
     log_density,
     log_weight,
     put_place,
@@ -37,6 +36,7 @@ from soap.search.compiled.candidates import (
     uniform,
 )
 from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, REDRAW, WANTED_GRID, WANTED_OPERATOR, ChainTables
+from soap.search.compiled.suggestions import list_candidates
 from soap.search.compiled.tables import NO_WEIGHT, GridTables, GroupTables, NeighbourTables
 from soap.search.compiled.weighing import own_ns, rough_cost_ns
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS, Edit

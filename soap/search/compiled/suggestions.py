@@ -1,0 +1,169 @@
+"""Configurations that an operator's neighbours and reference strategies suggest (compiled). The counterpart of ``search.alignment``."""
+
+from __future__ import annotations
+
+from soap.search.compiled.candidates import FIRST_LISTED, log_weight
+from soap.search.compiled.memory import MOST_LISTED, ChainTables
+from soap.search.compiled.tables import NO_WEIGHT, GridTables, NeighbourTables
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.state import State
+
+
+@compiled
+def list_candidates(Q: GridTables, N: NeighbourTables, C: State, W: ChainTables, op: int) -> int:
+    """What references give an operator, and what follows from its neighbours; how many. The operator's own configuration has no part in
+    it: that is what the move's detailed balance rests on."""
+    n = 0
+    for reference in range(N.reference_ptr[op], N.reference_ptr[op + 1]):
+        if n < MOST_LISTED:
+            slot = FIRST_LISTED + n
+            for i in range(N.dev_ptr[reference], N.dev_ptr[reference + 1]):
+                W.c_dev[slot * len(W.order) + i - N.dev_ptr[reference]] = N.dev[i]
+            W.c_grid[slot] = N.grid[reference]
+            W.c_log[slot] = log_weight(Q, W, op, N.grid[reference], slot * len(W.order))
+            n += 1
+    for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
+        if W.grid[N.neighbour[edge]] >= 0:
+            n = _follow_neighbour(Q, N, C, W, op, edge, n)
+    return n
+
+
+@compiled
+def _follow_neighbour(Q, N, C, W, op, edge, n):  # type: ignore[no-untyped-def]
+    """``alignment.aligned_with``."""
+    neighbour = N.neighbour[edge]
+    source = W.grid[neighbour]
+    tiles, sizes, factors = Q.tiles[source], Q.size_ptr[op], Q.size_ptr[op + 1] - Q.size_ptr[op]
+    shared, fits = 1, True
+    for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
+        degree = Q.degree[Q.degree_ptr[source] + N.theirs[pair]]
+        shared *= degree
+        fits &= degree <= Q.size[sizes + N.mine[pair]]
+    rest = tiles // shared
+    if fits:
+        n = _follow(Q, N, C, W, op, edge, rest, -1, n)
+        if rest > 1:
+            n = _follow(Q, N, C, W, op, edge, 1, -1, n)
+            for factor in range(factors):
+                if Q.size[sizes + factor] >= rest and not _is_shared(Q, N, edge, source, factor):
+                    n = _follow(Q, N, C, W, op, edge, rest, factor, n)
+    if shared > 1:
+        for factor in range(-1, factors):
+            if factor < 0 or Q.size[sizes + factor] >= tiles:
+                n = _single_axis(Q, N, C, W, op, neighbour, factor, n)
+    return n
+
+
+@compiled
+def _is_shared(Q, N, edge, source, factor):  # type: ignore[no-untyped-def]
+    found = False
+    for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
+        found |= N.mine[pair] == factor and Q.degree[Q.degree_ptr[source] + N.theirs[pair]] > 1
+    return found
+
+
+@compiled
+def _find_grid(Q, N, op, edge, source, replicas, extra, length):  # type: ignore[no-untyped-def]
+    """The grid with so many replicas, the neighbour's degrees where they are shared (``edge`` >= 0) and ``length`` parts of the factor
+    ``extra``; -1 if the space has none."""
+    space, factors = Q.space[op], Q.size_ptr[op + 1] - Q.size_ptr[op]
+    key = replicas
+    for factor in range(factors):
+        key = (key * 31 + _degree(Q, N, edge, source, factor, extra, length)) & 0x3FFFFFFF
+    place = key & Q.lookup_mask[space]
+    while True:
+        grid = Q.lookup[Q.lookup_ptr[space] + place]
+        if grid < 0:
+            return -1
+        equal = Q.replicas[grid] == replicas
+        for factor in range(factors):
+            equal &= Q.degree[Q.degree_ptr[grid] + factor] == _degree(Q, N, edge, source, factor, extra, length)
+        if equal:
+            return grid
+        place = (place + 1) & Q.lookup_mask[space]
+
+
+@compiled
+def _degree(Q, N, edge, source, factor, extra, length):  # type: ignore[no-untyped-def]
+    if factor == extra:
+        return length
+    degree = 1
+    if edge >= 0:
+        for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
+            if N.mine[pair] == factor:
+                degree = Q.degree[Q.degree_ptr[source] + N.theirs[pair]]
+    return degree
+
+
+@compiled
+def _follow(Q, N, C, W, op, edge, rest, extra, n):  # type: ignore[no-untyped-def]
+    """``alignment._follow``; ``rest``: cells of the neighbour's other axes that are followed (1: they are dropped)."""
+    neighbour = N.neighbour[edge]
+    source = W.grid[neighbour]
+    grid = _find_grid(Q, N, op, edge, source, rest if extra < 0 else 1, extra, rest)
+    if grid < 0 or n >= MOST_LISTED:
+        return n
+    first = (FIRST_LISTED + n) * len(W.order)
+    axes, theirs = Q.size_ptr[op + 1] - Q.size_ptr[op], Q.size_ptr[neighbour + 1] - Q.size_ptr[neighbour]
+    for tile in range(Q.tiles[grid]):
+        left, stride, from_tile = tile, 1, 0
+        other = 0
+        for factor in range(axes - 1, -1, -1):
+            degree = Q.degree[Q.degree_ptr[grid] + factor]
+            cell, left = left % degree, left // degree
+            if factor == extra:
+                other = cell
+        if extra < 0:
+            other = left  # the replica
+        for axis in range(theirs, -1, -1):  # of the neighbour, the last one first; 0: its replicas
+            length = Q.replicas[source] if axis == 0 else Q.degree[Q.degree_ptr[source] + axis - 1]
+            mine = _follower(Q, N, edge, source, axis - 1)
+            if mine >= 0:
+                from_tile += stride * _cell(Q, grid, axes, tile, mine)
+            else:
+                from_tile += stride * (other % length if rest > 1 else 0)
+                other //= length
+            stride *= length
+        W.c_dev[first + tile] = C.dev[C.dev_ptr[neighbour] + from_tile]
+    return _keep(Q, W, op, grid, n)
+
+
+@compiled
+def _follower(Q, N, edge, source, theirs):  # type: ignore[no-untyped-def]
+    """The own factor that follows a factor of the neighbour which is split; -1 if none does."""
+    mine = -1
+    if theirs >= 0 and Q.degree[Q.degree_ptr[source] + theirs] > 1:
+        for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
+            if N.theirs[pair] == theirs:
+                mine = N.mine[pair]
+    return mine
+
+
+@compiled
+def _cell(Q, grid, axes, tile, factor):  # type: ignore[no-untyped-def]
+    """A tile's coordinate along a factor."""
+    for other in range(axes - 1, factor, -1):
+        tile //= Q.degree[Q.degree_ptr[grid] + other]
+    return tile % Q.degree[Q.degree_ptr[grid] + factor]
+
+
+@compiled
+def _single_axis(Q, N, C, W, op, neighbour, factor, n):  # type: ignore[no-untyped-def]
+    """All of the neighbour's devices for one factor (-1: for replicas)."""
+    tiles = C.tiles[neighbour]
+    grid = _find_grid(Q, N, op, -1, 0, tiles if factor < 0 else 1, factor, tiles)
+    if grid < 0 or n >= MOST_LISTED:
+        return n
+    first = (FIRST_LISTED + n) * len(W.order)
+    for tile in range(tiles):
+        W.c_dev[first + tile] = C.dev[C.dev_ptr[neighbour] + tile]
+    return _keep(Q, W, op, grid, n)
+
+
+@compiled
+def _keep(Q, W, op, grid, n):  # type: ignore[no-untyped-def]
+    """Only what has some weight."""
+    slot = FIRST_LISTED + n
+    W.c_grid[slot] = grid
+    W.c_log[slot] = log_weight(Q, W, op, grid, slot * len(W.order))
+    return n if W.c_log[slot] == NO_WEIGHT else n + 1
