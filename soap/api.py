@@ -236,6 +236,7 @@ def search(
     seconds: float | None = None,
     cores: int | None = None,
     improved: Callable[[int], None] = lambda cost_ns: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> SearchOutcome:
     """Search for the strategy with the shortest predicted iteration; see ``soap.search.chains.search`` for the options.
 
@@ -266,6 +267,7 @@ def search(
         seconds=seconds,
         cores=cores,
         improved=improved,
+        stopped=stopped,
     )
     return SearchOutcome(simulator, result, pins=pairs_of(pins), forbidden=pairs_of(forbidden))
 

@@ -149,6 +149,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         seed=args.seed,
         seconds=args.seconds,
         patience=args.patience,
+        stopped=lambda: stopping.number is not None,
         beta=args.beta,
         starts=args.start,
         pins=args.pin,

@@ -66,6 +66,7 @@ def search(
     seconds: float | None = None,
     cores: int | None = None,
     improved: Callable[[int], None] = lambda cost_ns: None,
+    stopped: Callable[[], bool] = lambda: False,
     further_starts: Mapping[str, Callable[[], Strategy]] | None = None,
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
@@ -76,7 +77,8 @@ def search(
     ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey.
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
     ``seconds``: proposals end after so much time, whatever is left of the budget. ``cores``: for compiled chains; all by default.
-    ``improved``: is told each new best cost in ns, when it is found.
+    ``improved``: is told each new best cost in ns, when it is found. ``stopped``: asked after every start, proposal or round; once it is
+    true, the search ends as by Ctrl-C (Python loses a Ctrl-C that comes while a library calls it back).
     ``further_starts``: name -> what makes the strategy, such as that of ``soap.search.dynamic``; made once the others are evaluated.
     """
     _check_arguments(budget, beta, patience, seconds)
@@ -93,13 +95,15 @@ def search(
                 recorder.baseline_ns = evaluator.makespan_ns(baseline)
             for name, strategy in strategies.items():
                 recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
+                _heed(stopped)
             for name, make in (further_starts or {}).items():
                 strategy = strategies[name] = brought_inside(space, make())
                 recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
+                _heed(stopped)
             references = reference_strategies(graph, topology, strategies.values())
             inside = different(brought_inside(space, reference) for reference in references)
             space = replace(space, references=inside)
-            _Run(space, topology, evaluator, recorder, budget, seed, beta, patience, bar, deadline, cores).all_chains()
+            _Run(space, topology, evaluator, recorder, budget, seed, beta, patience, bar, deadline, cores, stopped).all_chains()
             polish_best(recorder, space, evaluator, polish_up_to)
         except KeyboardInterrupt:
             interrupted = True
@@ -109,6 +113,11 @@ def search(
     if not recorder.best.fits:
         raise infeasible(graph, topology, evaluator, recorder.best, len(recorder.rows))
     return recorder.result(seed=seed, budget=budget, beta=beta, interrupted=interrupted)
+
+
+def _heed(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise KeyboardInterrupt
 
 
 def _check_arguments(budget: int, beta: float, patience: float | None, seconds: float | None) -> None:
@@ -157,6 +166,7 @@ class _Run:
     bar: tqdm[Any]
     deadline: float
     cores: int | None
+    stopped: Callable[[], bool]
 
     def all_chains(self) -> None:
         """Spend the budget."""
@@ -256,6 +266,7 @@ class _Run:
 
     def _show(self, done: int = 0) -> None:
         """Bring the bar up to date."""
+        _heed(self.stopped)
         if self.bar.disable:
             return
         best = self.recorder.best

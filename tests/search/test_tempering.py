@@ -72,3 +72,20 @@ def test_a_cluster_of_little_memory_is_respected() -> None:
     found = search(narrow.graph, narrow.topology, evaluator, budget=1500, seed=0, polish_up_to=0)
     assert narrow.overflow_bytes(found.strategy) == 0
     assert any(row.accepted for row in found.rows if row.phase == "chain")
+
+
+@pytest.mark.parametrize("calls", [1, 3, 200, 310])
+def test_whoever_is_told_to_stop_keeps_the_best_so_far(calls: int) -> None:
+    """Among the starts, in the descent, between rounds."""
+    simulator = api.simulator_for("zoo:rnnlm:tiny", "p100-4x4")
+    asked = []
+
+    def stopped() -> bool:
+        asked.append(True)
+        return len(asked) >= calls
+
+    found = search(simulator.graph, simulator.topology, IncrementalSimulator(simulator), budget=1000, stopped=stopped)
+    assert found.interrupted
+    assert len(asked) == calls
+    accepted = [row.cost_ns for row in found.rows if row.accepted and row.cost_ns is not None]
+    assert found.cost_ns == min([*accepted, *(start.cost_ns for start in found.starts)])
