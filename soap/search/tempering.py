@@ -29,8 +29,8 @@ ROUND = 100
 """Proposals of each chain between two exchanges."""
 WARM_UP = 0.2
 """Part of the budget in which the hottest beta and the mix of moves adapt. What is accepted then follows no fixed distribution."""
-HOT_ACCEPTANCE = 0.1
-MOST_HEAT = 8.0
+HOT_ACCEPTANCE = 0.3
+MOST_HEAT = 100.0
 """How much smaller the hottest beta may be than the coldest."""
 RESTARTS = (0.4, 0.7)
 LEFT_BEHIND = 1.01

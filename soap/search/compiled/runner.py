@@ -112,6 +112,7 @@ class CompiledChain:
 
     def move_to(self, strategy: Strategy) -> None:
         """Go on from another strategy."""
+        self.tables.at[SWAPPED] = 0  # what is loaded goes into the first trial
         self.engine.load(strategy)
         cost_ns = self.engine.simulate()
         for position, op in enumerate(self._space.space.graph.operators):

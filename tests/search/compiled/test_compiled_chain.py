@@ -187,3 +187,18 @@ def test_constraints_are_obeyed() -> None:
             assert not {3, 5} & set(config.devices)
     assert sum(counts.accepted for counts in chain.moves.values()) > 100
     assert all(counts.accepted > 0 for move, counts in chain.moves.items() if move != "segment")
+
+
+def test_a_chain_goes_on_from_another_strategy() -> None:
+    graph, topology = api.load("zoo:nmt:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
+    starts = starting_strategies(graph, topology, None, None, 0)
+    space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
+    simulator = api.simulator_for(graph, topology)
+    chain = CompiledChain(CompiledSpace(space, topology, simulator.costs), starts["data_parallel"], seed=1, proposals=2000)
+    for step in range(1, 21):
+        chain.run(100 * step, beta=100.0, focus=100.0)
+        assert chain.cost_ns == simulator.makespan_ns(chain.strategy)
+        if step % 3 == 0:
+            chain.run(chain.proposals + step % 4, beta=10.0, focus=0.0)  # so that either trial may be the current one
+            chain.move_to(chain.best if step % 2 else starts["megatron"])
+        assert chain.best_ns == simulator.makespan_ns(chain.best)

@@ -1,0 +1,147 @@
+"""Does the search find the best of all strategies of small nets, and are its results for the zoo locally optimal?
+
+    python -m benchmarks.optimality
+    python -m benchmarks.optimality --seeds 20 --nets gpt:tiny nmt:tiny --devices 4
+
+Small nets: the optimum by branch and bound, and with how many seeds the search finds it. Where that would take too long, branch and bound
+looks at a part of the space (``SMALL``); the search is not told, and what it finds outside may be better still. The zoo: whether any
+operator alone does better with another structured configuration, as a check says that shares no code with the search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from benchmarks.end_to_end import machine
+from benchmarks.small_nets import lenet, rnnlm
+from soap import api, zoo
+from soap.cli.options import positive
+from soap.cluster_yaml import parse_cluster
+from soap.graph import FactorKind, OperatorGraph
+from soap.search.chains import search
+from soap.search.dynamic import dynamic_strategy
+from soap.search.exhaustive import branch_and_bound, strategy_count
+from soap.search.polish import best_neighbour
+from soap.search.space import OperatorSpace, Space, build_space
+from soap.simulator.incremental import IncrementalSimulator
+from soap.topology import Topology
+
+
+def without_attributes(space: Space) -> Space:
+    """The configurations that split samples and parameters only, without replicas."""
+    kinds = (FactorKind.SAMPLE, FactorKind.PARAMETER)
+    operators = []
+    for op, own in zip(space.graph.operators, space.operators, strict=True):
+        kept = [g for g in own.grids if g[0] == 1 and all(n == 1 or f.kind in kinds for f, n in zip(op.factors, g[1:], strict=True))]
+        operators.append(OperatorSpace(kept, space.device_count))
+    return replace(space, operators=tuple(operators))
+
+
+class Small(NamedTuple):
+    """A net, devices, proposals of each search, and the part of the space in which the optimum is looked for (None: all)."""
+
+    net: Callable[[], OperatorGraph]
+    devices: int
+    budget: int
+    part: Callable[[Space], Space] | None = None
+
+
+SMALL = (
+    Small(lenet, 2, 2000),
+    Small(lenet, 3, 20_000),
+    Small(lenet, 4, 20_000, without_attributes),
+    Small(rnnlm, 2, 20_000),
+    Small(rnnlm, 3, 20_000, without_attributes),
+)
+
+
+def small_cluster(devices: int) -> Topology:
+    """One host, or of four devices two: of P100 with links of 1 GB/s inside."""
+    hosts = 2 if devices == 4 else 1
+    return parse_cluster(
+        f"""name: small-{devices}
+hosts:
+  - name: host
+    count: {hosts}
+    devices: {{type: p100, count: {devices // hosts}}}
+    cpu_cores: 4
+    memory: 16 GB
+    links:
+      intra: {{kind: full, bandwidth: 1 GB/s, latency: 10 us}}
+      host: {{bandwidth: 1 GB/s, latency: 10 us}}
+network: {{bandwidth: 1 Gbit/s, latency: 10 us}}
+"""
+    )
+
+
+class Found(NamedTuple):
+    """The optimum in ns, strategies of the space that it is the best of, simulations for it, and what the search found, seed by seed."""
+
+    optimum_ns: int
+    strategies: int
+    simulations: int
+    costs_ns: list[int]
+
+    @property
+    def count(self) -> int:
+        """How often the search found the optimum, or something better outside of the part that was looked at."""
+        return sum(cost_ns <= self.optimum_ns for cost_ns in self.costs_ns)
+
+
+def find(small: Small, seeds: int) -> Found:
+    """The optimum, and so many searches."""
+    graph, topology = small.net(), small_cluster(small.devices)
+    simulator = api.simulator_for(graph, topology)
+    evaluator, space = IncrementalSimulator(simulator), build_space(graph, small.devices)
+    space = small.part(space) if small.part else space
+    dynamic = dynamic_strategy(space, topology, simulator.costs)
+    optimum = branch_and_bound(space, topology, simulator.costs, evaluator, incumbent=dynamic)
+    assert optimum.cost_ns == simulator.makespan_ns(optimum.strategy)
+    further = {"dynamic": lambda: dynamic}
+    costs = [search(graph, topology, evaluator, budget=small.budget, seed=seed, further_starts=further).cost_ns for seed in range(seeds)]
+    return Found(optimum.cost_ns, strategy_count(space), optimum.evaluations, costs)
+
+
+def locally_optimal(net: str, topology: Topology, budget: int = 100) -> tuple[bool, int]:
+    """Whether the search's result is locally optimal, as it says itself and as ``best_neighbour`` does; and how many were compared."""
+    simulator = api.simulator_for(f"zoo:{net}", topology)
+    evaluator = IncrementalSimulator(simulator)
+    result = search(simulator.graph, topology, evaluator, budget=budget, polish_up_to=10_000_000)
+    space = build_space(simulator.graph, topology.device_count)
+    assert result.cost_ns == simulator.makespan_ns(result.strategy) and simulator.overflow_bytes(result.strategy) == 0
+    return result.locally_optimal and best_neighbour(evaluator, space, result.strategy) is None, result.polished
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="optimality", description="Global optima of small nets, local optimality for the zoo.")
+    parser.add_argument("--seeds", type=positive, default=100, help="searches of each small net (default %(default)s)")
+    parser.add_argument("--nets", nargs="*", default=[f"{name}:tiny" for name in zoo.names()], help="of the zoo")
+    parser.add_argument("--devices", nargs="+", type=positive, default=[4, 8], help="4: two hosts of two; 8: h200-8")
+    args = parser.parse_args(argv)
+    print(f"{machine()}\n\n| net | devices | strategies | optimum, ms | simulations | budget | found | s |\n|{'---|' * 8}", flush=True)
+    for small in SMALL:
+        begin = time.perf_counter()
+        found = find(small, args.seeds)
+        part = "" if small.part is None else " (without attributes and replicas)"
+        print(
+            f"| {small.net().name} | {small.devices} | {found.strategies:.1e}{part} | {found.optimum_ns / 1e6:.3f} | {found.simulations} | "
+            f"{small.budget} | {found.count} of {args.seeds} | {time.perf_counter() - begin:.0f} |",
+            flush=True,
+        )
+    print(f"\n| net | devices | compared | locally optimal | seconds |\n|{'---|' * 5}")
+    for net in args.nets:
+        for devices in args.devices:
+            begin = time.perf_counter()
+            yes, compared = locally_optimal(net, small_cluster(4) if devices == 4 else api.load_cluster("h200-8"))
+            print(f"| {net} | {devices} | {compared:,} | {'yes' if yes else 'no'} | {time.perf_counter() - begin:.0f} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
