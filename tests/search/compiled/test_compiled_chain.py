@@ -92,7 +92,11 @@ ONLY = [{move: 1.0 if move in ("redraw", other) else 0.0 for move in MOVES} for 
 """Each move beside the one that reaches everything."""
 
 
-ALONE = [pytest.param(weights, id=move, marks=pytest.mark.slow) for weights, move in zip(ONLY, MOVES, strict=True)]
+ALONE = [
+    pytest.param(weights, id=move, marks=pytest.mark.slow)
+    for weights, move in zip(ONLY, MOVES, strict=True)
+    if move in ("informed", "group")
+]
 
 
 @pytest.mark.parametrize("weights", [pytest.param(DEFAULT_WEIGHTS, id="all"), *ALONE])

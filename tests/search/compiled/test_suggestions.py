@@ -48,7 +48,7 @@ def test_neighbours_suggest_what_alignment_says(model: str) -> None:
     compiled = CompiledSpace(space, topology, api.simulator_for(graph, topology).costs)
     Q, N, _ = compiled.handles
     draw = random.Random(5)
-    for _ in range(4):
+    for _ in range(2):
         strategy = Strategy({op.name: own.draw(draw) for op, own in zip(graph.operators, space.operators, strict=True)})
         chain = CompiledChain(compiled, strategy, seed=0, proposals=1)
         for position, (op, own) in enumerate(zip(graph.operators, space.operators, strict=True)):
