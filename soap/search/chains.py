@@ -209,7 +209,7 @@ class _Run:
             for own in rounds:
                 before = self.recorder.best
                 name = lows[own.chain][0].name
-                if own.best is not None and self._fits(own.best):
+                if own.best is not None and (fits is not None or self._fits(own.best)):  # with ``fits``, the chain has asked
                     self.recorder.found(Start(name, own.best, own.best_ns, 0))
                 for entry in own.log:
                     self.recorder.logged(name, entry.move, self.space.graph.operators[entry.operator].name, *entry[2:])

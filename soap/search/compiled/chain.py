@@ -31,9 +31,9 @@ from soap.search.compiled.moves import NO_EFFECT, propose
 from soap.search.compiled.tables import NO_WEIGHT, GridTables, GroupTables, NeighbourTables
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import OPERATORS, Edit, Undo
-from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
-from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial, keep_order
-from soap.simulator.compiled.history import History, retrace
+from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
+from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial
+from soap.simulator.compiled.history import History
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
@@ -100,9 +100,7 @@ def advance(
         idle = 0
         _log(W, E, move, cost, accepted)
         if accepted:
-            confirm(C, U, P, T)
-            keep_order(T)
-            retrace(C, T, H)
+            adopt(C, U, P, T, H)
             at[SWAPPED] = 1 - at[SWAPPED]
             at[COST] = cost
             _note(Q, W, E)

@@ -82,5 +82,4 @@ def make_chain(operators: int, devices: int, configurations: int, tiles: int, lo
         fields.append(np.zeros(sizes.get(name, log if name.startswith("log_") else operators) + 1, kind))
     found = ChainTables(*fields)
     found.variant[:] = -1
-    found.order[:] = 0
     return found._replace(order=np.arange(devices, dtype=np.int32))

@@ -9,8 +9,20 @@ from __future__ import annotations
 
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS, UNDER_WAY, Edit, Undo, change, change_sums, needs_sums, undo
-from soap.simulator.compiled.events import NO_BOUND, PAUSED, STOPPED, TAKEN, Trial, any_sum_is_ready, begin, is_late, make_sums_ready, play
-from soap.simulator.compiled.history import History, complete, first_difference, first_tile, resume, take_snapshots
+from soap.simulator.compiled.events import (
+    NO_BOUND,
+    PAUSED,
+    STOPPED,
+    TAKEN,
+    Trial,
+    any_sum_is_ready,
+    begin,
+    is_late,
+    keep_order,
+    make_sums_ready,
+    play,
+)
+from soap.simulator.compiled.history import History, complete, first_difference, first_tile, resume, retrace, take_snapshots
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.scratch import EXPECTED, Scratch
@@ -131,3 +143,11 @@ def confirm(C: State, U: Undo, P: Trial, T: Trial) -> None:
     forget_matches(C, U)
     U.what[UNDER_WAY] = 0
     complete(P, T)
+
+
+@compiled
+def adopt(C: State, U: Undo, P: Trial, T: Trial, H: History) -> None:
+    """``confirm``, and make ``T`` the simulation that the next proposal is compared with."""
+    confirm(C, U, P, T)
+    keep_order(T)
+    retrace(C, T, H)

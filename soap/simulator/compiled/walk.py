@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS, Edit, Undo
-from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
-from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial, keep_order
+from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
+from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial
 from soap.simulator.compiled.hashing import draw
-from soap.simulator.compiled.history import History, retrace
+from soap.simulator.compiled.history import History
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
@@ -84,9 +84,7 @@ def walk_on(
             walk[QUEUED] += T.size[HEAPED]
             walk[WITHOUT_PLAY] += T.size[TAKEN] == 0
             if cost != STOPPED and cost <= bound:
-                confirm(C, U, P, T)
-                keep_order(T)
-                retrace(C, T, H)
+                adopt(C, U, P, T, H)
                 walk[SWAPPED] = 1 - walk[SWAPPED]
                 walk[COST] = cost
                 walk[ACCEPTED] += 1
