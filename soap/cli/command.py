@@ -63,6 +63,8 @@ def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], ar
         warnings.showwarning = lambda message, *_, **__: note(parser.prog, f"warning: {one_line(str(message))}")
         code = _execute(parser, execute, args)
         _settle_output()
+        # CPython remembers an interrupt that came within ``exec`` of a text, caught or not, and ends ``python -m`` by SIGINT for it.
+        exec("")  # forgets it
         return code
 
 

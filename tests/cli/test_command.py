@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,8 @@ from soap.errors import (
     StrategyError,
     TopologyError,
 )
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def _parser() -> Parser:
@@ -61,6 +64,28 @@ def test_success_is_what_the_command_answers() -> None:
 def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(_parser(), _raise(KeyboardInterrupt()), []) == 130
     assert capsys.readouterr().err == "soap-test: interrupted\n"
+
+
+INTERRUPTED = """
+import sys
+from soap.cli.command import Parser, run_command
+
+def stop():
+    raise KeyboardInterrupt
+
+def execute(args):
+    exec("stop()", {"stop": stop})
+
+sys.exit(run_command(Parser("soap-test", "Tests.", "soap-test"), execute, []))
+"""
+
+
+def test_interrupt_within_generated_code(tmp_path: Path) -> None:
+    """Dataclasses and traced graphs are made by ``exec``, and an interrupt within it is special to the interpreter."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run([sys.executable, "-m", "interrupted"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "soap-test: interrupted\n")
 
 
 def test_a_bug_is_one_line_with_a_hint(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
