@@ -147,6 +147,10 @@ class Able(Protocol):
     def engine_costs(self) -> CostModel:
         """What their engines are to use."""
 
+    @property
+    def optimizer_states(self) -> int:
+        """As ``simulator.memory`` has them."""
+
     def always_fits(self) -> bool:
         """Whether no strategy of the space can lack memory."""
 
@@ -201,7 +205,7 @@ class _Run:
         fits = None if able.always_fits() else self._fits
         budgets = sorted((budget for _, budget in lows), reverse=True)
         chains = Tempering(
-            CompiledSpace(self.space, self.topology, able.engine_costs), [low.strategy for low, _ in lows],
+            CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states), [low.strategy for low, _ in lows],
             seed=self.seed, budgets=budgets, beta=self.beta, fits=fits, cores=self.cores,
         )  # fmt: skip
         allowance = _Allowance(sum(budgets), self.patience, self.deadline)

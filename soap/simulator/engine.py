@@ -100,7 +100,7 @@ class Engine:
         communication = communication or Communication(topology)
         self._graph, self._cluster = graph_tables(graph), cluster_tables(communication)
         self._fixed = (handle(self._graph), handle(self._cluster))
-        self._variants = Variants(graph, topology, costs)
+        self.variants = Variants(graph, topology, costs)
         self._groups = DeviceGroups(communication, self._cluster)
         self._size, self._slots, self._arena = 4096, 4096, 65536
         self._make_scratch()
@@ -121,10 +121,10 @@ class Engine:
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
         self._syncs, self._partitions = dict(strategy.parameters), served_partitions(self.graph, strategy)
         self._make_room(2 * sum(len(config.devices) for config in self._configs))  # each tile has two slots at least
-        variants = np.array([self._variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
+        variants = np.array([self.variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
         replicas = np.array([config.replicas for config in self._configs], np.int32)
         devices = np.array([device for config in self._configs for device in config.devices], np.int32)
-        if len(self._variants.degrees) > self._known_variants:
+        if len(self.variants.degrees) > self._known_variants:
             self._renew_tables()
         self._lower(variants, replicas, devices)
 
@@ -250,7 +250,7 @@ class Engine:
         ``choices``: configurations that each operator may take, without replicas. ``bounded``: give simulations up as soon as their outcome
         cannot be accepted; the walk is the same. ``log``: of how many steps to note the cost.
         """
-        found = make_choices(self.graph, self._variants, choices, log)
+        found = make_choices(self.graph, self.variants, choices, log)
         found.walk[RANDOM], found.walk[COST], found.walk[BEST] = seed, self.makespan_ns, self.makespan_ns
         walking = handle(found)
         self.make_edit_room(int(np.diff(found.dev_ptr).max(initial=0)))
@@ -277,6 +277,10 @@ class Engine:
 
         return self._try(lambda: self._whole(work), renew)
 
+    def consult(self, work: Callable[[], Result]) -> Result:
+        """Do compiled work on ``handles()`` that changes nothing, neither what is held nor what is proposed."""
+        return self._try(work)
+
     def settle(self, *, swapped: bool, makespan_ns: int) -> None:
         """Python's side of the state after compiled steps. ``swapped``: whether the two trials have changed places."""
         if swapped:
@@ -287,18 +291,18 @@ class Engine:
         for position in range(len(self._configs)):
             first, tiles = int(C.dev_ptr[position]), int(C.tiles[position])
             devices = tuple(C.dev[first : first + tiles].tolist())
-            self._configs[position] = OpConfig(self._variants.degrees[C.variant[position]], devices, int(C.replicas[position]))
+            self._configs[position] = OpConfig(self.variants.degrees[C.variant[position]], devices, int(C.replicas[position]))
 
     def variant(self, position: int, degrees: tuple[int, ...]) -> int:
         """The number of an operator's variant, for compiled work that begins afterwards."""
-        number = self._variants.number(position, degrees)
-        if len(self._variants.degrees) > self._known_variants:
+        number = self.variants.number(position, degrees)
+        if len(self.variants.degrees) > self._known_variants:
             self._renew_tables()
         return number
 
     def degrees(self, variant: int) -> tuple[int, ...]:
         """Those of a variant."""
-        return self._variants.degrees[variant]
+        return self.variants.degrees[variant]
 
     @property
     def strategy(self) -> Strategy:
@@ -382,17 +386,17 @@ class Engine:
             self._groups.add(missing_entry(sets))
             self._group_handle = handle(self._groups.tables)
         elif tied.missing[0]:
-            self._variants.tie(missing_entry(tied))
+            self.variants.tie(missing_entry(tied))
             self._renew_tables()
         elif core_size.missing[0]:
-            self._variants.geometries.price(missing_entry(core_size))
+            self.variants.geometries.price(missing_entry(core_size))
             self._renew_tables()
 
     def _renew_tables(self) -> None:
-        self._variant_arrays = self._variants.tables()
+        self._variant_arrays = self.variants.tables()
         self._known_variants = len(self._variant_arrays.rows)
         self._tables = handle(self._variant_arrays)
-        self._shards = self._variants.geometries.tables()
+        self._shards = self.variants.geometries.tables()
         self._shard_handle = handle(self._shards)
 
     def _make_scratch(self) -> None:

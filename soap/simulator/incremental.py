@@ -10,6 +10,7 @@ from soap.simulator.compiled.jit import is_compiled
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
+from soap.simulator.memory_bound import MemoryBound
 from soap.simulator.simulate import CACHED_STRATEGIES, Simulation, Simulator, is_large
 from soap.strategies import CLASSICAL
 from soap.strategy import OpConfig, Strategy, SyncConfig
@@ -45,6 +46,11 @@ class IncrementalSimulator:
         """What compiled chains of the search are to use for engines of their own."""
         return self._simulator.costs
 
+    @property
+    def optimizer_states(self) -> int:
+        """Tensors of a parameter's size that the optimizer keeps for it."""
+        return self._simulator.optimizer_states
+
     def always_fits(self) -> bool:
         """Whether it is out of the question that a device lacks memory: it could hold the whole model's needs ``AMPLE`` times."""
         graph, topology = self._simulator.graph, self._simulator.topology
@@ -62,6 +68,8 @@ class IncrementalSimulator:
 
     def overflow_bytes(self, strategy: Strategy) -> int:
         """Bytes of memory that the devices lack."""
+        if any(holder.certainly_fits(strategy) for holder in self._engines):
+            return 0
         return self._simulator.overflow_bytes(strategy)
 
     def run(self, strategy: Strategy) -> Simulation:
@@ -77,6 +85,12 @@ class IncrementalSimulator:
         engine.simulate()
         return engine
 
+    def _holder(self, strategy: Strategy) -> _Holder:
+        simulator = self._simulator
+        engine = Engine(simulator.graph, simulator.topology, simulator.costs)
+        limits = [device.type.memory_bytes for device in simulator.topology.devices]
+        return _Holder(engine, MemoryBound(engine, limits, simulator.optimizer_states), strategy)
+
     def _simulate(self, strategy: Strategy) -> int:
         distances = [holder.distance(strategy) for holder in self._engines]
         nearest = distances.index(min(distances)) if distances else 0
@@ -86,7 +100,7 @@ class IncrementalSimulator:
                 return folded.makespan_ns
         if not distances or distances[nearest] > MOST_CHANGES:
             if len(self._engines) < 2:
-                self._engines.append(_Holder(Engine(self._simulator.graph, self._simulator.topology, self._simulator.costs), strategy))
+                self._engines.append(self._holder(strategy))
                 return self._engines[-1].makespan_ns(strategy)
             nearest = 0  # the one that was not used last
         holder = self._engines.pop(nearest)
@@ -97,8 +111,8 @@ class IncrementalSimulator:
 class _Holder:
     """An engine, what it holds, and perhaps a proposal of which it is not known yet whether it will be accepted."""
 
-    def __init__(self, engine: Engine, strategy: Strategy) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, memory: MemoryBound, strategy: Strategy) -> None:
+        self._engine, self._memory = engine, memory
         self._held = strategy
         self._proposed: Strategy | None = None
         self._load(strategy)
@@ -107,6 +121,10 @@ class _Holder:
         """How many changes lead to a strategy."""
         held = [self._held] if self._proposed is None else [self._held, self._proposed]
         return min(len(self._changes(own, strategy)) for own in held)
+
+    def certainly_fits(self, strategy: Strategy) -> bool:
+        """Whether this was the last strategy here, and a bound says that it fits."""
+        return strategy is (self._proposed or self._held) and self._memory.fits()
 
     def makespan_ns(self, strategy: Strategy) -> int:
         """Simulate a strategy. It stays a proposal, since most are rejected."""

@@ -124,24 +124,25 @@ def _tile_bytes(plan: Plan) -> list[int]:
 def kept_bytes(plan: Plan) -> list[int]:
     """Of each tile: its outputs, and what it keeps besides for its backward pass."""
     graph = plan.graph
-    windows = [_windows(op) for op in graph.operators]
+    windowed = [windows(op) for op in graph.operators]
     result = []
     for tile in plan.tiles:
         op = plan.operator(tile)
         kept = list(zip(op.outputs, tile.outputs, strict=True))
         if op.kind in PACKING_KINDS:
             kept += zip(op.parameters, tile.parameters, strict=True)
-        padded = sum(_padded_bytes(graph, op.inputs[k], tile.inputs[k], tile) for k in windows[tile.operator])
+        padded = sum(_padded_bytes(graph, op.inputs[k], tile.inputs[k], tile) for k in windowed[tile.operator])
         result.append(sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + _saved(op, tile) + padded)
     return result
 
 
-def _windows(op: Operator) -> list[int]:
+def windows(op: Operator) -> list[int]:
     """Inputs over which a window slides (convolution, pooling): positions beyond the border are padded."""
-    return [k for k, operand in enumerate(op.inputs) if any(_is_window(dim) for dim in operand.dims)]
+    return [k for k, operand in enumerate(op.inputs) if any(is_window(dim) for dim in operand.dims)]
 
 
-def _is_window(dim: DimMap) -> bool:
+def is_window(dim: DimMap) -> bool:
+    """Whether an input's dimension is read through a window that may reach over its border."""
     return dim.factor is not None and (dim.lo < 0 < dim.hi or dim.hi > dim.scale)
 
 
@@ -154,7 +155,7 @@ def _span(dim: DimMap, tile: Tile) -> int:
 def _padded_bytes(graph: OperatorGraph, operand: Operand, box: Box, tile: Tile) -> int:
     """The copy of an input with its padding; 0 if the tile meets no border."""
     tensor = graph.tensors[operand.tensor]
-    spans = [_span(dim, tile) if _is_window(dim) else stop - start for dim, (start, stop) in zip(operand.dims, box, strict=True)]
+    spans = [_span(dim, tile) if is_window(dim) else stop - start for dim, (start, stop) in zip(operand.dims, box, strict=True)]
     padded = prod(spans)
     return padded * tensor.itemsize if padded > volume(box) else 0
 

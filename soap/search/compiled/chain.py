@@ -35,6 +35,8 @@ from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
 from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial
 from soap.simulator.compiled.history import History
 from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.memory import bound_memory
+from soap.simulator.compiled.memory_tables import MemoryTables
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
@@ -65,6 +67,7 @@ def advance(
     N: NeighbourTables,
     M: GroupTables,
     W: ChainTables,
+    X: MemoryTables,
     steps: int,
     beta: float,
     focus: float,
@@ -73,8 +76,8 @@ def advance(
 ) -> int:
     """Go on until ``steps`` proposals are logged (moves without effect are none), or ``MOST_IDLE`` moves in a row had no effect.
 
-    What is lacking raises, with all as it was before the step (after ``take_back``). ``memory``: what would be accepted must be asked for
-    first."""
+    What is lacking raises, with all as it was before the step (after ``take_back``). ``memory``: of what would be accepted, Python must
+    be asked for what does not certainly fit by the bound of ``X``."""
     at = W.at
     idle = 0
     while at[LOGGED] < steps and idle < MOST_IDLE:
@@ -91,7 +94,7 @@ def advance(
             continue
         cost = _evaluate(G, V, K, R, D, C, S, U, P, T, H, E, W, dtypes, at[COST] + (log_ratio - decision) * at[START] / beta)
         accepted = cost != STOPPED
-        if accepted and memory and at[PENDING] == NOTHING:
+        if accepted and memory and at[PENDING] == NOTHING and not bound_memory(G, V, K, C, S, X):
             take_back(G, R, C, U)
             at[PENDING] = ASKED
             return MUST_ASK

@@ -33,6 +33,7 @@ from soap.simulator.compiled.change import OPERATORS
 from soap.simulator.compiled.handles import handle
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
+from soap.simulator.memory_bound import NO_TABLES, MemoryBound
 from soap.strategy import OpConfig, Strategy
 from soap.topology import Topology
 
@@ -61,8 +62,9 @@ class Logged(NamedTuple):
 class CompiledSpace:
     """A space as arrays, for any number of chains."""
 
-    def __init__(self, space: Space, topology: Topology, costs: CostModel) -> None:
-        self.space, self.topology, self.costs = space, topology, costs
+    def __init__(self, space: Space, topology: Topology, costs: CostModel, optimizer_states: int = 2) -> None:
+        """``optimizer_states``: as ``simulator.memory`` has them."""
+        self.space, self.topology, self.costs, self.optimizer_states = space, topology, costs, optimizer_states
         self.grids = grid_tables(space, topology, costs)
         self._kept = (self.grids, neighbour_tables(space), group_tables(space))
         self.handles = (handle(self._kept[0]), handle(self._kept[1]), handle(self._kept[2]))
@@ -93,6 +95,7 @@ class CompiledChain:
         self.engine.make_edit_room(tiles)
         self.tables = make_chain(len(graph.operators), devices, len(space.grids.estimate), tiles, proposals)
         self._handle = handle(self.tables)
+        self._memory = MemoryBound(self.engine, [d.type.memory_bytes for d in space.topology.devices], space.optimizer_states)
         self._beta = self._focus = 0.0
         at = self.tables.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)
@@ -124,7 +127,7 @@ class CompiledChain:
     def run(self, proposals: int, *, beta: float, focus: float, fits: Callable[[Strategy], bool] | None = None) -> int:
         """Go on until so many proposals are evaluated, or nothing has an effect any more; how many have been, in all. ``beta``: as in
         ``search.metropolis``. ``focus``: how strongly candidates are weighed by rough costs, per start cost; 0 not at all. ``fits``: what
-        says whether a strategy that is about to be accepted fits into memory; None if all do."""
+        says whether a strategy that is about to be accepted fits into memory, where a bound does not; None if all do."""
         if len(self._space.space.movable) == 0:
             return self.proposals
         at = self.tables.at
@@ -132,7 +135,8 @@ class CompiledChain:
         last, focus = min(proposals, len(self.tables.log_cost) - 1), focus / float(at[START])
 
         def go_on() -> int:
-            return int(advance(*self.engine.handles(), Q, N, M, self._handle, last, beta, focus, fits is not None, self.engine.dtypes))
+            X = NO_TABLES if fits is None else self._memory.handle()
+            return int(advance(*self.engine.handles(), Q, N, M, self._handle, X, last, beta, focus, fits is not None, self.engine.dtypes))
 
         while True:
             try:

@@ -7,7 +7,7 @@ else. So a change of one operator replaces its block and those of the operators 
 from __future__ import annotations
 
 from soap.simulator.compiled.arrays import fill, sort
-from soap.simulator.compiled.carriers import BROADCAST, MESSAGE, carry
+from soap.simulator.compiled.carriers import BROADCAST, MESSAGE
 from soap.simulator.compiled.communication import (
     add_flow,
     allreduce,
@@ -19,14 +19,12 @@ from soap.simulator.compiled.communication import (
     total_flow,
     transfer_ns,
 )
-from soap.simulator.compiled.fetches import cover_all, is_remote
-from soap.simulator.compiled.holdings import gather_reads, make_holdings, tile_count
+from soap.simulator.compiled.delivery import deliver
+from soap.simulator.compiled.fetches import is_remote
+from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled, entry
-from soap.simulator.compiled.scattering import scatter_sums
 from soap.simulator.compiled.scratch import (
-    BOUNDS,
     CARRIERS,
-    CELL_BOXES,
     EDGES,
     FETCHES,
     FULL,
@@ -84,12 +82,8 @@ def place_tiles(V: VariantTables, K: ClusterTables, C: State, operators: int, op
 def lower_operator(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, C: State, S: Scratch, op: int) -> bool:
     """Make an operator's block anew, from the current configurations. Whether other tiles of it have a backward pass than before."""
     count = tile_count(V, C, op)
-    S.count[CELL_BOXES] = S.count[BOUNDS] = S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
-    make_holdings(G, V, C, S, op)
-    gather_reads(G, V, C, S, op)
-    scattered = scatter_sums(V, C, S, op)
-    cover_all(G, V, K, C, S, op, scattered)
-    carry(G, V, C, S, op)
+    S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
+    deliver(G, V, K, C, S, op)
     own = count
     for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
         S.slot_base[slot] = own

@@ -60,7 +60,7 @@ class Variants:
         self._numbers: dict[tuple[int, tuple[int, ...]], int] = {}
         self._boxes: dict[Box, int] = {}
         self._known: list[Box] = []
-        self._cells: list[np.ndarray] = []
+        self._positions: list[int] = []
         self.degrees: list[tuple[int, ...]] = []
         self._rows, self._data, self._costs = Growing(np.int64), Growing(np.int32), Growing(np.int64)
         self._box_ptr, self._box_volume, self._bounds = Growing(np.int64), Growing(np.int64), Growing(np.int32)
@@ -76,7 +76,11 @@ class Variants:
 
     def durations(self, position: int, degrees: tuple[int, ...]) -> Longs:
         """Nanoseconds of the tiles, [device type, forward or backward, tile], without making a variant."""
-        return self._durations(position, *self._cut(position, degrees))
+        return self._durations(position, *self.cut(position, degrees))
+
+    def position(self, number: int) -> int:
+        """An operator that a variant is of."""
+        return self._positions[number]
 
     def class_of(self, position: int) -> int:
         """The first operator that differs from the one at ``position`` in nothing but names."""
@@ -90,9 +94,9 @@ class Variants:
 
     def _make(self, position: int, degrees: tuple[int, ...]) -> list[int]:
         op = self.graph.operators[position]
-        cells, regions = self._cut(position, degrees)
+        cells, regions = self.cut(position, degrees)
         activations = [o for o in op.inputs if self.graph.tensors[o.tensor].kind is TensorKind.ACTIVATION]
-        self._cells.append(cells)
+        self._positions.append(position)
         self.degrees.append(degrees)
         row = [0] * COLUMNS
         row[CELLS] = len(cells)
@@ -114,7 +118,7 @@ class Variants:
         row[GEOMETRIES] = self._data.add(shards)
         return row
 
-    def _cut(self, position: int, degrees: tuple[int, ...]) -> tuple[np.ndarray, dict[Operand, np.ndarray]]:
+    def cut(self, position: int, degrees: tuple[int, ...]) -> tuple[np.ndarray, dict[Operand, np.ndarray]]:
         """The tiles' intervals, [tile, factor, start or stop], and the regions of each operand."""
         op = self.graph.operators[position]
         pieces = [balanced(factor.size, degree) for factor, degree in zip(op.factors, degrees, strict=True)]

@@ -1,0 +1,141 @@
+"""An upper bound of each device's peak memory, for strategies on their way through a search (compiled).
+
+``simulator.memory`` says what is counted and is the judge; its sums are ours, but where it looks at a whole plan for what is there twice.
+So we say more than it where operators read the same part of the batch, where a parameter's users cut it differently (their regions count
+one by one), and of buckets. Never less: what fits here fits there.
+"""
+
+from __future__ import annotations
+
+from soap.simulator.buckets import BUCKET_BYTES
+from soap.simulator.compiled.arrays import fill
+from soap.simulator.compiled.delivery import deliver
+from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.memory_tables import (
+    ACTIVATIONS,
+    COLLECTED,
+    GRADIENTS,
+    HELD,
+    KEPT,
+    LARGEST_ADDED,
+    LARGEST_GRADIENT,
+    LARGEST_SHARD,
+    LARGEST_SUM,
+    LARGEST_TILE,
+    PARAMETER_GRADIENTS,
+    PARTS,
+    REGIONS,
+    SENT,
+    TRAINABLE,
+    MemoryTables,
+)
+from soap.simulator.compiled.scratch import Scratch
+from soap.simulator.compiled.state import State
+from soap.simulator.compiled.tables import ClusterTables, GraphTables
+from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
+from soap.simulator.compiled.variants import CELLS, VariantTables
+
+
+@entry
+def bound_memory(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: Scratch, M: MemoryTables) -> bool:
+    """``total``: bytes that each device needs at most under the strategy that the state holds. Whether all have as much."""
+    devices, operators = len(C.busy), len(G.backward)
+    fill(M.step, 0, len(M.step), 0)
+    for row in range(PARTS):
+        fill(M.part[row], 0, devices, 0)
+    for parameter in range(len(M.user_ptr) - 1):
+        _parameter(V, C, M, parameter)
+    for op in range(operators):
+        _tiles(V, C, M, op)
+        deliver(G, V, K, C, S, op)
+        add_fetches(G, S, M, op)
+        add_sent(G, V, S, M, op)
+        add_sums(G, V, S, M, op)
+        add_holdings(G, V, S, M, op)
+    fits = True
+    for device in range(devices):
+        total = _total(M, operators, device)
+        M.total[device] = total
+        fits &= total <= M.limit[device]
+    return fits
+
+
+@compiled
+def _total(M, operators, device):  # type: ignore[no-untyped-def]
+    level = peak = 0
+    for i in range(operators + 1):
+        level += M.step[device * (operators + 2) + i]
+        peak = max(peak, level)
+    part = M.part
+    backward = peak + part[LARGEST_TILE, device] + part[LARGEST_ADDED, device] + 2 * part[LARGEST_GRADIENT, device]
+    backward += part[COLLECTED, device] + part[SENT, device]
+    bucket = min(part[TRAINABLE, device], BUCKET_BYTES + part[LARGEST_SHARD, device])
+    backward += max(part[LARGEST_SUM, device], bucket)
+    trainable = part[TRAINABLE, device]
+    states = M.fixed[1] * trainable
+    work = max(M.fixed[0] + part[ACTIVATIONS, device] + backward, trainable)
+    return part[HELD, device] + trainable + states + work
+
+
+@compiled
+def _parameter(V, C, M, parameter):  # type: ignore[no-untyped-def]
+    """What all users of a parameter make their devices hold of it."""
+    first, last = M.user_ptr[parameter], M.user_ptr[parameter + 1]
+    if first == last:
+        return
+    devices, itemsize, part = len(C.busy), M.itemsize[parameter], M.part
+    cut, same, covered = _cut_of(C, M, first), True, False
+    for i in range(first, last):
+        own = _cut_of(C, M, i)
+        same &= own == cut
+        covered |= M.cut_volume[own] == M.elements[parameter]
+    disjoint = same and M.cut_volume[cut] >= 0
+    fill(M.total, 0, devices, 0)
+    M.seen[0] += 1
+    stamp = M.seen[0]
+    for i in range(first, last):
+        op, operand = M.user[i], M.user_operand[i]
+        cells = V.rows[C.variant[op], CELLS]
+        at = M.rows[C.variant[op], REGIONS] + operand * cells
+        for tile in range(C.tiles[op]):
+            region, device = M.data[at + tile % cells], C.dev[C.dev_ptr[op] + tile]
+            if region < 0:
+                continue
+            size = M.region_volume[region] * itemsize
+            place = 1 + region * devices + device
+            if not disjoint:
+                part[ACTIVATIONS, device] += size
+            if M.seen[place] < 2 * stamp:
+                M.seen[place] = 2 * stamp
+                M.total[device] += size
+            elif M.seen[place] == 2 * stamp:
+                M.seen[place] += 1
+                part[COLLECTED, device] += size if disjoint and M.trainable[parameter] else 0
+    whole = M.elements[parameter] * itemsize
+    rest = 0  # what nobody reads lies on one of the devices
+    if M.trainable[parameter] and not covered:
+        rest = whole - (M.cut_volume[cut] * itemsize if disjoint else 0)
+    for device in range(devices):
+        held = min(M.total[device], whole)
+        part[HELD, device] += held + rest
+        if M.trainable[parameter]:
+            part[TRAINABLE, device] += held + rest
+            part[LARGEST_SHARD, device] = max(part[LARGEST_SHARD, device], held)
+            part[COLLECTED, device] += 0 if disjoint else held
+
+
+@compiled
+def _cut_of(C, M, user):  # type: ignore[no-untyped-def]
+    return M.cut[M.cut_ptr[C.variant[M.user[user]]] + M.user_operand[user]]
+
+
+@compiled
+def _tiles(V, C, M, op):  # type: ignore[no-untyped-def]
+    row = C.variant[op]
+    cells, part = V.rows[row, CELLS], M.part
+    kept, gradients, own = M.rows[row, KEPT], M.rows[row, GRADIENTS], M.rows[row, PARAMETER_GRADIENTS]
+    for tile in range(C.tiles[op]):
+        device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
+        part[ACTIVATIONS, device] += M.data[kept + cell]
+        part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])
+        part[LARGEST_GRADIENT, device] = max(part[LARGEST_GRADIENT, device], M.data[own + cell])

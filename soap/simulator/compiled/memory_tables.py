@@ -1,0 +1,47 @@
+"""What the compiled bound of memory knows of variants, parameters and devices, and what it works on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from soap.simulator.compiled.tables import Ints, Longs
+
+KEPT, GRADIENTS, PARAMETER_GRADIENTS, REGIONS = range(4)
+"""Columns of ``MemoryTables.rows``: where in ``data`` stand, by tile, the bytes that it keeps (with its copies of parts of the batch), the
+bytes of its gradients, those of its parameters' gradients; and by [parameter operand, tile] the number of the region that it needs (-1:
+nothing)."""
+
+HELD, TRAINABLE, ACTIVATIONS, COLLECTED, SENT, LARGEST_SUM, LARGEST_SHARD, LARGEST_TILE, LARGEST_ADDED, LARGEST_GRADIENT = range(10)
+PARTS = 10
+"""Rows of ``MemoryTables.part``, each by device."""
+
+
+class MemoryTables(NamedTuple):
+    """``rows``: by variant. ``region_volume``: elements, by region of a parameter. ``cut[cut_ptr[variant] + operand]``: into which regions
+    a parameter operand is cut, as a number. ``cut_volume``: elements of these regions in all; -1 if they overlap. ``user``,
+    ``user_operand``: by parameter, from ``user_ptr`` on: operators that use it, and as which of their parameter operands.
+    ``elements``, ``itemsize``, ``trainable``: by parameter. ``fixed``: bytes of the batch and of constants, which all devices have;
+    states of the optimizer per parameter. ``limit``: bytes, by device.
+
+    Work: ``part`` (see its rows), ``step``: [device, operator], changes of the gradients that wait between operators; ``seen``: a stamp,
+    then [region, device]; ``total``: the outcome, by device.
+    """
+
+    rows: Longs
+    data: Longs
+    cut: Ints
+    cut_ptr: Longs
+    cut_volume: Longs
+    region_volume: Longs
+    user_ptr: Ints
+    user: Ints
+    user_operand: Ints
+    elements: Longs
+    itemsize: Longs
+    trainable: Ints
+    fixed: Longs
+    limit: Longs
+    part: Longs
+    step: Longs
+    seen: Longs
+    total: Longs

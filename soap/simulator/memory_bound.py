@@ -1,0 +1,168 @@
+"""The Python side of ``compiled.memory``: what variants keep, made when they are first met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from soap.graph import Operand, TensorKind
+from soap.regions import Box, cells, volume
+from soap.simulator.compiled.growing import Growing
+from soap.simulator.compiled.handles import handle
+from soap.simulator.compiled.memory import bound_memory
+from soap.simulator.compiled.memory_tables import PARTS, MemoryTables
+from soap.simulator.compiled.tables import Ints, Longs
+from soap.simulator.engine import Engine
+from soap.simulator.memory import PACKING_KINDS, is_window, windows
+from soap.simulator.tiling import iteration_points
+
+
+def _empty() -> MemoryTables:
+    fields: list[Any] = []
+    for name, kind in MemoryTables.__annotations__.items():
+        fields.append(np.zeros((1, 1) if name in ("rows", "part") else 1, np.int64 if "Longs" in str(kind) else np.int32))
+    return MemoryTables(*fields)
+
+
+NO_TABLES = handle(_empty())
+"""For compiled code that will not ask."""
+
+
+class MemoryBound:
+    """An upper bound of what an engine's strategies need on each device. It shares the engine's arrays, and must not run beside it."""
+
+    def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2) -> None:
+        """``limits_bytes``: by device."""
+        self._engine, graph = engine, engine.graph
+        self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)
+        self._regions: dict[Box, int] = {}
+        self._region_volume = Growing(np.int64)
+        self._cuts: dict[frozenset[Box], int] = {}
+        self._cut_volume = Growing(np.int64)
+        self._known = 0
+        users: list[list[tuple[int, int]]] = [[] for _ in graph.parameters]
+        numbers = {tensor.name: number for number, tensor in enumerate(graph.parameters)}
+        for position, op in enumerate(graph.operators):
+            for place, operand in enumerate(op.parameters):
+                users[numbers[operand.tensor]].append((position, place))
+        pairs = np.array([pair for own in users for pair in own], np.int32).reshape(-1, 2)
+        given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
+        devices = engine.topology.device_count
+        self._fixed: dict[str, Any] = {
+            "user_ptr": np.cumsum([0, *map(len, users)]).astype(np.int32),
+            "user": np.ascontiguousarray(pairs[:, 0]),
+            "user_operand": np.ascontiguousarray(pairs[:, 1]),
+            "elements": np.array([volume(tuple((0, n) for n in t.shape)) for t in graph.parameters], np.int64),
+            "itemsize": np.array([t.itemsize for t in graph.parameters], np.int64),
+            "trainable": np.array([t.requires_grad for t in graph.parameters], np.int32),
+            "fixed": np.array([sum(t.bytes for t in given), optimizer_states], np.int64),
+            "limit": np.array(limits_bytes, np.int64),
+            "part": np.zeros((PARTS, devices), np.int64),
+            "step": np.zeros(devices * (len(graph.operators) + 2), np.int64),
+            "total": np.zeros(devices, np.int64),
+        }
+        self._tables: MemoryTables | None = None
+        self._handle: MemoryTables | None = None
+
+    def handle(self) -> MemoryTables:
+        """What compiled code receives: all variants that the engine knows by now are in it."""
+        variants = self._engine.variants
+        if self._handle is None or len(variants.degrees) > self._known:
+            for number in range(self._known, len(variants.degrees)):
+                self._add(number)
+            self._known = len(variants.degrees)
+            seen = np.zeros(1 + self._region_volume.size * self._engine.topology.device_count, np.int64)
+            arrays: dict[str, Any] = {
+                "rows": self._rows.array().reshape(-1, 4), "data": self._data.array(), "cut": self._cut.array(),
+                "cut_ptr": self._cut_ptr.array(), "cut_volume": self._cut_volume.array(), "region_volume": self._region_volume.array(),
+                "seen": seen,
+            }  # fmt: skip
+            self._tables = MemoryTables(**arrays, **self._fixed)
+            self._handle = handle(self._tables)
+        return self._handle
+
+    def fits(self) -> bool:
+        """Whether the strategy that the engine holds, or that is proposed to it, certainly fits."""
+
+        def ask() -> bool:
+            G, V, K, _, _, C, S, *_ = self._engine.handles()
+            return bool(bound_memory(G, V, K, C, S, self.handle()))
+
+        return self._engine.consult(ask)
+
+    def total_bytes(self) -> list[int]:
+        """Bytes that each device needs at most under that strategy."""
+        self.fits()
+        assert self._tables is not None
+        return [int(total) for total in self._tables.total]
+
+    def _add(self, number: int) -> None:
+        """One more variant."""
+        position, degrees = self._engine.variants.position(number), self._engine.variants.degrees[number]
+        op, graph = self._engine.graph.operators[position], self._engine.graph
+        intervals, regions = self._engine.variants.cut(position, degrees)
+        size = {o: _volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
+        points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
+        saved = -(-op.saved_bytes * points // iteration_points(op))
+        kept = saved + sum(size[o] for o in op.outputs)
+        for operand in (op.inputs[k] for k in windows(op)):
+            kept = kept + self._padded(operand, intervals, regions[operand])
+        if op.kind in PACKING_KINDS:
+            kept = kept + sum(size[o] for o in op.parameters)
+        kept = kept + sum(self._part(o, size[o]) for o in op.inputs)
+        wanted = [o for o in (*op.inputs, *op.outputs) if graph.tensors[o.tensor].requires_grad]
+        gradients = sum((size[o] for o in wanted), saved) * int(graph.needs_backward(op))
+        own = sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), np.zeros(len(points), np.int64))
+        numbers = np.array([self._number(regions[o]) for o in op.parameters], np.int64)
+        self._rows.add([self._data.add(column) for column in (kept, gradients, own, numbers)])
+        self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
+
+    def _part(self, operand: Operand, size: Longs) -> Longs:
+        """Bytes of the parts that tiles read of the batch and of constants; all of it is there anyway."""
+        tensor = self._engine.graph.tensors[operand.tensor]
+        given = tensor.kind in (TensorKind.INPUT, TensorKind.CONSTANT)
+        return np.where(size < tensor.bytes, size, 0) if given else np.zeros_like(size)
+
+    def _padded(self, operand: Operand, intervals: np.ndarray, region: np.ndarray) -> Longs:
+        """As ``memory._padded_bytes``, by tile."""
+        spans = region[:, :, 1] - region[:, :, 0]
+        there = np.prod(spans, axis=1)
+        for i, dim in enumerate(operand.dims):
+            if is_window(dim):
+                own = intervals[:, dim.factor or 0]
+                spans[:, i] = (own[:, 1] - 1 - own[:, 0]) * dim.scale + dim.hi - dim.lo
+        padded = np.prod(spans, axis=1)
+        return np.where(padded > there, padded, 0) * self._engine.graph.tensors[operand.tensor].itemsize
+
+    def _number(self, region: np.ndarray) -> Ints:
+        """[tile]: number of the region of a parameter; -1 if it is empty."""
+        found = np.zeros(len(region), np.int32)
+        for tile, box in enumerate(_boxes(region)):
+            if volume(box) == 0:
+                found[tile] = -1
+                continue
+            if box not in self._regions:
+                self._regions[box] = self._region_volume.add([volume(box)])
+            found[tile] = self._regions[box]
+        return found
+
+    def _cut_number(self, region: np.ndarray) -> int:
+        boxes = frozenset(box for box in _boxes(region) if volume(box) > 0)
+        found = self._cuts.get(boxes)
+        if found is None:
+            found = self._cuts[boxes] = len(self._cuts)
+            disjoint = len(boxes) < 2 or set(cells(dict.fromkeys(boxes))) == boxes
+            self._cut_volume.add([sum(map(volume, boxes)) if disjoint else -1])
+        return found
+
+
+def _volumes(region: np.ndarray) -> Longs:
+    """[tile]: elements."""
+    found: Longs = np.prod(region[:, :, 1] - region[:, :, 0], axis=1, dtype=np.int64)
+    return found
+
+
+def _boxes(region: np.ndarray) -> list[Box]:
+    return [tuple((start, stop) for start, stop in box) for box in region.tolist()]

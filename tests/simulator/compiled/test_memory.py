@@ -1,0 +1,103 @@
+"""The compiled bound of memory is never below what ``simulator.memory`` says, and mostly equal."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from soap import api
+from soap.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.engine import Engine
+from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.lowering import build_plan
+from soap.simulator.memory import peak_bytes
+from soap.simulator.memory_bound import MemoryBound
+from soap.simulator.simulate import Simulator
+from soap.strategies import random_config, random_strategy
+from soap.strategy import Strategy
+from soap.topology import Topology
+from tests.graph_builder import transformer
+from tests.strategies import cases, cluster
+
+
+def bound(graph: OperatorGraph, topology: Topology, limit: int = 1 << 60, states: int = 2) -> tuple[Engine, MemoryBound]:
+    """An engine, and the bound of what it holds."""
+    engine = Engine(graph, topology, RooflineCosts(topology))
+    return engine, MemoryBound(engine, [limit] * topology.device_count, states)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(max_moves=5, max_tiles=4), seed=st.integers(0, 2**16))
+def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int) -> None:
+    graph, topology, strategy = case
+    engine, memory = bound(graph, topology)
+    engine.load(strategy)
+    engine.simulate()
+    draw = random.Random(seed)
+    for _ in range(6):
+        exact = peak_bytes(build_plan(graph, strategy, topology))
+        assert all(most >= own for most, own in zip(memory.total_bytes(), exact, strict=True))
+        op = draw.choice(graph.operators)
+        config = random_config(op, topology.device_count, draw)
+        engine.propose(op.name, config)
+        proposed = strategy.with_operator(op.name, config)
+        exact = peak_bytes(build_plan(graph, proposed, topology))
+        told = memory.total_bytes()  # of what is proposed
+        assert all(most >= own for most, own in zip(told, exact, strict=True))
+        if draw.random() < 0.5:
+            engine.accept()
+            strategy = proposed
+        else:
+            engine.reject()
+
+
+NETS = ["alexnet", "dlrm", "gpt", "inception_v3", "lm", "nmt", "resnet50", "rnnlm", "rnntc"]
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_equal_for_data_parallelism_and_close_for_others(net: str) -> None:
+    graph, topology = api.load(f"zoo:{net}:tiny", plan_only=True).graph, cluster([2, 2])
+    engine, memory = bound(graph, topology, states=1)
+    usual = api.classical("data_parallel", graph, topology)
+    engine.load(usual)
+    assert memory.total_bytes() == list(peak_bytes(build_plan(graph, usual, topology), 1))
+    for seed in range(2):
+        strategy = random_strategy(graph, topology, random.Random(seed))
+        engine.load(strategy)
+        exact = peak_bytes(build_plan(graph, strategy, topology), 1)
+        assert all(own <= most <= 1.3 * own for most, own in zip(memory.total_bytes(), exact, strict=True))
+
+
+def test_fits_at_its_limit_only() -> None:
+    graph, topology = transformer(), cluster([2, 2])
+    strategy = random_strategy(graph, topology, random.Random(3))
+    engine, memory = bound(graph, topology)
+    engine.load(strategy)
+    most = max(memory.total_bytes())
+    assert [bound_fits(graph, topology, strategy, limit) for limit in (most - 1, most)] == [False, True]
+
+
+def bound_fits(graph: OperatorGraph, topology: Topology, strategy: Strategy, limit: int) -> bool:
+    """Whether a strategy certainly fits into that much on each device."""
+    engine, memory = bound(graph, topology, limit)
+    engine.load(strategy)
+    return memory.fits()
+
+
+def test_what_certainly_fits_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = transformer(), cluster([2, 2])
+    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    asked: list[Strategy] = []
+    monkeypatch.setattr(simulator, "overflow_bytes", lambda strategy: asked.append(strategy) or 17)
+    evaluator = IncrementalSimulator(simulator)
+    usual = api.classical("data_parallel", graph, topology)
+    other = usual.with_operator("head", random_config(graph.operators[graph.index["head"]], 4, random.Random(2)))
+    evaluator.makespan_ns(usual)
+    assert (evaluator.overflow_bytes(usual), asked) == (0, [])
+    evaluator.makespan_ns(other)
+    assert (evaluator.overflow_bytes(other), asked) == (0, [])
+    assert (evaluator.overflow_bytes(usual), asked) == (17, [usual])  # the engine has gone on
