@@ -98,7 +98,7 @@ class Tempering:
     def _advance(self, number: int) -> Round:
         chain = self.chains[number]
         first, before = chain.proposals, chain.best_ns
-        chain.run(min(first + ROUND, self._budgets[number]), beta=self.betas[number], focus=self._focus, fits=self._fits)
+        chain.run(min(first + ROUND, self._budgets[number]), beta=self.betas[number], focus=self._focus * self.betas[number] / self._beta, fits=self._fits)
         best = chain.best if chain.best_ns < before else None
         return Round(number, list(chain.log(first)), best, chain.best_ns)
 

@@ -10,9 +10,6 @@ from soap.simulator.compiled.hashing import draw
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.state import State
 
-LISTED_SHARE = 0.5
-"""Part of an informed move's candidates that are suggested by neighbours and references."""
-
 FIRST_LISTED = 1 + CANDIDATES
 
 
@@ -62,6 +59,24 @@ def take_current(Q: GridTables, C: State, W: ChainTables, op: int) -> None:
         for tile in range(C.tiles[op]):
             W.c_dev[tile] = C.dev[C.dev_ptr[op] + tile]
         W.c_log[0] = 0.0 if W.structured[op] else Q.shuffled_log[W.grid[op]]
+
+
+@compiled
+def choose(W, inside):  # type: ignore[no-untyped-def]
+    """One of the candidates 0 (if it is ``inside``) to ``CANDIDATES`` in proportion to exp(``c_weight``)."""
+    first = 0 if inside else 1
+    most, total = W.c_weight[first], 0.0
+    for slot in range(first, CANDIDATES + 1):
+        most = max(most, W.c_weight[slot])
+    for slot in range(first, CANDIDATES + 1):
+        total += exp(W.c_weight[slot] - most)
+    left, chosen = uniform(W) * total, CANDIDATES
+    for slot in range(first, CANDIDATES + 1):
+        left -= exp(W.c_weight[slot] - most)
+        if left <= 0:
+            chosen = slot
+            break
+    return chosen
 
 
 @compiled
@@ -132,7 +147,7 @@ def same(Q: GridTables, W: ChainTables, a: int, b: int) -> bool:
 
 
 @compiled
-def log_density(Q: GridTables, W: ChainTables, op: int, listed: int, slot: int) -> float:
+def log_density(Q: GridTables, W: ChainTables, op: int, listed: int, slot: int, share: float) -> float:
     """Logarithm of the probability with which ``draw_candidate`` gives a candidate, if so many are listed."""
     drawn = exp(W.c_log[slot]) / Q.mass[Q.space[op]]
     if listed == 0:
@@ -140,13 +155,13 @@ def log_density(Q: GridTables, W: ChainTables, op: int, listed: int, slot: int) 
     equal = 0
     for other in range(FIRST_LISTED, FIRST_LISTED + listed):
         equal += same(Q, W, slot, other)
-    return log(LISTED_SHARE * equal / listed + (1 - LISTED_SHARE) * drawn)
+    return log(share * equal / listed + (1 - share) * drawn)
 
 
 @compiled
-def draw_candidate(Q: GridTables, W: ChainTables, op: int, listed: int, slot: int) -> None:
-    """One that is listed, uniformly, or any."""
-    if listed > 0 and uniform(W) <= LISTED_SHARE:
+def draw_candidate(Q: GridTables, W: ChainTables, op: int, listed: int, slot: int, share: float) -> None:
+    """One that is listed, uniformly, with probability ``share`` (if any is), or any."""
+    if listed > 0 and uniform(W) <= share:
         chosen = FIRST_LISTED + below(W, listed)
         for tile in range(Q.tiles[W.c_grid[chosen]]):
             W.c_dev[slot * len(W.order) + tile] = W.c_dev[chosen * len(W.order) + tile]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import log
 
 from soap.search.compiled.candidates import log_weight, uniform
+from soap.search.compiled.edits import NO_EFFECT
 from soap.search.compiled.memory import (
     ASKED,
     BEFORE,
@@ -27,7 +28,7 @@ from soap.search.compiled.memory import (
     SWAPPED,
     ChainTables,
 )
-from soap.search.compiled.moves import NO_EFFECT, propose
+from soap.search.compiled.moves import propose
 from soap.search.compiled.tables import NO_WEIGHT, GridTables, GroupTables, NeighbourTables
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import OPERATORS, Edit, Undo

@@ -8,8 +8,8 @@ import numpy as np
 
 from soap.simulator.compiled.tables import Floats, Ints, Longs
 
-MOVES = ("redraw", "place", "swap", "informed", "group", "segment")
-REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT = range(len(MOVES))
+MOVES = ("redraw", "place", "swap", "informed", "group", "segment", "run")
+REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT, RUN = range(len(MOVES))
 
 STEP, RANDOM, SWAPPED, COST, START, BEST, LOGGED, PENDING, WANTED_OPERATOR, WANTED_GRID, PLAYED, ESTIMATES, BEFORE = range(13)
 """Places in ``ChainTables.at``: steps done; the generator's state (``BEFORE``: at the end of the last step); whether the engine's trials
@@ -20,7 +20,10 @@ NOTHING, ASKED, GRANTED, REFUSED = range(4)
 """Values of ``at[PENDING]``."""
 
 CANDIDATES = 8
-"""Candidates of an informed move or of a group's."""
+"""Candidates of an informed move, of a group's or of a run's."""
+
+LONGEST_RUN = 8
+"""Operators of a run at most."""
 
 MOST_LISTED = 96
 """Configurations that an operator's neighbours and references suggest, at most; what is more is left out."""
@@ -38,6 +41,10 @@ class ChainTables(NamedTuple):
     Candidates: slot k has ``c_grid[k]``, devices ``c_dev[k * devices:]``, ``c_log`` (logarithm of its weight). Slot 0 is the current
     configuration, 1 to ``CANDIDATES`` what a move has drawn, then what neighbours and references suggest. ``edited``: grids of the edit's
     operators. ``where``, ``stamp``: by device, for estimates. ``order``: devices, for drawing some.
+
+    A run (``compiled.runs``): operators ``r_op``, each but the first one grown from that at place ``r_from`` of the run, its own edge
+    ``r_edge`` leading there; ``r_place``: by operator, its place in the run (-1: none). Candidate k gives the one at place i the grid
+    ``r_grid[k * LONGEST_RUN + i]`` on ``r_dev[(k * LONGEST_RUN + i) * devices:]``.
     """
 
     at: Longs
@@ -66,6 +73,12 @@ class ChainTables(NamedTuple):
     where: Ints
     stamp: Longs
     order: Ints
+    r_op: Ints
+    r_from: Ints
+    r_edge: Ints
+    r_place: Ints
+    r_grid: Ints
+    r_dev: Ints
 
 
 def make_chain(operators: int, devices: int, configurations: int, tiles: int, log: int) -> ChainTables:
@@ -75,11 +88,13 @@ def make_chain(operators: int, devices: int, configurations: int, tiles: int, lo
     sizes |= dict.fromkeys(("weight", "proposed", "accepted", "idle", "gained"), len(MOVES))
     sizes |= dict.fromkeys(("c_grid", "c_log", "c_weight"), slots)
     sizes |= dict.fromkeys(("where", "stamp"), devices)
+    sizes |= dict.fromkeys(("r_op", "r_from", "r_edge"), LONGEST_RUN)
+    sizes |= {"r_grid": LONGEST_RUN * (1 + CANDIDATES), "r_dev": LONGEST_RUN * (1 + CANDIDATES) * devices}
     kinds = {"Longs": np.int64, "Floats": np.float64, "Ints": np.int32}
     fields: list[Any] = []
     for name, annotation in ChainTables.__annotations__.items():
         kind = next(own for key, own in kinds.items() if key in str(annotation))
         fields.append(np.zeros(sizes.get(name, log if name.startswith("log_") else operators) + 1, kind))
     found = ChainTables(*fields)
-    found.variant[:] = -1
+    found.variant[:] = found.r_place[:] = -1
     return found._replace(order=np.arange(devices, dtype=np.int32))

@@ -14,6 +14,9 @@ not depend on the state.
 - ``group``: all layers that equal the drawn operator and are configured alike get another structured configuration, chosen like that from
   uniform draws, by rough costs without neighbours (which are the same for all of the group). No effect if another layer has the
   chosen configuration already: the way back would move it too.
+- ``run`` (``compiled.runs``): which connected operators is drawn without a look at their configurations. Given that, it is ``informed`` for
+  all of them together: d(S) is the product of the probabilities along the run, each given the operator that it grew from, w(S) is of the
+  rough cost of all of them; log_ratio is the same. d(S) > 0 everywhere in the space.
 - ``segment``: if a segment is configured as one of its alternatives, it takes another one, uniformly: symmetric but for the weights.
 
 A state outside of the space (weight 0) is never proposed; the way out of it is free (log_ratio = 0).
@@ -21,10 +24,9 @@ A state outside of the space (weight 0) is never proposed; the way out of it is 
 
 from __future__ import annotations
 
-from math import exp
-
 from soap.search.compiled.candidates import (
     below,
+    choose,
     draw_any,
     draw_candidate,
     draw_structured,
@@ -33,9 +35,10 @@ from soap.search.compiled.candidates import (
     put_place,
     same,
     take_current,
-    uniform,
 )
-from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, REDRAW, WANTED_GRID, WANTED_OPERATOR, ChainTables
+from soap.search.compiled.edits import NO_EFFECT, add
+from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, REDRAW, RUN, SEGMENT, ChainTables
+from soap.search.compiled.runs import propose_run
 from soap.search.compiled.suggestions import list_candidates
 from soap.search.compiled.tables import NO_WEIGHT, GridTables, GroupTables, NeighbourTables
 from soap.search.compiled.weighing import own_ns, rough_cost_ns
@@ -44,11 +47,8 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.state import State
 from soap.simulator.compiled.tables import ClusterTables
 
-UNKNOWN = "a variant is not known yet"
-"""What compiled code raises when it needs one; which one is in ``ChainTables.at``."""
-
-NO_EFFECT = 1e300
-"""Instead of a log_ratio: nothing is proposed."""
+LISTED_SHARE = 0.5
+"""Part of an informed move's candidates that are suggested by neighbours and references."""
 
 
 @compiled
@@ -57,7 +57,9 @@ def propose(
 ) -> float:
     """Draw a proposal into the edit; its log_ratio, or ``NO_EFFECT``. ``focus``: per ns of rough cost."""
     E.count[OPERATORS] = E.count[PARAMETERS] = 0
-    if move > GROUP:
+    if move == RUN:
+        return propose_run(Q, N, K, C, W, E, focus)
+    if move == SEGMENT:
         return _segment(Q, N, M, C, W, E)
     op = Q.movable[below(W, len(Q.movable))]
     take_current(Q, C, W, op)
@@ -83,26 +85,8 @@ def _single(Q, W, E, op, log_ratio):  # type: ignore[no-untyped-def]
     """Candidate 1 for one operator."""
     if same(Q, W, 0, 1):
         return NO_EFFECT
-    _add(Q, W, E, op, W.c_grid[1], W.c_dev, len(W.order))
+    add(Q, W, E, op, W.c_grid[1], W.c_dev, len(W.order))
     return 0.0 if W.c_log[0] == NO_WEIGHT else log_ratio
-
-
-@compiled
-def _add(Q, W, E, op, grid, devices, first):  # type: ignore[no-untyped-def]
-    """One more operator of the edit, on ``devices[first:]``."""
-    n = E.count[OPERATORS]
-    variant = W.variant[Q.estimate_ptr[op] + grid - Q.grid_ptr[Q.space[op]]]
-    if variant < 0:
-        W.at[WANTED_OPERATOR], W.at[WANTED_GRID] = op, grid
-        raise LookupError(UNKNOWN)
-    E.operator[n], E.variant[n], E.replicas[n] = op, variant, Q.replicas[grid]
-    E.dev_ptr[0] = 0
-    at = E.dev_ptr[n]
-    E.dev_ptr[n + 1] = at + Q.tiles[grid]
-    for tile in range(Q.tiles[grid]):
-        E.dev[at + tile] = devices[first + tile]
-    W.edited[n] = grid
-    E.count[OPERATORS] = n + 1
 
 
 @compiled
@@ -124,40 +108,22 @@ def _swap(Q, W, E, op):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _choose(W, inside):  # type: ignore[no-untyped-def]
-    """One of the candidates 0 (if it is ``inside``) to ``CANDIDATES`` in proportion to exp(``c_weight``)."""
-    first = 0 if inside else 1
-    most, total = W.c_weight[first], 0.0
-    for slot in range(first, CANDIDATES + 1):
-        most = max(most, W.c_weight[slot])
-    for slot in range(first, CANDIDATES + 1):
-        total += exp(W.c_weight[slot] - most)
-    left, chosen = uniform(W) * total, CANDIDATES
-    for slot in range(first, CANDIDATES + 1):
-        left -= exp(W.c_weight[slot] - most)
-        if left <= 0:
-            chosen = slot
-            break
-    return chosen
-
-
-@compiled
 def _informed(Q, N, K, C, W, E, op, focus):  # type: ignore[no-untyped-def]
     inside = W.c_log[0] != NO_WEIGHT
     listed = list_candidates(Q, N, C, W, op)
     for slot in range(1, CANDIDATES + 1):
-        draw_candidate(Q, W, op, listed, slot)
+        draw_candidate(Q, W, op, listed, slot, LISTED_SHARE)
         W.c_weight[slot] = -focus * rough_cost_ns(Q, N, K, C, W, op, slot)
     if inside:
         W.c_weight[0] = -focus * rough_cost_ns(Q, N, K, C, W, op, 0)
-    chosen = _choose(W, inside)
+    chosen = choose(W, inside)
     if inside and same(Q, W, 0, chosen):
         return NO_EFFECT
-    _add(Q, W, E, op, W.c_grid[chosen], W.c_dev, chosen * len(W.order))
+    add(Q, W, E, op, W.c_grid[chosen], W.c_dev, chosen * len(W.order))
     if not inside:
         return 0.0
     log_ratio = W.c_log[chosen] - W.c_log[0] + W.c_weight[0] - W.c_weight[chosen]
-    return log_ratio + log_density(Q, W, op, listed, 0) - log_density(Q, W, op, listed, chosen)
+    return log_ratio + log_density(Q, W, op, listed, 0, LISTED_SHARE) - log_density(Q, W, op, listed, chosen, LISTED_SHARE)
 
 
 @compiled
@@ -172,7 +138,7 @@ def _group(Q, M, C, W, E, op, focus):  # type: ignore[no-untyped-def]
     for slot in range(1, CANDIDATES + 1):
         draw_structured(Q, W, op, slot)
         W.c_weight[slot] = -focus * members * own_ns(Q, op, W.c_grid[slot])
-    chosen = _choose(W, True)
+    chosen = choose(W, True)
     if same(Q, W, 0, chosen):
         return NO_EFFECT
     for i in range(M.member_ptr[group], M.member_ptr[group + 1]):
@@ -180,7 +146,7 @@ def _group(Q, M, C, W, E, op, focus):  # type: ignore[no-untyped-def]
             return NO_EFFECT
     for i in range(M.member_ptr[group], M.member_ptr[group + 1]):
         if _has(Q, C, W, M.member[i], 0):
-            _add(Q, W, E, M.member[i], W.c_grid[chosen], W.c_dev, chosen * len(W.order))
+            add(Q, W, E, M.member[i], W.c_grid[chosen], W.c_dev, chosen * len(W.order))
     return W.c_weight[0] - W.c_weight[chosen]
 
 
@@ -214,7 +180,7 @@ def _segment(Q, N, M, C, W, E):  # type: ignore[no-untyped-def]
         op = M.segment[first + i]
         old, new = M.choice[M.choice_ptr[segment] + current * length + i], M.choice[M.choice_ptr[segment] + chosen * length + i]
         if old != new:
-            _add(Q, W, E, op, N.grid[new], N.dev, N.dev_ptr[new])
+            add(Q, W, E, op, N.grid[new], N.dev, N.dev_ptr[new])
             log_ratio += N.log_weight[new] - N.log_weight[old]
     return log_ratio
 

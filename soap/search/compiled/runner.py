@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soap.search.compiled.chain import DONE, advance, begin_chain
+from soap.search.compiled.edits import UNKNOWN
 from soap.search.compiled.memory import (
     ASKED,
     BEFORE,
@@ -26,7 +27,6 @@ from soap.search.compiled.memory import (
     WANTED_OPERATOR,
     make_chain,
 )
-from soap.search.compiled.moves import UNKNOWN
 from soap.search.compiled.tables import grid_tables, group_tables, neighbour_tables
 from soap.search.space import Grid, Space, grid_of
 from soap.simulator.compiled.change import OPERATORS
@@ -37,7 +37,7 @@ from soap.simulator.memory_bound import NO_TABLES, MemoryBound
 from soap.strategy import OpConfig, Strategy
 from soap.topology import Topology
 
-DEFAULT_WEIGHTS: Mapping[str, float] = {"redraw": 1.0, "place": 1.0, "swap": 1.0, "informed": 4.0, "group": 2.0, "segment": 1.0}
+DEFAULT_WEIGHTS: Mapping[str, float] = {"redraw": 1.0, "place": 1.0, "swap": 1.0, "informed": 4.0, "group": 2.0, "segment": 1.0, "run": 1.0}
 
 
 class Counts(NamedTuple):

@@ -13,6 +13,17 @@ from soap.simulator.compiled.state import State
 def list_candidates(Q: GridTables, N: NeighbourTables, C: State, W: ChainTables, op: int) -> int:
     """What references give an operator, and what follows from its neighbours; how many. The operator's own configuration has no part in
     it: that is what the move's detailed balance rests on."""
+    n = list_references(Q, N, W, op)
+    for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
+        neighbour = N.neighbour[edge]
+        if W.grid[neighbour] >= 0:
+            n = list_aligned(Q, N, W, op, edge, W.grid[neighbour], C.dev, C.dev_ptr[neighbour], n)
+    return n
+
+
+@compiled
+def list_references(Q: GridTables, N: NeighbourTables, W: ChainTables, op: int) -> int:
+    """What references give an operator; how many."""
     n = 0
     for reference in range(N.reference_ptr[op], N.reference_ptr[op + 1]):
         if n < MOST_LISTED:
@@ -22,17 +33,12 @@ def list_candidates(Q: GridTables, N: NeighbourTables, C: State, W: ChainTables,
             W.c_grid[slot] = N.grid[reference]
             W.c_log[slot] = log_weight(Q, W, op, N.grid[reference], slot * len(W.order))
             n += 1
-    for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
-        if W.grid[N.neighbour[edge]] >= 0:
-            n = _follow_neighbour(Q, N, C, W, op, edge, n)
     return n
 
 
 @compiled
-def _follow_neighbour(Q, N, C, W, op, edge, n):  # type: ignore[no-untyped-def]
-    """``alignment.aligned_with``."""
-    neighbour = N.neighbour[edge]
-    source = W.grid[neighbour]
+def list_aligned(Q, N, W, op, edge, source, devices, first, n):  # type: ignore[no-untyped-def]
+    """``alignment.aligned_with`` a neighbour of grid ``source`` on ``devices[first:]``, after ``n`` others; how many in all."""
     tiles, sizes, factors = Q.tiles[source], Q.size_ptr[op], Q.size_ptr[op + 1] - Q.size_ptr[op]
     shared, fits = 1, True
     for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
@@ -41,16 +47,16 @@ def _follow_neighbour(Q, N, C, W, op, edge, n):  # type: ignore[no-untyped-def]
         fits &= degree <= Q.size[sizes + N.mine[pair]]
     rest = tiles // shared
     if fits:
-        n = _follow(Q, N, C, W, op, edge, rest, -1, n)
+        n = _follow(Q, N, W, op, edge, source, devices, first, rest, -1, n)
         if rest > 1:
-            n = _follow(Q, N, C, W, op, edge, 1, -1, n)
+            n = _follow(Q, N, W, op, edge, source, devices, first, 1, -1, n)
             for factor in range(factors):
                 if Q.size[sizes + factor] >= rest and not _is_shared(Q, N, edge, source, factor):
-                    n = _follow(Q, N, C, W, op, edge, rest, factor, n)
+                    n = _follow(Q, N, W, op, edge, source, devices, first, rest, factor, n)
     if shared > 1:
         for factor in range(-1, factors):
             if factor < 0 or Q.size[sizes + factor] >= tiles:
-                n = _single_axis(Q, N, C, W, op, neighbour, factor, n)
+                n = _single_axis(Q, N, W, op, devices, first, tiles, factor, n)
     return n
 
 
@@ -96,10 +102,9 @@ def _degree(Q, N, edge, source, factor, extra, length):  # type: ignore[no-untyp
 
 
 @compiled
-def _follow(Q, N, C, W, op, edge, rest, extra, n):  # type: ignore[no-untyped-def]
+def _follow(Q, N, W, op, edge, source, devices, start, rest, extra, n):  # type: ignore[no-untyped-def]
     """``alignment._follow``; ``rest``: cells of the neighbour's other axes that are followed (1: they are dropped)."""
     neighbour = N.neighbour[edge]
-    source = W.grid[neighbour]
     grid = _find_grid(Q, N, op, edge, source, rest if extra < 0 else 1, extra, rest)
     if grid < 0 or n >= MOST_LISTED:
         return n
@@ -124,7 +129,7 @@ def _follow(Q, N, C, W, op, edge, rest, extra, n):  # type: ignore[no-untyped-de
                 from_tile += stride * (other % length if rest > 1 else 0)
                 other //= length
             stride *= length
-        W.c_dev[first + tile] = C.dev[C.dev_ptr[neighbour] + from_tile]
+        W.c_dev[first + tile] = devices[start + from_tile]
     return _keep(Q, W, op, grid, n)
 
 
@@ -148,15 +153,14 @@ def _cell(Q, grid, axes, tile, factor):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _single_axis(Q, N, C, W, op, neighbour, factor, n):  # type: ignore[no-untyped-def]
+def _single_axis(Q, N, W, op, devices, start, tiles, factor, n):  # type: ignore[no-untyped-def]
     """All of the neighbour's devices for one factor (-1: for replicas)."""
-    tiles = C.tiles[neighbour]
     grid = _find_grid(Q, N, op, -1, 0, tiles if factor < 0 else 1, factor, tiles)
     if grid < 0 or n >= MOST_LISTED:
         return n
     first = (FIRST_LISTED + n) * len(W.order)
     for tile in range(tiles):
-        W.c_dev[first + tile] = C.dev[C.dev_ptr[neighbour] + tile]
+        W.c_dev[first + tile] = devices[start + tile]
     return _keep(Q, W, op, grid, n)
 
 

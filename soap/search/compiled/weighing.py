@@ -18,51 +18,46 @@ def own_ns(Q: GridTables, op: int, grid: int) -> float:
 @compiled
 def rough_cost_ns(Q: GridTables, N: NeighbourTables, K: ClusterTables, C: State, W: ChainTables, op: int, slot: int) -> float:
     """Of a candidate, given the neighbours' configurations."""
-    W.at[ESTIMATES] += 1
     found = own_ns(Q, op, W.c_grid[slot])
     for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
-        if W.grid[N.neighbour[edge]] >= 0:
-            found += _edge_ns(Q, N, K, C, W, op, edge, slot)
+        neighbour = N.neighbour[edge]
+        if W.grid[neighbour] >= 0:
+            first = slot * len(W.order)
+            found += edge_ns(Q, N, K, W, op, edge, W.c_grid[slot], W.c_dev, first, W.grid[neighbour], C.dev, C.dev_ptr[neighbour])
     return found
 
 
 @compiled
-def _edge_ns(Q, N, K, C, W, op, edge, slot):  # type: ignore[no-untyped-def]
-    """Twice (there and back) what the device that waits longest has to be sent."""
+def edge_ns(Q, N, K, W, op, edge, mine, own, own_at, theirs, other, other_at):  # type: ignore[no-untyped-def]
+    """Twice (there and back) what the device that waits longest has to be sent. ``mine``: the operator's grid, on ``own[own_at:]``;
+    ``theirs``: the neighbour's, on ``other[other_at:]``."""
+    W.at[ESTIMATES] += 1  # what is marked is not any more
     neighbour, reads = N.neighbour[edge], N.reads[edge]
-    mine, theirs = W.c_grid[slot], W.grid[neighbour]
     reader, writer = (mine, theirs) if reads else (theirs, mine)
-    _mark_writer(Q, C, W, neighbour, slot, reads, Q.tiles[writer])
+    for tile in range(Q.tiles[writer]):
+        device = _device(own, own_at, other, other_at, not reads, tile)
+        W.where[device], W.stamp[device] = tile, W.at[ESTIMATES]
     need, unshared = 1.0, float(Q.tiles[writer]) / Q.replicas[writer]
     for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
         need /= _parts(Q, N, reader, pair, reads)
         unshared /= _parts(Q, N, writer, pair, not reads)
     worst = 0.0
     for tile in range(Q.tiles[reader]):
-        device = _device(C, W, neighbour, slot, reads, tile)
+        device = _device(own, own_at, other, other_at, reads, tile)
         local = 0.0
         if W.stamp[device] == W.at[ESTIMATES]:
             local = _overlap(Q, N, op, neighbour, edge, reader, writer, reads, tile, W.where[device]) / unshared
         if local < need:
-            source = _device(C, W, neighbour, slot, not reads, tile % Q.tiles[writer])
+            source = _device(own, own_at, other, other_at, not reads, tile % Q.tiles[writer])
             if source == device:
-                source = _device(C, W, neighbour, slot, not reads, (tile + 1) % Q.tiles[writer])
+                source = _device(own, own_at, other, other_at, not reads, (tile + 1) % Q.tiles[writer])
             worst = max(worst, (need - local) * K.seconds_per_byte[source, device])
-    W.at[ESTIMATES] += 1  # what is marked is not any more
     return 2e9 * worst * N.bytes[edge]
 
 
 @compiled
-def _device(C, W, neighbour, slot, own, tile):  # type: ignore[no-untyped-def]
-    return W.c_dev[slot * len(W.order) + tile] if own else C.dev[C.dev_ptr[neighbour] + tile]
-
-
-@compiled
-def _mark_writer(Q, C, W, neighbour, slot, reads, tiles):  # type: ignore[no-untyped-def]
-    """Which tile of the operator that is read lies where."""
-    for tile in range(tiles):
-        device = _device(C, W, neighbour, slot, not reads, tile)
-        W.where[device], W.stamp[device] = tile, W.at[ESTIMATES]
+def _device(own, own_at, other, other_at, mine, tile):  # type: ignore[no-untyped-def]
+    return own[own_at + tile] if mine else other[other_at + tile]
 
 
 @compiled

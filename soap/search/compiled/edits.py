@@ -1,0 +1,31 @@
+"""What a move puts into the edit (compiled)."""
+
+from __future__ import annotations
+
+from soap.search.compiled.memory import WANTED_GRID, WANTED_OPERATOR
+from soap.simulator.compiled.change import OPERATORS
+from soap.simulator.compiled.jit import compiled
+
+UNKNOWN = "a variant is not known yet"
+"""What compiled code raises when it needs one; which one is in ``ChainTables.at``."""
+
+NO_EFFECT = 1e300
+"""Instead of a log_ratio: nothing is proposed."""
+
+
+@compiled
+def add(Q, W, E, op, grid, devices, first):  # type: ignore[no-untyped-def]
+    """One more operator, on ``devices[first:]``."""
+    n = E.count[OPERATORS]
+    variant = W.variant[Q.estimate_ptr[op] + grid - Q.grid_ptr[Q.space[op]]]
+    if variant < 0:
+        W.at[WANTED_OPERATOR], W.at[WANTED_GRID] = op, grid
+        raise LookupError(UNKNOWN)
+    E.operator[n], E.variant[n], E.replicas[n] = op, variant, Q.replicas[grid]
+    E.dev_ptr[0] = 0
+    at = E.dev_ptr[n]
+    E.dev_ptr[n + 1] = at + Q.tiles[grid]
+    for tile in range(Q.tiles[grid]):
+        E.dev[at + tile] = devices[first + tile]
+    W.edited[n] = grid
+    E.count[OPERATORS] = n + 1
