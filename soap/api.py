@@ -28,7 +28,7 @@ from soap.search.record import SearchResult
 from soap.search.starts import DYNAMIC
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
-from soap.strategy import Strategy
+from soap.strategy import Strategy, SyncConfig
 from soap.strategy_json import StrategyContents, StrategyHeader
 from soap.topology import Topology
 
@@ -231,6 +231,7 @@ def search(
     patience: float | None = None,
     pins: Constraints = (),
     forbidden: Constraints = (),
+    syncs: Sequence[SyncConfig] = (),
     optimizer_states: int = OPTIMIZER_STATES,
     progress: bool = False,
     seconds: float | None = None,
@@ -241,6 +242,7 @@ def search(
     """Search for the strategy with the shortest predicted iteration; see ``soap.search.chains.search`` for the options.
 
     ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
+    ``syncs=[SyncConfig("parameter_server", 4)]``: parameters may be synchronized so, too; plans with servers cannot be run yet.
     Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search. Ctrl-C ends it with the best so far
     (``result.interrupted``).
     """
@@ -264,6 +266,7 @@ def search(
         progress=progress,
         pins=pairs_of(pins),
         forbidden=pairs_of(forbidden),
+        syncs=syncs,
         seconds=seconds,
         cores=cores,
         improved=improved,

@@ -9,7 +9,9 @@ from math import isfinite
 from typing import TypedDict
 
 from soap.cli.command import Parser, UsageError
+from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
+from soap.strategy import SYNC_METHODS, SyncConfig
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:tiny][@BATCH]"
 CLUSTER_HELP = "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8"
@@ -124,6 +126,17 @@ def constraint(text: str) -> tuple[str, str]:
     if not found or not pattern or not spec:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected GLOB=SPEC, such as 'layers.*=sample:4' or '*=@3'")
     return pattern, spec
+
+
+def sync_method(text: str) -> SyncConfig:
+    """``parameter_server:4`` as a way of synchronizing a parameter."""
+    method, found, partitions = text.partition(":")
+    if method not in SYNC_METHODS or (found and not (method == "parameter_server" and partitions.isascii() and partitions.isdigit())):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected parameter_server or parameter_server:PARTITIONS")
+    try:
+        return SyncConfig(method, int(partitions) if found else 1)
+    except StrategyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def finalists(text: str) -> int:

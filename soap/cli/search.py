@@ -22,6 +22,7 @@ from soap.cli.options import (
     positive_number,
     reading,
     refuse_overwriting,
+    sync_method,
 )
 from soap.cli.stopping import Stopping
 from soap.errors import RuntimeFailure, StoppedBySignal
@@ -103,6 +104,15 @@ def make_parser() -> Parser:
         default=[],
         help="rule out for operators: '*=reduction' never split such factors, '*=replicas', '*=@3' devices never used (repeatable)",
     )
+    parser.add_argument(
+        "--sync",
+        metavar="METHOD",
+        type=sync_method,
+        action="append",
+        default=[],
+        help="parameters may be synchronized so, besides by all-reduce: parameter_server, or parameter_server:P in P partitions "
+        "(repeatable; such plans can be simulated, but not run yet)",
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
     add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
     return parser
@@ -117,6 +127,8 @@ def execute(args: argparse.Namespace) -> int:
         raise UsageError(f"the following arguments are required: {', '.join(missing)} ({PROG} --help shows the options)")
     if args.verify is not None:
         verification.check_possible(args.cluster)
+        if args.sync:
+            raise UsageError("--verify runs strategies, and parameter servers cannot be run yet; expected no --sync beside it")
     outputs = {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot}
     refuse_overwriting({"MODEL": args.model, "--cluster": args.cluster}, outputs)
     with Stopping() as stopping:
@@ -154,6 +166,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         starts=args.start,
         pins=args.pin,
         forbidden=args.forbid,
+        syncs=args.sync,
         progress=True,
     )
     if args.verify is not None and not outcome.result.interrupted:

@@ -38,7 +38,7 @@ from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
 from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
 from soap.simulator.costs import CostModel
-from soap.strategy import Strategy
+from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
@@ -62,6 +62,7 @@ def search(
     progress: bool = False,
     pins: Pairs = (),
     forbidden: Pairs = (),
+    syncs: Sequence[SyncConfig] = (),
     polish_up_to: int = MAX_POLISHED,
     seconds: float | None = None,
     cores: int | None = None,
@@ -74,7 +75,8 @@ def search(
     ``budget``: proposals to evaluate. ``beta``: see ``soap.search.metropolis``. ``starts``: names of classical strategies (or
     "random"), all classical ones by default; data parallelism is always among them. ``patience``: a chain ends early once this share of
     its budget has brought it no improvement. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns the best so far.
-    ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey.
+    ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey. ``syncs``: how a parameter may be
+    synchronized besides by all-reduce; only compiled chains change that.
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
     ``seconds``: proposals end after so much time, whatever is left of the budget. ``cores``: for compiled chains; all by default.
     ``improved``: is told each new best cost in ns, when it is found. ``stopped``: asked after every start, proposal or round; once it is
@@ -83,7 +85,8 @@ def search(
     """
     _check_arguments(budget, beta, patience, seconds)
     deadline = inf if seconds is None else time.monotonic() + seconds
-    space = build_space(graph, topology.device_count, allowed=parse(graph, topology.device_count, pins, forbidden))
+    allowed = parse(graph, topology.device_count, pins, forbidden)
+    space = build_space(graph, topology.device_count, allowed=allowed, syncs=(SyncConfig(), *syncs))
     strategies = starting_strategies(graph, topology, starts, initial, seed)
     baseline, strategies = strategies[BASELINE], {name: brought_inside(space, strategy) for name, strategy in strategies.items()}
     recorder = Recorder(improved=improved)
@@ -215,8 +218,10 @@ class _Run:
                 name = lows[own.chain][0].name
                 if own.best is not None and (fits is not None or self._fits(own.best)):  # with ``fits``, the chain has asked
                     self.recorder.found(Start(name, own.best, own.best_ns, 0))
+                graph = self.space.graph
                 for entry in own.log:
-                    self.recorder.logged(name, entry.move, self.space.graph.operators[entry.operator].name, *entry[2:])
+                    changed = graph.operators[entry.operator] if entry.operator >= 0 else graph.parameters[-1 - entry.operator]
+                    self.recorder.logged(name, entry.move, changed.name, *entry[2:])
                 allowance.use(improved=self.recorder.best is not before, count=len(own.log))
                 self._show(len(own.log))
             if allowance.spent:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from soap.graph import Operator, OperatorGraph
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig
 
 if TYPE_CHECKING:
     from soap.search.constraints import Allowed
@@ -242,7 +242,7 @@ class Space:
     """The space of a graph on so many devices, with what the proposals need to know of the graph.
 
     ``references``: strategies known beforehand (the starts); informed proposals borrow from them. ``allowed``: by operator, what the user
-    has left to it, if anything was said; groups then have equal ones only.
+    has left to it, if anything was said; groups then have equal ones only. ``syncs``: ways in which a parameter may be synchronized.
     """
 
     graph: OperatorGraph
@@ -252,6 +252,7 @@ class Space:
     groups: tuple[tuple[int, ...], ...]
     references: tuple[Strategy, ...] = ()
     allowed: tuple[Allowed | None, ...] = ()
+    syncs: tuple[SyncConfig, ...] = (SyncConfig(),)
 
     def allows(self, position: int, config: OpConfig) -> bool:
         """Whether the user allows an operator this configuration."""
@@ -282,6 +283,7 @@ def build_space(
     every_degree: bool = False,
     shuffled: float = SHUFFLED,
     allowed: Mapping[str, Allowed] | None = None,
+    syncs: Sequence[SyncConfig] = (SyncConfig(),),
 ) -> Space:
     """The space of a graph on ``device_count`` devices; ``every_degree`` also takes degrees that divide nothing.
 
@@ -298,7 +300,8 @@ def build_space(
     groups = repeated_groups(graph)
     if allowed:
         groups = _groups_alike(groups, spaces)
-    return Space(graph, device_count, tuple(spaces), edges_of(graph), groups, tuple(references), limits if allowed else ())
+    limits = limits if allowed else ()
+    return Space(graph, device_count, tuple(spaces), edges_of(graph), groups, tuple(references), limits, tuple(dict.fromkeys(syncs)))
 
 
 def _operator_space(op: Operator, device_count: int, limit: Allowed | None, *, every: bool, shuffled: float) -> OperatorSpace:

@@ -32,6 +32,7 @@ from soap.simulator.compiled.tables import (
     graph_tables,
     partitions_of,
     served_partitions,
+    sync_of,
 )
 from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
@@ -292,6 +293,13 @@ class Engine:
             first, tiles = int(C.dev_ptr[position]), int(C.tiles[position])
             devices = tuple(C.dev[first : first + tiles].tolist())
             self._configs[position] = OpConfig(self.variants.degrees[C.variant[position]], devices, int(C.replicas[position]))
+        if not np.array_equal(C.partitions[: len(self._partitions)], self._partitions):
+            self._syncs, self._partitions = self.syncs(C.partitions), C.partitions[: len(self._partitions)].copy()
+
+    def syncs(self, partitions: Ints) -> dict[str, SyncConfig]:
+        """[parameter] as ``tables.partitions_of`` -> how parameters are synchronized, those that are not all-reduced."""
+        names = [tensor.name for tensor in self.graph.parameters]
+        return {name: sync_of(count) for name, count in zip(names, partitions.tolist(), strict=False) if count}
 
     def variant(self, position: int, degrees: tuple[int, ...]) -> int:
         """The number of an operator's variant, for compiled work that begins afterwards."""

@@ -15,6 +15,7 @@ import pytest
 import soap
 from soap import api
 from soap.cli.search import main
+from soap.strategy import Strategy, SyncConfig
 from tests.cli.refusals import assert_refused
 
 MODEL = "zoo:gpt:tiny"
@@ -129,6 +130,27 @@ def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             assert degrees == {"sample": 2}
             pinned += 1
     assert pinned > 2
+
+
+def test_parameters_may_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = "zoo:rnnlm", tmp_path / "s.json"
+    arguments = [model, "--cluster", CLUSTER, "--budget", "600", "-o", str(out), "--json", "--sync", "parameter_server:2"]
+    assert main(arguments) == 0
+    found, strategy = json.loads(capsys.readouterr().out), soap.load_strategy(out, model, CLUSTER)
+    assert set(strategy.parameters.values()) == {SyncConfig("parameter_server", 2)}
+    assert soap.simulate(model, CLUSTER, strategy).makespan_ns == found["predicted_ns"]
+    reduced = Strategy(strategy.operators)
+    assert found["predicted_ns"] < soap.simulate(model, CLUSTER, reduced).makespan_ns
+    assert main(arguments[:-2]) == 0
+    assert dict(soap.load_strategy(out, model, CLUSTER).parameters) == {}  # nobody has asked for it
+
+
+METHODS = [("allgather", "parameter_server"), ("parameter_server:0", "1 to"), ("allreduce:2", "PARTITIONS")]
+
+
+@pytest.mark.parametrize(("method", "said"), METHODS)
+def test_other_synchronizations_are_refused(method: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), "--sync", method], 2, "--sync", said)
 
 
 def test_the_bound_is_of_what_is_allowed() -> None:

@@ -146,7 +146,8 @@ def _draw_move(W):  # type: ignore[no-untyped-def]
 @compiled
 def _log(W, E, move, cost, accepted):  # type: ignore[no-untyped-def]
     n = W.at[LOGGED]
-    W.log_move[n], W.log_operator[n], W.log_count[n] = move, E.operator[0], E.count[OPERATORS]
+    W.log_move[n], W.log_count[n] = move, E.count[OPERATORS]
+    W.log_operator[n] = E.operator[0] if E.count[OPERATORS] > 0 else -1 - E.parameter[0]
     W.log_cost[n], W.log_accepted[n] = cost, accepted
     W.proposed[move] += 1
     W.accepted[move] += accepted
@@ -172,6 +173,7 @@ def _keep_best(C, W):  # type: ignore[no-untyped-def]
         copy(W.best_dev, at, C.dev, C.dev_ptr[op], C.dev_ptr[op] + C.tiles[op])
         at += C.tiles[op]
     W.best_dev_ptr[len(W.grid) - 1] = at
+    copy(W.best_partitions, 0, C.partitions, 0, len(W.best_partitions) - 1)
 
 
 @entry

@@ -8,8 +8,8 @@ import numpy as np
 
 from soap.simulator.compiled.tables import Floats, Ints, Longs
 
-MOVES = ("redraw", "place", "swap", "informed", "group", "segment", "run")
-REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT, RUN = range(len(MOVES))
+MOVES = ("redraw", "place", "swap", "informed", "group", "segment", "run", "sync")
+REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT, RUN, SYNC = range(len(MOVES))
 
 STEP, RANDOM, SWAPPED, COST, START, BEST, LOGGED, PENDING, WANTED_OPERATOR, WANTED_GRID, PLAYED, ESTIMATES, BEFORE = range(13)
 """Places in ``ChainTables.at``: steps done; the generator's state (``BEFORE``: at the end of the last step); whether the engine's trials
@@ -33,10 +33,10 @@ class ChainTables(NamedTuple):
     """``grid``: by operator, its current one (-1: outside of the space); ``structured``: whether it is placed so. ``variant``: as
     ``GridTables.estimate``, -1 where none is made yet. ``weight``: of the moves. ``proposed``, ``accepted``, ``idle`` (without effect):
     by move. ``gained``: by move, ns by which what was accepted has improved the chain's best. ``best_…``: the best strategy, as in
-    ``State``.
+    ``State`` (``best_partitions``: by parameter).
 
-    The log, per evaluated proposal: ``log_move``, ``log_operator`` (first one), ``log_count``, ``log_cost`` (-1: over the bound),
-    ``log_accepted``.
+    The log, per evaluated proposal: ``log_move``, ``log_operator`` (first one; -1 - parameter if that is what changes), ``log_count``,
+    ``log_cost`` (-1: over the bound), ``log_accepted``.
 
     Candidates: slot k has ``c_grid[k]``, devices ``c_dev[k * devices:]``, ``c_log`` (logarithm of its weight). Slot 0 is the current
     configuration, 1 to ``CANDIDATES`` what a move has drawn, then what neighbours and references suggest. ``edited``: grids of the edit's
@@ -60,6 +60,7 @@ class ChainTables(NamedTuple):
     best_replicas: Ints
     best_dev_ptr: Ints
     best_dev: Ints
+    best_partitions: Ints
     log_move: Ints
     log_operator: Ints
     log_count: Ints
@@ -81,10 +82,11 @@ class ChainTables(NamedTuple):
     r_dev: Ints
 
 
-def make_chain(operators: int, devices: int, configurations: int, tiles: int, log: int) -> ChainTables:
+def make_chain(operators: int, parameters: int, devices: int, configurations: int, tiles: int, log: int) -> ChainTables:
     """``configurations``: length of ``GridTables.estimate``; ``tiles``: room for those of any strategy; ``log``: proposals at most."""
     slots = 1 + CANDIDATES + MOST_LISTED
-    sizes = {"at": 16, "variant": configurations, "best_dev_ptr": operators + 1, "best_dev": tiles, "c_dev": slots * devices}
+    sizes = {"at": 16, "variant": configurations, "best_dev_ptr": operators + 1, "best_dev": tiles, "best_partitions": parameters}
+    sizes |= {"c_dev": slots * devices}
     sizes |= dict.fromkeys(("weight", "proposed", "accepted", "idle", "gained"), len(MOVES))
     sizes |= dict.fromkeys(("c_grid", "c_log", "c_weight"), slots)
     sizes |= dict.fromkeys(("where", "stamp"), devices)

@@ -18,6 +18,7 @@ not depend on the state.
   all of them together: d(S) is the product of the probabilities along the run, each given the operator that it grew from, w(S) is of the
   rough cost of all of them; log_ratio is the same. d(S) > 0 everywhere in the space.
 - ``segment``: if a segment is configured as one of its alternatives, it takes another one, uniformly: symmetric but for the weights.
+- ``sync`` (``compiled.syncs``): one parameter, another way of synchronizing it, uniformly: symmetric.
 
 A state outside of the space (weight 0) is never proposed; the way out of it is free (log_ratio = 0).
 """
@@ -37,9 +38,10 @@ from soap.search.compiled.candidates import (
     take_current,
 )
 from soap.search.compiled.edits import NO_EFFECT, add
-from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, REDRAW, RUN, SEGMENT, ChainTables
+from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, REDRAW, RUN, SEGMENT, SYNC, ChainTables
 from soap.search.compiled.runs import propose_run
 from soap.search.compiled.suggestions import list_candidates
+from soap.search.compiled.syncs import propose_sync
 from soap.search.compiled.tables import NO_WEIGHT, GridTables, GroupTables, NeighbourTables
 from soap.search.compiled.weighing import own_ns, rough_cost_ns
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS, Edit
@@ -61,6 +63,8 @@ def propose(
         return propose_run(Q, N, K, C, W, E, focus)
     if move == SEGMENT:
         return _segment(Q, N, M, C, W, E)
+    if move == SYNC:
+        return propose_sync(Q, C, W, E)
     op = Q.movable[below(W, len(Q.movable))]
     take_current(Q, C, W, op)
     if move == INFORMED:

@@ -29,15 +29,18 @@ from soap.search.compiled.memory import (
 )
 from soap.search.compiled.tables import grid_tables, group_tables, neighbour_tables
 from soap.search.space import Grid, Space, grid_of
-from soap.simulator.compiled.change import OPERATORS
+from soap.simulator.compiled.change import OPERATORS, PARAMETERS
 from soap.simulator.compiled.handles import handle
+from soap.simulator.compiled.tables import sync_of
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.memory_bound import NO_TABLES, MemoryBound
 from soap.strategy import OpConfig, Strategy
 from soap.topology import Topology
 
-DEFAULT_WEIGHTS: Mapping[str, float] = {"redraw": 1.0, "place": 1.0, "swap": 1.0, "informed": 4.0, "group": 2.0, "segment": 1.0, "run": 1.0}
+DEFAULT_WEIGHTS: Mapping[str, float] = {
+    "redraw": 1.0, "place": 1.0, "swap": 1.0, "informed": 4.0, "group": 2.0, "segment": 1.0, "run": 1.0, "sync": 1.0,
+}  # fmt: skip
 
 
 class Counts(NamedTuple):
@@ -50,7 +53,8 @@ class Counts(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """One evaluated proposal. ``cost_ns``: None if it is over the bound, and so was refused before its cost was known."""
+    """One evaluated proposal. ``cost_ns``: None if it is over the bound, and so was refused before its cost was known.
+    ``operator``: the first one; -1 - parameter if that is what changes."""
 
     move: str
     operator: int
@@ -70,6 +74,7 @@ class CompiledSpace:
         self.handles = (handle(self._kept[0]), handle(self._kept[1]), handle(self._kept[2]))
         self.has_groups = len(space.groups) > 0
         self.has_segments = len(self._kept[2].segment_ptr) > 1
+        self.has_syncs = len(space.syncs) > 1 and len(self.grids.sync_parameter) > 0
 
     def number(self, position: int, grid: Grid) -> int:
         """Of an operator's grid; -1 if its space has none such."""
@@ -93,7 +98,7 @@ class CompiledChain:
         devices = space.topology.device_count
         tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())
         self.engine.make_edit_room(tiles)
-        self.tables = make_chain(len(graph.operators), devices, len(space.grids.estimate), tiles, proposals)
+        self.tables = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), tiles, proposals)
         self._handle = handle(self.tables)
         self._memory = MemoryBound(self.engine, [d.type.memory_bytes for d in space.topology.devices], space.optimizer_states)
         self._beta = self._focus = 0.0
@@ -110,8 +115,9 @@ class CompiledChain:
 
     @weights.setter
     def weights(self, weights: Mapping[str, float]) -> None:
-        possible = {"group": self._space.has_groups, "segment": self._space.has_segments}
-        self.tables.weight[: len(MOVES)] = [weights[move] if possible.get(move, True) else 0.0 for move in MOVES]
+        space, movable = self._space, len(self._space.space.movable) > 0
+        possible = {"group": space.has_groups, "segment": space.has_segments, "sync": space.has_syncs}
+        self.tables.weight[: len(MOVES)] = [weights[move] if possible.get(move, movable) else 0.0 for move in MOVES]
 
     def move_to(self, strategy: Strategy) -> None:
         """Go on from another strategy."""
@@ -128,7 +134,7 @@ class CompiledChain:
         """Go on until so many proposals are evaluated, or nothing has an effect any more; how many have been, in all. ``beta``: as in
         ``search.metropolis``. ``focus``: how strongly candidates are weighed by rough costs, per start cost; 0 not at all. ``fits``: what
         says whether a strategy that is about to be accepted fits into memory, where a bound does not; None if all do."""
-        if len(self._space.space.movable) == 0:
+        if len(self._space.space.movable) == 0 and not self._space.has_syncs:
             return self.proposals
         at = self.tables.at
         Q, N, M = self._space.handles
@@ -170,7 +176,10 @@ class CompiledChain:
         for i in range(int(E.count[OPERATORS])):
             devices = tuple(E.dev[E.dev_ptr[i] : E.dev_ptr[i + 1]].tolist())
             changed[graph.operators[E.operator[i]].name] = OpConfig(self.engine.degrees(int(E.variant[i])), devices, int(E.replicas[i]))
-        return Strategy(changed, strategy.parameters)
+        parameters = dict(strategy.parameters)
+        for i in range(int(E.count[PARAMETERS])):
+            parameters[graph.parameters[E.parameter[i]].name] = sync_of(int(E.partitions[i]))
+        return Strategy(changed, parameters)
 
     @property
     def proposals(self) -> int:
@@ -211,7 +220,7 @@ class CompiledChain:
             devices = tuple(W.best_dev[W.best_dev_ptr[position] : W.best_dev_ptr[position + 1]].tolist())
             degrees = self.engine.degrees(int(W.best_variant[position]))
             found[op.name] = OpConfig(degrees, devices, int(W.best_replicas[position]))
-        return Strategy(found, self.engine.strategy.parameters)
+        return Strategy(found, self.engine.syncs(W.best_partitions))
 
     @property
     def moves(self) -> Mapping[str, Counts]:

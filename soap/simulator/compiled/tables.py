@@ -194,6 +194,11 @@ def partitions_of(sync: SyncConfig) -> int:
     return sync.partitions if sync.method == "parameter_server" else 0
 
 
+def sync_of(partitions: int) -> SyncConfig:
+    """The synchronization of which that is ``partitions_of``."""
+    return SyncConfig("parameter_server", partitions) if partitions else SyncConfig()
+
+
 def device_types(topology: Topology) -> list[str]:
     """Names of the kinds of devices, in a fixed order."""
     return sorted({device.type.name for device in topology.devices})

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from math import exp, inf
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from soap.search.space import Space, build_space
 from soap.search.starts import different, reference_strategies, starting_strategies
 from soap.simulator.engine import Engine
 from soap.simulator.simulate import Simulator
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder
 from tests.search.toys import Key, key_of
@@ -95,7 +95,7 @@ ONLY = [{move: 1.0 if move in ("redraw", other) else 0.0 for move in MOVES} for 
 ALONE = [
     pytest.param(weights, id=move, marks=pytest.mark.slow)
     for weights, move in zip(ONLY, MOVES, strict=True)
-    if move in ("informed", "group")
+    if move in ("informed", "group", "run")
 ]
 
 
@@ -113,7 +113,7 @@ def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float]) -> 
     for pair in combinations(range(4), 2):
         assert distance(counts, case.cost_ns, beta, start_ns, pair) < 0.03
     for move, weight in weights.items():
-        assert (chain.moves[move].accepted > 0) == (weight > 0)
+        assert (chain.moves[move].accepted > 0) == (weight > 0 and move != "sync")  # there is but one way to synchronize
 
 
 def test_steps_are_what_the_simulator_says() -> None:
@@ -141,7 +141,8 @@ def test_what_does_not_fit_is_never_accepted() -> None:
     fitting = set(random.Random(1).sample(list(case.cost_ns), 540))
     proposals, beta, start_ns = 60_000, 12.0, 160_000
     start = next(strategy for strategy in all_strategies(case.space) if key_of(strategy) in fitting)
-    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), start, seed=5, proposals=proposals, start_ns=start_ns)
+    poor = cluster([2], replace(CPU, memory_bytes=1), 1e9, 1e-6)  # the bound never knows
+    chain = CompiledChain(CompiledSpace(case.space, poor, case.costs), start, seed=5, proposals=proposals, start_ns=start_ns)
     asked = []
 
     def fits(strategy: Strategy) -> bool:
@@ -159,6 +160,44 @@ def test_what_does_not_fit_is_never_accepted() -> None:
     assert set(counts) <= fitting
     assert len(asked) > sum(counts.accepted for counts in chain.moves.values()) > 0
     assert distance(counts, {key: case.cost_ns[key] for key in fitting}, beta, start_ns, (0, 1)) < 0.06
+
+
+def test_what_certainly_fits_is_not_asked_for() -> None:
+    case = enumerated()
+    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), case.start, seed=5, proposals=500)
+    asked: list[Strategy] = []
+    chain.run(500, beta=12.0, focus=1.0, fits=lambda strategy: asked.append(strategy) is not None)
+    assert asked == []
+    assert sum(counts.accepted for counts in chain.moves.values()) > 0
+
+
+def test_synchronizations_follow_the_boltzmann_distribution() -> None:
+    case = enumerated()
+    syncs = (SyncConfig(), SyncConfig("parameter_server", 2))
+    costs_ns, engine = {}, Engine(case.graph, case.topology, case.costs)
+    names = [tensor.name for tensor in case.graph.parameters]
+    for chosen in product(syncs, repeat=len(names)):
+        engine.load(Strategy(case.start.operators, dict(zip(names, chosen, strict=True))))
+        costs_ns[chosen] = engine.play()
+    space = replace(case.space, syncs=syncs)
+    chain = CompiledChain(CompiledSpace(space, case.topology, case.costs), case.start, seed=1, proposals=12_000)
+    chain.weights = {move: float(move == "sync") for move in MOVES}
+    beta, start_ns = 3.0, chain.cost_ns
+    assert start_ns == costs_ns[(SyncConfig(),) * len(names)]
+    counts: Counter[tuple[SyncConfig, ...]] = Counter()
+    for _ in range(12_000):
+        chain.run(chain.proposals + 1, beta=beta, focus=1.0)
+        strategy = chain.strategy
+        assert chain.cost_ns == costs_ns[tuple(strategy.sync(name) for name in names)]
+        counts[tuple(strategy.sync(name) for name in names)] += 1
+    assert len(costs_ns) == 64 and len({*costs_ns.values()}) > 3
+    weights = {key: exp(-beta * cost / start_ns) for key, cost in costs_ns.items()}
+    total = sum(weights.values())
+    assert sum(abs(counts[key] / 12_000 - weight / total) for key, weight in weights.items()) / 2 < 0.06
+    assert chain.best_ns == min(costs_ns.values())
+    assert costs_ns[tuple(chain.best.sync(name) for name in names)] == chain.best_ns
+    entry = next(chain.log())
+    assert (entry.move, entry.operators) == ("sync", 0) and -6 <= entry.operator < 0
 
 
 def test_a_state_outside_of_the_space_is_left_for_good() -> None:

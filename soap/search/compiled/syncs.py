@@ -1,0 +1,30 @@
+"""The move that changes how one parameter is synchronized (compiled)."""
+
+from __future__ import annotations
+
+from soap.search.compiled.candidates import below
+from soap.search.compiled.edits import NO_EFFECT
+from soap.search.compiled.memory import ChainTables
+from soap.search.compiled.tables import GridTables
+from soap.simulator.compiled.change import PARAMETERS, Edit
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.state import State
+
+
+@compiled
+def propose_sync(Q: GridTables, C: State, W: ChainTables, E: Edit) -> float:
+    """One parameter, another of the ways that are allowed, both uniformly: symmetric. A parameter that is synchronized in a way that is not
+    allowed leaves it for good."""
+    count = len(Q.sync_choice)
+    if count < 2 or len(Q.sync_parameter) == 0:
+        return NO_EFFECT
+    parameter = Q.sync_parameter[below(W, len(Q.sync_parameter))]
+    current = -1
+    for i in range(count):
+        current = i if Q.sync_choice[i] == C.partitions[parameter] else current
+    chosen = below(W, count - 1) if current >= 0 else below(W, count)
+    if current >= 0 and chosen >= current:
+        chosen += 1
+    E.parameter[0], E.partitions[0] = parameter, Q.sync_choice[chosen]
+    E.count[PARAMETERS] = 1
+    return 0.0
