@@ -41,7 +41,7 @@ class MemoryBound:
         self._region_volume = Growing(np.int64)
         self._cuts: dict[frozenset[Box], int] = {}
         self._cut_volume = Growing(np.int64)
-        self._known = 0
+        self._known, self._seen = 0, np.zeros(1, np.int64)
         users: list[list[tuple[int, int]]] = [[] for _ in graph.parameters]
         numbers = {tensor.name: number for number, tensor in enumerate(graph.parameters)}
         for position, op in enumerate(graph.operators):
@@ -73,11 +73,13 @@ class MemoryBound:
             for number in range(self._known, len(variants.degrees)):
                 self._add(number)
             self._known = len(variants.degrees)
-            seen = np.zeros(1 + self._region_volume.size * self._engine.topology.device_count, np.int64)
+            room = 1 + self._region_volume.size * self._engine.topology.device_count
+            if room > len(self._seen):
+                self._seen = np.zeros(2 * room, np.int64)
             arrays: dict[str, Any] = {
                 "rows": self._rows.array().reshape(-1, 4), "data": self._data.array(), "cut": self._cut.array(),
                 "cut_ptr": self._cut_ptr.array(), "cut_volume": self._cut_volume.array(), "region_volume": self._region_volume.array(),
-                "seen": seen,
+                "seen": self._seen,
             }  # fmt: skip
             self._tables = MemoryTables(**arrays, **self._fixed)
             self._handle = handle(self._tables)

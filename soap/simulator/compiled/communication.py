@@ -68,10 +68,10 @@ def _hash_place(entry, mask):  # type: ignore[no-untyped-def]
 
 
 @entry
-def fill_table(L: Lists) -> None:
-    """Enter all lists into the (empty) table."""
+def fill_table(L: Lists, first: int) -> None:
+    """Enter the lists from number ``first`` on into the table, which has those before."""
     mask = len(L.table) - 1
-    for number in range(len(L.ptr) - 1):
+    for number in range(first, len(L.ptr) - 1):
         place = _hash_place(L.item[L.ptr[number] : L.ptr[number + 1]], mask)
         while L.table[place] >= 0:
             place = (place + 1) & mask

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from soap.simulator.communication import Communication
-from soap.simulator.compiled.lists import make_lists
+from soap.simulator.compiled.growing import Growing
+from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import Groups
-from soap.simulator.compiled.tables import ClusterTables, Ints
+from soap.simulator.compiled.tables import ClusterTables
 
 
 class DeviceGroups:
@@ -15,36 +16,27 @@ class DeviceGroups:
 
     def __init__(self, communication: Communication, cluster: ClusterTables) -> None:
         self._communication = communication
-        self._sets: list[tuple[int, ...]] = []
-        devices = communication.topology.device_count
-        self._static: list[Ints] = [np.arange(devices, dtype=np.int32), cluster.route]
-        self._size = devices + len(cluster.route)
-        self._way_ptr, self._latency, self._per_byte = [0], list[float](), list[float]()
-        self._resource, self._resource_n = list[int](), list[int]()
+        self._sets = GrowingLists()
+        self._static = Growing(np.int32)
+        self._static.add(np.arange(communication.topology.device_count))
+        self._static.add(cluster.route)
+        self._way_ptr, self._latency, self._per_byte = Growing(np.int64), Growing(np.float64), Growing(np.float64)
+        self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
+        self._way_ptr.add([0])
         self.tables = self._make()
 
     def add(self, devices: tuple[int, ...]) -> None:
         """One more set, ascending."""
-        self._sets.append(devices)
+        self._sets.add(devices)
         count = self._communication.topology.device_count
         for option in self._communication.allreduce_options(devices):
-            self._latency.append(option.latency_seconds)
-            self._per_byte.append(option.seconds_per_byte)
-            self._resource.append(self._size)
-            self._resource_n.append(len(option.links))
-            self._static.append(np.array(option.links, np.int32) + np.int32(count))
-            self._size += len(option.links)
-        self._way_ptr.append(len(self._latency))
+            self._latency.add([option.latency_seconds])
+            self._per_byte.add([option.seconds_per_byte])
+            self._resource.add([self._static.add(np.array(option.links, np.int32) + np.int32(count))])
+            self._resource_n.add([len(option.links)])
+        self._way_ptr.add([self._latency.size])
         self.tables = self._make()
 
     def _make(self) -> Groups:
-        self._static = [np.concatenate(self._static)]
-        return Groups(
-            make_lists(self._sets),
-            np.array(self._way_ptr, np.int64),
-            np.array(self._latency, np.float64),
-            np.array(self._per_byte, np.float64),
-            np.array(self._resource, np.int64),
-            np.array(self._resource_n, np.int32),
-            self._static[0],
-        )
+        figures = (self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static)
+        return Groups(self._sets.tables(), *(figure.array() for figure in figures))

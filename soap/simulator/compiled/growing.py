@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 class Growing:
     """One dimension, one type. What is added takes time in proportion to its own length."""
 
-    def __init__(self, kind: type[np.integer[Any]]) -> None:
+    def __init__(self, kind: type[np.integer[Any] | np.floating[Any]]) -> None:
         self._kind, self._room = kind, np.zeros(64, kind)
         self.size = 0
 
-    def add(self, values: NDArray[Any] | Sequence[int]) -> int:
+    def add(self, values: NDArray[Any] | Sequence[float]) -> int:
         """Append; where the values begin."""
         part = np.asarray(values, self._kind).ravel()
         first, self.size = self.size, self.size + len(part)

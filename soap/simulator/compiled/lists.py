@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from soap.simulator.compiled.communication import fill_table
+from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.state import Lists
 
@@ -14,19 +15,34 @@ LONGEST = 1 << 17
 """Items that a list may have at most."""
 
 
-def make_lists(entries: Sequence[Sequence[int]]) -> Lists:
-    """The lists under their positions as numbers."""
-    size = 64
-    while size < 4 * len(entries):
-        size *= 2
-    lists = Lists(
-        np.cumsum([0, *map(len, entries)], dtype=np.int64),
-        np.array([item for entry in entries for item in entry], np.int32),
-        np.full(size, -1, np.int32),
-        np.zeros(LONGEST + 1, np.int32),
-    )
-    fill_table(handle(lists))
-    return lists
+class GrowingLists:
+    """Lists under numbers in the order in which they were added. What is added takes time in proportion to its own length."""
+
+    def __init__(self) -> None:
+        self._ptr, self._item = Growing(np.int64), Growing(np.int32)
+        self._ptr.add([0])
+        self._table, self._entered = np.full(64, -1, np.int32), 0
+        self._missing = np.zeros(LONGEST + 1, np.int32)
+
+    def add(self, entry: Sequence[int]) -> None:
+        """One more list, which is not there yet."""
+        self._item.add(entry)
+        self._ptr.add([self._item.size])
+
+    def tables(self) -> Lists:
+        """For compiled code, valid until the next call. Nothing is missing."""
+        count = self._ptr.size - 1
+        if 4 * count > len(self._table):
+            size = len(self._table)
+            while size < 8 * count:
+                size *= 2
+            self._table, self._entered = np.full(size, -1, np.int32), 0
+        self._missing[0] = 0
+        lists = Lists(self._ptr.array(), self._item.array(), self._table, self._missing)
+        if self._entered < count:
+            fill_table(handle(lists), self._entered)
+        self._entered = count
+        return lists
 
 
 def missing_entry(lists: Lists) -> tuple[int, ...]:

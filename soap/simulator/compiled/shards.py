@@ -13,7 +13,7 @@ import numpy as np
 from soap.graph import OperatorGraph
 from soap.regions import Box, cells, contains, subtract, volume, whole
 from soap.simulator.compiled.growing import Growing
-from soap.simulator.compiled.lists import make_lists
+from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import LOW_BITS, ShardTables
 from soap.simulator.costs import CostModel
 from soap.simulator.servers import core_type
@@ -28,12 +28,14 @@ class Geometries:
 
     def __init__(self, graph: OperatorGraph, topology: Topology, types: Sequence[DeviceType], costs: CostModel) -> None:
         self._graph, self._topology, self._types, self._costs = graph, topology, types, costs
-        self._count = 0
-        self._ptr, self._bytes, self._lowest, self._updates = [0], Growing(np.int64), Growing(np.int32), list[list[int]]()
-        self._use_ptr, self._use_user, self._use_place = [0], Growing(np.int32), Growing(np.int32)
-        self._cut, self._cuts = list[int](), dict[tuple[Box, ...], int]()
-        self._tied: dict[tuple[int, ...], int] = {}
-        self._core_sizes: dict[tuple[int, ...], int] = {}
+        self._ptr, self._bytes, self._lowest = Growing(np.int64), Growing(np.int64), Growing(np.int32)
+        self._updates = [Growing(np.int64) for _ in types]
+        self._use_ptr, self._use_user, self._use_place = Growing(np.int64), Growing(np.int32), Growing(np.int32)
+        self._cut, self._cuts = Growing(np.int32), dict[tuple[Box, ...], int]()
+        self._tied, self._tied_geometry = GrowingLists(), Growing(np.int32)
+        self._core_sizes, self._core_updates = GrowingLists(), Growing(np.int64)
+        self._ptr.add([0])
+        self._use_ptr.add([0])
 
     def add(self, parameter: str, users: Sequence[int], needs: Sequence[Need]) -> int:
         """Number of a new geometry. ``users``: positions of the operators that use the parameter."""
@@ -61,43 +63,34 @@ class Geometries:
                 known[size] = [self._costs.update_ns(size, kind) for kind in self._types]
             self._bytes.add([size])
             self._lowest.add([min((user for user, _ in uses if active[user]), default=-1)])
-            self._updates.append(known[size])
+            for update, own in zip(self._updates, known[size], strict=True):
+                update.add([own])
             self._use_user.add([user for user, _ in uses])
             self._use_place.add([place for _, place in uses])
-            self._use_ptr.append(self._use_user.size)
-        self._ptr.append(self._bytes.size)
-        self._cut.append(self._cuts.setdefault(tuple(grid), len(self._cuts)))
-        self._count += 1
-        return self._count - 1
+            self._use_ptr.add([self._use_user.size])
+        self._ptr.add([self._bytes.size])
+        return self._cut.add([self._cuts.setdefault(tuple(grid), len(self._cuts))])
 
     def tie(self, key: tuple[int, ...], parameter: str, users: Sequence[int]) -> None:
         """The geometry of a parameter of several users, by (parameter, cuts of its users)."""
         known = list(self._cuts)
         needs = [(user, place, box) for user, cut in enumerate(key[1:]) for place, box in enumerate(known[cut])]
-        self._tied[key] = self.add(parameter, users, needs)
+        self._tied.add(key)
+        self._tied_geometry.add([self.add(parameter, users, needs)])
 
     def price(self, missing: Sequence[int]) -> None:
         """Find out what updates on hosts' cores take; ``missing``: entries of ``core_size``, one after the other."""
-        for host, high, low in zip(missing[::3], missing[1::3], missing[2::3], strict=True):
-            self._core_sizes[host, high, low] = self._costs.update_ns((high << LOW_BITS) + low, core_type(self._topology, host))
+        for host, high, low in dict.fromkeys(zip(missing[::3], missing[1::3], missing[2::3], strict=True)):
+            self._core_sizes.add((host, high, low))
+            self._core_updates.add([self._costs.update_ns((high << LOW_BITS) + low, core_type(self._topology, host))])
 
     def tables(self) -> ShardTables:
         """All of them as arrays."""
-        updates = np.array(self._updates, np.int64).reshape(len(self._updates), len(self._types)).T
         return ShardTables(
-            np.array(self._ptr, np.int64),
-            self._bytes.array(),
-            self._lowest.array(),
-            np.ascontiguousarray(updates),
-            np.array(self._use_ptr, np.int64),
-            self._use_user.array(),
-            self._use_place.array(),
-            np.array(self._cut, np.int32),
-            make_lists(list(self._tied)),
-            np.array(list(self._tied.values()), np.int32),
-            make_lists(list(self._core_sizes)),
-            np.array(list(self._core_sizes.values()), np.int64),
-        )
+            self._ptr.array(), self._bytes.array(), self._lowest.array(), np.stack([update.array() for update in self._updates]),
+            self._use_ptr.array(), self._use_user.array(), self._use_place.array(), self._cut.array(), self._tied.tables(),
+            self._tied_geometry.array(), self._core_sizes.tables(), self._core_updates.array(),
+        )  # fmt: skip
 
 
 def _grid(needed: dict[Box, list[tuple[int, int]]]) -> list[Box]:
