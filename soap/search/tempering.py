@@ -36,8 +36,8 @@ RESTARTS = (0.4, 0.7)
 LEFT_BEHIND = 1.01
 """Best cost of a chain, relative to the best of all, from which on it begins anew."""
 FOCUS = 300.0
-"""How strongly the coldest chain weighs candidates by rough costs, per cost at the start (``compiled.moves``); others in proportion to their
-beta: what is accepted hardly differs in cost for a hot chain, and is not to be held back for its rough cost."""
+"""How strongly the coldest chain weighs candidates by rough costs, per cost at the start (``compiled.moves``); others in proportion to
+their beta: a hot chain, to which costs matter less, is not to be held back by rough ones."""
 
 
 class Round(NamedTuple):
