@@ -17,8 +17,10 @@ from soap.search.alignment import Edge, aligned_with
 from soap.search.space import Space
 from soap.strategy import OpConfig, Strategy
 
-MAX_PAIRS = 15_000
-"""Pairs of configurations of all adjacent operators up to which a search looks at cuts: that takes about a second."""
+MAX_COMPARED = 30_000
+"""What a search compares at cuts, at most, in whole rounds: that takes 2 to 5 seconds."""
+MAX_ROUNDS = 5
+"""Rounds over all cuts, at most."""
 
 
 class Follower(NamedTuple):
@@ -62,8 +64,13 @@ def pairs_of(space: Space) -> list[tuple[int, int]]:
 
 
 def pair_count(space: Space) -> int:
-    """Pairs of structured configurations of all adjacent operators: what a round over all cuts compares."""
+    """Pairs of structured configurations of all adjacent operators: what a round compares for each radius."""
     return sum(space.operators[a].structured_count * space.operators[b].structured_count for a, b in pairs_of(space))
+
+
+def round_count(space: Space) -> int:
+    """How often a search may look at all cuts; 0 if the space is too large."""
+    return min(MAX_ROUNDS, MAX_COMPARED // max(1, 2 * pair_count(space)))
 
 
 def find_cut(space: Space, ends: tuple[int, int], radius: int) -> Cut:

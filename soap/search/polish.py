@@ -26,9 +26,6 @@ MAX_POLISHED = 10_000
 MAX_ROUNDS = 10
 """A search stops polishing after comparing so many times as many configurations as all operators have."""
 
-MAX_CUT_ROUNDS = 5
-"""Rounds over all cuts, at most."""
-
 MEMORY_QUESTION = 20
 """Comparisons as which a question for memory counts: that is answered in Python."""
 
@@ -140,7 +137,7 @@ def polish_best(recorder: Recorder, space: Space, evaluator: Evaluator, most: in
     def cut(strategy: Strategy, names: tuple[str, ...], cost_ns: int) -> None:
         accepted(Proposal(strategy, MOVE, names), cost_ns)
 
-    rounds, improved = MAX_CUT_ROUNDS if cuts.pair_count(space) <= cuts.MAX_PAIRS else 0, True
+    rounds, improved = cuts.round_count(space), True
     while improved:
         outcome = polish(engine, space, evaluator.overflow_bytes, limit=MAX_ROUNDS * count, accepted=accepted)
         recorder.polished, recorder.locally_optimal = recorder.polished + outcome.compared, outcome.locally_optimal

@@ -11,11 +11,24 @@ from benchmarks.small_nets import lenet
 from soap import api
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
+from soap.search import search
 from soap.search.alignment import aligned_configs
-from soap.search.cuts import MAX_PAIRS, Cut, Follower, changes_at, find_cut, improve_by_cuts, pair_count, pairs_of
-from soap.search.polish import polish
+from soap.search.cuts import (
+    MAX_COMPARED,
+    MAX_ROUNDS,
+    Cut,
+    Follower,
+    changes_at,
+    find_cut,
+    improve_by_cuts,
+    pair_count,
+    pairs_of,
+    round_count,
+)
+from soap.search.polish import polish, structured_count
 from soap.search.space import build_space
 from soap.simulator.engine import Engine
+from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategies import random_strategy
 from soap.strategy import OpConfig, Strategy
@@ -92,6 +105,17 @@ def test_afterwards_no_cut_is_better(seed: int) -> None:
                 assert simulator.makespan_ns(Strategy({**engine.strategy.operators, **changes})) >= costs[-1]
 
 
+def test_what_a_search_compares_at_cuts_is_bounded() -> None:
+    graph = lenet()
+    rounds = [round_count(build_space(graph, devices)) for devices in (2, 3, 4, 8)]
+    assert rounds == [MAX_ROUNDS, MAX_ROUNDS, 1, 0]
+    simulator = api.simulator_for(graph, small_cluster(4))
+    found = search(graph, simulator.topology, IncrementalSimulator(simulator), budget=20)
+    assert found.polished > pair_count(build_space(graph, 4)) and found.locally_optimal
+    assert found.polished <= MAX_COMPARED + 2 * 10 * structured_count(build_space(graph, 4))
+    assert found.cost_ns == simulator.makespan_ns(found.strategy)
+
+
 def test_what_does_not_fit_is_not_taken() -> None:
     graph, topology = transformer(layers=1), cluster([2])
     simulator = Simulator(graph, topology, RooflineCosts(topology))
@@ -111,7 +135,7 @@ def test_a_strategy_of_two_halves_is_reached_from_a_local_optimum() -> None:
     """LeNet on three devices: the convolutions on two of them, the rest on the third; from one device, polishing alone ends elsewhere."""
     simulator = api.simulator_for(lenet(), small_cluster(3))
     graph, space = simulator.graph, build_space(simulator.graph, 3)
-    assert pair_count(space) <= MAX_PAIRS
+    assert round_count(space) == MAX_ROUNDS
     engine = held(simulator, api.classical("single_device", graph, simulator.topology))
     polished = polish(engine, space, simulator.overflow_bytes)
     assert polished.locally_optimal
