@@ -2,7 +2,9 @@
 
 ``polish`` takes the first better configuration that fits into memory, operator by operator, round after round, until all operators in a row
 have none. An operator that was tried in full stays settled as long as no other changes: what was not better than a slower strategy is not
-better than a faster one. Nothing is drawn at random. ``best_neighbour`` only looks, through any evaluator, and shares no code with it.
+better than a faster one. Where the space is small, ``soap.search.cuts`` then tries two adjacent operators at once, with all that follows
+them, and as long as that helps, both go on in turn. Nothing is drawn at random. ``best_neighbour`` only looks, through any evaluator, and
+shares no code with ``polish``.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from soap.search import cuts
 from soap.search.metropolis import Evaluator
 from soap.search.proposals import Proposal
 from soap.search.record import Recorder
@@ -38,23 +41,11 @@ class Neighbour(NamedTuple):
     cost_ns: int
 
 
-class Proposer(Protocol):
-    """What polishing asks of ``soap.simulator.engine.Engine``, which holds a simulated strategy."""
-
-    makespan_ns: int
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that is held."""
+class Proposer(cuts.Proposer, Protocol):
+    """The same for one operator."""
 
     def propose(self, operator: str, config: OpConfig, at_most_ns: int) -> int | None:
         """Makespan with another configuration of one operator; None if it exceeds ``at_most_ns``."""
-
-    def accept(self) -> None:
-        """Keep what was proposed."""
-
-    def reject(self) -> None:
-        """Back to before the proposal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,5 +134,15 @@ def polish_best(recorder: Recorder, space: Space, evaluator: Evaluator, most: in
     def accepted(proposal: Proposal, cost_ns: int) -> None:
         recorder.proposal(MOVE, best.name, proposal, cost_ns, 0, True)
 
-    outcome = polish(engine, space, evaluator.overflow_bytes, limit=MAX_ROUNDS * count, accepted=accepted)
-    recorder.polished, recorder.locally_optimal = outcome.compared, outcome.locally_optimal
+    def cut(strategy: Strategy, names: tuple[str, ...], cost_ns: int) -> None:
+        accepted(Proposal(strategy, MOVE, names), cost_ns)
+
+    rounds, improved = cuts.round_count(space), True
+    while improved:
+        outcome = polish(engine, space, evaluator.overflow_bytes, limit=MAX_ROUNDS * count, accepted=accepted)
+        recorder.polished, recorder.locally_optimal = recorder.polished + outcome.compared, outcome.locally_optimal
+        improved = False
+        if rounds > 0 and outcome.locally_optimal:
+            rounds -= 1
+            improved, compared = cuts.improve_by_cuts(engine, space, evaluator.overflow_bytes, cut)
+            recorder.polished += compared

@@ -53,7 +53,7 @@ class SearchResult:
     ``finalists``: the best few that fit, of different times, the best one first.
     ``evaluations``: simulations asked for, starts included. ``interrupted``: whether the user stopped it before the budget was spent.
     ``locally_optimal``: whether it was shown that no other structured configuration of any one operator is better; ``polished``:
-    configurations that were compared for it, which are no part of ``evaluations``.
+    what was compared for it and at cuts (``soap.search.cuts``), which is no part of ``evaluations``.
     """
 
     strategy: Strategy

@@ -36,7 +36,8 @@ RESTARTS = (0.4, 0.7)
 LEFT_BEHIND = 1.01
 """Best cost of a chain, relative to the best of all, from which on it begins anew."""
 FOCUS = 300.0
-"""How strongly candidates are weighed by rough costs, per cost at the start (``compiled.moves``)."""
+"""How strongly the coldest chain weighs candidates by rough costs, per cost at the start (``compiled.moves``); others in proportion to
+their beta: a hot chain, to which costs matter less, is not to be held back by rough ones."""
 
 
 class Round(NamedTuple):
@@ -98,7 +99,8 @@ class Tempering:
     def _advance(self, number: int) -> Round:
         chain = self.chains[number]
         first, before = chain.proposals, chain.best_ns
-        chain.run(min(first + ROUND, self._budgets[number]), beta=self.betas[number], focus=self._focus * self.betas[number] / self._beta, fits=self._fits)
+        beta = self.betas[number]
+        chain.run(min(first + ROUND, self._budgets[number]), beta=beta, focus=self._focus * beta / self._beta, fits=self._fits)
         best = chain.best if chain.best_ns < before else None
         return Round(number, list(chain.log(first)), best, chain.best_ns)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.optimality import SMALL, Small, find
-from benchmarks.small_nets import lenet
 
 SEEDS, ENOUGH = 10, 9
-TRIED = [own for own in SMALL if own.net is not lenet or own.devices == 2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("small", TRIED, ids=lambda own: f"{own.net.__name__}-{own.devices}")
+@pytest.mark.parametrize("small", SMALL, ids=lambda own: f"{own.net.__name__}-{own.devices}")
 def test_the_global_optimum_is_found(small: Small) -> None:
     found = find(small, SEEDS)
     assert found.strategies > 10**6

@@ -1,6 +1,6 @@
 """A move that gives a connected run of operators new configurations at once, each aligned with the one before (compiled).
 
-The run is drawn without a look at the configurations: from one operator it grows along random edges. In half of all cases that operator is a
+The run is drawn without a look at the configurations: from one operator it grows along random edges. In half of all cases that one is a
 source, which keeps its configuration and spreads it. Each candidate beside the current one configures all of the run, in the order in
 which it grew: a first operator that is no source by weight, each other one mostly as the operator that it grew from suggests
 (``suggestions``), most of all with the shared dimensions split alike. The probability of that is known, for the current configurations

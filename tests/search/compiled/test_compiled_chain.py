@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, product
-from math import exp, inf
+from itertools import combinations, permutations, product
+from math import exp, inf, prod
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ from soap.search.compiled.memory import MOVES, STEP
 from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace
 from soap.search.constraints import brought_inside, parse
 from soap.search.exhaustive import all_strategies
-from soap.search.space import Space, build_space
+from soap.search.space import OperatorSpace, Space, build_space, make_config
 from soap.search.starts import different, reference_strategies, starting_strategies
 from soap.simulator.engine import Engine
 from soap.simulator.simulate import Simulator
@@ -75,12 +76,20 @@ def visits(chain: CompiledChain, proposals: int, beta: float, focus: float) -> C
     return counts
 
 
-def distance(counts: Counter[Key], cost_ns: dict[Key, int], beta: float, start_ns: int, seen: tuple[int, ...] = (0, 1, 2, 3)) -> float:
-    """Total variation between visits and exp(-beta * cost / start), normalised, over the configurations of the operators ``seen``."""
+def distance(
+    counts: Counter[Key],
+    cost_ns: dict[Key, int],
+    beta: float,
+    start_ns: int,
+    seen: tuple[int, ...] = (0, 1, 2, 3),
+    weight: Mapping[Key, float] | None = None,
+) -> float:
+    """Total variation between visits and weight * exp(-beta * cost / start), normalised, over configurations of the operators ``seen``."""
     least = min(cost_ns.values())
     target, visited = Counter[Key](), Counter[Key]()
     for key, cost in cost_ns.items():
-        target[tuple(key[i] for i in seen)] += exp(-beta * (cost - least) / start_ns)  # type: ignore[assignment]
+        own = 1.0 if weight is None else weight[key]
+        target[tuple(key[i] for i in seen)] += own * exp(-beta * (cost - least) / start_ns)  # type: ignore[assignment]
     for key, count in counts.items():
         assert key in cost_ns
         visited[tuple(key[i] for i in seen)] += count
@@ -93,17 +102,17 @@ ONLY = [{move: 1.0 if move in ("redraw", other) else 0.0 for move in MOVES} for 
 
 
 ALONE = [
-    pytest.param(weights, id=move, marks=pytest.mark.slow)
+    pytest.param(weights, 240_000 if move == "run" else 120_000, id=move, marks=pytest.mark.slow)  # few runs are accepted
     for weights, move in zip(ONLY, MOVES, strict=True)
     if move in ("informed", "group", "run")
 ]
 
 
-@pytest.mark.parametrize("weights", [pytest.param(DEFAULT_WEIGHTS, id="all"), *ALONE])
-def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float]) -> None:
+@pytest.mark.parametrize(("weights", "proposals"), [pytest.param(DEFAULT_WEIGHTS, 120_000, id="all"), *ALONE])
+def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float], proposals: int) -> None:
     case = enumerated()
     assert len(case.cost_ns) >= 500
-    proposals, beta, focus = 120_000, 12.0, 3.0
+    beta, focus = 12.0, 3.0
     chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), case.start, seed=3, proposals=proposals)
     chain.weights = weights
     start_ns = chain.cost_ns
@@ -114,6 +123,43 @@ def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float]) -> 
         assert distance(counts, case.cost_ns, beta, start_ns, pair) < 0.03
     for move, weight in weights.items():
         assert (chain.moves[move].accepted > 0) == (weight > 0 and move != "sync")  # there is but one way to synchronize
+
+
+@pytest.mark.parametrize("weights", [pytest.param(DEFAULT_WEIGHTS, id="all", marks=pytest.mark.slow), ONLY[MOVES.index("run")]])
+def test_runs_through_branches_follow_the_weighted_distribution(weights: dict[str, float]) -> None:
+    """Two paths that meet again, and shuffled placements, which have less weight; distributions of each operator and of each pair."""
+    g = GraphBuilder()
+    x = g.linear(g.input("x", 8, 16), 2, name="first")
+    graph = g.build(g.mean(g.elementwise(g.elementwise(x, name="left"), x, name="right")))
+    topology = cluster([2], CPU, 1e9, 1e-6)
+    space = build_space(graph, 2, shuffled=0.5)
+    costs = RooflineCosts(topology)
+    engine = Engine(graph, topology, costs)
+    options = [_all_configs(own) for own in space.operators]
+    cost_ns: dict[Key, int] = {}
+    weight: dict[Key, float] = {}
+    for configs in product(*options):
+        strategy = Strategy(dict(zip((op.name for op in graph.operators), configs, strict=True)))
+        engine.load(strategy)
+        cost_ns[key_of(strategy)] = engine.play()
+        weight[key_of(strategy)] = exp(sum(own.log_weight(config) for own, config in zip(space.operators, configs, strict=True)))
+    assert len(set(weight.values())) > 2 and any(len(edges) > 2 for edges in space.edges)
+    proposals, beta = 100_000, 8.0
+    start = api.classical("data_parallel", graph, topology)
+    chain = CompiledChain(CompiledSpace(space, topology, costs), start, seed=4, proposals=proposals)
+    chain.weights = weights
+    start_ns = chain.cost_ns
+    counts = visits(chain, proposals, beta, 3.0)
+    for seen in combinations(range(4), 2):
+        assert distance(counts, cost_ns, beta, start_ns, seen, weight) < 0.045  # shrinks with the root of the steps: 0.018 at 320,000
+    assert distance(counts, cost_ns, beta, start_ns, (0, 1)) > 0.1  # what equal weights would give
+    assert chain.moves["run"].accepted > 500
+
+
+def _all_configs(own: OperatorSpace) -> list[OpConfig]:
+    """Structured ones and shuffled ones."""
+    found = [make_config(grid, devices) for grid in own.grids for devices in permutations(own.devices, prod(grid))]
+    return [config for config in found if own.log_weight(config) > -inf]
 
 
 def test_steps_are_what_the_simulator_says() -> None:

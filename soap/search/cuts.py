@@ -1,0 +1,144 @@
+"""Better strategies beyond what one operator alone can do: two adjacent operators at once, and all that follows them.
+
+A cut is an edge between two operators. Every pair of their structured configurations is tried. Operators around it follow the nearer
+end: each takes the first configuration that aligns it with the operator through which it was reached (``alignment``). Up to the distance
+``radius`` from the cut; beyond, and where nothing aligned is in the space, operators stay as they are. A radius of 1 is the pair alone.
+
+Strategies of two halves, each on devices of its own, are often far from each other in changes of single operators, but near in cuts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from soap.search.alignment import Edge, aligned_with
+from soap.search.space import Space
+from soap.strategy import OpConfig, Strategy
+
+MAX_COMPARED = 30_000
+"""What a search compares at cuts, at most, in whole rounds: that takes 2 to 5 seconds."""
+MAX_ROUNDS = 5
+"""Rounds over all cuts, at most."""
+
+
+class Follower(NamedTuple):
+    """An operator and the edge to the one that it follows."""
+
+    position: int
+    edge: Edge
+
+
+class Cut(NamedTuple):
+    """Two adjacent operators, and by each of them what follows it, the nearest first."""
+
+    ends: tuple[int, int]
+    followers: tuple[tuple[Follower, ...], tuple[Follower, ...]]
+
+
+class Proposer(Protocol):
+    """What is asked of ``soap.simulator.engine.Engine``, which holds a simulated strategy."""
+
+    makespan_ns: int
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is held."""
+
+    def propose_changes(self, operators: Mapping[str, OpConfig], *, at_most_ns: int) -> int | None:
+        """Makespan with other configurations of some operators; None if it exceeds ``at_most_ns``."""
+
+    def accept(self) -> None:
+        """Keep what was proposed."""
+
+    def reject(self) -> None:
+        """Back to before the proposal."""
+
+
+def pairs_of(space: Space) -> list[tuple[int, int]]:
+    """Adjacent operators that have a choice, ascending."""
+    movable = set(space.movable)
+    found = {(i, edge.neighbour) for i in movable for edge in space.edges[i] if i < edge.neighbour and edge.neighbour in movable}
+    return sorted(found)
+
+
+def pair_count(space: Space) -> int:
+    """Pairs of structured configurations of all adjacent operators: what a round compares for each radius."""
+    return sum(space.operators[a].structured_count * space.operators[b].structured_count for a, b in pairs_of(space))
+
+
+def round_count(space: Space) -> int:
+    """How often a search may look at all cuts; 0 if the space is too large."""
+    return min(MAX_ROUNDS, MAX_COMPARED // max(1, 2 * pair_count(space)))
+
+
+def find_cut(space: Space, ends: tuple[int, int], radius: int) -> Cut:
+    """Who follows which end, up to a distance below ``radius``."""
+    movable = set(space.movable)
+    side, waiting = {ends[0]: 0, ends[1]: 1}, deque((end, 1) for end in ends)
+    followers: tuple[list[Follower], list[Follower]] = ([], [])
+    while waiting:
+        position, distance = waiting.popleft()
+        for neighbour in dict.fromkeys(edge.neighbour for edge in space.edges[position]) if distance < radius else ():
+            if neighbour in movable and neighbour not in side:
+                side[neighbour] = side[position]
+                back = next(edge for edge in space.edges[neighbour] if edge.neighbour == position)
+                followers[side[position]].append(Follower(neighbour, back))
+                waiting.append((neighbour, distance + 1))
+    return Cut(ends, (tuple(followers[0]), tuple(followers[1])))
+
+
+def spread(space: Space, position: int, config: OpConfig, followers: tuple[Follower, ...]) -> dict[int, OpConfig]:
+    """An operator's configuration, and that of all that follow it, by position."""
+    found = {position: config}
+    for follower, edge in followers:
+        if edge.neighbour in found:
+            for aligned in aligned_with(space.graph, found[edge.neighbour], follower, edge):
+                if space.operators[follower].log_weight(aligned) > float("-inf"):
+                    found[follower] = aligned
+                    break
+    return found
+
+
+def changes_at(space: Space, cut: Cut) -> Iterator[dict[str, OpConfig]]:
+    """What a cut tries, as configurations by name."""
+    names = [op.name for op in space.graph.operators]
+    halves = []
+    for end, followers in zip(cut.ends, cut.followers, strict=True):
+        spreads = (spread(space, end, config, followers) for config in space.operators[end].structured())
+        halves.append([{names[position]: config for position, config in found.items()} for found in spreads])
+    for first in halves[0]:
+        for second in halves[1]:
+            yield first | second
+
+
+def improve_by_cuts(
+    proposer: Proposer,
+    space: Space,
+    overflow_bytes: Callable[[Strategy], int],
+    accepted: Callable[[Strategy, tuple[str, ...], int], None] = lambda strategy, names, cost_ns: None,
+) -> tuple[bool, int]:
+    """One round over all cuts of the whole graph, then over the pairs alone; whether what ``proposer`` holds, which fits into memory, has
+    become better, and how many strategies were compared.
+
+    Whatever is better and fits is taken at once, and ``accepted`` is told: strategy, operators that changed, cost in ns.
+    """
+    improved, compared = False, 0
+    strategy = proposer.strategy
+    for radius in (len(space.graph.operators), 1):
+        for ends in pairs_of(space):
+            for configs in changes_at(space, find_cut(space, ends, radius)):
+                changes = {name: config for name, config in configs.items() if strategy.operators[name] != config}
+                if not changes:
+                    continue
+                compared += 1
+                cost_ns = proposer.propose_changes(changes, at_most_ns=proposer.makespan_ns - 1)
+                better = Strategy({**strategy.operators, **changes}, strategy.parameters)
+                if cost_ns is None or overflow_bytes(better) > 0:
+                    proposer.reject()
+                    continue
+                proposer.accept()
+                strategy, improved = better, True
+                accepted(better, tuple(changes), cost_ns)
+    return improved, compared
