@@ -7,6 +7,7 @@ from collections.abc import Hashable
 
 from soap.simulator.compiled.evaluate import evaluate
 from soap.simulator.compiled.jit import is_compiled
+from soap.simulator.compiled.memory_tables import FITS
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
@@ -124,7 +125,7 @@ class _Holder:
 
     def certainly_fits(self, strategy: Strategy) -> bool:
         """Whether this was the last strategy here, and a bound says that it fits."""
-        return strategy is (self._proposed or self._held) and self._memory.fits()
+        return strategy is (self._proposed or self._held) and self._memory.verdict() == FITS
 
     def makespan_ns(self, strategy: Strategy) -> int:
         """Simulate a strategy. It stays a proposal, since most are rejected."""

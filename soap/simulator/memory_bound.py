@@ -31,7 +31,7 @@ NO_TABLES = handle(_empty())
 
 
 class MemoryBound:
-    """An upper bound of what an engine's strategies need on each device. It shares the engine's arrays, and must not run beside it."""
+    """Bounds of what an engine's strategies need on each device. It shares the engine's arrays, and must not run beside it."""
 
     def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2) -> None:
         """``limits_bytes``: by device."""
@@ -62,6 +62,7 @@ class MemoryBound:
             "part": np.zeros((PARTS, devices), np.int64),
             "step": np.zeros(devices * (len(graph.operators) + 2), np.int64),
             "total": np.zeros(devices, np.int64),
+            "least": np.zeros(devices, np.int64),
         }
         self._tables: MemoryTables | None = None
         self._handle: MemoryTables | None = None
@@ -77,7 +78,7 @@ class MemoryBound:
             if room > len(self._seen):
                 self._seen = np.zeros(2 * room, np.int64)
             arrays: dict[str, Any] = {
-                "rows": self._rows.array().reshape(-1, 4), "data": self._data.array(), "cut": self._cut.array(),
+                "rows": self._rows.array().reshape(-1, 5), "data": self._data.array(), "cut": self._cut.array(),
                 "cut_ptr": self._cut_ptr.array(), "cut_volume": self._cut_volume.array(), "region_volume": self._region_volume.array(),
                 "seen": self._seen,
             }  # fmt: skip
@@ -85,20 +86,20 @@ class MemoryBound:
             self._handle = handle(self._tables)
         return self._handle
 
-    def fits(self) -> bool:
-        """Whether the strategy that the engine holds, or that is proposed to it, certainly fits."""
+    def verdict(self) -> int:
+        """What the bounds say of the strategy that the engine holds, or that is proposed to it: FITS, UNKNOWN or LACKING."""
 
-        def ask() -> bool:
+        def ask() -> int:
             G, V, K, _, _, C, S, *_ = self._engine.handles()
-            return bool(bound_memory(G, V, K, C, S, self.handle()))
+            return int(bound_memory(G, V, K, C, S, self.handle()))
 
         return self._engine.consult(ask)
 
-    def total_bytes(self) -> list[int]:
-        """Bytes that each device needs at most under that strategy."""
-        self.fits()
+    def bounds_bytes(self) -> list[tuple[int, int]]:
+        """Bytes that each device needs, (at least, at most), under that strategy."""
+        self.verdict()
         assert self._tables is not None
-        return [int(total) for total in self._tables.total]
+        return list(zip(self._tables.least.tolist(), self._tables.total.tolist(), strict=True))
 
     def _add(self, number: int) -> None:
         """One more variant."""
@@ -113,12 +114,12 @@ class MemoryBound:
             kept = kept + self._padded(operand, intervals, regions[operand])
         if op.kind in PACKING_KINDS:
             kept = kept + sum(size[o] for o in op.parameters)
-        kept = kept + sum(self._part(o, size[o]) for o in op.inputs)
+        read = sum((self._part(o, size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
         wanted = [o for o in (*op.inputs, *op.outputs) if graph.tensors[o.tensor].requires_grad]
         gradients = sum((size[o] for o in wanted), saved) * int(graph.needs_backward(op))
         own = sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), np.zeros(len(points), np.int64))
         numbers = np.array([self._number(regions[o]) for o in op.parameters], np.int64)
-        self._rows.add([self._data.add(column) for column in (kept, gradients, own, numbers)])
+        self._rows.add([self._data.add(column) for column in (kept, read, gradients, own, numbers)])
         self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
 
     def _part(self, operand: Operand, size: Longs) -> Longs:

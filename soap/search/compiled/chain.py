@@ -37,7 +37,7 @@ from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, T
 from soap.simulator.compiled.history import History
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.memory import bound_memory
-from soap.simulator.compiled.memory_tables import MemoryTables
+from soap.simulator.compiled.memory_tables import FITS, UNKNOWN, MemoryTables
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
@@ -78,7 +78,7 @@ def advance(
     """Go on until ``steps`` proposals are logged (moves without effect are none), or ``MOST_IDLE`` moves in a row had no effect.
 
     What is lacking raises, with all as it was before the step (after ``take_back``). ``memory``: of what would be accepted, Python must
-    be asked for what does not certainly fit by the bound of ``X``."""
+    be asked for what the bounds of ``X`` leave open."""
     at = W.at
     idle = 0
     while at[LOGGED] < steps and idle < MOST_IDLE:
@@ -95,10 +95,13 @@ def advance(
             continue
         cost = _evaluate(G, V, K, R, D, C, S, U, P, T, H, E, W, dtypes, at[COST] + (log_ratio - decision) * at[START] / beta)
         accepted = cost != STOPPED
-        if accepted and memory and at[PENDING] == NOTHING and not bound_memory(G, V, K, C, S, X):
-            take_back(G, R, C, U)
-            at[PENDING] = ASKED
-            return MUST_ASK
+        if accepted and memory and at[PENDING] == NOTHING:
+            verdict = bound_memory(G, V, K, C, S, X)
+            if verdict == UNKNOWN:
+                take_back(G, R, C, U)
+                at[PENDING] = ASKED
+                return MUST_ASK
+            accepted = verdict == FITS
         accepted = accepted and at[PENDING] != REFUSED
         at[PENDING] = NOTHING
         idle = 0

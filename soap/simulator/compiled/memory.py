@@ -1,8 +1,8 @@
-"""An upper bound of each device's peak memory, for strategies on their way through a search (compiled).
+"""Bounds of each device's peak memory, for strategies on their way through a search (compiled).
 
 ``simulator.memory`` says what is counted and is the judge; its sums are ours, but where it looks at a whole plan for what is there twice.
-So we say more than it where operators read the same part of the batch, where a parameter's users cut it differently (their regions count
-one by one), and of buckets. Never less: what fits here fits there.
+So our upper bound is more where operators read the same part of the batch, where a parameter's users cut it differently (their regions
+count one by one), and of buckets. The lower bound leaves these out. What is between them, the judge has to be asked.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.memory_tables import (
     ACTIVATIONS,
     COLLECTED,
+    COLLECTED_DOUBTFUL,
+    DOUBTFUL,
+    FITS,
     GRADIENTS,
     HELD,
+    HELD_DOUBTFUL,
     KEPT,
+    LACKING,
     LARGEST_ADDED,
     LARGEST_GRADIENT,
     LARGEST_SHARD,
@@ -24,9 +29,12 @@ from soap.simulator.compiled.memory_tables import (
     LARGEST_TILE,
     PARAMETER_GRADIENTS,
     PARTS,
+    READ,
     REGIONS,
     SENT,
     TRAINABLE,
+    TRAINABLE_DOUBTFUL,
+    UNKNOWN,
     MemoryTables,
 )
 from soap.simulator.compiled.scratch import Scratch
@@ -37,8 +45,8 @@ from soap.simulator.compiled.variants import CELLS, VariantTables
 
 
 @entry
-def bound_memory(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: Scratch, M: MemoryTables) -> bool:
-    """``total``: bytes that each device needs at most under the strategy that the state holds. Whether all have as much."""
+def bound_memory(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: Scratch, M: MemoryTables) -> int:
+    """``total`` and ``least`` of the strategy that the state holds; FITS, UNKNOWN or LACKING."""
     devices, operators = len(C.busy), len(G.backward)
     fill(M.step, 0, len(M.step), 0)
     for row in range(PARTS):
@@ -52,29 +60,33 @@ def bound_memory(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S
         add_sent(G, V, S, M, op)
         add_sums(G, V, S, M, op)
         add_holdings(G, V, S, M, op)
-    fits = True
+    served = False
+    for parameter in range(len(M.user_ptr) - 1):
+        served |= C.partitions[parameter] > 0
+    fits, lacking = True, False
     for device in range(devices):
-        total = _total(M, operators, device)
-        M.total[device] = total
-        fits &= total <= M.limit[device]
-    return fits
+        _sum_up(M, operators, device, served)
+        fits &= M.total[device] <= M.limit[device]
+        lacking |= M.least[device] > M.limit[device]
+    return LACKING if lacking else FITS if fits else UNKNOWN
 
 
 @compiled
-def _total(M, operators, device):  # type: ignore[no-untyped-def]
+def _sum_up(M, operators, device, served):  # type: ignore[no-untyped-def]
+    """``served``: whether servers may have the states of some parameters."""
     level = peak = 0
     for i in range(operators + 1):
         level += M.step[device * (operators + 2) + i]
         peak = max(peak, level)
-    part = M.part
+    part, states = M.part, M.fixed[1]
     backward = peak + part[LARGEST_TILE, device] + part[LARGEST_ADDED, device] + 2 * part[LARGEST_GRADIENT, device]
     backward += part[COLLECTED, device] + part[SENT, device]
-    bucket = min(part[TRAINABLE, device], BUCKET_BYTES + part[LARGEST_SHARD, device])
-    backward += max(part[LARGEST_SUM, device], bucket)
-    trainable = part[TRAINABLE, device]
-    states = M.fixed[1] * trainable
-    work = max(M.fixed[0] + part[ACTIVATIONS, device] + backward, trainable)
-    return part[HELD, device] + trainable + states + work
+    held, trainable, work = part[HELD, device], part[TRAINABLE, device], M.fixed[0] + part[ACTIVATIONS, device] + backward
+    bucket = min(trainable, BUCKET_BYTES + part[LARGEST_SHARD, device])
+    M.total[device] = held + (1 + states) * trainable + max(work + max(part[LARGEST_SUM, device], bucket), trainable)
+    held, trainable = held - part[HELD_DOUBTFUL, device], trainable - part[TRAINABLE_DOUBTFUL, device]
+    work += part[LARGEST_SUM, device] - part[DOUBTFUL, device] - part[COLLECTED_DOUBTFUL, device]
+    M.least[device] = held + (1 if served else 1 + states) * trainable + max(work, trainable)
 
 
 @compiled
@@ -105,6 +117,7 @@ def _parameter(V, C, M, parameter):  # type: ignore[no-untyped-def]
             place = 1 + region * devices + device
             if not disjoint:
                 part[ACTIVATIONS, device] += size
+                part[DOUBTFUL, device] += size
             if M.seen[place] < 2 * stamp:
                 M.seen[place] = 2 * stamp
                 M.total[device] += size
@@ -117,11 +130,15 @@ def _parameter(V, C, M, parameter):  # type: ignore[no-untyped-def]
         rest = whole - (M.cut_volume[cut] * itemsize if disjoint else 0)
     for device in range(devices):
         held = min(M.total[device], whole)
+        doubtful = rest if disjoint else held + rest
         part[HELD, device] += held + rest
+        part[HELD_DOUBTFUL, device] += doubtful
         if M.trainable[parameter]:
             part[TRAINABLE, device] += held + rest
-            part[LARGEST_SHARD, device] = max(part[LARGEST_SHARD, device], held)
+            part[TRAINABLE_DOUBTFUL, device] += doubtful
+            part[LARGEST_SHARD, device] = max(part[LARGEST_SHARD, device], held, rest)
             part[COLLECTED, device] += 0 if disjoint else held
+            part[COLLECTED_DOUBTFUL, device] += 0 if disjoint else held
 
 
 @compiled
@@ -133,9 +150,10 @@ def _cut_of(C, M, user):  # type: ignore[no-untyped-def]
 def _tiles(V, C, M, op):  # type: ignore[no-untyped-def]
     row = C.variant[op]
     cells, part = V.rows[row, CELLS], M.part
-    kept, gradients, own = M.rows[row, KEPT], M.rows[row, GRADIENTS], M.rows[row, PARAMETER_GRADIENTS]
+    kept, read, gradients, own = M.rows[row, KEPT], M.rows[row, READ], M.rows[row, GRADIENTS], M.rows[row, PARAMETER_GRADIENTS]
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
-        part[ACTIVATIONS, device] += M.data[kept + cell]
+        part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
+        part[DOUBTFUL, device] += M.data[read + cell]
         part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])
         part[LARGEST_GRADIENT, device] = max(part[LARGEST_GRADIENT, device], M.data[own + cell])

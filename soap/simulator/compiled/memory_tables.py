@@ -6,14 +6,18 @@ from typing import NamedTuple
 
 from soap.simulator.compiled.tables import Ints, Longs
 
-KEPT, GRADIENTS, PARAMETER_GRADIENTS, REGIONS = range(4)
-"""Columns of ``MemoryTables.rows``: where in ``data`` stand, by tile, the bytes that it keeps (with its copies of parts of the batch), the
-bytes of its gradients, those of its parameters' gradients; and by [parameter operand, tile] the number of the region that it needs (-1:
+KEPT, READ, GRADIENTS, PARAMETER_GRADIENTS, REGIONS = range(5)
+"""Columns of ``MemoryTables.rows``: where in ``data`` stand, by tile, the bytes that it keeps, those of its copies of parts of the batch,
+those of its gradients, those of its parameters' gradients; and by [parameter operand, tile] the number of the region that it needs (-1:
 nothing)."""
 
 HELD, TRAINABLE, ACTIVATIONS, COLLECTED, SENT, LARGEST_SUM, LARGEST_SHARD, LARGEST_TILE, LARGEST_ADDED, LARGEST_GRADIENT = range(10)
-PARTS = 10
-"""Rows of ``MemoryTables.part``, each by device."""
+DOUBTFUL, HELD_DOUBTFUL, TRAINABLE_DOUBTFUL, COLLECTED_DOUBTFUL = range(10, 14)
+PARTS = 14
+"""Rows of ``MemoryTables.part``, each by device. ``DOUBTFUL``: what of the activations may be there only once; the others likewise."""
+
+FITS, UNKNOWN, LACKING = range(3)
+"""What the bounds say of a strategy: every device has as much as it needs at most; neither; some device has not what it needs at least."""
 
 
 class MemoryTables(NamedTuple):
@@ -24,7 +28,7 @@ class MemoryTables(NamedTuple):
     states of the optimizer per parameter. ``limit``: bytes, by device.
 
     Work: ``part`` (see its rows), ``step``: [device, operator], changes of the gradients that wait between operators; ``seen``: a stamp,
-    then [region, device]; ``total``: the outcome, by device.
+    then [region, device]; ``total``, ``least``: bytes that each device needs at most, and at least.
     """
 
     rows: Longs
@@ -45,3 +49,4 @@ class MemoryTables(NamedTuple):
     step: Longs
     seen: Longs
     total: Longs
+    least: Longs

@@ -1,4 +1,4 @@
-"""The compiled bound of memory is never below what ``simulator.memory`` says, and mostly equal."""
+"""What ``simulator.memory`` says is between the compiled bounds, and mostly equal to the upper one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from soap import api
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.compiled.memory_tables import FITS, LACKING, UNKNOWN
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
@@ -40,14 +41,14 @@ def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int) 
     draw = random.Random(seed)
     for _ in range(6):
         exact = peak_bytes(build_plan(graph, strategy, topology))
-        assert all(most >= own for most, own in zip(memory.total_bytes(), exact, strict=True))
+        assert all(least <= own <= most for (least, most), own in zip(memory.bounds_bytes(), exact, strict=True))
         op = draw.choice(graph.operators)
         config = random_config(op, topology.device_count, draw)
         engine.propose(op.name, config)
         proposed = strategy.with_operator(op.name, config)
         exact = peak_bytes(build_plan(graph, proposed, topology))
-        told = memory.total_bytes()  # of what is proposed
-        assert all(most >= own for most, own in zip(told, exact, strict=True))
+        told = memory.bounds_bytes()  # of what is proposed
+        assert all(least <= own <= most for (least, most), own in zip(told, exact, strict=True))
         if draw.random() < 0.5:
             engine.accept()
             strategy = proposed
@@ -64,28 +65,30 @@ def test_equal_for_data_parallelism_and_close_for_others(net: str) -> None:
     engine, memory = bound(graph, topology, states=1)
     usual = api.classical("data_parallel", graph, topology)
     engine.load(usual)
-    assert memory.total_bytes() == list(peak_bytes(build_plan(graph, usual, topology), 1))
+    assert [most for _, most in memory.bounds_bytes()] == list(peak_bytes(build_plan(graph, usual, topology), 1))
     for seed in range(2):
         strategy = random_strategy(graph, topology, random.Random(seed))
         engine.load(strategy)
         exact = peak_bytes(build_plan(graph, strategy, topology), 1)
-        assert all(own <= most <= 1.3 * own for most, own in zip(memory.total_bytes(), exact, strict=True))
+        assert all(0.5 * own <= least <= own <= most <= 1.3 * own for (least, most), own in zip(memory.bounds_bytes(), exact, strict=True))
 
 
-def test_fits_at_its_limit_only() -> None:
+def test_verdicts_change_at_the_bounds() -> None:
     graph, topology = transformer(), cluster([2, 2])
     strategy = random_strategy(graph, topology, random.Random(3))
     engine, memory = bound(graph, topology)
     engine.load(strategy)
-    most = max(memory.total_bytes())
-    assert [bound_fits(graph, topology, strategy, limit) for limit in (most - 1, most)] == [False, True]
+    least, most = (max(column) for column in zip(*memory.bounds_bytes(), strict=True))
+    assert least < most
+    verdicts = [verdict(graph, topology, strategy, limit) for limit in (least - 1, least, most - 1, most)]
+    assert verdicts == [LACKING, UNKNOWN, UNKNOWN, FITS]
 
 
-def bound_fits(graph: OperatorGraph, topology: Topology, strategy: Strategy, limit: int) -> bool:
-    """Whether a strategy certainly fits into that much on each device."""
+def verdict(graph: OperatorGraph, topology: Topology, strategy: Strategy, limit: int) -> int:
+    """Whether a strategy fits into that much on each device."""
     engine, memory = bound(graph, topology, limit)
     engine.load(strategy)
-    return memory.fits()
+    return memory.verdict()
 
 
 def test_what_certainly_fits_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
