@@ -23,7 +23,7 @@ from soap.strategy import OpConfig, Strategy
 MAX_POLISHED = 10_000
 """Structured configurations of all operators together up to which a search polishes its result: a round of so many takes 1 to 4 seconds."""
 
-MAX_ROUNDS = 10
+MAX_ROUNDS = 30
 """A search stops polishing after comparing so many times as many configurations as all operators have."""
 
 MEMORY_QUESTION = 20
