@@ -230,6 +230,11 @@ class _Run:
     def _fits(self, strategy: Strategy) -> bool:
         return self.evaluator.overflow_bytes(strategy) == 0
 
+    def _overflow_bytes(self, strategy: Strategy, most: int) -> int | None:
+        """What the devices lack; None if a bound says that it is more than ``most``."""
+        least = getattr(self.evaluator, "least_overflow_bytes", None)
+        return None if least is not None and least(strategy) > most else self.evaluator.overflow_bytes(strategy)
+
     def _descend(
         self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: _Allowance
     ) -> Start:
@@ -247,8 +252,8 @@ class _Run:
             cost_ns, overflow_bytes = self.evaluator.makespan_ns(proposal.strategy), None
             better = False
             if cost_ns < current.cost_ns or not current.fits:  # it is slower to find out what memory is needed
-                overflow_bytes = self.evaluator.overflow_bytes(proposal.strategy)
-                better = (overflow_bytes, cost_ns) < current.score
+                overflow_bytes = self._overflow_bytes(proposal.strategy, current.overflow_bytes)
+                better = overflow_bytes is not None and (overflow_bytes, cost_ns) < current.score
             self.recorder.proposal("descent", current.name, proposal, cost_ns, overflow_bytes, better)
             allowance.use(improved=better)
             self._show(1)

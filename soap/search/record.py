@@ -124,7 +124,8 @@ class Recorder:
     def proposal(
         self, phase: str, chain: str, proposal: Proposal, cost_ns: int, overflow_bytes: int | None, accepted: bool
     ) -> bool:
-        """A proposal was evaluated; ``overflow_bytes``: None if it is too slow to be the best. Returns whether it is that so far."""
+        """A proposal was evaluated; ``overflow_bytes``: None if it is too slow, or lacks too much, to be the best.
+        Returns whether it is that so far."""
         better = overflow_bytes is not None and self._compare(Start(chain, proposal.strategy, cost_ns, overflow_bytes))
         assert self.best is not None
         best_ns = self.best.cost_ns if self.best.fits else None

@@ -73,6 +73,10 @@ class IncrementalSimulator:
             return 0
         return self._simulator.overflow_bytes(strategy)
 
+    def least_overflow_bytes(self, strategy: Strategy) -> int:
+        """What the devices lack at least, by a bound; 0 if this was not the last strategy whose time was asked for."""
+        return max((holder.least_overflow_bytes(strategy) for holder in self._engines), default=0)
+
     def run(self, strategy: Strategy) -> Simulation:
         """The full outcome."""
         return self._simulator.run(strategy)
@@ -125,7 +129,14 @@ class _Holder:
 
     def certainly_fits(self, strategy: Strategy) -> bool:
         """Whether this was the last strategy here, and a bound says that it fits."""
-        return strategy is (self._proposed or self._held) and self._memory.verdict() == FITS
+        return self._has(strategy) and self._memory.verdict() == FITS
+
+    def least_overflow_bytes(self, strategy: Strategy) -> int:
+        """What the devices lack at least if this was the last strategy here; else 0."""
+        return self._memory.least_overflow_bytes() if self._has(strategy) else 0
+
+    def _has(self, strategy: Strategy) -> bool:
+        return strategy is (self._proposed or self._held)
 
     def makespan_ns(self, strategy: Strategy) -> int:
         """Simulate a strategy. It stays a proposal, since most are rejected."""

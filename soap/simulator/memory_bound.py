@@ -35,7 +35,7 @@ class MemoryBound:
 
     def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2) -> None:
         """``limits_bytes``: by device."""
-        self._engine, graph = engine, engine.graph
+        self._engine, self._limits, graph = engine, limits_bytes, engine.graph
         self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)
         self._regions: dict[Box, int] = {}
         self._region_volume = Growing(np.int64)
@@ -100,6 +100,10 @@ class MemoryBound:
         self.verdict()
         assert self._tables is not None
         return list(zip(self._tables.least.tolist(), self._tables.total.tolist(), strict=True))
+
+    def least_overflow_bytes(self) -> int:
+        """What the devices lack at least, added up."""
+        return sum(max(0, least - limit) for (least, _), limit in zip(self.bounds_bytes(), self._limits, strict=True))
 
     def _add(self, number: int) -> None:
         """One more variant."""

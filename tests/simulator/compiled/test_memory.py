@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,7 +23,7 @@ from soap.strategies import random_config, random_strategy
 from soap.strategy import Strategy
 from soap.topology import Topology
 from tests.graph_builder import transformer
-from tests.strategies import cases, cluster
+from tests.strategies import CPU, cases, cluster
 
 
 def bound(graph: OperatorGraph, topology: Topology, limit: int = 1 << 60, states: int = 2) -> tuple[Engine, MemoryBound]:
@@ -104,3 +105,16 @@ def test_what_certainly_fits_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> 
     evaluator.makespan_ns(other)
     assert (evaluator.overflow_bytes(other), asked) == (0, [])
     assert (evaluator.overflow_bytes(usual), asked) == (17, [usual])  # the engine has gone on
+
+
+def test_what_is_lacking_is_at_least_what_the_bound_says() -> None:
+    graph, topology = transformer(), cluster([2, 2], replace(CPU, memory_bytes=1 << 16))
+    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    evaluator = IncrementalSimulator(simulator)
+    seen = []
+    for seed in range(5):
+        strategy = random_strategy(graph, topology, random.Random(seed))
+        assert evaluator.least_overflow_bytes(strategy) == 0  # its time has not been asked for
+        evaluator.makespan_ns(strategy)
+        seen.append((evaluator.least_overflow_bytes(strategy), simulator.overflow_bytes(strategy)))
+    assert all(0 < least <= exact for least, exact in seen)
