@@ -4,7 +4,7 @@
     python -m benchmarks.search --nets nmt --clusters k80-16x4 --budget 40000
     python -m benchmarks.search --informed 3
 
-Estimated costs (data sheets), 64 samples per device as in the paper (AlexNet 256). "best start": the quickest classical strategy that fits,
+Estimated costs (data sheets), 64 samples per device as in the paper (AlexNet 256), or half as many, until data parallelism fits into memory. "best start": the quickest classical strategy that fits,
 data parallelism aside. "bytes" cross links, per iteration. "99% after": when the best strategy so far had 99% of the gain over the best
 start. "full / delta": the time to lower and simulate a strategy from the ground up, over that of a delta simulation in a random walk.
 "at best": the lower bound of ``soap.search.bounds``, where it can be worked out quickly.
@@ -49,6 +49,17 @@ PAPER = {
 """What the paper says of single cells; of all together: 1.3 to 3.3 times data parallelism's and the experts' throughput."""
 
 
+def load_fitting(net: str, topology: Topology, folder: Path) -> tuple[int, OperatorGraph]:
+    """Samples per device with which data parallelism fits, and the net's operators."""
+    samples = SAMPLES.get(net, 64)
+    while True:
+        graph = load_net(net, samples * topology.device_count, folder)
+        simulator = api.simulator_for(graph, topology)
+        if simulator.overflow_bytes(api.classical(BASELINE, graph, topology)) == 0:
+            return samples, graph
+        samples //= 2
+
+
 def full_over_delta(graph: OperatorGraph, topology: Topology) -> float:
     """Seconds to lower and simulate data parallelism from the ground up, over seconds per proposal of a Metropolis walk that begins there,
     in all dimensions, with the bound (``benchmarks.simulator``)."""
@@ -84,7 +95,7 @@ def informed_line(net: str, cluster: str, graph: OperatorGraph, topology: Topolo
 INFORMED = ("net", "cluster", "blind, ms", "time", "informed, ms", "time", "the blind one's best after (proposals / time)")
 
 
-def line(net: str, cluster: str, graph: OperatorGraph, topology: Topology, budget: int, seed: int) -> str:
+def line(net: str, cluster: str, samples: int, graph: OperatorGraph, topology: Topology, budget: int, seed: int) -> str:
     """One line of the table."""
     begin = time.perf_counter()
     marks: list[tuple[float, int]] = []
@@ -107,7 +118,7 @@ def line(net: str, cluster: str, graph: OperatorGraph, topology: Topology, budge
     bound = outcome.bound
     ratio = full_over_delta(graph, topology)
     cells = [
-        net, len(graph.operators), cluster, _cost(baseline), f"{_cost(best_start)} {best_start.name}",
+        net, len(graph.operators), cluster, samples, _cost(baseline), f"{_cost(best_start)} {best_start.name}",
         f"{result.cost_ns / 1e6:.1f}", f"{outcome.speedup:.2f}", f"{first_ns / result.cost_ns:.2f}" if able else "",
         " / ".join(format_bytes(size) for size in moved), result.evaluations, f"{seconds:.0f} s", reached, f"{ratio:.1f}",
         "" if bound is None else f"{bound.bound_ns / 1e6:.1f}", "yes" if result.locally_optimal else "", PAPER.get((net, cluster), ""),
@@ -120,7 +131,7 @@ def _cost(start: Start) -> str:
 
 
 COLUMNS = (
-    "net", "operators", "cluster", "data parallel, ms", "best start, ms", "found, ms", "speed-up", "over the best start",
+    "net", "operators", "cluster", "per device", "data parallel, ms", "best start, ms", "found, ms", "speed-up", "over the best start",
     "bytes: data parallel / best start / found", "evaluations", "search", "99% after", "full / delta", "at best, ms", "locally optimal",
     "paper",
 )  # fmt: skip
@@ -142,11 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for cluster in args.clusters:
             topology = api.load_cluster(cluster)
             for net in args.nets:
-                graph = load_net(net, SAMPLES.get(net, 64) * topology.device_count, Path(folder))
+                samples, graph = load_fitting(net, topology, Path(folder))
                 if args.informed:
                     print(informed_line(net, cluster, graph, topology, args.budget, args.informed), flush=True)
                 else:
-                    print(line(net, cluster, graph, topology, args.budget, args.seed), flush=True)
+                    print(line(net, cluster, samples, graph, topology, args.budget, args.seed), flush=True)
     return 0
 
 
