@@ -4,10 +4,10 @@
     python -m benchmarks.search --nets nmt --clusters k80-16x4 --budget 40000
     python -m benchmarks.search --informed 3
 
-Estimated costs (data sheets), 64 samples per device as in the paper (AlexNet 256), or half as many, until data parallelism fits into memory. "best start": the quickest classical strategy that fits,
-data parallelism aside. "bytes" cross links, per iteration. "99% after": when the best strategy so far had 99% of the gain over the best
-start. "full / delta": the time to lower and simulate a strategy from the ground up, over that of a delta simulation in a random walk.
-"at best": the lower bound of ``soap.search.bounds``, where it can be worked out quickly.
+Estimated costs (data sheets), 64 samples per device as in the paper (AlexNet 256), or half as many, until data parallelism fits into
+memory. "best start": the quickest other start that fits. "bytes" cross links, per iteration. "99% after": when the best strategy so far had
+99% of the gain over the best start. "full / delta": the time to lower and simulate a strategy from the ground up, over that of a delta
+simulation in a random walk. "at best": the lower bound of ``soap.search.bounds``, where it can be worked out quickly.
 
 With ``--informed``, compiled chains from data parallelism: blind ones take candidates as they are drawn, informed ones weigh them by rough
 costs (``soap.search.compiled.moves``). The last column says when an informed one was as good as the blind one of the same seed in the end.
