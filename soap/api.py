@@ -351,7 +351,7 @@ def save_strategy(
 
 def _announce_compiling() -> None:
     if sys.stderr is not None and sys.stderr.isatty():
-        print("compiling the simulator for this machine, once: about half a minute", file=sys.stderr)
+        print("compiling the simulator for this machine, once: less than a minute", file=sys.stderr)
 
 
 def _read_strategy(path: str | Path, read: Callable[[str], T]) -> T:
