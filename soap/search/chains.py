@@ -157,6 +157,9 @@ class Able(Protocol):
     def always_fits(self) -> bool:
         """Whether no strategy of the space can lack memory."""
 
+    def least_overflow_bytes(self, strategy: Strategy) -> int:
+        """What the devices lack at least, as far as a bound says."""
+
 
 @dataclass
 class _Run:
@@ -175,9 +178,13 @@ class _Run:
     cores: int | None
     stopped: Callable[[], bool]
 
+    @property
+    def _able(self) -> Able | None:
+        return cast(Able, self.evaluator) if hasattr(self.evaluator, "engine_costs") else None
+
     def all_chains(self) -> None:
         """Spend the budget."""
-        able = cast(Able, self.evaluator) if hasattr(self.evaluator, "engine_costs") else None
+        able = self._able
         most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if able is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
         wanted = min(most, max(1, self.budget // each))
         self._show()
@@ -232,8 +239,8 @@ class _Run:
 
     def _overflow_bytes(self, strategy: Strategy, most: int) -> int | None:
         """What the devices lack; None if a bound says that it is more than ``most``."""
-        least = getattr(self.evaluator, "least_overflow_bytes", None)
-        return None if least is not None and least(strategy) > most else self.evaluator.overflow_bytes(strategy)
+        able = self._able
+        return None if able is not None and able.least_overflow_bytes(strategy) > most else self.evaluator.overflow_bytes(strategy)
 
     def _descend(
         self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: _Allowance

@@ -118,6 +118,7 @@ class _Holder:
 
     def __init__(self, engine: Engine, memory: MemoryBound, strategy: Strategy) -> None:
         self._engine, self._memory = engine, memory
+        self._last: tuple[Strategy, tuple[int, int]] | None = None
         self._held = strategy
         self._proposed: Strategy | None = None
         self._load(strategy)
@@ -129,11 +130,18 @@ class _Holder:
 
     def certainly_fits(self, strategy: Strategy) -> bool:
         """Whether this was the last strategy here, and a bound says that it fits."""
-        return self._has(strategy) and self._memory.verdict() == FITS
+        return self._has(strategy) and self._judged(strategy)[0] == FITS
 
     def least_overflow_bytes(self, strategy: Strategy) -> int:
         """What the devices lack at least if this was the last strategy here; else 0."""
-        return self._memory.least_overflow_bytes() if self._has(strategy) else 0
+        return self._judged(strategy)[1] if self._has(strategy) else 0
+
+    def _judged(self, strategy: Strategy) -> tuple[int, int]:
+        """The bounds' verdict and what is lacking at least, worked out once for a strategy that is here."""
+        if self._last is None or self._last[0] is not strategy:
+            verdict = self._memory.verdict()
+            self._last = strategy, (verdict, self._memory.least_overflow_bytes())
+        return self._last[1]
 
     def _has(self, strategy: Strategy) -> bool:
         return strategy is (self._proposed or self._held)

@@ -12,7 +12,7 @@ from soap.regions import Box, cells, volume
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.memory import bound_memory
-from soap.simulator.compiled.memory_tables import PARTS, MemoryTables
+from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
 from soap.simulator.compiled.tables import Ints, Longs
 from soap.simulator.engine import Engine
 from soap.simulator.memory import PACKING_KINDS, is_window, windows
@@ -35,7 +35,7 @@ class MemoryBound:
 
     def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2) -> None:
         """``limits_bytes``: by device."""
-        self._engine, self._limits, graph = engine, limits_bytes, engine.graph
+        self._engine, graph = engine, engine.graph
         self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)
         self._regions: dict[Box, int] = {}
         self._region_volume = Growing(np.int64)
@@ -64,7 +64,6 @@ class MemoryBound:
             "total": np.zeros(devices, np.int64),
             "least": np.zeros(devices, np.int64),
         }
-        self._tables: MemoryTables | None = None
         self._handle: MemoryTables | None = None
 
     def handle(self) -> MemoryTables:
@@ -78,12 +77,11 @@ class MemoryBound:
             if room > len(self._seen):
                 self._seen = np.zeros(2 * room, np.int64)
             arrays: dict[str, Any] = {
-                "rows": self._rows.array().reshape(-1, 5), "data": self._data.array(), "cut": self._cut.array(),
+                "rows": self._rows.array().reshape(-1, COLUMNS), "data": self._data.array(), "cut": self._cut.array(),
                 "cut_ptr": self._cut_ptr.array(), "cut_volume": self._cut_volume.array(), "region_volume": self._region_volume.array(),
                 "seen": self._seen,
             }  # fmt: skip
-            self._tables = MemoryTables(**arrays, **self._fixed)
-            self._handle = handle(self._tables)
+            self._handle = handle(MemoryTables(**arrays, **self._fixed))
         return self._handle
 
     def verdict(self) -> int:
@@ -98,12 +96,11 @@ class MemoryBound:
     def bounds_bytes(self) -> list[tuple[int, int]]:
         """Bytes that each device needs, (at least, at most), under that strategy."""
         self.verdict()
-        assert self._tables is not None
-        return list(zip(self._tables.least.tolist(), self._tables.total.tolist(), strict=True))
+        return list(zip(self._fixed["least"].tolist(), self._fixed["total"].tolist(), strict=True))
 
     def least_overflow_bytes(self) -> int:
-        """What the devices lack at least, added up."""
-        return sum(max(0, least - limit) for (least, _), limit in zip(self.bounds_bytes(), self._limits, strict=True))
+        """What the devices lack at least, added up, by the last verdict."""
+        return int(np.maximum(0, self._fixed["least"] - self._fixed["limit"]).sum())
 
     def _add(self, number: int) -> None:
         """One more variant."""

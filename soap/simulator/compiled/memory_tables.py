@@ -7,6 +7,7 @@ from typing import NamedTuple
 from soap.simulator.compiled.tables import Ints, Longs
 
 KEPT, READ, GRADIENTS, PARAMETER_GRADIENTS, REGIONS = range(5)
+COLUMNS = 5
 """Columns of ``MemoryTables.rows``: where in ``data`` stand, by tile, the bytes that it keeps, those of its copies of parts of the batch,
 those of its gradients, those of its parameters' gradients; and by [parameter operand, tile] the number of the region that it needs (-1:
 nothing)."""
