@@ -1,7 +1,8 @@
 """The best of all strategies of a small space: the oracle for the search's optimality.
 
-``exhaustive_search`` evaluates every strategy. ``branch_and_bound`` decides operator by operator, in the order of the graph, leaves out
-what ``soap.search.partial`` shows not to be better than the best so far, and evaluates the rest: the same optimum, for larger spaces.
+``exhaustive_search`` evaluates every strategy. ``branch_and_bound`` decides operator by operator, those with most to compute and to update
+first, leaves out what ``soap.search.partial`` shows not to be better than the best so far, and evaluates the rest: the same optimum, for
+larger spaces.
 
 The space is all degrees (every number from 1 to the size) and replicas with at most as many tiles as devices, on the structured
 placements of ``soap.search.space.placements``: aligned blocks and even strides of devices, with the split axes in every order, and
@@ -18,7 +19,7 @@ from math import prod
 from soap.errors import InfeasibleError, StrategyError
 from soap.graph import OperatorGraph
 from soap.search.metropolis import Evaluator
-from soap.search.partial import PartialBound, State
+from soap.search.partial import UNDECIDED, PartialBound
 from soap.search.space import MAX_GRIDS, Space, build_space
 from soap.simulator.costs import CostModel
 from soap.strategy import Strategy
@@ -92,7 +93,7 @@ def branch_and_bound(
     search = _Branching(PartialBound(space, topology, costs), evaluator, limit)
     if incumbent is not None:
         search.compare(incumbent)
-    search.decide([], [])
+    search.decide(0, [UNDECIDED] * len(space.operators))
     if search.best is None:
         name = space.graph.name
         raise InfeasibleError(f"no strategy of model {name!r} fits into memory: take devices with more memory or a smaller batch")
@@ -104,7 +105,7 @@ class _Branching:
 
     def __init__(self, bound: PartialBound, evaluator: Evaluator, limit: int) -> None:
         self.bound, self.evaluator, self.limit = bound, evaluator, limit
-        self.names = [op.name for op in bound.graph.operators]
+        self.graph, self.choices, self.order = bound.choices.graph, bound.choices.of, bound.order()
         self.best: Strategy | None = None
         self.best_ns, self.evaluations, self.nodes = 0, 0, 0
 
@@ -115,24 +116,29 @@ class _Branching:
         if self._may_win(cost_ns) and self.evaluator.overflow_bytes(strategy) == 0:
             self.best, self.best_ns = strategy, cost_ns
 
-    def decide(self, states: list[State], chosen: list[int]) -> None:
-        """All configurations of the next operator."""
-        position = len(states)
-        if position == len(self.names):
-            configs = [own[i].config for own, i in zip(self.bound.choices, chosen, strict=True)]
-            self.compare(Strategy(dict(zip(self.names, configs, strict=True))))
+    def decide(self, depth: int, chosen: list[int]) -> None:
+        """All configurations of the next operator, beside those that are chosen already."""
+        if depth == len(self.order):
+            configs = zip(self.graph.operators, self.choices, chosen, strict=True)
+            self.compare(Strategy({op.name: own[choice].config for op, own, choice in configs}))
             return
-        options = [(self.bound.assign(states, chosen, i), i) for i in range(len(self.bound.choices[position]))]
+        position = self.order[depth]
+        options: list[tuple[int, int]] = []
+        for choice in range(len(self.choices[position])):
+            chosen[position] = choice
+            options.append((self.bound.bound_ns(chosen), choice))
         self.nodes += len(options)
         if self.nodes > self.limit:
             raise StrategyError(
-                f"model {self.bound.graph.name!r}: more than {self.limit} partial strategies to look at; "
+                f"model {self.graph.name!r}: more than {self.limit} partial strategies to look at; "
                 "use the search, or fewer operators or devices"
             )
-        for state, i in sorted(options, key=lambda option: (option[0].bound_ns, option[1])):
-            if not self._may_win(state.bound_ns):
+        for bound_ns, choice in sorted(options):
+            if not self._may_win(bound_ns):
                 break
-            self.decide([*states, state], [*chosen, i])
+            chosen[position] = choice
+            self.decide(depth + 1, chosen)
+        chosen[position] = UNDECIDED
 
     def _may_win(self, cost_ns: int) -> bool:
         return self.best is None or cost_ns < self.best_ns

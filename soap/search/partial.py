@@ -1,322 +1,340 @@
-"""A lower bound of the iteration time of every strategy that begins with certain configurations, in the order of the graph's operators.
+"""A lower bound of the iteration time of every strategy in which certain operators have certain configurations.
 
-Three times are added up; they follow one chain of dependent tasks through the whole iteration.
+Operators may be decided in any order. An undecided one counts as its quickest tile, and as if what it reads and makes were everywhere. What
+waits for what is followed through the whole iteration:
 
-- *Head*: when the forward results of the last decided operator are there. Each tile waits for what it reads.
-- *Middle*: from there through the undecided operators to the loss, and back to where its gradient is there. Of each operator the
-  configuration counts that gives the least, by a table made from the last operator to the first.
-- *Tail*: its backward pass, that of the decided operators before it, the sums of their gradients, and on the device where that ends all
-  updates of what it is known to keep.
+- *Ahead*: when the forward results of each operator are there. Of the value of several tiles, the first part and the last are told apart.
+- *The loss*: if each replica of it is one tile, it waits for all forward passes that it depends on. Those of one device take turns.
+- *Tails*: what must follow on a tile's backward pass: those of what it has read, the sum of its parameters' gradients over all copies, and
+  all updates of their devices, which wait for all gradients.
+- *Back*: when the backward pass of each tile can begin. Those of one device take turns, with their tails (``soap.search.one_machine``).
 
-What has to come from another device takes at least a message of so many bytes over the best way there: collectives and joint messages
-are not quicker. Where a value has replicas the best one counts. What devices compute is the second bound, divided among all of them for
-operators that are undecided. Waiting for devices and links is left out.
+What has to come from another device takes a message of so many bytes: collectives and joint messages are not quicker. Where a value has
+replicas the best one counts. Waiting for links is left out. A second bound is what devices compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from soap.graph import Operand
-from soap.regions import Box, volume
-from soap.search.bounds import always_covered, certain_gradients, is_partitioned
-from soap.search.durations import TileDurations
+from soap.regions import volume
+from soap.search.choices import Choice, Choices
+from soap.search.one_machine import Job, least_time_ns
 from soap.search.space import Space
-from soap.simulator.communication import Communication
 from soap.simulator.costs import CostModel
-from soap.simulator.tiling import tiles_of
-from soap.strategy import OpConfig
 from soap.topology import Topology
 
+UNDECIDED = -1
+ANYWHERE = -1
+"""In place of a device."""
 NEVER = -(2**62)
-"""Nanoseconds until what need not be waited for."""
+"""Nanoseconds from what nothing follows."""
 
-
-@dataclass(slots=True)
-class _Holding:
-    """Tiles of one replica that have one part of the outputs, or a sum for it, which takes ``sum_ns`` at least."""
-
-    part: int
-    tiles: list[int]
-    devices: set[int]
-    sum_ns: int = 0
-
-
-@dataclass(slots=True)
-class Choice:
-    """One configuration of an operator. ``forward``, ``backward``: nanoseconds by tile. ``finish``: by tile and device, what lies at least
-    between its backward pass and the device's update. ``updates``, ``load``: by device, the latter with updates."""
-
-    config: OpConfig
-    devices: list[int]
-    forward: list[int]
-    backward: list[int]
-    finish: list[Longs]
-    updates: Longs
-    boxes: list[list[Box]]
-    reads: list[list[Box]]
-    parts: int
-    holdings: list[_Holding]
-    load: Longs
-
-
-Longs = list[int]
 Ready = dict[int, int]
-"""Device -> nanoseconds; -1: anywhere."""
+"""Device or ``ANYWHERE`` -> nanoseconds."""
 
 
-@dataclass(slots=True)
-class State:
-    """A decided operator. By part of its outputs: when it is there, and what lies between its gradient and each device's update.
-    ``updates`` and ``load``: by device, of all operators so far."""
-
-    head: list[Ready]
-    tail: list[dict[int, Longs]]
-    updates: Longs
-    load: Longs
-    bound_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Edge:
-    producer: int
-    output: int
-    operand: int
-    itemsize: int
-    gradient: bool
-    partitioned: bool
-
-
-@dataclass(slots=True)
-class _Flow:
-    """Tile ``tile`` reads ``part``; ``delay_ns`` if that comes from elsewhere, else -1."""
-
-    tile: int
-    part: int
-    delay_ns: int
-
-
-@dataclass
 class PartialBound:
     """Bounds for one space on one cluster; parameters are synchronized by all-reduces."""
 
-    space: Space
-    topology: Topology
-    costs: CostModel
-    choices: list[list[Choice]] = field(init=False)
+    def __init__(self, space: Space, topology: Topology, costs: CostModel) -> None:
+        self.choices = Choices(space, topology, costs)
+        every = self.choices.of
+        self.forward_ns = [min(min(own.forward) for own in choices) for choices in every]
+        """Of an undecided operator's tile, at least."""
+        self.backward_ns = [min(min(own.backward) for own in choices) for choices in every]
+        self.update_ns = [min(min(own.update_ns) for own in choices) for choices in every]
+        self.whole = [all(own.whole for own in choices) for choices in every]
+        self.loads = [[_load(self.choices, position, own) for own in choices] for position, choices in enumerate(every)]
+        """By operator, choice and device: what is computed, at least."""
+        self.work_ns = [min(map(sum, own)) for own in self.loads]
 
-    def __post_init__(self) -> None:
-        self.graph = self.space.graph
-        self.communication = Communication(self.topology)
-        self._durations = TileDurations(self.graph, self.topology, self.costs)
-        self._certain = certain_gradients(self.graph)
-        self._nowhere = [NEVER] * self.topology.device_count
-        self._messages: dict[tuple[int, int], int] = {}
-        self._flows: dict[tuple[int, int, int, int], list[_Flow]] = {}
-        self._edges = [list(self._edges_of(position)) for position in range(len(self.graph.operators))]
-        self.choices = [
-            [self._choice(position, config) for config in own.structured()] for position, own in enumerate(self.space.operators)
-        ]
-        least = [min(sum(choice.load) for choice in own) for own in self.choices]
-        self._rest = [sum(least[position:]) for position in range(len(least) + 1)]
-        self._middle: list[list[int]] = [[] for _ in self.choices]
-        for position in range(len(self.choices) - 1, -1, -1):
-            self._middle[position] = self._middles(position)
+    def bound_ns(self, chosen: Sequence[int]) -> int:
+        """No strategy takes less in which every operator has its choice of ``choices.of``, and one that is ``UNDECIDED`` any of them."""
+        return _Relaxed(self, chosen).bound_ns()
 
-    def assign(self, states: list[State], chosen: list[int], choice: int) -> State:
-        """The next operator gets one of its choices; ``states`` and ``chosen``: those of the operators before it."""
-        position = len(states)
-        own = self.choices[position][choice]
-        arrive, leave = [0] * len(own.devices), list(own.finish)
-        for number, edge in enumerate(self._edges[position]):
-            before = states[edge.producer]
-            certain = edge.gradient and self._certain[edge.producer]
-            for flow in self._flow(position, number, chosen[edge.producer], choice):
-                where, delay_ns = (-1, flow.delay_ns) if flow.delay_ns >= 0 else (own.devices[flow.tile], 0)
-                arrive[flow.tile] = max(arrive[flow.tile], before.head[flow.part][where] + delay_ns)
-                if certain:
-                    leave[flow.tile] = _later(leave[flow.tile], before.tail[flow.part][where], delay_ns)
-        head: list[Ready] = [{} for _ in range(own.parts)]
-        tail: list[dict[int, Longs]] = [{} for _ in range(own.parts)]
-        back_ns = 0 if self._is_loss(position) else 1
-        for holding in own.holdings:
-            there = max(arrive[t] + own.forward[t] for t in holding.tiles) + holding.sum_ns
-            after = self._nowhere
-            for t in holding.tiles:
-                after = _later(after, leave[t], own.backward[t] + back_ns * holding.sum_ns)
-            for device in (*holding.devices, -1):
-                head[holding.part][device] = min(there, head[holding.part].get(device, there))
-                known = tail[holding.part].get(device)
-                tail[holding.part][device] = after if known is None else [min(a, b) for a, b in zip(known, after, strict=True)]
-        last = states[-1] if states else State([], [], [0] * self.topology.device_count, [0] * self.topology.device_count, 0)
-        updates = [a + b for a, b in zip(last.updates, own.updates, strict=True)]
-        path_ns = max(ready[-1] for ready in head)
-        if self._certain[position]:
-            rest = max(a + b for ready in tail for a, b in zip(ready[-1], updates, strict=True))
-            path_ns += self._middle[position][choice] + max(0, rest)
-        load = [a + b for a, b in zip(last.load, own.load, strict=True)]
-        shared_ns = -(-(sum(load) + self._rest[position + 1]) // len(load))
-        return State(head, tail, updates, load, max(path_ns, shared_ns, *load, last.bound_ns))
+    def order(self) -> list[int]:
+        """In which order to decide operators so that bounds rise early: the one with most to compute and to update first, then always that
+        of those that have a tensor or a parameter in common with one before, if there are any."""
+        graph, heavy = self.choices.graph, [work + update for work, update in zip(self.work_ns, self.update_ns, strict=True)]
+        near: list[set[int]] = [{edge.producer for edge in edges} for edges in self.choices.edges]
+        for users in graph.parameter_users.values():
+            for user, _ in users:
+                near[user] |= {other for other, _ in users}
+        order: list[int] = []
+        left = set(range(len(heavy)))
+        while left:
+            beside = {i for i in left if not near[i].isdisjoint(order) or any(i in near[known] for known in order)}
+            order.append(min(beside or left, key=lambda position: (-heavy[position], position)))
+            left.remove(order[-1])
+        return order
 
-    def _is_loss(self, position: int) -> bool:
-        return any(out.tensor == self.graph.loss for out in self.graph.operators[position].outputs)
 
-    def _edges_of(self, position: int) -> Iterator[_Edge]:
-        for number, operand in enumerate(self.graph.operators[position].inputs):
-            if operand.tensor in self.graph.producers:
-                producer, output = self.graph.producers[operand.tensor]
-                tensor, out = self.graph.tensors[operand.tensor], self.graph.operators[producer].outputs[output]
-                whole = is_partitioned(self.graph, producer, out)
-                yield _Edge(producer, output, number, tensor.itemsize, tensor.requires_grad, whole)
+def _load(choices: Choices, position: int, own: Choice) -> list[int]:
+    """What each device computes for an operator, at least: backward passes of replicas may not be needed."""
+    load = [0] * choices.topology.device_count
+    sure = choices.certain[position] and own.config.replicas == 1
+    for t, device in enumerate(own.devices):
+        load[device] += own.forward[t] + (own.backward[t] if sure else 0)
+    return load
 
-    def _choice(self, position: int, config: OpConfig) -> Choice:
-        """What a configuration means, as far as it depends on nothing else."""
-        op, tiles = self.graph.operators[position], tiles_of(self.graph, position, config)
-        devices = [tile.device for tile in tiles]
-        table = self._durations(position, config.degrees)
-        cells = len(tiles) // config.replicas
-        times = [[int(table[self._durations.type_of[d], way, t % cells]) for t, d in enumerate(devices)] for way in (0, 1)]
-        if not self.graph.needs_backward(op):
-            times[1] = [0] * len(tiles)
-        parts: dict[tuple[tuple[int, int], ...], int] = {}
-        holdings: dict[tuple[int, int], _Holding] = {}
-        boxes: list[list[Box]] = []
-        for t, tile in enumerate(tiles):
-            kept = tuple(own for own, factor in zip(tile.intervals, op.factors, strict=True) if not factor.summed)
-            part = parts.setdefault(kept, len(parts))
-            if part == len(boxes):
-                boxes.append(list(tile.outputs))
-            holding = holdings.setdefault((part, tile.replica), _Holding(part, [], set()))
-            holding.tiles.append(t)
-            holding.devices.add(tile.device)
-        for holding in holdings.values():
-            if len(holding.devices) > 1:
-                outputs = zip(op.outputs, boxes[holding.part], strict=True)
-                share = -(-min(volume(box) * self.graph.tensors[o.tensor].itemsize for o, box in outputs) // len(holding.devices))
-                holding.sum_ns = min(self._message_ns(share, device) for device in holding.devices)
-        finish, load = self._finish(position, config)
-        updates = list(load)
-        for t, device in enumerate(devices):
-            load[device] += times[0][t] + (times[1][t] if self._certain[position] and config.replicas == 1 else 0)
-        reads = [list(tile.inputs) for tile in tiles]
-        return Choice(config, devices, times[0], times[1], finish, updates, boxes, reads, len(parts), list(holdings.values()), load)
 
-    def _finish(self, position: int, config: OpConfig) -> tuple[list[Longs], Longs]:
-        """By tile and device, the least time from the end of a backward pass to the device's update: sums of gradients over all copies.
-        By device, the least time of the updates. A parameter of several operators counts at the first one, and only the update."""
-        op, tiles = self.graph.operators[position], tiles_of(self.graph, position, config)
-        finish, updates = [list(self._nowhere) for _ in tiles], [0] * self.topology.device_count
-        for t, tile in enumerate(tiles):
-            finish[t][tile.device] = 0
-        for k, operand in enumerate(op.parameters):
-            tensor = self.graph.tensors[operand.tensor]
-            users = sorted({user for user, _ in self.graph.parameter_users[operand.tensor]})
-            once = sum(other.tensor == operand.tensor for other in op.parameters) == 1
-            if not tensor.requires_grad or users[0] != position or not once or not _cut_cleanly(operand):
+class _Relaxed:
+    """One bound. By operator, for a decided one also by tile or part:
+
+    ``arrive``: when a tile has what it reads. ``head``: by part, when it is there. ``first``, ``last``: when anything is there, and when
+    everything. ``leave``: what follows on a tile's backward pass; ``after``: on any one's. ``tail``: by part, its tiles' backward passes
+    and what follows on them. ``begin``: when a tile's backward pass begins; ``back``: the first one's.
+    """
+
+    def __init__(self, bound: PartialBound, chosen: Sequence[int]) -> None:
+        self.b, self.c, self.chosen = bound, bound.choices, chosen
+        count = len(chosen)
+        self.positions = range(count)
+        self.own = [None if i == UNDECIDED else choices[i] for i, choices in zip(chosen, self.c.of, strict=True)]
+        self.arrive: list[list[int]] = [[] for _ in self.positions]
+        self.head: list[list[Ready]] = [[] for _ in self.positions]
+        self.first, self.last = [0] * count, [0] * count
+        self.leave: list[list[int]] = [[] for _ in self.positions]
+        self.tail: list[list[Ready]] = [[] for _ in self.positions]
+        self.after = [0] * count
+        self.begin: list[list[int]] = [[] for _ in self.positions]
+        self.back = [0] * count
+        updates: list[dict[str, int]] = [{} for _ in range(self.c.topology.device_count)]
+        for choice in self.own:
+            for name, spent in choice.updates.items() if choice else ():
+                for known, update_ns in zip(updates, spent, strict=True):
+                    known[name] = max(update_ns, known.get(name, 0))
+        self.updates = [sum(known.values()) for known in updates]
+
+    def bound_ns(self) -> int:
+        """All of it."""
+        for position in self.positions:
+            self._ahead(position)
+        if self.c.loss is not None:
+            self._loss(self.c.loss)
+        for position in self.positions:
+            if self.c.certain[position]:
+                self._tails(position)
+        for position in reversed(self.positions):
+            self._back(position)
+        return max(0, *self.last, *self._paths(), *self._loads())
+
+    # Forward.
+
+    def _ahead(self, position: int) -> None:
+        own, edges = self.own[position], self.c.edges[position]
+        everything = max((self.last[e.producer] for e in edges if e.covered and e.partitioned), default=0)
+        anything = max((self.first[e.producer] for e in edges if e.touched), default=0)
+        if own is None:
+            begin = max(anything, everything) if self.b.whole[position] else anything
+            self.first[position] = begin + self.b.forward_ns[position]
+            self.last[position] = max(begin, everything) + self.b.forward_ns[position]
+            return
+        arrive = [max(anything, everything) if own.whole else anything] * len(own.devices)
+        for number, edge in enumerate(edges):
+            if self.own[edge.producer] is None or not edge.partitioned:
                 continue
-            copies: dict[Box, set[int]] = {}
-            for tile in tiles:
-                copies.setdefault(tile.parameters[k], set()).add(tile.device)
-            for box, devices in copies.items():
-                for device in devices if volume(box) else ():
-                    updates[device] += self.costs.update_ns(volume(box) * tensor.itemsize, self.topology.devices[device].type)
-            for t, tile in enumerate(tiles if len(users) == 1 else ()):
-                box = tile.parameters[k]
-                devices = copies[box]
-                if volume(box) and len(devices) > 1:
-                    sum_ns = self.communication.allreduce(volume(box) * tensor.itemsize, tuple(sorted(devices)))[0]
-                    finish[t] = [max(own, sum_ns) if d in devices else own for d, own in enumerate(finish[t])]
-        return finish, updates
+            head = self.head[edge.producer]
+            for flow in self.c.flows(position, number, self.chosen[edge.producer], self.chosen[position]):
+                there = head[flow.part][ANYWHERE] + flow.ahead_ns if flow.ahead_ns >= 0 else head[flow.part][own.devices[flow.tile]]
+                arrive[flow.tile] = max(arrive[flow.tile], there)
+        self.arrive[position] = arrive
+        self._results(position, own)
+        self.last[position] = max(self.last[position], everything + self.b.forward_ns[position])
 
-    def _message_ns(self, size: int, target: int) -> int:
-        """The least time in which so many bytes come to a device from any other one."""
-        key = (size, target)
-        if key not in self._messages:
-            others = [d for d in range(self.topology.device_count) if d != target]
-            self._messages[key] = min(self.communication.transfer_ns(size, d, target) for d in others) - 1  # rounding
-        return self._messages[key]
+    def _results(self, position: int, own: Choice) -> None:
+        """When the parts of a decided operator's results are there."""
+        arrive = self.arrive[position]
+        heads: list[Ready] = []
+        for holdings in own.held:
+            ready: Ready = {}
+            for holding in holdings:
+                there = max(arrive[t] + own.forward[t] for t in holding.tiles) + holding.sum_ns
+                for device in (*holding.devices, ANYWHERE):
+                    ready[device] = min(there, ready.get(device, there))
+            heads.append(ready)
+        self.head[position] = heads
+        self.first[position] = min(ready[ANYWHERE] for ready in heads)
+        self.last[position] = max(ready[ANYWHERE] for ready in heads)
 
-    def _flow(self, position: int, number: int, before: int, choice: int) -> list[_Flow]:
-        """Who reads what on an edge, if both operators have these choices."""
-        key = (position, number, before, choice)
-        found = self._flows.get(key)
-        if found is None:
-            found = self._flows[key] = list(self._find_flow(self._edges[position][number], position, before, choice))
-        return found
+    # The loss.
 
-    def _find_flow(self, edge: _Edge, position: int, before: int, choice: int) -> Iterator[_Flow]:
-        source, own = self.choices[edge.producer][before], self.choices[position][choice]
-        held: list[set[int]] = [set() for _ in range(source.parts)]
-        for holding in source.holdings:
-            held[holding.part] |= holding.devices
-        for tile, device in enumerate(own.devices):
-            region = own.reads[tile][edge.operand]
-            for part, boxes in enumerate(source.boxes):
-                size = edge.itemsize * _common(region, boxes[edge.output])
-                if size and device in held[part]:
-                    yield _Flow(tile, part, -1)
-                elif size:
-                    yield _Flow(tile, part, self._message_ns(size, device) if edge.partitioned else 0)
+    def _loss(self, loss: int) -> None:
+        """A loss of one tile begins when all that it waits for is there, from each device's tiles one after the other."""
+        own = self.own[loss]
+        if not (own.whole if own else self.b.whole[loss]):
+            return
+        jobs: list[list[Job]] = [[] for _ in self.updates]
+        ways = self._ways(loss)
+        for position, way in enumerate(ways):
+            choice = self.own[position]
+            if choice and position != loss:
+                for t, tail_ns in enumerate(way):
+                    if tail_ns != NEVER:
+                        jobs[choice.devices[t]].append(Job(self.arrive[position][t], choice.forward[t], tail_ns))
+        begin = max(least_time_ns(own) for own in jobs)
+        if own:
+            self.arrive[loss][0] = max(self.arrive[loss][0], begin)  # the backward pass begins at replica 0
+            if own.config.replicas == 1:
+                self._results(loss, own)
+        else:
+            self.first[loss] = self.last[loss] = max(self.first[loss], begin + self.b.forward_ns[loss])
 
-    def _middles(self, position: int) -> list[int]:
-        """By choice, the least from when all of the operator's results are there to when any of its parts has its gradient."""
-        found = [0] * len(self.choices[position])
-        if not self._certain[position]:
-            return found
-        for out in self.graph.operators[position].outputs:
-            for reader, operand in self.graph.consumers.get(out.tensor, ()):
-                if not self._certain[reader] or not always_covered(self.graph, reader, self.graph.operators[reader].inputs[operand]):
+    def _ways(self, loss: int) -> list[list[int]]:
+        """What lies at least between a tile's end and the begin of the loss's first tile; ``NEVER`` if that may not wait for it. Of an
+        undecided operator it is one figure: some tile of it, which reads any given part, has so much before it."""
+        ways: list[list[int]] = [[] for _ in self.positions]
+        for position in reversed(self.positions):
+            own = self.own[position]
+            way = ways[position] = [NEVER] * (len(own.devices) if own else 1)
+            for reader, number in self.c.readers[position]:
+                edge, other = self.c.edges[reader][number], self.own[reader]
+                if not edge.partitioned or position == loss:
                     continue
-                number = next(n for n, edge in enumerate(self._edges[reader]) if edge.operand == operand)
-                edge = self._edges[reader][number]
-                if not edge.gradient or not edge.partitioned:
-                    continue
-                for before in range(len(found)):
-                    through = min(
-                        self._through(reader, number, before, choice) + self._middle[reader][choice]
-                        for choice in range(len(self.choices[reader]))
-                    )
-                    found[before] = max(found[before], through)
-        return found
+                steps = self._steps(reader, loss, ways[reader])
+                if own and other:
+                    self._way_between(position, reader, number, steps, way)
+                elif edge.covered and NEVER not in steps and (own is None or own.config.replicas == 1):
+                    way[:] = [max(known, min(steps)) for known in way]
+        return ways
 
-    def _through(self, reader: int, number: int, before: int, choice: int) -> int:
-        """The least from an operator's results to those of its reader, and from the reader's gradients to its own."""
-        own = self.choices[reader][choice]
-        source = self.choices[self._edges[reader][number].producer][before]
-        delays: list[dict[int, int]] = [{} for _ in range(source.parts)]
-        for flow in self._flow(reader, number, before, choice):
-            delays[flow.part][flow.tile] = max(0, flow.delay_ns)
-        there, back = [], []
-        for reading in delays:
-            forward: Ready = {}
-            backward: Ready = {}
-            for holding in own.holdings:
-                tiles = [t for t in holding.tiles if t in reading]
-                if tiles:
-                    ahead = max(reading[t] + own.forward[t] for t in tiles) + holding.sum_ns
-                    behind = max(reading[t] + own.backward[t] for t in tiles) + (0 if self._is_loss(reader) else holding.sum_ns)
-                    forward[holding.part] = min(ahead, forward.get(holding.part, ahead))
-                    backward[holding.part] = min(behind, backward.get(holding.part, behind))
-            there.append(max(forward.values(), default=0))
-            worst = max if source.config.replicas == 1 else min  # a replica may have the gradients of one reader alone
-            back.append(worst(backward.values(), default=0))
-        return min(there) + min(back)
+    def _steps(self, reader: int, loss: int, way: list[int]) -> list[int]:
+        """By tile of a reader: from the begin of its forward pass to that of the loss."""
+        own = self.own[reader]
+        if reader == loss:
+            return [0, *[NEVER] * (len(own.devices) - 1 if own else 0)]
+        forward = own.forward if own else [self.b.forward_ns[reader]]
+        return [known if known == NEVER else known + forward_ns for known, forward_ns in zip(way, forward, strict=True)]
 
+    def _way_between(self, position: int, reader: int, number: int, steps: list[int], way: list[int]) -> None:
+        """The same for two decided operators: who reads from whom is known unless there is a choice of replicas."""
+        own, other = self.own[position], self.own[reader]
+        assert own and other
+        for flow in self.c.flows(reader, number, self.chosen[position], self.chosen[reader]):
+            if steps[flow.tile] == NEVER:
+                continue
+            held = own.held[flow.part]
+            if flow.ahead_ns < 0:
+                held = [holding for holding in held if other.devices[flow.tile] in holding.devices]
+            if len(held) == 1:
+                for t in held[0].tiles:
+                    way[t] = max(way[t], steps[flow.tile] + max(0, flow.ahead_ns) + held[0].sum_ns)
 
-def _later(a: Sequence[int], b: Sequence[int], delay_ns: int) -> Longs:
-    """Element by element, the larger of a and b + delay."""
-    return [max(own, other + delay_ns) for own, other in zip(a, b, strict=True)]
+    # Backward.
 
+    def _tails(self, position: int) -> None:
+        own, edges = self.own[position], self.c.edges[position]
+        follow_ns = 0
+        for edge in edges:
+            producer = edge.producer
+            if edge.gradient and self.c.certain[producer] and edge.touched and (self.own[producer] is None or not edge.partitioned):
+                follow_ns = max(follow_ns, self.b.backward_ns[producer] + self.after[producer])
+        if own is None:
+            for edge in edges:
+                if edge.gradient and self.c.certain[edge.producer] and edge.touched and self.own[edge.producer]:
+                    follow_ns = max(follow_ns, min(ready[ANYWHERE] for ready in self.tail[edge.producer]))
+            self.after[position] = max(follow_ns, self.b.update_ns[position])
+            return
+        leave = [max(follow_ns, self._finish_ns(own, t)) for t in range(len(own.devices))]
+        for number, edge in enumerate(edges):
+            producer = edge.producer
+            if not edge.gradient or not self.c.certain[producer] or self.own[producer] is None or not edge.partitioned:
+                continue
+            for flow in self.c.flows(position, number, self.chosen[producer], self.chosen[position]):
+                ready = self.tail[producer][flow.part]
+                after = ready[ANYWHERE] + flow.back_ns if flow.back_ns >= 0 else ready[own.devices[flow.tile]]
+                leave[flow.tile] = max(leave[flow.tile], after)
+        self.leave[position], self.after[position] = leave, min(leave)
+        for holdings in own.held:
+            ready = {}
+            for holding in holdings:
+                sum_ns = 0 if position == self.c.loss else holding.sum_ns
+                after = max(leave[t] + own.backward[t] for t in holding.tiles) + sum_ns
+                for device in (*holding.devices, ANYWHERE):
+                    ready[device] = min(after, ready.get(device, after))
+            self.tail[position].append(ready)
 
-def _common(a: Box, b: Box) -> int:
-    """Elements that two regions have in common."""
-    common = 1
-    for (start, stop), (other_start, other_stop) in zip(a, b, strict=True):
-        common *= max(0, min(stop, other_stop) - max(start, other_start))
-    return common
+    def _finish_ns(self, own: Choice, t: int) -> int:
+        """From the end of a tile's backward pass to the end of the updates that wait for its parameters' gradients."""
+        finish_ns = 0
+        for name, regions in own.regions.items():
+            box = regions[t]
+            if volume(box) == 0:
+                continue
+            finish_ns = max(finish_ns, self.updates[own.devices[t]])
+            if name in self.c.same_regions:
+                devices = {own.devices[t]}
+                for user, _ in self.c.graph.parameter_users[name]:
+                    other = self.own[user]
+                    if other and name in other.regions:
+                        devices |= {d for d, region in zip(other.devices, other.regions[name], strict=True) if region == box}
+                if len(devices) > 1:
+                    sum_ns = self.c.sum_ns(volume(box) * self.c.graph.tensors[name].itemsize, tuple(sorted(devices)))
+                    finish_ns = max(finish_ns, sum_ns + max(self.updates[d] for d in devices))
+        return finish_ns
 
+    def _back(self, position: int) -> None:
+        """No backward pass is before that of the loss. A tile's waits for all its gradients; one of several replicas for one of them."""
+        own, loss = self.own[position], self.c.loss
+        if position == loss:
+            self.back[position] = self.first[position]
+            if own:
+                begin = [there + forward for there, forward in zip(self.arrive[position], own.forward, strict=True)]
+                self.begin[position] = begin
+                self.back[position] = min(begin[: len(begin) // own.config.replicas])  # those of replica 0
+            return
+        earliest = self.back[loss] if loss is not None else 0
+        back: list[int] = []
+        begin = [earliest] * (len(own.devices) if own else 0)
+        for reader, number in self.c.readers[position]:
+            edge, other = self.c.edges[reader][number], self.own[reader]
+            if not edge.gradient:
+                continue
+            if other is None:
+                end = self.back[reader] + self.b.backward_ns[reader]
+            else:
+                end = min(first + backward for first, backward in zip(self.begin[reader], other.backward, strict=True))
+            back.append(end)
+            if own is None or own.config.replicas > 1 or not self.c.certain[reader] or not edge.partitioned:
+                continue
+            if other is None:
+                if edge.covered:
+                    begin = [max(known, end) for known in begin]
+            elif other.config.replicas == 1:
+                for flow in self.c.flows(reader, number, self.chosen[position], self.chosen[reader]):
+                    there = self.begin[reader][flow.tile] + other.backward[flow.tile] + max(0, flow.back_ns)
+                    for t in own.held[flow.part][0].tiles:
+                        begin[t] = max(begin[t], there)
+        earliest = max(earliest, min(back, default=0))
+        self.begin[position] = [max(known, earliest) for known in begin]
+        self.back[position] = min(self.begin[position], default=earliest)
 
-def _cut_cleanly(operand: Operand) -> bool:
-    """Whether tiles have either the same part of a parameter, or parts without common elements."""
-    return all(dim.exact or (dim.factor is None and dim.scale != 0) for dim in operand.dims)
+    # All together.
+
+    def _paths(self) -> list[int]:
+        """By device and operator: from the begin of the first backward pass to the end."""
+        jobs: list[list[Job]] = [[] for _ in self.updates]
+        paths: list[int] = []
+        for position, own in enumerate(self.own):
+            if not self.c.certain[position]:
+                continue
+            if own is None:
+                paths.append(self.back[position] + self.b.backward_ns[position] + self.after[position])
+                continue
+            paths.append(self.back[position] + max(ready[ANYWHERE] for ready in self.tail[position]))
+            if own.config.replicas == 1:
+                for t, device in enumerate(own.devices):
+                    jobs[device].append(Job(self.begin[position][t], own.backward[t], self.leave[position][t]))
+        return [*paths, *map(least_time_ns, jobs)]
+
+    def _loads(self) -> list[int]:
+        """What each device computes, and all of it divided by them."""
+        loads = list(self.updates)
+        rest = 0
+        for position, choice in enumerate(self.chosen):
+            if choice == UNDECIDED:
+                rest += self.b.work_ns[position]
+            else:
+                loads = [known + more for known, more in zip(loads, self.b.loads[position][choice], strict=True)]
+        return [*loads, -(-(sum(loads) + rest) // len(loads))]
