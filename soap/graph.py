@@ -17,6 +17,9 @@ from math import prod
 from soap.errors import ModelError
 from soap.regions import Box, Interval
 
+RECURRENT_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Kinds of operators that are recurrent layers."""
+
 
 class FactorKind(StrEnum):
     """What splitting a factor means (FlexFlow's S, A, P, and reduction as an extension)."""
@@ -161,7 +164,8 @@ class OperatorGraph:
     """Operators in topological order with the tensors between them. ``loss`` is the scalar that training minimises.
 
     ``aliases`` maps further state-dict names of a tied parameter to its canonical name. ``unsplit``: by operator, what the import knows
-    of dimensions that no factor follows; for people, and no part of the graph's identity.
+    of dimensions that no factor follows; for people, and no part of the graph's identity. Neither are ``kept_bytes``: by operator, what
+    autograd keeps beside inputs, parameters and outputs where the operator is run whole; ``saved_bytes`` bounds it for those left out.
     """
 
     name: str
@@ -170,6 +174,7 @@ class OperatorGraph:
     loss: str
     aliases: Mapping[str, str] = field(default_factory=dict)
     unsplit: Mapping[str, tuple[Unsplit, ...]] = field(default_factory=dict)
+    kept_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names: set[str] = set()

@@ -39,6 +39,16 @@ def intersect(a: Box, b: Box) -> Box | None:
     return None if any(start >= stop for start, stop in common) else common
 
 
+def in_one_piece(box: Box, shape: Sequence[int]) -> bool:
+    """Whether the box's elements are neighbours in the memory of a row-major tensor of this shape; an empty box's are."""
+    cut = False
+    for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
+        if cut and stop - start > 1:
+            return volume(box) == 0
+        cut = cut or stop - start < size
+    return True
+
+
 def contains(outer: Box, inner: Box) -> bool:
     """Whether every element of ``inner`` lies in ``outer``."""
     return all(o0 <= i0 and i1 <= o1 for (o0, o1), (i0, i1) in zip(outer, inner, strict=True))

@@ -6,7 +6,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.regions import Box, balanced, cells, contains, intersect, lengths, relative, subtract, volume, whole
+from soap.regions import Box, balanced, cells, contains, in_one_piece, intersect, lengths, relative, subtract, volume, whole
 from tests.strategies import boxes
 
 DIMENSIONS = st.integers(0, 3)
@@ -29,6 +29,18 @@ def test_scalars_and_empty_boxes() -> None:
     assert intersect(((0, 2),), ((2, 4),)) is None
     assert cells([]) == []
     assert cells([(), ()]) == [()]
+
+
+@given(boxes(3, most=4, allow_empty=True), st.tuples(*[st.integers(4, 5)] * 3))
+@settings(max_examples=300, deadline=None)
+def test_in_one_piece_is_a_run_of_places(box: Box, shape: tuple[int, ...]) -> None:
+    places = sorted((i * shape[1] + j) * shape[2] + k for i, j, k in points(box))
+    assert in_one_piece(box, shape) == (not places or places == list(range(places[0], places[-1] + 1)))
+
+
+def test_samples_are_in_one_piece_and_columns_are_not() -> None:
+    assert in_one_piece(((1, 3), (0, 5)), (4, 5)) and in_one_piece(((1, 2), (2, 4)), (4, 5)) and in_one_piece((), ())
+    assert not in_one_piece(((0, 4), (0, 4)), (4, 5)) and not in_one_piece(((1, 3), (0, 1)), (4, 5))
 
 
 @given(PAIRS)

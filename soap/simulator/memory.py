@@ -14,15 +14,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from soap.graph import DimMap, Operand, Operator, OperatorGraph, TensorKind
-from soap.regions import Box, volume, whole
+from soap.graph import RECURRENT_KINDS, DimMap, Operand, Operator, OperatorGraph, TensorKind
+from soap.regions import Box, in_one_piece, volume, whole
 from soap.simulator.flows import reduced_tensor
 from soap.simulator.plan import Plan
 from soap.simulator.tiling import Tile, iteration_points
 from soap.simulator.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 from soap.topology import Topology
 
-PACKING_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+PACKING_KINDS = RECURRENT_KINDS
 """Operators for which cuDNN brings the parameters together into one piece of memory, which is kept for the backward pass."""
 
 ADDING_COPIES = 2
@@ -92,6 +92,29 @@ def _saved(op: Operator, tile: Tile) -> int:
     return -(-op.saved_bytes * tile.size // iteration_points(op))
 
 
+def kept_share(graph: OperatorGraph, op: Operator, points: int, *, plain: bool) -> int:
+    """What a tile of so many points keeps for its backward pass beside its operands and outputs, rounded up.
+
+    ``plain`` (see ``is_plain``): what autograd keeps of the whole operator, if that is known, and at most its upper bound.
+    """
+    kept = graph.kept_bytes.get(op.name, op.saved_bytes) if plain else max(op.saved_bytes, graph.kept_bytes.get(op.name, 0))
+    return -(-kept * points // iteration_points(op))
+
+
+def passing_bytes(plan: Plan, tile: Tile) -> int:
+    """What a tile's calls pass to each other and do not keep: there while it runs, forward and (as gradients) backward."""
+    op = plan.operator(tile)
+    plain = is_plain(plan.graph, op, tile.inputs, tile.parameters)
+    return max(0, _saved(op, tile) - kept_share(plan.graph, op, tile.size, plain=plain))
+
+
+def is_plain(graph: OperatorGraph, op: Operator, inputs: Sequence[Box], parameters: Sequence[Box]) -> bool:
+    """Whether a tile runs as the whole operator does: it reads parameters whole, and inputs without a copy that puts them in one piece."""
+    return all(
+        in_one_piece(box, graph.tensors[o.tensor].shape) for o, box in zip(op.inputs, inputs, strict=True)
+    ) and all(box == whole(graph.tensors[o.tensor].shape) for o, box in zip(op.parameters, parameters, strict=True))
+
+
 def _shard_bytes(plan: Plan) -> tuple[list[int], list[int]]:
     """(all, trainable) parameter bytes of each device."""
     held, trainable = [0] * plan.device_count, [0] * plan.device_count
@@ -132,7 +155,8 @@ def kept_bytes(plan: Plan) -> list[int]:
         if op.kind in PACKING_KINDS:
             kept += zip(op.parameters, tile.parameters, strict=True)
         padded = sum(_padded_bytes(graph, op.inputs[k], tile.inputs[k], tile) for k in windowed[tile.operator])
-        result.append(sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + _saved(op, tile) + padded)
+        own = kept_share(graph, op, tile.size, plain=is_plain(graph, op, tile.inputs, tile.parameters))
+        result.append(sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + own + padded)
     return result
 
 
@@ -161,13 +185,16 @@ def _padded_bytes(graph: OperatorGraph, operand: Operand, box: Box, tile: Tile) 
 
 
 def _read_bytes(plan: Plan) -> list[int]:
-    """Model inputs and constants: all of them on every device, and a copy of every distinct part that tiles read."""
+    """Model inputs and constants: all of them on every device, and a copy of every distinct part that tiles read.
+
+    What lies in one piece, such as samples, is read where it is; a copy of other parts may be made and kept for the backward pass.
+    """
     given = [t for t in plan.graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
     read = {(device, t.name, whole(t.shape)) for t in given for device in range(plan.device_count)}
     names = {t.name for t in given}
     for tile in plan.tiles:
         for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True):
-            if operand.tensor in names:
+            if operand.tensor in names and not in_one_piece(box, plan.graph.tensors[operand.tensor].shape):
                 read.add((tile.device, operand.tensor, box))
     return _total(plan, read)
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from soap.graph import Operand, TensorKind
-from soap.regions import Box, cells, volume
+from soap.graph import Operand, Operator, TensorKind
+from soap.regions import Box, cells, in_one_piece, volume
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
 from soap.simulator.compiled.tables import Ints, Longs
 from soap.simulator.engine import Engine
-from soap.simulator.memory import PACKING_KINDS, is_window, windows
+from soap.simulator.memory import PACKING_KINDS, is_plain, is_window, kept_share, windows
 from soap.simulator.tiling import iteration_points
 
 
@@ -110,12 +110,12 @@ class MemoryBound:
         size = {o: _volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
         saved = -(-op.saved_bytes * points // iteration_points(op))
-        kept = saved + sum(size[o] for o in op.outputs)
+        kept = self._kept(op, points, regions) + sum(size[o] for o in op.outputs)
         for operand in (op.inputs[k] for k in windows(op)):
             kept = kept + self._padded(operand, intervals, regions[operand])
         if op.kind in PACKING_KINDS:
             kept = kept + sum(size[o] for o in op.parameters)
-        read = sum((self._part(o, size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
+        read = sum((self._part(o, regions[o], size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
         wanted = [o for o in (*op.inputs, *op.outputs) if graph.tensors[o.tensor].requires_grad]
         gradients = sum((size[o] for o in wanted), saved) * int(graph.needs_backward(op))
         own = sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), np.zeros(len(points), np.int64))
@@ -123,11 +123,23 @@ class MemoryBound:
         self._rows.add([self._data.add(column) for column in (kept, read, gradients, own, numbers)])
         self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
 
-    def _part(self, operand: Operand, size: Longs) -> Longs:
-        """Bytes of the parts that tiles read of the batch and of constants; all of it is there anyway."""
+    def _kept(self, op: Operator, points: Longs, regions: Mapping[Operand, np.ndarray]) -> Longs:
+        """As ``memory.kept_share``, by tile."""
+        graph = self._engine.graph
+        inputs, parameters = ([_boxes(regions[o]) for o in operands] for operands in (op.inputs, op.parameters))
+        found = []
+        for tile, size in enumerate(points.tolist()):
+            plain = is_plain(graph, op, [boxes[tile] for boxes in inputs], [boxes[tile] for boxes in parameters])
+            found.append(kept_share(graph, op, size, plain=plain))
+        return np.array(found, np.int64)
+
+    def _part(self, operand: Operand, region: np.ndarray, size: Longs) -> Longs:
+        """Bytes of the parts of the batch and of constants that tiles may copy; all of it is there anyway."""
         tensor = self._engine.graph.tensors[operand.tensor]
-        given = tensor.kind in (TensorKind.INPUT, TensorKind.CONSTANT)
-        return np.where(size < tensor.bytes, size, 0) if given else np.zeros_like(size)
+        if tensor.kind not in (TensorKind.INPUT, TensorKind.CONSTANT):
+            return np.zeros_like(size)
+        copied = [not in_one_piece(box, tensor.shape) for box in _boxes(region)]
+        return np.where(copied, size, 0)
 
     def _padded(self, operand: Operand, intervals: np.ndarray, region: np.ndarray) -> Longs:
         """As ``memory._padded_bytes``, by tile."""

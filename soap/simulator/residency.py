@@ -3,25 +3,28 @@
 Held all the time: parameter shards, optimizer states, the buffers of gradients that are summed over devices, the whole batch and constants.
 A tile's outputs, what it saves, and the copies of its inputs live from its forward task to its own backward task and the last one (or
 transfer) that reads them; a fetched region from its first arrival to the last backward task of its consumers; a gradient on its way from
-the first task that gives a part of it to the backward task that takes it. Not counted are copies that a library may make of what it sums.
+the first task that gives a part of it to the backward task that takes it; what is sent until it has certainly left. While a tile's task
+runs, what its calls pass to each other is there as well. Not counted are copies that a library may make of what it sums.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from soap.graph import TensorKind
-from soap.regions import Box, whole
+from soap.regions import Box, in_one_piece, whole
 from soap.simulator import memory
 from soap.simulator.buckets import idle_shards, shard_bytes
 from soap.simulator.flows import box_bytes, reduced_tensor
 from soap.simulator.plan import Exchange, Fetch, Message, Part, exchange_name, message_name, reduce_name
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
-from soap.simulator.transit import is_remote, received_apart
+from soap.simulator.transit import SENT_BYTES, copied_to_send, is_remote, received_apart
 
 Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
@@ -48,6 +51,7 @@ def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int
     held.fetched()
     held.summed()
     held.gradients()
+    held.sent()
     return tuple(_curve(changes) for changes in held.changes)
 
 
@@ -121,13 +125,14 @@ class _Held:
             outputs = sum(box_bytes(plan, o.tensor, box) for o, box in zip(op.outputs, tile.outputs, strict=True))
             self.hold(tile.device, start, ends[number], outputs)
             self.hold(tile.device, start, last, kept - outputs)
+            self.hold(tile.device, *self._forward[number], memory.passing_bytes(plan, tile))
             read = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
             read += [(o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True) if (o.tensor, box) not in shards]
             for tensor, box in read:
                 before = copies.get((tile.device, tensor, box), (start, last))
                 copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], last))
         for (device, tensor, box), (start, end) in copies.items():
-            if box != whole(graph.tensors[tensor].shape) or tensor not in given:
+            if tensor not in given or not in_one_piece(box, graph.tensors[tensor].shape):
                 self.hold(device, start, end, box_bytes(plan, tensor, box))
 
     def fetched(self) -> None:
@@ -173,6 +178,7 @@ class _Held:
         """Gradients between operators, and those of parameters that a backward task makes while it runs."""
         plan, graph = self.plan, self.plan.graph
         begun: dict[int, int] = {}
+        added: dict[int, list[tuple[Span, int]]] = {}
         for (number, place), holding in self._pieces():
             fetch = plan.fetches[number]
             spans = [self._backward[tile] for tile, _ in fetch.consumers if tile in self._backward]
@@ -184,6 +190,11 @@ class _Held:
                 self.hold(fetch.device, start, back[1], box_bytes(plan, fetch.tensor, fetch.pieces[place].box))
                 start = back[0]
             begun[holding] = min(begun.get(holding, start), start)
+            if back is None:
+                added.setdefault(holding, []).extend((span, box_bytes(plan, fetch.tensor, fetch.pieces[place].box)) for span in spans)
+        for holding, parts in added.items():
+            for (start, end), size in sorted(parts)[1:]:  # beside what it is added to
+                self.hold(plan.holdings[holding].device, start, end, size)
         for holding, start in begun.items():
             held = plan.holdings[holding]
             makers = [held.tile] if held.reduction is None else plan.reductions[held.reduction].tiles
@@ -193,7 +204,28 @@ class _Held:
             tile = plan.tiles[number]
             operands = zip(plan.operator(tile).parameters, tile.parameters, strict=True)
             made = sum(box_bytes(plan, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
-            self.hold(tile.device, start, end, made)
+            self.hold(tile.device, start, end, made + memory.passing_bytes(plan, tile))
+
+    def sent(self) -> None:
+        """Copies that were made to send a message, until its answer is there; gradients that were sent, until others push them out."""
+        plan = self.plan
+        leaving: list[list[tuple[int, int]]] = [[] for _ in range(plan.device_count)]
+        for message in plan.messages:
+            part = message.parts[0]
+            back = self._returned.get(part)
+            for source, size in copied_to_send(plan, message.parts):
+                self.hold(source, self._brought[part][0], self.end_ns if back is None else back[0], size)
+            if back is not None:
+                given = [plan.fetches[number].tensor for number, _ in message.parts]
+                boxes = [plan.fetches[number].pieces[place].box for number, place in message.parts]
+                wanted = [box_bytes(plan, t, box) for t, box in zip(given, boxes, strict=True) if plan.graph.tensors[t].requires_grad]
+                leaving[message.target].append((back[1], sum(wanted)))
+        for device, sends in enumerate(leaving):
+            sends.sort()
+            together = list(accumulate(size for _, size in sends))
+            for i, (begin, size) in enumerate(sends):
+                pushed_out = max(i + 1, bisect_right(together, together[i] - size + SENT_BYTES))
+                self.hold(device, begin, sends[pushed_out][0] if pushed_out < len(sends) else self.end_ns, size)
 
     def _pieces(self) -> Iterator[tuple[Part, int]]:
         """Every piece of every fetch, with its holding."""

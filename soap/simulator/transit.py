@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from soap.simulator.buckets import bucket_bytes
 from soap.simulator.flows import box_bytes, reduced_tensor
@@ -45,15 +45,18 @@ def is_remote(plan: Plan, fetch: Fetch, piece: Piece) -> bool:
     return plan.holdings[piece.holding].device != fetch.device
 
 
+SENT_BYTES = 64 * 2**20
+"""So much may be on its way out before the runtime waits for the oldest of it."""
+
+
 def sent_bytes(plan: Plan) -> list[int]:
     """What a device sends: copies of what it gives to each other one (a whole holding by itself needs none), and gradients."""
     result = [0] * plan.device_count
     carriers: list[Message | Exchange] = [*plan.messages, *plan.exchanges]
     for carrier in carriers:
         told = carrier.parts[:1] if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST else carrier.parts
-        for (number, _), (source, _, box, holding) in zip(told, remote_parts(plan, told), strict=True):
-            if len(told) > 1 or box != plan.holdings[holding].box:
-                result[source] += box_bytes(plan, plan.fetches[number].tensor, box)
+        for source, size in copied_to_send(plan, told):
+            result[source] += size
         for (number, _), (_, target, box, _) in zip(carrier.parts, remote_parts(plan, carrier.parts), strict=True):
             tensor = plan.fetches[number].tensor
             result[target] += box_bytes(plan, tensor, box) if plan.graph.tensors[tensor].requires_grad else 0
@@ -67,6 +70,13 @@ def sent_bytes(plan: Plan) -> list[int]:
             back = len(reduction.devices) * box_bytes(plan, tensor, cell) if plan.graph.tensors[tensor].requires_grad else 0
             result[device] += box_bytes(plan, tensor, reduction.box) + back
     return result
+
+
+def copied_to_send(plan: Plan, parts: Sequence[Part]) -> Iterable[tuple[int, int]]:
+    """(device, bytes) of the copies that are made to send these parts together; a whole holding by itself needs none."""
+    for (number, _), (source, _, box, holding) in zip(parts, remote_parts(plan, parts), strict=True):
+        if len(parts) > 1 or box != plan.holdings[holding].box:
+            yield source, box_bytes(plan, plan.fetches[number].tensor, box)
 
 
 def largest_sum_bytes(plan: Plan) -> list[int]:

@@ -60,6 +60,10 @@ class ExecutableModel:
             compiled = self._compiled[key] = CompiledTile(self.program.values, program, tile)
         return compiled.run(inputs, parameters, context)
 
+    def forget_tiles(self) -> None:
+        """Let go of tiles that were compiled."""
+        self._compiled.clear()
+
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         """See ``TracedModel.unread``."""
         found: dict[str, bool] = {}

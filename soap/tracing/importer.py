@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -19,6 +19,7 @@ from soap.tracing.decompose import decompose
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.fold import fold
 from soap.tracing.fuse import Fuser
+from soap.tracing.kept import kept_bytes
 from soap.tracing.labels import batch_dimensions, gradients
 from soap.tracing.match import Group, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
@@ -64,7 +65,7 @@ def import_program(
     _warn_if_untrained(graph)
     wanted = {t.name for t in graph.parameters}
     state = {n: exported.state_dict[n] for n in dict.fromkeys(program.parameters.values()) if n in wanted}
-    return ExecutableModel(
+    model = ExecutableModel(
         graph=graph,
         parameters={n: _converted(tensor, dtype) for n, tensor in state.items()},
         buffers=program.buffers,
@@ -75,6 +76,8 @@ def import_program(
         program=program,
         unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
     )
+    model.graph = replace(graph, kept_bytes=kept_bytes(model))
+    return model
 
 
 def _unchanged(exported: ExportedProgram, program: Program, graph: OperatorGraph) -> dict[str, torch.Tensor]:

@@ -32,13 +32,20 @@ def test_data_parallel_by_hand() -> None:
         parameters=24,
         gradients=24,
         optimizer=48,
-        # half of l1 with as much saved, the loss with its half of the saved bytes and its sum; all of x and a copy of half of it
-        activations=(48 + 48) + (4 + 2 + 4) + (64 + 32),
+        # half of l1 with as much saved, the loss with its half of the saved bytes and its sum; all of x, of which half is read in its place
+        activations=(48 + 48) + (4 + 2 + 4) + 64,
         # l1's gradient at the producer and at the consumer; l1's tile (outputs, saved); adding two of l1's gradients; its weight's
         # gradient as autograd makes it, in one piece and in shards; the sum of these over the devices
         buffers=(48 + 48) + (48 + 48) + 2 * 48 + (24 + 24) + 24,
     )
     assert memory_use(build_plan(graph, batch_split(graph, [0, 1]), TWO)) == (use, use)
+
+
+def test_columns_of_the_batch_are_copied_and_rows_are_not() -> None:
+    rows, columns = (strategy(l1=on(0, 0, degrees=d), loss=on(0, degrees=(1,))) for d in ((2, 1, 1), (1, 2, 1)))
+    graph = chain(4, 6, 3)
+    assert memory._read_bytes(build_plan(graph, rows, TWO)) == [96, 96]
+    assert memory._read_bytes(build_plan(graph, columns, TWO)) == [96 + 2 * 48, 96]
 
 
 def test_optimizer_states_count_per_trainable_parameter() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 
 from soap.graph import OperatorGraph
+from soap.simulator import residency
 from soap.simulator.flows import box_bytes
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import kept_bytes, peak_bytes
@@ -36,10 +38,21 @@ def test_a_pipeline_by_hand() -> None:
     # l1's tile; from 84 on its gradient comes back; its backward task makes the weight's, which is kept to the end.
     always = batch + 3 * weight
     assert points(first) == {0: always + tile, 84: always + tile + l1, 132: always + tile + l1 + 2 * weight, 180: always + weight, 181: 0}
-    # l1 arrives from 24 on, the loss is computed at 72, its gradient from 76 on, which is sent until 132.
+    # l1 arrives from 24 on, the loss is computed at 72, its gradient from 76 on, which is sent until 132, and kept.
     rise = {0: batch, 24: batch + l1, 72: batch + l1 + loss, 76: batch + 2 * l1 + loss}
-    assert points(second) == {**rise, 84: batch + l1, 132: batch, 181: 0}
+    assert points(second) == {**rise, 84: batch + l1, 132: batch + l1, 181: 0}
     assert (first.peak_bytes, second.peak_bytes) == (always + tile + l1 + 2 * weight, batch + 2 * l1 + loss)
+
+
+def test_what_is_sent_is_kept_until_later_messages_push_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of l1 go to a device of their own and come back one after the other; each half's gradient has 24 bytes."""
+    chosen = strategy(l1=on(0, 0, degrees=(2, 1, 1)), loss=on(1, 1, degrees=(2,)))
+    ends = []
+    for limit in (48, 24):
+        monkeypatch.setattr(residency, "SENT_BYTES", limit)
+        curve = memory_over_time(*played(chain(4, 2, 3), chosen), 2)[1]
+        ends.append(curve.bytes_held[-2])
+    assert ends == [32 + 48, 32 + 24]  # with the batch
 
 
 def test_gradients_that_are_summed_have_their_buffers_all_the_time() -> None:

@@ -1,0 +1,125 @@
+"""Predicted against measured peak memory of each rank: small zoo models under data parallelism, Megatron, one device per layer, and random
+strategies.
+
+    python -m benchmarks.memory [--ranks N] [--random K] [--optimizer adam] [MODEL …]
+
+"predicted": the most that the simulated order holds at any time. "bound": what decides whether a strategy fits, for any order. Both are
+given as ratios to what was measured: above 1 is on the safe side. Measured: torch's allocations from before the shards are made to the end
+of the third step, the model as it was loaded not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from soap import api, zoo
+from soap.cli.run import OPTIMIZER_STATES
+from soap.graph import OperatorGraph
+from soap.presets import local_topology
+from soap.runtime.launch import launch
+from soap.runtime.memory import peak_memory
+from soap.runtime.trainer import Trainer
+from soap.runtime.world import close_world, open_world
+from soap.simulator.reference import execution_order
+from soap.strategies import CLASSICAL, random_strategy
+from soap.strategy import Strategy
+from soap.topology import Topology
+
+CLASSICAL_NAMES = ("data_parallel", "megatron", "model_parallel")
+OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+STEPS = 3
+SAFE, CLOSE = 1.0, 1.15
+"""To reach: never under, and at most so much over."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One strategy of one model. ``predicted``, ``bound``: bytes by device."""
+
+    model: str
+    name: str
+    strategy: Strategy
+    order: tuple[int, ...]
+    predicted: tuple[int, ...]
+    bound: tuple[int, ...]
+
+
+def strategies(spec: str, graph: OperatorGraph, topology: Topology, randoms: int) -> dict[str, Strategy]:
+    """The compared strategies by name; the random ones are a function of the model's name and their number."""
+    found = {name: CLASSICAL[name](graph, topology) for name in CLASSICAL_NAMES}
+    return found | {f"random {i}": random_strategy(graph, topology, random.Random(f"{spec}/{i}")) for i in range(randoms)}
+
+
+def cases(spec: str, topology: Topology, randoms: int, optimizer: str) -> list[Case]:
+    """All strategies of a model, with what is predicted for them."""
+    graph = api.load(spec, plan_only=True).graph
+    simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[optimizer])
+    found = []
+    for name, strategy in strategies(spec, graph, topology, randoms).items():
+        run = simulator.run(strategy)
+        order = tuple(execution_order(run.tasks, run.schedule))
+        found.append(Case(spec, name, strategy, order, run.peak_bytes, tuple(use.total for use in run.memory)))
+    return found
+
+
+def measure(cases: Sequence[Case], topology: Topology, optimizer: str) -> list[int]:
+    """On every rank: its peak in each case."""
+    world = open_world(topology.device_count, topology.devices[0].type.kind, "gloo")
+    try:
+        return [_peak(case, topology, optimizer) for case in cases]
+    finally:
+        close_world(world)
+
+
+def _peak(case: Case, topology: Topology, optimizer: str) -> int:
+    model = api.load(case.model)
+    gc.collect()
+    with peak_memory(torch.device("cpu")) as peak:
+        trainer = Trainer(
+            model, (case.strategy, topology), case.order, optimizer=lambda tensors: OPTIMIZERS[optimizer](tensors, lr=0.01)  # type: ignore[call-arg]
+        )
+        batch = [tensor.clone() for tensor in model.example_inputs]
+        for _ in range(STEPS):
+            trainer.step(*batch)
+    trainer.close()
+    return peak.bytes
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="memory", description="Predicted against measured peak memory of each rank.")
+    parser.add_argument("models", metavar="MODEL", nargs="*", default=[f"zoo:{name}:tiny" for name in zoo.names()])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--random", type=int, default=3, help="random strategies per model")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adam")
+    args = parser.parse_args(argv)
+    topology = local_topology(args.ranks)
+    found = [case for spec in args.models for case in cases(spec, topology, args.random, args.optimizer)]
+    measured = launch(args.ranks, measure, (found, topology, args.optimizer))
+    print("| model | strategy | measured, KiB | predicted / measured | bound / measured |\n|---|---|---|---|---|")
+    ratios, bounds = [], []
+    for number, case in enumerate(found):
+        peaks = [max(1, measured[rank][number]) for rank in range(args.ranks)]
+        own = [predicted / peak for predicted, peak in zip(case.predicted, peaks, strict=True)]
+        most = [bound / peak for bound, peak in zip(case.bound, peaks, strict=True)]
+        shown = [" ".join(f"{value:.2f}" for value in values) for values in (own, most)]
+        print(f"| {case.model} | {case.name} | {' '.join(f'{peak / 1024:.0f}' for peak in peaks)} | {shown[0]} | {shown[1]} |")
+        ratios += own
+        bounds += most
+    for what, values in (("predicted", ratios), ("bound", bounds)):
+        safe, close = (sum(test) for test in ([v >= SAFE for v in values], [SAFE <= v <= CLOSE for v in values]))
+        print(
+            f"\n{what}: median {median(values):.2f}, from {min(values):.2f} to {max(values):.2f}; "
+            f"never under in {safe} of {len(values)}, and at most {CLOSE - 1:.0%} over in {close}"
+        )
+
+
+if __name__ == "__main__":
+    main()
