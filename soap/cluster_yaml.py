@@ -40,6 +40,7 @@ from typing import Any
 import yaml
 
 from soap.cluster_build import build_cluster
+from soap.emulated_cluster import FAMILY as EMULATED
 from soap.errors import TopologyError
 from soap.files import read_text
 from soap.presets import device_types, preset
@@ -121,6 +122,8 @@ def _preset(name: str) -> Topology:
 
 
 def _is_file_name(spec: str) -> bool:
+    if spec.startswith(f"{EMULATED}:"):  # whose rates have a slash
+        return False
     return spec.endswith((".yaml", ".yml", ".json")) or "/" in spec or "\\" in spec or Path(spec).is_file()
 
 

@@ -1,7 +1,7 @@
 """Clusters known by name, and the data of the devices in them.
 
 The figures lie in ``soap/profiles/data``: there every number stands beside its source, as ``{"value": …, "source": …}``, and assumptions
-say that they are some. ``local:N`` is made from this machine.
+say that they are some. ``local:N`` and ``emulated:HxD@RATE`` are made from this machine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from soap.cluster_build import build_cluster, own_types
+from soap.emulated_cluster import FAMILY as EMULATED
+from soap.emulated_cluster import emulated_topology, parse_emulated
 from soap.errors import TopologyError
 from soap.fields import Fields
 from soap.topology import Device, DeviceType, Host, Link, Topology
@@ -28,18 +30,32 @@ LOCAL_LATENCY_SECONDS = 50e-6
 """One message between two processes: two system calls and a wake-up, with Python around them. An assumption, not measured."""
 
 MAX_LOCAL_DEVICES = 1024
+LOCAL = "local"
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names that ``preset`` takes; ``local:N`` stands for any number N."""
-    return ("local:N", *_data("clusters.json"))
+    """Names that ``preset`` takes; ``local:N`` stands for any number N, ``emulated:HxD@RATE`` for H hosts with D devices each."""
+    return (f"{LOCAL}:N", f"{EMULATED}:HxD@RATE", *_data("clusters.json"))
+
+
+def family(name: str) -> str | None:
+    """``local`` or ``emulated`` if the name is one of these families', which are made from this machine; else None."""
+    first = name.partition(":")[0]
+    return first if first in (LOCAL, EMULATED) else None
+
+
+def says_all(name: str) -> bool:
+    """Whether a cluster's name is a preset's, so that it needs no file."""
+    return family(name) is not None or name in _data("clusters.json")
 
 
 def preset(name: str) -> Topology:
     """The cluster of this name; TopologyError with all names if there is none."""
-    family, _, number = name.partition(":")
-    if family == "local":
-        return local_topology(_local_count(name, number))
+    if family(name) == LOCAL:
+        return local_topology(_local_count(name, name.partition(":")[2]))
+    if family(name) == EMULATED:
+        shape = parse_emulated(name, MAX_LOCAL_DEVICES)
+        return emulated_topology(shape, local_topology(shape.device_count))
     clusters = _data("clusters.json")
     if name not in clusters:
         near = difflib.get_close_matches(name, clusters, 1)

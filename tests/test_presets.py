@@ -139,11 +139,13 @@ def test_local_is_the_same_cluster_every_time():
         ("local:99999", "cluster 'local:99999': '99999' is no number of devices; expected 1 to 1024, such as 'local:4'"),
         (
             "p100-4x8",
-            "unknown cluster 'p100-4x8'; expected one of local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8: did you mean 'p100-4x4'?",
+            "unknown cluster 'p100-4x8'; expected one of local:N, emulated:HxD@RATE, "
+            "p100-4x4, k80-16x4, titanxp-8x6, h200-8: did you mean 'p100-4x4'?",
         ),
         (
             "moon",
-            "unknown cluster 'moon'; expected one of local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8: or give the path of a YAML file",
+            "unknown cluster 'moon'; expected one of local:N, emulated:HxD@RATE, "
+            "p100-4x4, k80-16x4, titanxp-8x6, h200-8: or give the path of a YAML file",
         ),
     ],
 )
@@ -154,4 +156,4 @@ def test_unknown_names_list_the_known_ones(name, line):
 
 
 def test_names():
-    assert preset_names() == ("local:N", "p100-4x4", "k80-16x4", "titanxp-8x6", "h200-8")
+    assert preset_names() == ("local:N", "emulated:HxD@RATE", "p100-4x4", "k80-16x4", "titanxp-8x6", "h200-8")

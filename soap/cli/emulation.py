@@ -1,0 +1,165 @@
+"""``soap-run --emulate``: the cluster on this box, and what crossed its hosts' links beside what the plan says."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from soap.cli.command import Parser, UsageError
+from soap.cli.tables import aligned
+from soap.emulation.hosts import Card, HostLimits, host_limits
+from soap.emulation.network import MTU_BYTES
+from soap.emulation.placement import Placement
+from soap.emulation.support import require_support
+from soap.errors import RuntimeFailure
+from soap.profiles.measure_machine import cpu_cores
+from soap.simulator.simulate import Simulation
+from soap.simulator.tasks import TaskKind
+from soap.simulator.timeline import link_bytes
+
+if TYPE_CHECKING:
+    from soap.cli.training import Job
+    from soap.runtime.measure import StepTimes
+
+HEADER_BYTES = 66
+"""Of a frame: Ethernet, IP, and TCP with its time stamps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where ranks go, and by which address they reach the launcher: arguments of ``launch``."""
+
+    place: Placement | None = None
+    address: str = "localhost"  # as ``launch`` has it, whose module needs torch
+
+
+def add_emulation(parser: Parser) -> None:
+    """``--emulate`` and ``--emulate-scale``."""
+    parser.add_argument(
+        "--emulate", action="store_true", help="make the cluster's hosts, links and CPU shares on this Linux box; needs root"
+    )
+    parser.add_argument(
+        "--emulate-scale",
+        metavar="S",
+        type=_scale,
+        help="multiply link rates and CPU shares by S, at most 1; predicted times are divided by it (default 1)",
+    )
+
+
+def check_possible(args: argparse.Namespace) -> None:
+    """UsageError or RuntimeFailure if the options or this system do not allow an emulation that is asked for."""
+    if not args.emulate:
+        if args.emulate_scale is not None:
+            raise UsageError("--emulate-scale changes an emulated cluster; expected --emulate with it")
+        return
+    if "RANK" in os.environ:
+        raise UsageError("--emulate starts the processes itself; expected no torchrun: run soap-run alone")
+    require_support()
+
+
+def limits(job: Job, scale: float) -> tuple[HostLimits, ...]:
+    """What is to be emulated for a job. RuntimeFailure if its cluster cannot be emulated on this machine."""
+    kinds = {job.device_kind} if job.device_kind else {device.type.kind for device in job.topology.devices}
+    if "cuda" in kinds:
+        raise RuntimeFailure(
+            f"--emulate slows down CPUs, but cluster {job.topology.name!r} is to run on GPUs; use --device cpu or another cluster"
+        )
+    return host_limits(job.topology, scale, cpu_cores())
+
+
+@contextmanager
+def cluster(hosts: Sequence[HostLimits]) -> Iterator[Placed]:
+    """What ``launch`` has to be told, while the hosts are there; the usual if there are none to emulate."""
+    if not hosts:
+        yield Placed()
+        return
+    from soap.emulation.emulate import emulated  # locks files in a way that only Unix has
+
+    with emulated(hosts) as emulation:
+        yield Placed(emulation.place, emulation.address)
+
+
+def planned_bytes(simulation: Simulation, micro_batches: int) -> Mapping[str, int]:
+    """Bytes by link of a step of several iterations of which only the last synchronizes gradients."""
+    tasks = simulation.tasks
+    whole = link_bytes(tasks)
+    if micro_batches == 1:
+        return whole
+    last = link_bytes(replace(tasks, tasks=tuple(task for task in tasks.tasks if task.kind is TaskKind.SYNC)))
+    return {name: micro_batches * size - (micro_batches - 1) * last[name] for name, size in whole.items()}
+
+
+def crossed(hosts: Sequence[HostLimits], simulation: Simulation, micro_batches: int, measured: StepTimes) -> list[dict[str, Any]]:
+    """For each host, bytes in all timed steps: counted by its network card, and planned. As plain JSON values."""
+    planned, steps = planned_bytes(simulation, micro_batches), len(measured.times_ns)
+    links = simulation.tasks.topology.links
+
+    def plan(card: Card | None) -> int:
+        return 0 if card is None else steps * planned[links[card.link].name]
+
+    rows = []
+    for host in hosts:
+        sent, received = measured.card_bytes[host.ranks[0]]  # all ranks of a host read the same card
+        entry = {"host": host.name, "sent_bytes": sent, "planned_sent_bytes": plan(host.sending)}
+        rows.append({**entry, "received_bytes": received, "planned_received_bytes": plan(host.receiving)})
+    return rows
+
+
+def document(hosts: Sequence[HostLimits], scale: float) -> dict[str, Any] | None:
+    """What was emulated, as plain JSON values; None if nothing was."""
+    if not hosts:
+        return None
+    entries = [
+        {
+            "name": host.name,
+            "ranks": list(host.ranks),
+            "cores": host.cores,
+            "sending_bytes_per_second": host.sending.bytes_per_second if host.sending else None,
+            "receiving_bytes_per_second": host.receiving.bytes_per_second if host.receiving else None,
+            "local_bytes_per_second": host.local_bytes_per_second,
+        }
+        for host in hosts
+    ]
+    return {"scale": scale, "mtu_bytes": MTU_BYTES, "hosts": entries}
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """What crossed the hosts' links, as a short table per strategy; empty if nothing was emulated."""
+    if report["emulation"] is None:
+        return ""
+    parts = []
+    for name, entry in report["strategies"].items():
+        if not entry["links"]:
+            continue
+        steps = len(entry["steps_ns"])
+        rows: list[tuple[str, ...]] = [(f"bytes per step, {name}", "sent", "planned", "ratio", "received", "planned", "ratio")]
+        for row in entry["links"]:
+            cells = [row["host"]]
+            for way in ("sent", "received"):
+                counted, planned = row[f"{way}_bytes"], row[f"planned_{way}_bytes"]
+                cells += [f"{counted / steps:,.0f}", f"{planned / steps:,.0f}", f"{counted / planned:.3f}" if planned else ""]
+            rows.append(tuple(cells))
+        parts.append(aligned(rows))
+    emulation = report["emulation"]
+    share = HEADER_BYTES / (emulation["mtu_bytes"] - HEADER_BYTES + 14)  # the MTU does not count Ethernet's header
+    parts.append(
+        f"  counted by the hosts' network cards, headers ({share:.1%} of full frames) and acknowledgements included,\n"
+        "  and the two barriers around each step, by which it is timed; latency is not emulated"
+    )
+    if emulation["scale"] != 1:
+        parts.append(f"  link rates and CPU shares times {emulation['scale']:g}; predicted times are divided by it")
+    return "\n".join(parts)
+
+
+def _scale(value: str) -> float:
+    try:
+        scale = float(value)
+    except ValueError:
+        scale = 0.0
+    if not 0 < scale <= 1:
+        raise argparse.ArgumentTypeError(f"{value!r} is not allowed; expected a number above 0 and at most 1")
+    return scale

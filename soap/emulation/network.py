@@ -1,0 +1,102 @@
+"""Hosts as network namespaces, each with one cable to a bridge, and a token bucket at both ends of it.
+
+The bridge has a namespace of its own: the box's firewall, which may forward nothing (Docker's does so), has no say there. One more
+cable leads from it to the box, on which the launcher is reached.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from ipaddress import IPv4Interface
+
+from soap.emulation.commands import run
+from soap.emulation.hosts import HostLimits
+from soap.emulation.names import (
+    INTERFACE,
+    INTERFACES,
+    NAMESPACES,
+    box_address,
+    bridge_name,
+    host_address,
+    host_name,
+    names_in,
+    subnet,
+)
+from soap.errors import RuntimeFailure
+
+BRIDGE, BOX = "bridge", "box"
+"""The bridge, and the end of the box's cable, within their namespace."""
+MTU_BYTES = 9000
+"""Jumbo frames, as clusters have them: headers are 0.7% of a full frame. A token bucket counts them, too."""
+BURST_BYTES = 128 * 1024
+"""What a bucket holds: more than the 64 KiB that the kernel hands over at once, or it would have to cut that up."""
+QUEUE_MS = 100
+"""How long what waits before a bucket may wait."""
+
+
+def build(number: int, hosts: Sequence[HostLimits]) -> None:
+    """Make bridge, namespaces, cables and buckets. RuntimeFailure if something of it cannot be made; ``remove`` removes the rest."""
+    switch = bridge_name(number)
+    names = [host_name(number, host) for host in range(len(hosts))]
+    root = [
+        *(f"netns add {name}" for name in (switch, *names)),
+        f"link add {switch} mtu {MTU_BYTES} type veth peer name {BOX} netns {switch} mtu {MTU_BYTES}",
+        f"link set dev {switch} addrgenmode none",  # or the kernel sends about IPv6 addresses, which would be counted
+        f"addr add {box_address(number)}/24 dev {switch}",
+        f"link set dev {switch} up",
+    ]
+    run("ip", "-batch", "-", lines=root)
+    inside = [f"link add {BRIDGE} mtu {MTU_BYTES} type bridge mcast_snooping 0"]
+    inside += [f"link add {name} mtu {MTU_BYTES} type veth peer name {INTERFACE} netns {name} mtu {MTU_BYTES}" for name in names]
+    inside += [f"link set dev {name} addrgenmode none" for name in (BRIDGE, BOX, *names)]
+    inside += [f"link set dev {name} master {BRIDGE} up" for name in (BOX, *names)]
+    run("ip", "-n", switch, "-batch", "-", lines=[*inside, f"link set dev {BRIDGE} up"])
+    for host, limits in enumerate(hosts):
+        _set_up_host(number, host, limits)
+    receiving = [_bucket(host_name(number, i), limits.receiving.bytes_per_second) for i, limits in enumerate(hosts) if limits.receiving]
+    run("tc", "-n", switch, "-batch", "-", lines=receiving)
+
+
+def _set_up_host(number: int, host: int, limits: HostLimits) -> None:
+    """What is within a namespace."""
+    name = host_name(number, host)
+    commands = [
+        "link set dev lo up",
+        f"link set dev {INTERFACE} addrgenmode none",
+        f"addr add {host_address(number, host)}/24 dev {INTERFACE}",
+        f"link set dev {INTERFACE} up",
+    ]
+    run("ip", "-n", name, "-batch", "-", lines=commands)
+    buckets = [_bucket(INTERFACE, limits.sending.bytes_per_second)] if limits.sending else []
+    if limits.local_bytes_per_second is not None:
+        buckets.append(_bucket("lo", limits.local_bytes_per_second))
+    if buckets:
+        run("tc", "-n", name, "-batch", "-", lines=buckets)
+
+
+def _bucket(interface: str, bytes_per_second: float) -> str:
+    bits_per_second = max(8, round(8 * bytes_per_second))
+    return f"qdisc add dev {interface} root tbf rate {bits_per_second}bit burst {BURST_BYTES}b latency {QUEUE_MS}ms"
+
+
+def remove(number: int) -> list[str]:
+    """Remove all network devices and namespaces of this emulation; what of it could not be removed, with reasons."""
+    for name in names_in(NAMESPACES, number):
+        with suppress(RuntimeFailure):
+            run("ip", "netns", "del", name)
+    for name in names_in(INTERFACES, number):  # one end of a cable takes the other with it, wherever that is
+        with suppress(RuntimeFailure):
+            run("ip", "link", "del", name)
+    left = [f"namespace {name}" for name in names_in(NAMESPACES, number)]
+    return left + [f"network device {name}" for name in names_in(INTERFACES, number)]
+
+
+def is_subnet_free(number: int) -> bool:
+    """Whether no network device of this box has an address in the emulation's subnet."""
+    for device in json.loads(run("ip", "-j", "-4", "addr", "show") or "[]"):
+        for address in device.get("addr_info", ()):
+            if IPv4Interface(f"{address['local']}/{address['prefixlen']}").network.overlaps(subnet(number)):
+                return False
+    return True

@@ -1,0 +1,54 @@
+"""What a rank does to be on its host, and what its host's network card has counted."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from soap.emulation.names import INTERFACE, NAMESPACES
+from soap.errors import RuntimeFailure
+
+CLONE_NEWNET = 0x40000000
+PR_SET_PDEATHSIG = 1
+COUNTERS = Path("/proc/thread-self/net/dev")
+"""Unlike /sys, which shows the namespace in which it was mounted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Puts this process onto the host of its rank; to be called before any thread is made that communicates.
+
+    ``hosts``: (namespace, control group) of each rank.
+    """
+
+    hosts: tuple[tuple[str, str], ...]
+
+    def __call__(self, rank: int) -> None:
+        """Join the control group, then the namespace; gloo takes the network card there. The process ends with its launcher."""
+        namespace, group = self.hosts[rank]
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        try:
+            (Path(group) / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+            descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as cause:
+            raise RuntimeFailure(f"emulated host {namespace}: {cause.strerror}; it was removed meanwhile: start again") from None
+        try:
+            if libc.setns(descriptor, CLONE_NEWNET):  # os.setns is there from Python 3.12 on
+                raise RuntimeFailure(f"emulated host {namespace}: {os.strerror(ctypes.get_errno())}; expected that root may enter it")
+        finally:
+            os.close(descriptor)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+def card_counters() -> tuple[int, int]:
+    """Bytes (sent, received) by the network card of this process's host since it was made, headers included."""
+    for line in COUNTERS.read_text(encoding="ascii").splitlines():
+        name, found, figures = line.partition(":")
+        if found and name.strip() == INTERFACE:
+            values = figures.split()
+            return int(values[8]), int(values[0])
+    raise RuntimeFailure(f"no network card {INTERFACE!r} here; expected to be on an emulated host")

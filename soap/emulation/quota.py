@@ -1,0 +1,117 @@
+"""A CPU quota per host by control groups, of either version; a host's group also says which processes belong to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from soap.emulation.names import group_name, names_in
+from soap.errors import RuntimeFailure
+
+PERIOD_US = 5000
+"""Short, so that a slowed process runs evenly rather than in long bursts with long pauses."""
+LEAST_QUOTA_US = 1000
+"""The kernel takes none below it: smaller shares get a longer period."""
+LONGEST_PERIOD_US = 1_000_000
+PATIENCE_S = 5.0
+"""How long processes that were killed may take to be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuGroups:
+    """Where CPU control groups are made. ``unified``: version 2."""
+
+    root: Path
+    unified: bool
+
+    def group(self, number: int, host: int) -> Path:
+        """A host's group."""
+        return self.root / group_name(number) / f"host{host}"
+
+
+def find_cpu_groups(mounts: Path = Path("/proc/self/mounts")) -> CpuGroups | None:
+    """The mounted control groups that can limit CPU time, or None."""
+    for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+        _, folder, kind, options, *_ = line.split()
+        root = Path(folder.replace("\\040", " "))
+        if kind == "cgroup" and "cpu" in options.split(","):
+            return CpuGroups(root, False)
+        if kind == "cgroup2":
+            with suppress(OSError):
+                if "cpu" in (root / "cgroup.controllers").read_text(encoding="ascii").split():
+                    return CpuGroups(root, True)
+    return None
+
+
+def quota_us(cores: float) -> tuple[int, int]:
+    """(CPU time, period) in microseconds that make so many cores."""
+    period = min(LONGEST_PERIOD_US, max(PERIOD_US, round(LEAST_QUOTA_US / cores)))
+    return max(LEAST_QUOTA_US, round(cores * period)), period
+
+
+def build(groups: CpuGroups, number: int, cores: Sequence[float]) -> None:
+    """Make a group per host with its share of CPU time, in cores. RuntimeFailure if the system refuses."""
+    folder = groups.root / group_name(number)
+    try:
+        if groups.unified:
+            _write(groups.root / "cgroup.subtree_control", "+cpu")
+        folder.mkdir()
+        if groups.unified:
+            _write(folder / "cgroup.subtree_control", "+cpu")
+        for host, share in enumerate(cores):
+            group = groups.group(number, host)
+            group.mkdir()
+            quota, period = quota_us(share)
+            if groups.unified:
+                _write(group / "cpu.max", f"{quota} {period}")
+            else:
+                _write(group / "cpu.cfs_period_us", str(period))
+                _write(group / "cpu.cfs_quota_us", str(quota))
+    except OSError as cause:
+        raise RuntimeFailure(
+            f"--emulate: CPU quota in {folder}: {cause.strerror}; expected that root may write there: in a container, mount its control "
+            "groups writable (with docker: --privileged)"
+        ) from None
+
+
+def processes(groups: CpuGroups, number: int) -> list[int]:
+    """Ids of all processes on the hosts of this emulation."""
+    found: set[int] = set()
+    for path in (groups.root / group_name(number)).glob("**/cgroup.procs"):
+        with suppress(OSError):
+            found.update(map(int, path.read_text(encoding="ascii").split()))
+    return sorted(found)
+
+
+def remove(groups: CpuGroups, number: int) -> list[str]:
+    """End all processes of this emulation and remove its groups; what of it could not be removed."""
+    end_s = time.monotonic() + PATIENCE_S
+    while (alive := processes(groups, number)) and time.monotonic() < end_s:
+        for process in alive:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+    folder = groups.root / group_name(number)
+    for group in (*sorted(folder.glob("*/")), folder):
+        while group.is_dir():
+            try:
+                group.rmdir()
+            except OSError:  # a process that has just ended may still be in it
+                if time.monotonic() > end_s:
+                    break
+                time.sleep(0.01)
+    return [f"process {process}" for process in alive] + ([f"control group {folder}"] if folder.exists() else [])
+
+
+def known_numbers(groups: CpuGroups) -> list[str]:
+    """Names of all emulations' groups."""
+    return names_in(groups.root)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="ascii")
