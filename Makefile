@@ -31,7 +31,7 @@ demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy o
 	$(PY) -m examples.demo
 
 test: lint types  ## everything: lint, types, all tests (with a wheel built and imported)
-	$(PY) -m pytest -n $(WORKERS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 quick: lint types  ## the same without the slow tests: under three minutes
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 import soap
 from benchmarks.models import Made, make_model
 from soap import api
+from soap.runtime.memory import peak_memory
 from soap.runtime.trainer import Trainer
 from soap.runtime.world import choose_device, close_world, open_world, world_size
 from soap.simulator.reference import execution_order
@@ -170,19 +170,12 @@ def peak_bytes(contest: Contest, ours: bool) -> int:
     """Most tensor memory that a rank holds at once, from before it has the model to the end of the third step; the worst rank's."""
     world = open_world(world_size(os.environ), contest.device, "gloo")
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with peak_memory(world.device) as peak:
             step = (soap_step if ours else PEERS[contest.theirs])(contest)
             gc.collect()
             for _ in range(3):
                 step()
-        if contest.device == "cuda":
-            return torch.cuda.max_memory_allocated()
-        events = sorted((e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
-        held = highest = 0
-        for _, change in events:
-            held += change
-            highest = max(highest, held)
-        worst = torch.tensor(highest)
+        worst = torch.tensor(peak.bytes)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         return int(worst)
     finally:

@@ -13,6 +13,7 @@ import soap
 from soap.zoo.alexnet import AlexNet, AlexNetConfig
 from soap.zoo.dlrm import DLRM, DLRMConfig
 from soap.zoo.gpt import GPT, GPTConfig
+from soap.zoo.nmt import Translator, TranslatorConfig
 from soap.zoo.recipe import labelled_images, tokens
 from soap.zoo.recurrent import LanguageModel, RecurrentConfig
 from soap.zoo.resnet import ResNet, ResNetConfig
@@ -31,7 +32,7 @@ def export_model(name: str, folder: Path) -> Path:
 
 def make_model(name: str) -> Made:
     """The model of this name with an example batch, drawn from torch's generator."""
-    return {**MODELS, **RUNTIME_MODELS}[name]()
+    return {**MODELS, **RUNTIME_MODELS, **EMULATED_MODELS}[name]()
 
 
 def _text(batch: int, length: int, vocabulary: int) -> tuple[Tensor, ...]:
@@ -49,8 +50,15 @@ def _gpt(vocabulary: int, context: int, width: int, layers: int, batch: int, hea
     return GPT(config), _text(batch, context, vocabulary)
 
 
-def _dlrm(batch: int) -> Made:
-    config = DLRMConfig(rows=(400_000, 200_000, 100_000, 5000, 100, 20), bottom=(13, 512, 256, 64), top=(512, 256, 1))
+def _nmt(vocabulary: int, width: int, steps: int, batch: int) -> Made:
+    config = TranslatorConfig(vocabulary=vocabulary, width=width, source_steps=steps, target_steps=steps)
+    source, (target, labels) = tokens(batch, steps, vocabulary), _text(batch, steps, vocabulary)
+    return Translator(config), (source, target, labels)
+
+
+def _dlrm(batch: int, largest: int = 400_000) -> Made:
+    rows = (largest, largest // 2, largest // 4, 5000, 100, 20)
+    config = DLRMConfig(rows=rows, bottom=(13, 512, 256, 64), top=(512, 256, 1))
     categories = torch.stack([torch.randint(rows, (batch,)) for rows in config.rows], dim=1)
     return DLRM(config), (torch.rand(batch, config.bottom[0]), categories, torch.randint(2, (batch,)).float())
 
@@ -60,8 +68,8 @@ def _alexnet(batch: int) -> Made:
     return AlexNet(config), labelled_images(batch, config.image, config.classes)
 
 
-def _resnet50(image: int, batch: int) -> Made:
-    config = ResNetConfig((3, 4, 6, 3), image=image, classes=100)
+def _resnet50(image: int, batch: int, width: int = 64) -> Made:
+    config = ResNetConfig((3, 4, 6, 3), image=image, width=width, classes=100)
     return ResNet(config), labelled_images(batch, config.image, config.classes)
 
 
@@ -85,3 +93,12 @@ RUNTIME_MODELS: dict[str, Callable[[], Made]] = {
     "runtime-rnnlm-short": partial(_recurrent, vocabulary=2000, width=256, steps=40, chunk=8, batch=32),
 }
 """For ``benchmarks.runtime``: steps long enough for 1% to be seen, sides that PyTorch's own tools can train."""
+
+EMULATED_MODELS: dict[str, Callable[[], Made]] = {
+    "emulated-rnnlm": partial(_recurrent, vocabulary=2000, width=256, steps=24, chunk=8, batch=32),
+    "emulated-gpt": partial(_gpt, vocabulary=2000, context=128, width=192, layers=4, batch=8),
+    "emulated-resnet50": partial(_resnet50, image=64, batch=16, width=24),
+    "emulated-nmt": partial(_nmt, vocabulary=2000, width=192, steps=16, batch=32),
+    "emulated-dlrm": partial(_dlrm, batch=256, largest=20_000),
+}
+"""For ``benchmarks.accuracy``: 8 to 14 MB of parameters, which four hosts sum at 200 Mbit/s in 0.5 to 0.8 s."""

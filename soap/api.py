@@ -7,16 +7,18 @@ A model may be given as what ``load`` returns, as an ``OperatorGraph``, or as te
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from soap import cluster_yaml, strategy_json
-from soap.errors import ModelError, StrategyError
+from soap.errors import ModelError, ProfileError, SoapWarning, StrategyError
 from soap.files import read_text, write_bytes_atomically, write_text_atomically
 from soap.graph import OperatorGraph
+from soap.presets import family
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
 from soap.search.constraints import Pairs, pairs_of, parse
@@ -26,6 +28,7 @@ from soap.search.metropolis import DEFAULT_BETA
 from soap.search.plot import plot
 from soap.search.record import SearchResult
 from soap.search.starts import DYNAMIC
+from soap.simulator.costs import CostModel
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy, SyncConfig
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from soap.search.bounds import LowerBound
+    from soap.simulator.tasks import TaskGraph
     from soap.tracing.model import TracedModel
 
 T = TypeVar("T")
@@ -43,6 +47,10 @@ Model: TypeAlias = "TracedModel | OperatorGraph | str | Path"
 Cluster: TypeAlias = "Topology | str | Path"
 Constraints: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]]"
 """Pattern of operator names -> what is said of these operators (``soap.search.constraints``); pairs where a pattern occurs twice."""
+
+CostSource = Literal["auto", "estimate"]
+"""``auto``: what ``soap-profile`` has measured for the cluster's devices, as far as it goes; ``estimate``: only their figures."""
+COST_SOURCES: tuple[CostSource, ...] = ("auto", "estimate")
 
 DEFAULT_BUDGET = 10_000
 """Proposals: seconds to a few minutes for the models of the zoo."""
@@ -94,12 +102,12 @@ def load(
 
 
 def load_cluster(spec: str | Path) -> Topology:
-    """The cluster of a YAML file or a preset; ``local:N`` is this machine, measured once and then remembered."""
+    """The cluster of a YAML file or a preset; ``local:N`` and ``emulated:HxD@RATE`` are this machine, measured once and then remembered."""
     topology = cluster_yaml.load_cluster(spec)
-    if isinstance(spec, str) and topology.name == spec and spec.partition(":")[0] == "local":
-        from soap.profiles.measure_machine import measured_local_topology
+    if isinstance(spec, str) and topology.name == spec and family(spec) is not None:
+        from soap.profiles.measure_machine import measured_topology
 
-        return measured_local_topology(topology.device_count)
+        return measured_topology(topology)
     return topology
 
 
@@ -189,7 +197,7 @@ class SearchOutcome:
             "starts": {start.name: {"predicted_ns": start.cost_ns, "fits": start.fits} for start in result.starts},
             "memory_bytes": [use.total for use in self.simulation.memory],
             "bytes_moved": self.simulation.bytes_moved,
-            "costs": {"description": self.simulator.costs.description, "hash": self.simulator.costs_hash},
+            "costs": costs_record(self.simulator, self.simulation.tasks),
             "search": {
                 "seed": result.seed,
                 "budget": result.budget,
@@ -233,6 +241,7 @@ def search(
     forbidden: Constraints = (),
     syncs: Sequence[SyncConfig] = (),
     optimizer_states: int = OPTIMIZER_STATES,
+    costs: CostSource = "auto",
     progress: bool = False,
     seconds: float | None = None,
     cores: int | None = None,
@@ -246,7 +255,7 @@ def search(
     Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search. Ctrl-C ends it with the best so far
     (``result.interrupted``).
     """
-    simulator = simulator_for(model, cluster, optimizer_states=optimizer_states)
+    simulator = simulator_for(model, cluster, optimizer_states=optimizer_states, costs=costs)
     from soap.simulator.incremental import IncrementalSimulator  # numba takes a second to import: only for who searches
 
     evaluator = IncrementalSimulator(simulator)
@@ -288,9 +297,16 @@ def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[s
     return {DYNAMIC: lambda: dynamic_strategy(space, simulator.topology, simulator.costs)}
 
 
-def simulate(model: Model, cluster: Cluster, strategy: Strategy | str, *, optimizer_states: int = OPTIMIZER_STATES) -> Simulation:
+def simulate(
+    model: Model,
+    cluster: Cluster,
+    strategy: Strategy | str,
+    *,
+    optimizer_states: int = OPTIMIZER_STATES,
+    costs: CostSource = "auto",
+) -> Simulation:
     """Predict one training iteration. ``strategy`` may be the name of a classical one, such as ``data_parallel``."""
-    simulator = simulator_for(model, cluster, optimizer_states=optimizer_states)
+    simulator = simulator_for(model, cluster, optimizer_states=optimizer_states, costs=costs)
     if isinstance(strategy, str):
         strategy = classical(strategy, simulator.graph, simulator.topology)
     return simulator.run(strategy)
@@ -310,10 +326,40 @@ def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | N
     return explain_operators(simulator.graph, *runs, (strategy, baseline), IncrementalSimulator(simulator))
 
 
-def simulator_for(model: Model, cluster: Cluster, *, optimizer_states: int = OPTIMIZER_STATES) -> Simulator:
+def simulator_for(
+    model: Model, cluster: Cluster, *, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto"
+) -> Simulator:
     """A simulator of this model on this cluster, with the costs that are known for it."""
     topology = _topology(cluster)
-    return Simulator(_graph(model), topology, RooflineCosts(topology, optimizer_states), optimizer_states)
+    return Simulator(_graph(model), topology, costs_for(topology, optimizer_states, costs), optimizer_states)
+
+
+def costs_for(topology: Topology, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto") -> CostModel:
+    """What was measured for the devices of this cluster by ``soap-profile``, if anything was and ``costs`` lets it; else estimates.
+
+    A store that cannot be read is a warning, and counts as empty.
+    """
+    if costs not in COST_SOURCES:
+        raise ProfileError(f"costs {costs!r}: expected one of {', '.join(COST_SOURCES)}")
+    if costs == "auto":
+        from soap.profiles.lookup import ProfiledCosts, read_profiles
+        from soap.profiles.store import Store
+
+        try:
+            profiles = read_profiles(topology, Store())
+        except ProfileError as cause:
+            warnings.warn(f"{cause}; going on with estimates", SoapWarning, stacklevel=2)
+            profiles = {}
+        if profiles:
+            return ProfiledCosts(topology, profiles, optimizer_states)
+    return RooflineCosts(topology, optimizer_states)
+
+
+def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
+    """Where the numbers of a simulation come from. ``shares``: parts of the compute time by source, from measured to estimated."""
+    from soap.profiles.shares import shares
+
+    return {"description": simulator.costs.description, "hash": simulator.costs_hash, "shares": shares(simulator.costs, tasks)}
 
 
 def classical(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:

@@ -37,6 +37,10 @@ class ProfileError(SoapError):
     exit_code = 6
 
 
+class TimelineError(SoapError):
+    """A timeline cannot be read, or two of them are not of the same model and strategy."""
+
+
 class InfeasibleError(SoapError):
     """No strategy fits into the memory of the devices."""
 

@@ -7,6 +7,7 @@ predictions); nothing here depends on it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from soap.errors import StrategyError
 from soap.graph import Operator, OperatorGraph
+from soap.json_text import parse_json
 from soap.strategy import OpConfig, Strategy, SyncConfig, check_config
 from soap.strategy_differences import cluster_differences, model_differences, one_line, short
 from soap.strategy_schema import FORMAT, SCHEMA, VERSION
@@ -66,9 +68,7 @@ class StrategyContents:
 def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: Mapping[str, Any] | None = None) -> str:
     """The strategy as text: the same bytes for the same arguments. Raises StrategyError if it is illegal or the record is no JSON."""
     strategy.validate(graph, topology.device_count)
-    operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
-    synced = ((t.name, strategy.sync(t.name)) for t in graph.parameters)
-    parameters = {name: _sync_entry(sync) for name, sync in synced if sync != SyncConfig()}
+    operators, parameters = _entries(strategy, graph)
     lines = [
         f'"format": {_text(FORMAT)}',
         f'"version": {VERSION}',
@@ -79,6 +79,12 @@ def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: 
         f'"record": {_record_text(record or {})}',
     ]
     return "{\n" + ",\n".join(f"  {line}" for line in lines) + "\n}\n"
+
+
+def strategy_hash(strategy: Strategy, graph: OperatorGraph) -> str:
+    """16 hex digits: equal for strategies that configure this graph's operators and parameters alike, whatever their cluster."""
+    operators, parameters = _entries(strategy, graph)
+    return hashlib.sha256(_text([operators, parameters]).encode()).hexdigest()[:16]
 
 
 def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: bool = False) -> tuple[Strategy, dict[str, Any]]:
@@ -193,6 +199,13 @@ def _expand_item(item: int | str, numbers: Mapping[str, int]) -> tuple[int, Iter
     raise StrategyError(f"unknown device {short(item)}; expected a number, a run such as '0-3', or one of {some}")
 
 
+def _entries(strategy: Strategy, graph: OperatorGraph) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of all operators, in the graph's order, and of the parameters that are not synchronized as by default."""
+    operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
+    synced = ((t.name, strategy.sync(t.name)) for t in graph.parameters)
+    return operators, {name: _sync_entry(sync) for name, sync in synced if sync != SyncConfig()}
+
+
 def _operator_entry(op: Operator, config: OpConfig) -> dict[str, Any]:
     degrees = {factor.name: degree for factor, degree in zip(op.factors, config.degrees, strict=True) if degree > 1}
     return {
@@ -237,7 +250,7 @@ def _parse(text: str) -> dict[str, Any]:
     if len(text) > MAX_CHARACTERS:
         raise StrategyError(f"strategy file of {len(text)} characters; expected at most {MAX_CHARACTERS}")
     try:
-        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        document = parse_json(text)
     except (ValueError, RecursionError) as cause:
         raise StrategyError(f"strategy file is not valid JSON ({one_line(str(cause))}); expected what soap-search wrote") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -261,19 +274,6 @@ def _check_schema(document: dict[str, Any]) -> None:
     if error is not None:
         place = "/".join(one_line(str(part), 60) for part in error.absolute_path) or "top level"
         raise StrategyError(f"strategy file is malformed at {place}: {one_line(error.message)}; expected what soap-search wrote")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {short(twice)} occurs twice")
-    return result
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], room: int) -> OpConfig:

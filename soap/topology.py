@@ -132,7 +132,8 @@ class Topology:
 
     A route is the path with the fewest seconds for a reference message; ``routes`` says what that means. ``measured``: the
     figures come from measuring the machine at hand, so that they are no part of the cluster's identity: measuring again must not
-    make its strategies another cluster's.
+    make its strategies another cluster's. ``stated``: numbers of the links of such a cluster whose bandwidth is part of it all the same,
+    because whoever asked for the cluster named it.
     """
 
     name: str
@@ -140,6 +141,7 @@ class Topology:
     hosts: tuple[Host, ...]
     links: tuple[Link, ...]
     measured: bool = False
+    stated: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for attribute in ("devices", "hosts", "links"):
@@ -154,7 +156,7 @@ class Topology:
         self._check_connected()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Topology, (self.name, self.devices, self.hosts, self.links, self.measured))
+        return (Topology, (self.name, self.devices, self.hosts, self.links, self.measured, self.stated))
 
     @property
     def device_count(self) -> int:
@@ -208,7 +210,9 @@ class Topology:
     def hash(self) -> str:
         """Identity of devices, hosts and links (not of the cluster's name): 16 hex digits of SHA-256."""
         if self.measured:
-            parts = [[[d.name, d.host, d.type.kind] for d in self.devices], [[x.source, x.target] for x in self.links]]
+            parts: list[Any] = [[[d.name, d.host, d.type.kind] for d in self.devices], [[x.source, x.target] for x in self.links]]
+            if self.stated:
+                parts.append([[link, float(self.links[link].bandwidth_bytes_per_second)] for link in self.stated])
             return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         devices = [[d.name, d.host, d.type.identity] for d in self.devices]
         hosts = [[h.name, h.cpu_cores, h.memory_bytes] for h in self.hosts]

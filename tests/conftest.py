@@ -1,5 +1,5 @@
-"""What holds for all tests: no process stays behind, suites of many cases tell at the end what they have seen, and with
-``--dist loadgroup`` one process has all tests of the compiled simulator, which is compiled once then.
+"""What holds for all tests: no process stays behind, the user's cache stays as it is, suites of many cases tell at the end what they have
+seen, and with ``--dist loadgroup`` one process has all tests of the compiled simulator, which is compiled once then.
 
 A test tells by ``record_property("tally", [table, row, number])``; the summary has one line per row: how many, and the largest number.
 """
@@ -7,7 +7,9 @@ A test tells by ``record_property("tally", [table, row, number])``; the summary 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,6 +21,19 @@ import pytest
 MARK = "SOAP_TESTS_OF"
 PATIENCE_S = 10.0
 COMPILED = "tests/simulator/compiled/"
+CACHE = "SOAP_TESTS_CACHE"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What is kept of this machine for its user (measured rates and profiles) is neither read nor changed: tests have a cache folder of
+    their own, which all their processes share."""
+    if CACHE not in os.environ:
+        os.environ[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="soap-tests-")
+        config.add_cleanup(forget_cache)
+
+
+def forget_cache() -> None:
+    shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

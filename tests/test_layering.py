@@ -24,7 +24,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "soap.tracing.load": ("soap.tracing", "soap.zoo", *GROUND_FLOOR),  # the one place where model names meet models
     "soap.search": ("soap.search", "soap.simulator", *GROUND_FLOOR),
     "soap.profiles": ("soap.profiles", "soap.simulator", *GROUND_FLOOR),
+    "soap.emulation": ("soap.emulation", *GROUND_FLOOR),
     "soap.runtime": ("soap.runtime", "soap.simulator", "soap.tracing", *GROUND_FLOOR),
+    "soap.runtime.link_timing": ("soap.runtime", "soap.profiles.link_probes", *GROUND_FLOOR),  # it measures under the real launch
     "soap.zoo": ("soap.zoo", "soap.errors"),
     "soap.api": EVERYTHING,
     "soap.cli": EVERYTHING,
@@ -32,8 +34,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """Prefix of module names -> prefixes of our modules that they may import. The longest prefix counts."""
 
-COMMANDS = ("soap.cli.search", "soap.cli.run", "soap.cli.simulate", "soap.cli.diff")
-WITHOUT_TORCH = (*GROUND_FLOOR, "soap.simulator", "soap.search")
+COMMANDS = ("soap.cli.search", "soap.cli.run", "soap.cli.simulate", "soap.cli.diff", "soap.cli.compare", "soap.cli.profile")
+WITHOUT_TORCH = (*GROUND_FLOOR, "soap.simulator", "soap.search", "soap.emulation")
 
 
 def _modules() -> dict[str, Path]:

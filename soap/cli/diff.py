@@ -10,7 +10,7 @@ from typing import Any
 from soap import api
 from soap.cli import report
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import MODEL_HELP, add_cluster, add_reading, reading
+from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_reading, reading
 from soap.cli.tables import aligned, devices, layers, listed, milliseconds
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
@@ -43,6 +43,7 @@ def make_parser() -> Parser:
     parser.add_argument("--model", metavar="MODEL", help=f"with --cluster, simulate both: {MODEL_HELP}")
     add_reading(parser)
     add_cluster(parser, required=False)
+    add_costs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 
@@ -64,7 +65,7 @@ def _simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args)).graph
     strategies = [api.load_strategy(path, graph, topology) for path in (args.first, args.second)]
-    simulator = api.simulator_for(graph, topology)
+    simulator = api.simulator_for(graph, topology, costs=args.costs)
     return [_outcome(simulator.predict(strategy)) for strategy in strategies]
 
 

@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TypedDict
 
+from soap.api import COST_SOURCES
 from soap.cli.command import Parser, UsageError
 from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
 from soap.strategy import SYNC_METHODS, SyncConfig
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:tiny][@BATCH]"
-CLUSTER_HELP = "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8"
+CLUSTER_HELP = (
+    "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8, or emulated:HxD@RATE, such as "
+    "emulated:4x1@200Mbit/s: this machine as H hosts with D devices each, for soap-run --emulate"
+)
 EXPLAIN_HELP = "say for each operator what it costs beside data parallelism, what setting it back would do, and what binds it"
 LARGEST_COUNT = 10**9
 
@@ -58,6 +62,16 @@ def add_reading(parser: Parser) -> None:
 def add_cluster(parser: Parser, *, required: bool, note: str = "") -> None:
     """``--cluster SPEC``."""
     parser.add_argument("--cluster", metavar="SPEC", required=required, help=CLUSTER_HELP + note)
+
+
+def add_costs(parser: Parser) -> None:
+    """``--costs SOURCE``."""
+    parser.add_argument(
+        "--costs",
+        choices=COST_SOURCES,
+        default=COST_SOURCES[0],
+        help="auto: what soap-profile has measured for these devices, estimates for the rest; estimate: only those (default %(default)s)",
+    )
 
 
 def add_outputs(parser: Parser, *, timeline: str) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from soap.api import SearchOutcome
+from soap.api import SearchOutcome, costs_record
 from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split
 from soap.graph import OperatorGraph
+from soap.profiles import shares
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator, is_large, tile_count
 from soap.strategies import CLASSICAL
@@ -41,7 +42,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
             "shared_cores": shared_cores(topology),
         },
         "same_as": next((name for name, make in CLASSICAL.items() if make(graph, topology) == strategy), None),
-        "costs": {"description": simulator.costs.description, "hash": simulator.costs_hash},
+        "costs": costs_record(simulator, simulation.tasks),
         "folded": _folded(simulator, strategy, simulation),
         "predicted_ns": simulation.makespan_ns,
         "fits": simulation.fits,
@@ -62,7 +63,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
     alike, crowd = _same(report, name), report["cluster"]["shared_cores"]
     sections = [
         f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
-        f"costs: {report['costs']['description']}"
+        f"costs: {report['costs']['description']}\n{resting(report['costs'])}"
         + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else "")
         + (f"\n{_folding(report['folded'])}" if report["folded"] else ""),
         _times(report, name),
@@ -71,6 +72,11 @@ def text(report: Mapping[str, Any], name: str) -> str:
         *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
     ]
     return "\n\n".join(sections)
+
+
+def resting(costs: Mapping[str, Any]) -> str:
+    """Where the predicted compute time comes from."""
+    return f"compute time {shares.text(costs['shares'])}"
 
 
 def optimality(outcome: SearchOutcome) -> str:

@@ -12,10 +12,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from soap import api
+from soap.cli import emulation
 from soap.cli.checkpoints import add_checkpoints, chosen
-from soap.cli.command import Parser, note, run_command
+from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
     add_cluster,
+    add_costs,
     add_model,
     add_outputs,
     data_spec,
@@ -25,18 +27,20 @@ from soap.cli.options import (
     reading,
     refuse_overwriting,
 )
-from soap.cli.report import crowded, shared_cores
+from soap.cli.report import crowded, resting, shared_cores
 from soap.cli.tables import aligned, listed, milliseconds, speed_up
+from soap.cli.timelines import measured_text
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
-from soap.presets import preset_names
+from soap.presets import says_all
 from soap.runtime.program import check_runnable
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
-from soap.simulator.timeline import chrome_trace, measured_trace, merge_traces
+from soap.units import format_bytes
 
 if TYPE_CHECKING:
     from soap.cli.training import Job, Outcome
+    from soap.emulation.hosts import HostLimits
 
 PROG = "soap-run"
 BASELINE = "data_parallel"
@@ -56,6 +60,7 @@ def make_parser() -> Parser:
     parser.add_argument("strategy", metavar="STRATEGY", help="what soap-search wrote")
     add_model(parser, positional=False)
     add_cluster(parser, required=False, note=" (default: the strategy's, if it is a preset)")
+    add_costs(parser)
     parser.add_argument("--steps", metavar="N", type=positive, default=10, help="training steps (default %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare loss and every gradient with a single process first")
     parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
@@ -69,26 +74,35 @@ def make_parser() -> Parser:
     data_help = "yields one sequence of tensors per step, the same on all ranks (default: drawn like the example inputs)"
     parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
     parser.add_argument("--compare-data-parallel", action="store_true", help="train by data parallelism as well, and measure it")
+    parser.add_argument("--memory", action="store_true", help="measure each rank's peak memory, in three more steps")
     parser.add_argument("--seed", metavar="S", type=not_negative, help="of data and dropout (default: the checkpoint's, or 0)")
+    emulation.add_emulation(parser)
     add_checkpoints(parser)
-    add_outputs(parser, timeline="write one iteration for Perfetto, predicted and measured side by side")
+    add_outputs(parser, timeline="write an iteration for Perfetto and soap-compare, predicted and measured side by side")
     return parser
 
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, train, report."""
     refuse_overwriting({"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}, {"--timeline": args.timeline})
+    if args.memory and args.accumulate > 1:
+        raise UsageError("--memory with --accumulate; expected one batch per update, which is what memory is predicted for")
     if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 says it for all
         warnings.simplefilter("ignore", SoapWarning)
     if args.timeline:
         check_writable(args.timeline)
-    job, predicted = prepare(args)
-    outcome = start(job)
+    emulation.check_possible(args)
+    job, predicted, costs = prepare(args)
+    scale = args.emulate_scale or 1.0
+    hosts = emulation.limits(job, scale) if args.emulate else ()
+    outcome = start(job, hosts)
     if outcome is None:  # under torchrun, and not the rank that reports
         return 0
     if args.timeline:
-        write_text_atomically(args.timeline, json.dumps(_side_by_side(job, predicted[STRATEGY], outcome)) + "\n")
-    report = document(job, predicted, outcome)
+        measured = outcome.measured[STRATEGY].median_ns
+        strategy, _ = job.strategies[STRATEGY]
+        write_text_atomically(args.timeline, measured_text(strategy, predicted[STRATEGY], outcome.iterations, measured, job.accumulate))
+    report = document(job, predicted, outcome, costs, hosts, scale)
     print(json.dumps(report, indent=2) if args.json else text(report))
     if args.timeline and not args.json:
         print(f"\nwrote {args.timeline}")
@@ -97,8 +111,8 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
-    """The job for the ranks, and what is predicted for each strategy."""
+def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], dict[str, Any]]:
+    """The job for the ranks, what is predicted for each strategy, and where these numbers come from."""
     topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
     read = reading(args)
     graph = api.load(args.model, plan_only=True, **read).graph
@@ -106,7 +120,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
     checkpoints = chosen(args)
     if args.dtype:  # the strategy was made for the model's own type; what is run and predicted is the model in the other one
         graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
-    simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[args.optimizer])
+    simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[args.optimizer], costs=args.costs)
     predicted = {name: simulator.run(strategy) for name, strategy in strategies.items()}
     from soap.cli.training import Job  # from here on torch is needed anyway
 
@@ -132,13 +146,15 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation]]:
         device_kind=None if args.device == "auto" else args.device,
         checked=args.check,
         traced=args.timeline is not None,
+        weighed=args.memory,
         checkpoints=checkpoints,
+        emulated=args.emulate,
     )
-    return job, predicted
+    return job, predicted, api.costs_record(simulator, predicted[STRATEGY].tasks)
 
 
-def start(job: Job) -> Outcome | None:
-    """Run the job on all ranks; None under torchrun on all but rank 0, which reports."""
+def start(job: Job, hosts: Sequence[HostLimits] = ()) -> Outcome | None:
+    """Run the job on all ranks, on emulated hosts if there are any; None under torchrun on all but rank 0, which reports."""
     from soap.cli.training import train
     from soap.runtime.launch import launch
     from soap.runtime.world import under_launcher, world_size
@@ -147,7 +163,8 @@ def start(job: Job) -> Outcome | None:
     require_devices(job)
     if under_launcher(os.environ) and world_size(os.environ) > devices and os.environ["RANK"] == "0":
         note(PROG, f"{world_size(os.environ)} processes for {devices} devices: {world_size(os.environ) - devices} stay idle")
-    return launch(processes=devices, entry=train, args=(job,)).get(0)
+    with emulation.cluster(hosts) as emulated:
+        return launch(processes=devices, entry=train, args=(job,), place=emulated.place, address=emulated.address).get(0)
 
 
 def require_devices(job: Job) -> None:
@@ -163,16 +180,27 @@ def require_devices(job: Job) -> None:
     choose_backend(job.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", job.topology.device_count)))
 
 
-def document(job: Job, predicted: Mapping[str, Simulation], outcome: Outcome) -> dict[str, Any]:
-    """What was predicted and measured, as plain JSON values. The keys are part of the command's interface."""
+def document(
+    job: Job,
+    predicted: Mapping[str, Simulation],
+    outcome: Outcome,
+    costs: Mapping[str, Any],
+    hosts: Sequence[HostLimits] = (),
+    scale: float = 1.0,
+) -> dict[str, Any]:
+    """What was predicted and measured, as plain JSON values. The keys are part of the command's interface.
+
+    Of a cluster that was emulated at another scale, predicted times are those at that scale.
+    """
     strategies = {}
     for name, simulation in predicted.items():
         measured = outcome.measured.get(name)
         strategies[name] = {
-            "predicted_ns": simulation.step_ns(job.accumulate),
+            "predicted_ns": round(simulation.step_ns(job.accumulate) / scale),
             "measured_ns": measured.median_ns if measured else None,
             "steps_ns": list(measured.times_ns) if measured else None,
             "losses": list(measured.losses) if measured else None,
+            "links": emulation.crossed(hosts, simulation, job.accumulate, measured) if hosts and measured else None,
         }
     return {
         "model": job.model,
@@ -181,11 +209,25 @@ def document(job: Job, predicted: Mapping[str, Simulation], outcome: Outcome) ->
         "shared_cores": shared_cores(job.topology),
         "backend": outcome.backend,
         "steps": job.steps,
+        "costs": dict(costs),
         "resumed_at": job.checkpoints.resumed_at,
         "checkpoint": outcome.saved,
         "strategies": strategies,
+        "emulation": emulation.document(hosts, scale),
+        "memory": _memory(predicted[STRATEGY], outcome.peak_bytes),
         "check": {**asdict(outcome.check), "passed": outcome.check.passed} if outcome.check else None,
     }
+
+
+def _memory(predicted: Simulation, measured: Sequence[int] | None) -> list[dict[str, Any]] | None:
+    """By device: the peak in the simulated order, the bound that decides what fits, and what was measured."""
+    if measured is None:
+        return None
+    rows = zip(predicted.topology.devices, predicted.peak_bytes, predicted.memory, measured, strict=True)
+    return [
+        {"device": device.name, "predicted_bytes": peak, "bound_bytes": bound.total, "measured_bytes": found}
+        for device, peak, bound, found in rows
+    ]
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -199,7 +241,8 @@ def text(report: Mapping[str, Any]) -> str:
     gain = "" if usual["measured_ns"] is None else speed_up(usual["measured_ns"], own["measured_ns"])
     rows.append(("speed-up", speed_up(usual["predicted_ns"], own["predicted_ns"]), gain))
     losses, before = own["losses"], report["resumed_at"]
-    facts = [("loss", f"{losses[0]:.6g} in step {before + 1}, {losses[-1]:.6g} in step {before + len(losses)}")]
+    first, last = (f"{losses[i]:.6g} in step {before + number}" for i, number in ((0, 1), (-1, len(losses))))
+    facts = [("predicted from", resting(report["costs"])), ("loss", f"{first}, {last}")]
     if report["checkpoint"]:
         facts.append(("checkpoint", report["checkpoint"]))
     if report["check"]:
@@ -207,7 +250,17 @@ def text(report: Mapping[str, Any]) -> str:
     head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"
     if report["shared_cores"]:
         head += "\n" + crowded(report["processes"], report["shared_cores"])
-    return "\n\n".join([head, aligned(rows), listed(facts)])
+    held = [_held(report["memory"])] if report["memory"] else []
+    links = emulation.text(report)
+    return "\n\n".join([head, aligned(rows), *([links] if links else []), *held, listed(facts)])
+
+
+def _held(memory: Sequence[Mapping[str, Any]]) -> str:
+    rows: list[tuple[str, ...]] = [("peak memory", "predicted", "bound", "measured", "measured / predicted")]
+    for own in memory:
+        sizes = [own[key] for key in ("predicted_bytes", "bound_bytes", "measured_bytes")]
+        rows.append((own["device"], *map(format_bytes, sizes), f"{own['measured_bytes'] / max(1, own['predicted_bytes']):.2f}"))
+    return aligned(rows)
 
 
 def _checked(found: Mapping[str, Any]) -> str:
@@ -229,15 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _recorded_cluster(path: str) -> str:
     """The cluster that a strategy file names, if the name says all."""
     name = api.load_strategy_header(path).cluster
-    if name in preset_names() or name.startswith("local:"):
+    if says_all(name):
         return name
     raise StrategyError(f"{path}: made for cluster {name!r}, which is no preset; expected --cluster FILE with its description")
-
-
-def _side_by_side(job: Job, predicted: Simulation, outcome: Outcome) -> dict[str, Any]:
-    names = [device.name for device in job.topology.devices]
-    measured = measured_trace(outcome.events, "measured", names)
-    return merge_traces(chrome_trace(predicted.tasks, predicted.schedule, "predicted"), measured)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
     EXPLAIN_HELP,
     add_cluster,
+    add_costs,
     add_model,
     add_outputs,
     constraint,
@@ -25,12 +25,12 @@ from soap.cli.options import (
     sync_method,
 )
 from soap.cli.stopping import Stopping
+from soap.cli.timelines import predicted_text
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.files import check_writable, write_text_atomically
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.plot import check_plot
 from soap.search.starts import DYNAMIC, RANDOM
-from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
 
 PROG = "soap-search"
@@ -47,6 +47,7 @@ def make_parser() -> Parser:
     )
     add_model(parser, positional=True)
     add_cluster(parser, required=False)
+    add_costs(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="where the strategy goes (JSON)")
     parser.add_argument(
         "--explain-graph",
@@ -167,6 +168,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         pins=args.pin,
         forbidden=args.forbid,
         syncs=args.sync,
+        costs=args.costs,
         progress=True,
     )
     if args.verify is not None and not outcome.result.interrupted:
@@ -182,8 +184,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     with stopping.saving():
         outcome.save(args.output)
         if args.timeline:
-            trace = chrome_trace(outcome.simulation.tasks, outcome.simulation.schedule)
-            write_text_atomically(args.timeline, json.dumps(trace) + "\n")
+            write_text_atomically(args.timeline, predicted_text(graph, outcome.strategy, outcome.simulation))
         if args.plot:
             outcome.plot(args.plot)
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +10,13 @@ from pathlib import Path
 from soap import api
 from soap.cli import explanation, iteration, report
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import EXPLAIN_HELP, add_cluster, add_model, add_outputs, reading, refuse_overwriting
+from soap.cli.options import EXPLAIN_HELP, add_cluster, add_costs, add_model, add_outputs, reading, refuse_overwriting
+from soap.cli.timelines import predicted_text
 from soap.errors import StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.graph import OperatorGraph
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
-from soap.simulator.timeline import chrome_trace
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
 from soap.strategy_differences import short
@@ -35,6 +34,7 @@ def make_parser() -> Parser:
     )
     add_model(parser, positional=True)
     add_cluster(parser, required=True)
+    add_costs(parser)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
     which.add_argument("--builtin", metavar="NAME", choices=list(CLASSICAL), help=f"a classical strategy: {', '.join(CLASSICAL)}")
@@ -61,12 +61,11 @@ def execute(args: argparse.Namespace) -> int:
     graph = api.load(args.model, plan_only=True, **reading(args)).graph
     strategy = api.classical(args.builtin, graph, topology) if args.builtin else _read(args, graph, topology)
     made_for = _made_for(args, topology) if args.what_if else None
-    simulator = api.simulator_for(graph, topology)
+    simulator = api.simulator_for(graph, topology, costs=args.costs)
     simulation = simulator.predict(strategy)
     explained = _whole(simulation) if args.explain else None
     if args.timeline:
-        trace = chrome_trace(simulation.tasks, simulation.schedule, memory=simulation.memory_over_time)
-        write_text_atomically(args.timeline, json.dumps(trace) + "\n")
+        write_text_atomically(args.timeline, predicted_text(graph, strategy, simulation, memory=True))
     summary = {**report.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
     summary["what_if"] = None if made_for is None else {"made_for": made_for}
     if explained is not None:

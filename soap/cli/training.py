@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,17 +15,23 @@ from soap import api
 from soap.cli.batches import Batches, DrawnBatches, JoinedBatches, UserBatches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
+from soap.emulation.placement import card_counters
 from soap.errors import SoapWarning
 from soap.runtime.check import CheckResult, check
 from soap.runtime.measure import WARM_UP_STEPS, StepTimes, measure_steps
+from soap.runtime.memory import peak_memory
 from soap.runtime.trainer import OptimizerFactory, Trainer
 from soap.runtime.world import close_world, open_world
+from soap.simulator.timeline import MeasuredEvent
 from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
 from soap.tracing.model import TracedModel
 
 LEARNING_RATE = 0.01
 """If neither the command line nor a checkpoint says another."""
+TRACED_STEPS = 5
+WEIGHED_STEPS = 3
+"""The first makes the optimizer's states, the second is the first to have all, the third has what a step leaves behind."""
 CHECKED_STEPS = 2
 """The second step shows what a wrong update in the first does."""
 
@@ -34,7 +41,8 @@ class Job:
     """All that a rank must know. The orders of tiles come from one simulation, so that all ranks have the same.
 
     ``strategies``: name -> strategy and order of its tiles; the first is the one that is checked, traced and saved.
-    ``learning_rate`` None: the checkpoint's, if the job goes on from one.
+    ``learning_rate`` None: the checkpoint's, if the job goes on from one. ``emulated``: ranks are on emulated hosts.
+    ``weighed``: peak memory is measured.
     """
 
     model: str
@@ -54,7 +62,9 @@ class Job:
     device_kind: DeviceKind | None
     checked: bool
     traced: bool
+    weighed: bool = False
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    emulated: bool = False
 
     @property
     def main(self) -> str:
@@ -64,16 +74,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all ranks saw together. ``events``: (rank, task, kind, start, end) in nanoseconds of one iteration, if it was traced.
+    """What all ranks saw together. ``iterations``: the events of each traced iteration; none if none was to be traced.
 
-    ``saved``: the last checkpoint's path, if there is one.
+    ``saved``: the last checkpoint's path, if there is one. ``peak_bytes``: of each rank, if it was to be measured.
     """
 
     backend: str
     measured: Mapping[str, StepTimes]
     check: CheckResult | None
-    events: tuple[tuple[int, str, str, int, int], ...]
+    iterations: tuple[tuple[MeasuredEvent, ...], ...]
     saved: str | None = None
+    peak_bytes: tuple[int, ...] | None = None
 
 
 def train(job: Job) -> Outcome:
@@ -90,7 +101,9 @@ def train(job: Job) -> Outcome:
         found = check(_trainer(job, model, job.main), batches, _optimizer(job), min(CHECKED_STEPS, job.steps)) if job.checked else None
         saver = Saver(job.checkpoints, job.steps)
         measured = {name: _measure(job, model, name, batches, saver if name == job.main else None) for name in job.strategies}
-        return Outcome(world.backend, measured, found, _trace(job, model, batches) if job.traced else (), saver.saved)
+        traced = _trace(job, model, batches) if job.traced else ()
+        held = _weigh(job, model, batches, world.device) if job.weighed else None
+        return Outcome(world.backend, measured, found, traced, saver.saved, held)
     finally:
         close_world(world)
 
@@ -109,7 +122,8 @@ def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: S
             if saver is not None:
                 saver.after_step(trainer)
 
-        return measure_steps(trainer, batches, job.steps - warm_up, warm_up, on_step=after)
+        card = card_counters if job.emulated else None
+        return measure_steps(trainer, batches, job.steps - warm_up, warm_up, on_step=after, card=card)
 
 
 def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
@@ -121,13 +135,28 @@ def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
             group["lr"] = job.learning_rate
 
 
-def _trace(job: Job, model: TracedModel, batches: Batches) -> tuple[tuple[int, str, str, int, int], ...]:
-    """The events of one iteration, after others that warm up."""
+def _trace(job: Job, model: TracedModel, batches: Batches) -> tuple[tuple[MeasuredEvent, ...], ...]:
+    """The events of some iterations on one batch, after others that warm up. A single one is noisy."""
     trainer = _trainer(job, model, job.main)
     for step in range(WARM_UP_STEPS):
         trainer.step(*batches(step))
-    events = trainer.trace(*batches(WARM_UP_STEPS))
-    return tuple((event.rank, event.name, event.kind.value, event.start_ns, event.end_ns) for event in events)
+    traced = [trainer.trace(*batches(WARM_UP_STEPS)) for _ in range(TRACED_STEPS)]
+    return tuple(tuple((event.rank, event.name, event.kind.value, event.start_ns, event.end_ns) for event in events) for events in traced)
+
+
+def _weigh(job: Job, model: TracedModel, batches: Batches, device: torch.device) -> tuple[int, ...]:
+    """Each rank's peak memory, from before its shards are made to the end of a step with all of the optimizer's states.
+
+    The model as it was loaded is not counted: it was there before.
+    """
+    batch = batches(0)
+    gc.collect()
+    with peak_memory(device) as peak:
+        trainer = _trainer(job, model, job.main)
+        own = [tensor.clone() for tensor in batch]
+        for _ in range(WEIGHED_STEPS):
+            trainer.step(*own)
+    return tuple(trainer.comm.gather(peak.bytes))
 
 
 def _trainer(job: Job, model: TracedModel, name: str) -> Trainer:

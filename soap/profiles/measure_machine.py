@@ -12,8 +12,10 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from soap.emulated_cluster import FAMILY as EMULATED
+from soap.emulated_cluster import emulated_topology, parse_emulated
 from soap.errors import ProfileError
-from soap.presets import local_topology
+from soap.presets import family, local_topology
 from soap.profiles import machine_cache
 from soap.profiles.compute_rates import Rates, cpu_rates, cuda_rates, gpu_copy_seconds
 from soap.profiles.link_probe import LinkRates, measure_link
@@ -29,13 +31,22 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def measured_local_topology(count: int, cache: bool = True) -> Topology:
-    """``local:count`` with what this machine reaches: GPUs if it has as many, else processes on its cores joined by gloo.
+def measured_topology(preset: Topology, cache: bool = True) -> Topology:
+    """A preset of this machine's families (``presets.family``) with what it reaches. Emulated hosts have processes on its cores."""
+    if family(preset.name) != EMULATED:
+        return measured_local_topology(preset.device_count, cache)
+    return emulated_topology(
+        parse_emulated(preset.name, preset.device_count), measured_local_topology(preset.device_count, cache, gpus=False)
+    )
+
+
+def measured_local_topology(count: int, cache: bool = True, gpus: bool = True) -> Topology:
+    """``local:count`` with what this machine reaches: GPUs if it has as many (and ``gpus``), else processes on its cores joined by gloo.
 
     With ``cache`` the first measurement is kept in the user's cache folder and used from then on: equal questions, equal answers.
     """
     local_topology(count)  # refuses an impossible number before anything is measured
-    kind = "cuda" if _gpu_count() >= count else "cpu"
+    kind = "cuda" if gpus and _gpu_count() >= count else "cpu"
     key = _key(kind, count)
     known = machine_cache.load(key) if cache else None
     device, link = known or (measure_device(kind, count), None)

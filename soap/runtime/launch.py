@@ -40,19 +40,28 @@ PATIENCE_S = 10
 """How long a signal waits for the ranks to be started, before it ends the launcher all the same."""
 AGAIN_S = 0.05
 """After so long it is seen whether they have been."""
+LOCALHOST = "localhost"
+"""The launcher's address, unless ranks go to a place from where it has another."""
 _STARTING = inspect.unwrap(LocalElasticAgent._start_workers).__code__
 AFTERMATH = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timed out")
 """Marks of an error that only says that another rank has ended."""
 
 
 def launch(
-    processes: int, entry: Callable[..., Result], args: Sequence[Any] = (), *, limit_s: float | None = None
+    processes: int,
+    entry: Callable[..., Result],
+    args: Sequence[Any] = (),
+    *,
+    limit_s: float | None = None,
+    place: Callable[[int], None] | None = None,
+    address: str = LOCALHOST,
 ) -> dict[int, Result]:
     """Run ``entry(*args)`` in so many processes, or in this one if it already is a rank; rank -> what it returned.
 
     ``entry`` and ``args`` must be picklable, the entry a function at the top of a module. A rank that fails ends all; what
     it said comes back as one line in a RuntimeFailure. Ctrl-C ends all ranks and raises KeyboardInterrupt. ``limit_s``: ranks that were
-    started here are ended after so long, which is a RuntimeFailure.
+    started here are ended after so long, which is a RuntimeFailure. ``place``, picklable: what a rank that is started here calls first,
+    with its number, to go where it belongs. ``address``: this process's, as the ranks there reach it.
     """
     if under_launcher(os.environ):
         if world_size(os.environ) < processes:
@@ -66,12 +75,12 @@ def launch(
         with (
             _quiet_launcher(),
             _signals_end_ranks(),
-            _environment_for_ranks(threads),
+            _environment_for_ranks(threads, address),
             _interrupts_for_launcher_alone() as interrupted,
             _own_temporary_folder(),
             _time_limit(limit_s) as late,
         ):
-            results: dict[int, Result] = elastic_launch(_config(processes), _rank_main)(entry, tuple(args), threads)
+            results: dict[int, Result] = elastic_launch(_config(processes, address), _rank_main)(entry, tuple(args), threads, place)
             return results
     except ChildFailedError as error:
         raise RuntimeFailure(describe_failure(error.failures)) from None
@@ -83,7 +92,7 @@ def launch(
         raise StoppedBySignal(f"stopped by {error.sigval.name}; all ranks have ended", error.sigval) from None
 
 
-def _config(processes: int) -> LaunchConfig:
+def _config(processes: int, address: str) -> LaunchConfig:
     """How torchrun's launcher starts the ranks; made where temporary files go to our own folder."""
     return LaunchConfig(
         min_nodes=1,
@@ -91,9 +100,9 @@ def _config(processes: int) -> LaunchConfig:
         nproc_per_node=processes,
         run_id=uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        rdzv_configs={"timeout": START_S},
-        local_addr="localhost",
+        rdzv_endpoint=f"{address}:0",
+        rdzv_configs={"timeout": START_S, "is_host": True},
+        local_addr=address,
         max_restarts=0,
         monitor_interval=0.05,
         start_method="spawn",
@@ -120,12 +129,16 @@ def _message(failure: ProcessFailure) -> str:
     return " ".join(text.removeprefix(f"{RankFailure.__name__}: ").split())
 
 
-def _rank_main(entry: Callable[..., Result], args: tuple[Any, ...], threads: int) -> Result:
+def _rank_main(
+    entry: Callable[..., Result], args: tuple[Any, ...], threads: int, place: Callable[[int], None] | None = None
+) -> Result:
     """What a started process does. Ctrl-C and the launcher's signals end it at once, wherever it waits."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    torch.set_num_threads(threads)
     try:
+        if place is not None:
+            place(int(os.environ["RANK"]))
+        torch.set_num_threads(threads)
         return entry(*args)
     except SoapError as error:
         raise RankFailure(str(error)) from None
@@ -138,11 +151,13 @@ class RankFailure(RuntimeError):
 
 
 @contextmanager
-def _environment_for_ranks(threads: int) -> Iterator[None]:
+def _environment_for_ranks(threads: int, address: str) -> Iterator[None]:
     """Settings that a process reads when it starts; the user's own are left alone."""
     wanted = {"OMP_NUM_THREADS": str(threads)}
     # After Ctrl-C the process that tidies up semaphores tells that it did. It is started with the first rank, and reads this.
     wanted["PYTHONWARNINGS"] = "ignore:resource_tracker"
+    if address != LOCALHOST:
+        wanted["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # or torch warns that addresses have no names
     if sys.platform == "linux":
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this host, whose own name may not resolve
     added = [name for name in wanted if name not in os.environ]

@@ -16,10 +16,14 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Nanoseconds of each step after the warm-up, of the slowest rank, and each step's loss (warm-up included)."""
+    """Nanoseconds of each step after the warm-up, of the slowest rank, and each step's loss (warm-up included).
+
+    ``card_bytes``: by rank, bytes (sent, received) that its host's network card counted in these timed steps; empty if nobody asked.
+    """
 
     times_ns: tuple[int, ...]
     losses: tuple[float, ...]
+    card_bytes: tuple[tuple[int, int], ...] = ()
 
     @property
     def median_ns(self) -> int:
@@ -33,11 +37,27 @@ def measure_steps(
     steps: int,
     warm_up: int = WARM_UP_STEPS,
     on_step: Callable[[int, float], None] | None = None,
+    card: Callable[[], tuple[int, int]] | None = None,
 ) -> StepTimes:
-    """Train ``warm_up + steps`` steps on ``batch(trainer.steps)`` each; on all ranks. ``on_step`` hears each step's number and loss."""
-    times, losses = [], []
+    """Train ``warm_up + steps`` steps on ``batch(trainer.steps)`` each; on all ranks. ``on_step`` hears each step's number and loss.
+
+    ``card``: tells the bytes (sent, received) so far; it is asked while no step is under way. What a timed step has beside its own traffic
+    are the two barriers around it, and what ``on_step`` sends.
+    """
+    times: list[int] = []
+    losses: list[float] = []
+    moved = [(0, 0), (0, 0)]
+
+    def count(place: int) -> None:
+        if card is not None:
+            trainer.comm.barrier()
+            moved[place] = card()
+            trainer.comm.barrier()  # or another rank's next step would count
+
     for number in range(trainer.steps, trainer.steps + warm_up + steps):
         inputs = batch(number)
+        if len(times) == warm_up:
+            count(0)
         trainer.comm.barrier()
         start = perf_counter_ns()
         losses.append(trainer.step(*inputs))
@@ -45,5 +65,7 @@ def measure_steps(
         times.append(perf_counter_ns() - start)
         if on_step is not None:
             on_step(number, losses[-1])
+    count(1)
     slowest = [max(own) for own in zip(*trainer.comm.gather(times), strict=True)]
-    return StepTimes(tuple(slowest[warm_up:]), tuple(losses))
+    crossed = tuple((after[0] - before[0], after[1] - before[1]) for before, after in trainer.comm.gather(moved)) if card else ()
+    return StepTimes(tuple(slowest[warm_up:]), tuple(losses), crossed)

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from soap.regions import Box, lengths, relative
 from soap.runtime.packing import pack
+from soap.simulator.transit import SENT_BYTES
 
-SENT_BYTES = 64 * 2**20
 SENT_TENSORS = 64
-"""So much, in so many parts, may be on its way out before the oldest of it is waited for."""
+"""So many messages (of ``SENT_BYTES`` together) may be on their way out before the oldest of them is waited for."""
 
 
 @dataclass

@@ -84,9 +84,15 @@ def steps(algorithm: Algorithm, devices: Sequence[int]) -> list[Step]:
             return _tree(members)
 
 
+def available(topology: Topology, devices: Sequence[int]) -> tuple[Algorithm, ...]:
+    """What the backend of these devices can do: gloo, which serves processors, has the ring alone."""
+    gloo = any(topology.devices[d].type.kind == "cpu" for d in devices)
+    return (Algorithm.RING,) if gloo else tuple(Algorithm)
+
+
 def allreduce_options(topology: Topology, devices: Sequence[int]) -> tuple[AllReduceOption, ...]:
-    """All algorithms over these devices, in the order of ``Algorithm``."""
-    return tuple(_option(topology, algorithm, devices) for algorithm in Algorithm)
+    """The available algorithms over these devices, in the order of ``Algorithm``."""
+    return tuple(_option(topology, algorithm, devices) for algorithm in available(topology, devices))
 
 
 def fastest(options: Sequence[AllReduceOption], reduced_bytes: int) -> AllReduceOption:

@@ -17,7 +17,7 @@ from soap.topology import Topology
 
 CACHE_ENTRIES = 2**18
 
-VERSION = 1
+VERSION = 2
 """To be raised whenever a formula changes."""
 
 
@@ -34,8 +34,8 @@ class Communication:
     def hash(self) -> str:
         """16 hex digits over every figure that enters an answer."""
         links = [[float(link.bandwidth_bytes_per_second), float(link.latency_seconds)] for link in self.topology.links]
-        memory = [float(device.type.memory_bandwidth_bytes_per_second) for device in self.topology.devices]
-        text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, memory])
+        devices = [[device.type.kind, float(device.type.memory_bandwidth_bytes_per_second)] for device in self.topology.devices]
+        text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def transfer_ns(self, transfer_bytes: int, source: int, target: int) -> int:

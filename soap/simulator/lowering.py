@@ -14,7 +14,7 @@ The simulator, where a device takes what is ready first, may swap backward tiles
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from soap.regions import Box
 from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
@@ -177,11 +177,8 @@ class _Lowering:
     def _updates(self) -> dict[int, int]:
         """Device -> how long the updates of its shards take together, where there are any."""
         found: dict[int, int] = {}
-        for i in (*(i for bucket in self.plan.buckets for i in bucket.shards), *idle_shards(self.plan)):
-            shard = self.plan.shards[i]
-            for device in shard.devices:
-                own_ns = self.costs.update_ns(shard_bytes(self.plan.graph, shard), self.topology.devices[device].type)
-                found[device] = found.get(device, 0) + own_ns
+        for device, size in device_updates(self.plan):
+            found[device] = found.get(device, 0) + self.costs.update_ns(size, self.topology.devices[device].type)
         return dict(sorted(found.items()))
 
     def _tiles(self, position: int) -> tuple[Tile, ...]:
@@ -341,3 +338,10 @@ class _Lowering:
     ) -> int:
         self.tasks.append(Task(place, name, kind, resources, duration_ns, tuple(sorted(set(after))), size, tile, flows))
         return len(self.tasks) - 1
+
+
+def device_updates(plan: Plan) -> Iterator[tuple[int, int]]:
+    """(device, bytes) of every shard that a device's optimizer updates."""
+    for i in (*(i for bucket in plan.buckets for i in bucket.shards), *idle_shards(plan)):
+        for device in plan.shards[i].devices:
+            yield device, shard_bytes(plan.graph, plan.shards[i])

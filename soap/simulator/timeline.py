@@ -7,6 +7,7 @@ and the same thread per device, so that ``merge_traces`` shows them side by side
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from soap.simulator import allreduce
@@ -64,12 +65,13 @@ def chrome_trace(
 ) -> Trace:
     """The schedule as one process with a thread per device, link and busy CPU core; a task that holds several links shows on each.
 
-    ``memory``: each device's, shown as a counter.
+    A tile's event names its operator's kind. ``memory``: each device's, shown as a counter.
     """
     events = _process_events(process_name, shown_resources(tasks))
+    details = task_details(tasks)
     for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
         for resource in task.resources:
-            events.append(_complete_event(task.name, task.kind.value, resource, start, end, task.bytes))
+            events.append(_complete_event(task.name, task.kind.value, resource, start, end, details.get(task.name)))
     for device, curve in zip(tasks.topology.devices, memory, strict=False):
         for time_ns, held in zip(curve.times_ns.tolist(), curve.bytes_held.tolist(), strict=True):
             counter = {"name": f"memory of {device.name}", "ph": "C", "pid": 0, "ts": time_ns / NS_PER_US}
@@ -77,11 +79,27 @@ def chrome_trace(
     return _trace(events)
 
 
-def measured_trace(events: Iterable[MeasuredEvent], process_name: str = "measured", device_names: Sequence[str] | None = None) -> Trace:
+def task_details(tasks: TaskGraph) -> dict[str, dict[str, Any]]:
+    """What a trace says of a task besides its time, by name: ``bytes`` of what moves something, ``operator`` (the kind) of a tile."""
+    details: dict[str, dict[str, Any]] = {}
+    for task in tasks.tasks:
+        if task.bytes:
+            details[task.name] = {"bytes": task.bytes}
+        elif task.tile is not None:
+            details[task.name] = {"operator": tasks.plan.operator(tasks.plan.tiles[task.tile]).kind}
+    return details
+
+
+def measured_trace(
+    events: Iterable[MeasuredEvent],
+    process_name: str = "measured",
+    device_names: Sequence[str] | None = None,
+    details: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Trace:
     """What ranks measured, in the shape of ``chrome_trace``: times count from the first event.
 
     Every rank has a thread for computation, named as its device, and beside it as many for communication as run at once.
-    ``device_names``: by rank; "rank 0", "rank 1", … if not given.
+    ``device_names``: by rank; "rank 0", "rank 1", … if not given. ``details``: what to say of tasks besides, by name.
     """
     ordered = sorted(events, key=lambda event: (event[3], event[0], event[4], event[1]))
     count = max((rank for rank, *_ in ordered), default=-1) + 1
@@ -91,9 +109,25 @@ def measured_trace(events: Iterable[MeasuredEvent], process_name: str = "measure
     shown = []
     for rank, name, kind, start, end in ordered:
         thread = rank if kind in COMPUTE_KINDS else lanes.thread(rank, start, end)
-        shown.append(_complete_event(name, kind, thread, start - origin_ns, end - origin_ns))
+        shown.append(_complete_event(name, kind, thread, start - origin_ns, end - origin_ns, (details or {}).get(name)))
     communication = [f"{names[rank]} communication" for rank in lanes.ranks]
     return _trace(_process_events(process_name, dict(enumerate([*names, *communication]))) + shown)
+
+
+def middle_iteration(iterations: Sequence[Sequence[MeasuredEvent]]) -> tuple[Sequence[MeasuredEvent], dict[str, int]]:
+    """Of several measured iterations (at least one), that of middle length, and each task's median duration in nanoseconds."""
+    durations: dict[str, list[int]] = {}
+    for events in iterations:
+        for _, name, _, start, end in events:
+            durations.setdefault(name, []).append(end - start)
+    ordered = sorted(iterations, key=span_ns)
+    return ordered[(len(ordered) - 1) // 2], {name: int(median(found)) for name, found in durations.items()}
+
+
+def span_ns(events: Iterable[MeasuredEvent]) -> int:
+    """From the start of the first event to the end of the last; 0 if there are none."""
+    spans = [(start, end) for *_, start, end in events]
+    return max((end for _, end in spans), default=0) - min((start for start, _ in spans), default=0)
 
 
 def merge_traces(*traces: Trace) -> Trace:
@@ -242,10 +276,12 @@ def _metadata(name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": 0, "tid": thread, "args": args}
 
 
-def _complete_event(name: str, kind: str, thread: int, start_ns: int, end_ns: int, size: int = 0) -> dict[str, Any]:
+def _complete_event(
+    name: str, kind: str, thread: int, start_ns: int, end_ns: int, args: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     event = {"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread}
     event |= {"ts": start_ns / NS_PER_US, "dur": (end_ns - start_ns) / NS_PER_US}
-    return {**event, "args": {"bytes": size}} if size else event
+    return {**event, "args": dict(args)} if args else event
 
 
 def _trace(events: list[dict[str, Any]]) -> Trace:

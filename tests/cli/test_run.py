@@ -52,6 +52,11 @@ def test_save_into_a_file(capsys: pytest.CaptureFixture[str], strategy_file: Pat
     assert_refused(capsys, main, command, 8, "s.json' cannot be read: not a directory; check the path")
 
 
+def test_memory_of_several_batches_is_not_predicted(capsys: pytest.CaptureFixture[str], strategy_file: Path) -> None:
+    command = [str(strategy_file), "--model", MODEL, "--memory", "--accumulate", "2"]
+    assert_refused(capsys, main, command, 2, "--memory with --accumulate", "expected one batch per update")
+
+
 def test_missing_strategy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert_refused(capsys, main, [str(tmp_path / "no.json"), "--model", MODEL], 5, "no.json", "cannot be read", "check the path")
 
@@ -196,7 +201,7 @@ def test_a_strategy_for_one_batch_norm_is_not_used_for_the_other(capsys: pytest.
     assert_refused(capsys, main, arguments, 5, "strategy was made for another model", "search again")
 
 
-def prediction(tmp_path: Path, *options: str) -> tuple[Any, Any]:
+def prediction(tmp_path: Path, *options: str) -> tuple[Any, Any, Any]:
     model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(CLUSTER)
     path = tmp_path / "s.json"
     soap.save_strategy(path, soap.api.classical("megatron", model.graph, cluster), model, cluster)
@@ -209,7 +214,12 @@ def test_predicted_with_the_optimizer_that_runs(tmp_path: Path) -> None:
     assert sum(use.total for use in sgd.memory) < sum(use.total for use in adam.memory)
 
 
+def test_says_where_its_prediction_comes_from(tmp_path: Path) -> None:
+    *_, costs = prediction(tmp_path, "--costs", "estimate")
+    assert costs["shares"] == {"measured": 0.0, "interpolated": 0.0, "calibrated": 0.0, "estimated": 1.0}
+
+
 def test_options_of_training_reach_the_ranks(tmp_path: Path) -> None:
-    job, _ = prediction(tmp_path, "--accumulate", "4", "--clip-norm", "2.5")
+    job, *_ = prediction(tmp_path, "--accumulate", "4", "--clip-norm", "2.5")
     assert (job.accumulate, job.clip_norm) == (4, 2.5)
     assert job.reading == {"batch_dims": None, "batch_norm": "global", "autocast": None}

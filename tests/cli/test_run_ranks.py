@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,8 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_trains_checks_compares_and_traces(folder: Path) -> None:
-    done = run(folder, "--steps", "4", "--check", "--compare-data-parallel", "--timeline", "t.json", "--json", "--dtype", "float64")
+    options = ["--check", "--compare-data-parallel", "--timeline", "t.json", "--memory", "--json", "--dtype", "float64"]
+    done = run(folder, "--steps", "4", *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     own, usual = report["strategies"]["strategy"], report["strategies"]["data_parallel"]
@@ -81,6 +83,28 @@ def test_trains_checks_compares_and_traces(folder: Path) -> None:
     names = {pid: {event["name"] for event in events if event["pid"] == pid} for pid in (0, 1)}
     assert names[1] and names[1] <= names[0]  # every measured task has its predicted one
     assert any(name.startswith("forward ") for name in names[1]) and any(name.startswith("sync ") for name in names[1])
+    _expect_comparison(folder, own)
+    for held in report["memory"]:
+        assert held["predicted_bytes"] / 1.4 <= held["measured_bytes"] <= held["bound_bytes"] <= 2 * held["measured_bytes"]
+    assert len(report["memory"]) == 2
+
+
+def _expect_comparison(folder: Path, strategy: dict[str, Any]) -> None:
+    """soap-compare of what soap-run wrote says what soap-run said, and counts every task of the plan."""
+    compare = [sys.executable, "-m", "soap.cli.compare", "t.json", "--json", "-o", "both.json"]
+    done = subprocess.run(compare, cwd=folder, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["predicted"]["iteration_ns"], found["measured"]["iteration_ns"]) == (strategy["predicted_ns"], strategy["measured_ns"])
+    assert found["measured"]["iterations"] == 5 and found["measured"]["shown_ns"] > 0
+    assert found["not_measured"] == {} and found["not_predicted"] == {}
+    counts = {group["name"]: group["tasks"] for group in found["task_kinds"]}
+    assert counts["forward"] == counts["backward"] > 0 and counts["update"] == 2 and counts["sync"] > 0 and counts["reduce"] > 0
+    assert {group["name"] for group in found["operator_kinds"]} >= {"linear", "layer_norm", "embedding"}
+    assert len(found["links"]) == 4 and all(link["measured_ns"] > 0 and link["bytes"] > 0 for link in found["links"])
+    assert len(found["worst"]) == 10
+    sides = json.loads((folder / "both.json").read_text())["otherData"]["timelines"]
+    assert [side["origin"] for side in sides] == ["predicted", "measured"]
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from soap.errors import ProfileError, TopologyError
-from soap.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND
+from soap.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND, preset
 from soap.profiles import compute_rates, measure_machine
 from soap.profiles.compute_rates import Rates
 from soap.profiles.link_probe import LinkRates
-from soap.profiles.measure_machine import measure_device, measured_local_topology, threads_per_process
+from soap.profiles.measure_machine import measure_device, measured_local_topology, measured_topology, threads_per_process
 from soap.profiles.roofline import RooflineCosts, is_measured
 
 
@@ -118,6 +118,19 @@ def test_failing_links_are_a_warning_and_alone_tried_again(machine: Machine) -> 
     assert again.links[0].bandwidth_bytes_per_second == pytest.approx(1e9)
     assert measured_local_topology(2) == again
     assert (machine.probed, machine.asked) == (3, [4])
+
+
+def test_emulated_hosts_have_the_same_devices_as_so_many_processes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = measured_topology(preset("local:4"))
+    assert local == measured_local_topology(4)
+    asked = list(machine.asked)
+    monkeypatch.setattr(measure_machine, "_gpu_count", lambda: 8)  # emulated hosts have none
+    emulated = measured_topology(preset("emulated:2x2@200Mbit/s"))
+    assert {device.type for device in emulated.devices} == {local.devices[0].type}
+    assert emulated.links[0].bandwidth_bytes_per_second == local.links[0].bandwidth_bytes_per_second
+    assert emulated.hash == preset("emulated:2x2@200Mbit/s").hash
+    assert {emulated.links[link].bandwidth_bytes_per_second for link in emulated.stated} == {25e6}
+    assert machine.asked == asked  # from the cache
 
 
 def test_one_device_has_no_links_to_measure(machine: Machine) -> None:

@@ -15,7 +15,16 @@ from soap.runtime.launch import launch
 from soap.simulator.lowering import build_plan
 from soap.strategy import OpConfig, Strategy
 from tests.graph_builder import mlp
-from tests.runtime.launched import add_ranks, crash_in_rank_one, fail_in_rank_one, train_launched, wait_forever
+from tests.runtime.launched import (
+    Mark,
+    add_ranks,
+    crash_in_rank_one,
+    fail_in_rank_one,
+    refuse_place,
+    tell_mark,
+    train_launched,
+    wait_forever,
+)
 from tests.strategies import CPU, cluster
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +47,16 @@ def test_training_on_launched_ranks() -> None:
     outcomes = launch(2, train_launched, (build_plan(graph, Strategy(halves), cluster([2], CPU)),))
     assert outcomes[0].losses == outcomes[1].losses
     assert outcomes[0].gradient_error < 1e-10
+
+
+def test_ranks_go_to_their_places_first_and_reach_the_launcher_by_its_address() -> None:
+    found = launch(2, tell_mark, place=Mark("at"), address="127.0.0.1")
+    assert found == {rank: (f"at {rank} False", "127.0.0.1") for rank in (0, 1)}
+
+
+def test_a_rank_without_a_place_is_named() -> None:
+    with pytest.raises(RuntimeFailure, match=r"^rank [01] failed: no place for rank [01]$"):
+        launch(2, tell_mark, place=refuse_place)
 
 
 def test_failing_rank_is_named_in_one_line() -> None:

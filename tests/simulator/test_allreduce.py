@@ -9,10 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.simulator import allreduce
-from soap.simulator.allreduce import Algorithm, AllReduceOption, allreduce_bytes, allreduce_options, fastest, link_bytes, steps
+from soap.simulator.allreduce import (
+    Algorithm,
+    AllReduceOption,
+    allreduce_bytes,
+    allreduce_options,
+    available,
+    fastest,
+    link_bytes,
+    steps,
+)
 from soap.topology import Topology
 from tests.simulator.examples import pairwise_cluster
-from tests.strategies import cluster, topologies
+from tests.strategies import CPU, cluster, topologies
 
 ADDING = 3 / 1e11
 """Seconds to add a byte on the devices of ``cluster``."""
@@ -112,6 +121,12 @@ def test_the_fastest_is_taken_and_of_equals_the_first() -> None:
     assert [fastest((far, near), size) for size in (10**6 - 1, 10**6, 10**6 + 1)] == [near, far, far]
 
 
+def test_processors_have_the_ring_alone() -> None:
+    slow = cluster([2, 2], kind=CPU, latency_seconds=1e-3)
+    assert [found.algorithm for found in allreduce_options(slow, range(4))] == [Algorithm.RING]
+    assert available(cluster([4]), range(4)) == tuple(Algorithm)
+
+
 def test_bytes_on_links() -> None:
     topology = pairwise_cluster(3)
     ring = link_bytes(topology, Algorithm.RING, [0, 1, 2], 24)
@@ -126,7 +141,7 @@ def test_bytes_on_links() -> None:
 def test_what_holds_on_every_topology(topology: Topology, size: int) -> None:
     devices = range(topology.device_count)
     options = allreduce_options(topology, devices)
-    assert [found.algorithm for found in options] == list(Algorithm)
+    assert tuple(found.algorithm for found in options) == available(topology, devices)
     chosen = fastest(options, size)
     assert chosen.duration_ns(size) == min(found.duration_ns(size) for found in options)
     assert all(found.duration_ns(size) > chosen.duration_ns(size) for found in options[: options.index(chosen)])

@@ -57,6 +57,7 @@ def test_chrome_trace_has_a_thread_per_device_and_link() -> None:
     assert list(threads(trace).values()) == ["d0", "d1", "d0->d1", "d1->d0"]
     assert [e["args"] for e in trace["traceEvents"] if e["name"] == "process_name"] == [{"name": "simulated"}]
     first, transfer, *_ = complete(trace)
+    assert first.pop("args") == {"operator": "linear"}
     assert first == {"name": "forward l1[0]", "cat": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 24 * UNIT_NS / 1000}
     assert (transfer["tid"], transfer["args"]) == (2, {"bytes": 48})
     assert (transfer["ts"], transfer["dur"]) == (24 * UNIT_NS / 1000, 48 * UNIT_NS / 1000)
@@ -102,6 +103,18 @@ def test_communications_at_the_same_time_stand_on_threads_of_their_own() -> None
 def test_measured_trace_names_ranks_and_may_be_empty() -> None:
     assert list(threads(timeline.measured_trace([(1, "a", "forward", 0, 1)])).values())[:2] == ["rank 0", "rank 1"]
     assert complete(timeline.measured_trace([])) == []
+
+
+def test_of_several_iterations_the_middle_one_is_shown() -> None:
+    lengths = [30, 10, 20]
+    iterations = [[(0, "a", "forward", 100, 105 + n), (1, "b", "update", 110, 100 + n)] for n in lengths]
+    middle, medians_ns = timeline.middle_iteration(iterations)
+    assert middle == iterations[2]
+    assert medians_ns == {"a": 25, "b": 10}
+    assert timeline.middle_iteration(iterations[:2])[0] == iterations[1]  # of two, the shorter
+    assert (timeline.span_ns(iterations[0]), timeline.span_ns([])) == (35, 0)
+    trace = timeline.measured_trace(middle, details={"a": {"median_ns": 25, "bytes": 3}})
+    assert [event.get("args") for event in complete(trace)] == [{"median_ns": 25, "bytes": 3}, None]
 
 
 def test_merged_traces_stand_side_by_side() -> None:

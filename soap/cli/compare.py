@@ -1,0 +1,176 @@
+"""``soap-compare``: how far a predicted timeline is from a measured one, task by task."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from soap.cli import report
+from soap.cli.command import Parser, run_command
+from soap.cli.options import refuse_overwriting
+from soap.cli.tables import aligned, milliseconds
+from soap.errors import TimelineError
+from soap.files import check_writable, read_text, write_text_atomically
+from soap.simulator import timeline_file
+from soap.simulator.comparison import Comparison, Group, Pair, compare
+from soap.simulator.timeline_file import MAX_BYTES, Origin, Timeline
+from soap.strategy_differences import one_line, short
+from soap.units import format_bytes
+
+PROG = "soap-compare"
+MOST_ROWS = 20
+"""Lines of each table in the text; the JSON document has all."""
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        PROG,
+        "Compare a predicted iteration with a measured one of the same model and strategy.",
+        f"{PROG} predicted.json measured.json -o both.json",
+    )
+    parser.add_argument("predicted", metavar="PREDICTED", help="what --timeline wrote; soap-run's holds both sides and is enough")
+    parser.add_argument("measured", metavar="MEASURED", nargs="?", help="what soap-run --timeline wrote (default: PREDICTED)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write both as one trace for Perfetto, from the start of the iteration")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    return parser
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Read, compare, report."""
+    refuse_overwriting({"PREDICTED": args.predicted, "MEASURED": args.measured}, {"--output": args.output})
+    if args.output:
+        check_writable(args.output)
+    predicted, measured = _read(args.predicted, "predicted"), _read(args.measured or args.predicted, "measured")
+    comparison = compare(predicted, measured)
+    if args.output:
+        write_text_atomically(args.output, timeline_file.dumps([timeline_file.aligned(side) for side in (predicted, measured)]))
+    print(report.dump(document(comparison)) if args.json else text(comparison))
+    if args.output and not args.json:
+        print(f"\nwrote {args.output}")
+    return 0
+
+
+def _read(path: str, origin: Origin) -> Timeline:
+    """The file's timeline of this origin."""
+    content = read_text(path, what="timeline", error=TimelineError, limit_bytes=MAX_BYTES)
+    try:
+        found = [timeline for timeline in timeline_file.loads(content) if timeline.description.origin == origin]
+    except TimelineError as cause:
+        raise TimelineError(f"timeline {path!r}: {cause}") from None
+    if len(found) != 1:
+        writer = "soap-run" if origin == "measured" else "soap-simulate, soap-search or soap-run"
+        count = len(found) or "no"
+        raise TimelineError(f"timeline {path!r} has {count} {origin} iterations; expected one: give what {writer} --timeline wrote")
+    return found[0]
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """All of the comparison, as plain JSON values. The keys are part of the command's interface."""
+    return {
+        "model": comparison.predicted.model,
+        "strategy_hash": comparison.predicted.strategy_hash,
+        "predicted": _side(comparison, 0),
+        "measured": _side(comparison, 1),
+        "error": comparison.error,
+        "tasks": comparison.tasks,
+        "operator_kinds": [asdict(group) for group in comparison.operators],
+        "task_kinds": [asdict(group) for group in comparison.kinds],
+        "links": [asdict(link) for link in comparison.links],
+        "worst": [_worst(pair) for pair in comparison.worst],
+        "not_measured": dict(comparison.not_measured),
+        "not_predicted": dict(comparison.not_predicted),
+    }
+
+
+def _side(comparison: Comparison, side: int) -> dict[str, Any]:
+    description = (comparison.predicted, comparison.measured)[side]
+    return {
+        "iteration_ns": description.iteration_ns,
+        "shown_ns": comparison.shown_ns[side],
+        "iterations": description.iterations,
+        "cluster": description.cluster,
+        "optimizer_states": description.optimizer,
+        "versions": dict(description.versions),
+    }
+
+
+def _worst(pair: Pair) -> dict[str, Any]:
+    return {
+        "task": pair.predicted.name,
+        "kind": pair.predicted.kind.value,
+        "predicted_ns": pair.predicted.duration_ns,
+        "measured_ns": pair.measured.duration_ns,
+        "error": pair.error,
+    }
+
+
+def text(comparison: Comparison) -> str:
+    """The same for people."""
+    predicted, measured = comparison.predicted, comparison.measured
+    head = [f"{one_line(measured.model)} on {one_line(measured.cluster)}, strategy {one_line(measured.strategy_hash)}"]
+    if predicted.cluster_hash != measured.cluster_hash:
+        head.append(f"predicted for another cluster, {short(predicted.cluster)}")
+    if predicted.optimizer != measured.optimizer:
+        head.append(f"predicted for an optimizer with {predicted.optimizer} states per parameter, measured with {measured.optimizer}")
+    groups = [_groups(what, found) for what, found in (("operators", comparison.operators), ("tasks", comparison.kinds))]
+    links = [(one_line(link.name, 60), *_times(link.predicted_ns, link.measured_ns), format_bytes(link.bytes)) for link in comparison.links]
+    worst = [
+        (one_line(pair.predicted.name, 80), *_times(pair.predicted.duration_ns, pair.measured.duration_ns)) for pair in comparison.worst
+    ]
+    sections = [
+        "\n".join(head),
+        _iteration(comparison),
+        *groups,
+        _table(("link", "predicted busy", "measured busy", "measured / predicted", "carries"), links),
+        _table(("task furthest off", "predicted", "measured", "measured / predicted"), worst),
+        _unmatched(comparison),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _iteration(comparison: Comparison) -> str:
+    rows = [("time", "predicted", "measured", "measured / predicted", "error")]
+    rows.append(("iteration", *_times(comparison.predicted_ns, comparison.measured_ns), f"{comparison.error:+.0%}"))
+    rows.append(("each task by itself", *_times(*comparison.shown_ns), ""))
+    return aligned(rows)
+
+
+def _groups(what: str, found: Sequence[Group]) -> str:
+    rows = [(one_line(g.name, 40), str(g.tasks), *_times(g.predicted_ns, g.measured_ns), f"{g.median_error:.0%}") for g in found]
+    return _table((f"kind of {what}", "count", "predicted", "measured", "measured / predicted", "median error"), rows)
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    if not rows:
+        return ""
+    rest = len(rows) - MOST_ROWS
+    return aligned([head, *rows[:MOST_ROWS]]) + (f"\n  and {rest} more; --json has all" if rest > 0 else "")
+
+
+def _times(predicted_ns: int, measured_ns: int) -> tuple[str, str, str]:
+    return milliseconds(predicted_ns), milliseconds(measured_ns), f"{measured_ns / max(1, predicted_ns):.2f}"
+
+
+def _unmatched(comparison: Comparison) -> str:
+    lines = []
+    for what, found in (("predicted but not measured", comparison.not_measured), ("measured but not predicted", comparison.not_predicted)):
+        if found:
+            lines.append(f"{what}: {_counted(found)}")
+    return "\n".join(lines)
+
+
+def _counted(found: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in found.items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    return run_command(make_parser(), execute, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

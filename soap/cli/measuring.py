@@ -1,0 +1,119 @@
+"""Measuring a model's computations on this machine into the store, one after the other, so that nothing measured is ever lost."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import torch
+
+from soap import api
+from soap.cli.options import Reading
+from soap.cli.wanted import Wanted
+from soap.errors import SoapWarning
+from soap.profiles.entries import COPY, RUNTIME, Entry, Timing
+from soap.profiles.keys import Environment
+from soap.profiles.measure_machine import cpu_cores
+from soap.profiles.store import Store
+from soap.profiles.work import backward_work, forward_work
+from soap.runtime.neighbours import Neighbours
+from soap.runtime.tile_timing import TileTimer
+from soap.runtime.timing import Sample
+from soap.runtime.upkeep_timing import time_copy, time_runtime, time_update
+from soap.strategies import CLASSICAL
+from soap.topology import Topology
+
+Progress = Callable[[Wanted], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where is measured. ``share``: part of the cores' time that each process gets, less than 1 if there are more processes than cores."""
+
+    environment: Environment
+    device: torch.device
+    share: float
+
+    @property
+    def clock(self) -> tuple[torch.device, int, float]:
+        """Arguments of the functions that time."""
+        return self.device, self.environment.threads, self.share
+
+
+def place_of(topology: Topology, environment: Environment) -> Place:
+    """This machine as one of the devices of ``local:N`` or of emulated hosts."""
+    if environment.kind == "cuda":
+        return Place(environment, torch.device("cuda", 0), 1.0)
+    busy = topology.device_count * environment.threads
+    return Place(environment, torch.device("cpu"), min(1.0, cpu_cores() / busy))
+
+
+def measure(
+    spec: str, reading: Reading, topology: Topology, environment: Environment, todo: Sequence[Wanted], store: Store,
+    budget_s: float | None, progress: Progress = lambda one: None,
+) -> int:  # fmt: skip
+    """Measure what is to be done, in its order, each kept as soon as it is known; how many. Ends after the computation in which
+    ``budget_s`` is over. Interrupted, it leaves what was kept and no process behind."""
+    place = place_of(topology, environment)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SoapWarning)  # the command has read the model before, and said it
+        model = api.load(spec, **reading)
+    usual = CLASSICAL["data_parallel"](model.graph, topology)
+    degrees = [usual.operators[op.name].degrees for op in model.graph.operators]
+    neighbours = Neighbours(environment.neighbours, spec, reading, degrees, environment.threads)
+    done = 0
+    with _threads(environment.threads), neighbours:
+        timer = TileTimer(model, *place.clock)
+        stop = time.monotonic() + (float("inf") if budget_s is None else budget_s)
+        for one in todo:
+            if time.monotonic() >= stop:
+                break
+            entry = measured(one, timer, place)
+            neighbours.check()
+            store.put(environment, [entry])
+            done += 1
+            progress(one)
+    return done
+
+
+def measured(one: Wanted, timer: TileTimer, place: Place) -> Entry:
+    """One computation, measured."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    if one.tile is not None:
+        times = timer.time(one.tile)
+        backward = None if times.backward is None else _timing(times.backward)
+        left_out = backward is None and one.tile.operator in timer.graph.backward_operators
+        forward_kernels = () if left_out else forward_work(timer.graph, one.tile)
+        backward_kernels = () if backward is None else backward_work(timer.graph, one.tile)
+        repetitions = times.forward.repetitions
+        return Entry(one.kind, one.key, _timing(times.forward), backward, repetitions, forward_kernels, backward_kernels, now)
+    found = _upkeep(one, place)
+    return Entry(one.kind, one.key, _timing(found), None, found.repetitions, measured_at=now)
+
+
+def _upkeep(one: Wanted, place: Place) -> Sample:
+    if one.kind == RUNTIME:
+        return time_runtime(*place.clock)
+    (size,) = one.key.lengths
+    if one.kind == COPY:
+        return time_copy(size, *place.clock)
+    return time_update(one.optimizer_states, size, *place.clock)
+
+
+def _timing(found: Sample) -> Timing:
+    return Timing(found.ns, found.spread_ns)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads within this context; 0: as they are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

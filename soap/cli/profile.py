@@ -1,0 +1,244 @@
+"""``soap-profile``: measure what a model needs on this machine, so that predictions rest on measurements."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from soap import api
+from soap.cli import report
+from soap.cli.command import Parser, UsageError, note, run_command
+from soap.cli.options import add_cluster, add_model, positive_number, reading, refuse_overwriting
+from soap.cli.stopping import Stopping
+from soap.cli.tables import aligned, milliseconds
+from soap.cli.wanted import Wanted, wanted
+from soap.errors import ProfileError
+from soap.files import check_writable
+from soap.graph import OperatorGraph
+from soap.presets import family
+from soap.profiles.exchange import export_profiles, import_profiles
+from soap.profiles.keys import environments
+from soap.profiles.lookup import ProfiledCosts, Source, foreign
+from soap.profiles.shares import shares
+from soap.profiles.shares import text as shares_text
+from soap.profiles.store import Store
+from soap.simulator.simulate import Simulator, tile_count
+from soap.strategies import CLASSICAL
+from soap.strategy import Strategy
+from soap.topology import Topology
+
+PROG = "soap-profile"
+CLASSICAL_GROUP = "classical strategies"
+MOST_MISSING = 10
+"""Lines of what is not measured; the JSON document has all."""
+
+
+def make_parser() -> Parser:
+    """The options of measuring."""
+    parser = Parser(
+        PROG,
+        "Measure what a model's operators take on this machine, each distinct computation once. soap-search, soap-simulate and soap-run\n"
+        "then predict from that. Ctrl-C keeps what was measured; the same command goes on from there.\n\n"
+        f"  {PROG} show MODEL --cluster SPEC   say what is measured, and what predictions rest on\n"
+        f"  {PROG} export FILE                 write all measurements as JSON\n"
+        f"  {PROG} import FILE                 take measurements from such a file",
+        f"{PROG} zoo:rnnlm:tiny --cluster local:2 --budget 60",
+    )
+    _add_subject(parser)
+    budget = "of measuring; then the rest is left (default: all of it)"
+    parser.add_argument("--budget", metavar="SECONDS", type=positive_number, help=budget)
+    parser.add_argument("--again", action="store_true", help="measure what is known already, too, and replace it")
+    return parser
+
+
+def make_show_parser() -> Parser:
+    """The options of ``show``."""
+    parser = Parser(f"{PROG} show", "Say what is measured of a model.", f"{PROG} show zoo:rnnlm:tiny --cluster local:2")
+    _add_subject(parser)
+    return parser
+
+
+def make_file_parser(verb: str) -> Parser:
+    """The options of ``export`` and ``import``."""
+    what = "Write all measurements to a file." if verb == "export" else "Take measurements from a file that export wrote."
+    parser = Parser(f"{PROG} {verb}", what, f"{PROG} {verb} profile.json")
+    parser.add_argument("file", metavar="FILE", help="JSON")
+    return parser
+
+
+def _add_subject(parser: Parser) -> None:
+    add_model(parser, positional=True)
+    add_cluster(parser, required=True)
+    parser.add_argument("--strategy", metavar="FILE", help="its computations, too, before those that a search may propose")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Measure and report."""
+    if family(args.cluster) is None:
+        raise UsageError(f"--cluster {args.cluster!r}: this machine is what can be measured; expected local:N or emulated:HxD@RATE")
+    store = Store()
+    topology, graph, strategies = _subject(args)
+    (place,) = environments(topology).values()
+    everything = wanted(graph, topology, _groups(strategies))
+    known = set() if args.again else {entry.key for entry in store.entries(place)}
+    todo = [one for one in everything if one.key not in known]
+    with Stopping() as stopping:
+        try:
+            done = _measure(args, topology, todo, store) if todo else 0
+        except KeyboardInterrupt:
+            note(PROG, "interrupted: what was measured is kept, and the same command goes on from there")
+            return stopping.exit_code
+    found = document(graph, topology, strategies, everything, store)
+    found["measured_now"] = done
+    if args.json:
+        print(report.dump(found))
+    else:
+        left = len(todo) - done
+        rest = f"{left} are left: the same command goes on" if left else "nothing is left"
+        print(f"measured {done} computations now; {rest}\n")
+        print(text(found))
+    return 0
+
+
+def _measure(args: argparse.Namespace, topology: Topology, todo: Sequence[Wanted], store: Store) -> int:
+    from soap.cli.measuring import measure  # torch
+
+    (place,) = environments(topology).values()
+    with tqdm(total=len(todo), desc="measuring", unit="computation", disable=None, leave=False) as bar:
+
+        def progress(one: Wanted) -> None:
+            bar.set_postfix_str(one.name, refresh=False)
+            bar.update()
+
+        return measure(args.model, reading(args), topology, place, todo, store, args.budget, progress)
+
+
+def execute_show(args: argparse.Namespace) -> int:
+    """Report what is known."""
+    topology, graph, strategies = _subject(args)
+    found = document(graph, topology, strategies, wanted(graph, topology, _groups(strategies)), Store())
+    print(report.dump(found) if args.json else text(found))
+    return 0
+
+
+def execute_export(args: argparse.Namespace) -> int:
+    """Write everything."""
+    store = Store()
+    refuse_overwriting({"the store of measurements": str(store.path)}, {"FILE": args.file})
+    check_writable(args.file, error=ProfileError)
+    count = export_profiles(store, args.file)
+    print(f"wrote {count} measurements to {args.file}")
+    return 0
+
+
+def execute_import(args: argparse.Namespace) -> int:
+    """Read a file."""
+    count = import_profiles(Store(), args.file)
+    print(f"took {count} measurements from {args.file}")
+    return 0
+
+
+def _subject(args: argparse.Namespace) -> tuple[Topology, OperatorGraph, dict[str, Strategy]]:
+    """Cluster, model and the strategies to say something about."""
+    topology = api.load_cluster(args.cluster)
+    graph = api.load(args.model, plan_only=True, **reading(args)).graph
+    strategies = {name: api.classical(name, graph, topology) for name in CLASSICAL}
+    if args.strategy:
+        strategies[args.strategy] = api.load_strategy(args.strategy, graph, topology)
+    return topology, graph, strategies
+
+
+def _groups(strategies: Mapping[str, Strategy]) -> dict[str, list[Strategy]]:
+    """Which are measured together: the classical ones, then each other one."""
+    groups = {CLASSICAL_GROUP: [strategies[name] for name in CLASSICAL]}
+    return groups | {name: [strategy] for name, strategy in strategies.items() if name not in CLASSICAL}
+
+
+def document(
+    graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Strategy], everything: Sequence[Wanted], store: Store
+) -> dict[str, Any]:
+    """What is known of a model on a cluster, as plain JSON values. The keys are part of the command's interface."""
+    places = environments(topology)
+    profiles = {name: store.entries(place) for name, place in places.items()}
+    costs = ProfiledCosts(topology, {name: entries for name, entries in profiles.items() if entries})
+    simulator = Simulator(graph, topology, costs)
+    device = topology.devices[0].type
+    keys = {entry.key for entry in profiles[device.name]}
+    groups: dict[str, dict[str, int]] = {}
+    missing = []
+    for one in everything:
+        source = Source.MEASURED if one.key in keys else _source(costs, graph, topology, one)
+        groups.setdefault(one.group, dict.fromkeys(map(str, Source), 0))[source.value] += 1
+        if source is not Source.MEASURED:
+            line = {"operator": one.name, "kind": one.kind, "group": one.group, "source": source.value}
+            missing.append({**line, "estimated_ns": one.estimated_ns})
+    return {
+        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
+        "cluster": topology.name,
+        "store": str(store.path),
+        "environments": {name: place.text for name, place in places.items()},
+        "computations": groups,
+        "strategies": {
+            name: {"predicted_ns": simulation.makespan_ns, "shares": shares(costs, simulation.tasks)}
+            for name, strategy in strategies.items()
+            if tile_count(strategy) <= report.MOST_TILES
+            for simulation in (simulator.predict(strategy),)
+        },
+        "missing": missing,
+        "foreign": {place.text: count for place, count in foreign(topology, store).items()},
+    }
+
+
+def _source(costs: ProfiledCosts, graph: OperatorGraph, topology: Topology, one: Wanted) -> Source:
+    """Where the answer for something that is not measured comes from."""
+    if one.tile is None:
+        return Source.ESTIMATED
+    return costs.answer(graph, one.tile, topology.devices[0].type, backward=False).source
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The document as tables for people."""
+    sources = [source.value for source in Source]
+    head = f"{found['model']['name']} ({found['model']['operators']} operators) on {found['cluster']}\n"
+    head += "\n".join(f"measured on: {place}" for place in found["environments"].values()) + f"\nkept in: {found['store']}"
+    rows = [("distinct computations of", *sources)]
+    rows += [(name, *(str(counts[source]) for source in sources)) for name, counts in found["computations"].items()]
+    predicted = [("predicted", "time", "compute time")]
+    predicted += [(name, milliseconds(one["predicted_ns"]), shares_text(one["shares"])) for name, one in found["strategies"].items()]
+    sections = [head, aligned(rows), _left_last(predicted)]
+    if found["missing"]:
+        dear = sorted(found["missing"], key=lambda one: -one["estimated_ns"])[:MOST_MISSING]
+        lines = [(f"{one['operator']} ({one['kind']})", milliseconds(one["estimated_ns"]), one["source"]) for one in dear]
+        more = len(found["missing"]) - len(dear)
+        rest = f"\n  and {more} more; --json has all" if more else ""
+        sections.append(f"not measured, the most expensive first:\n{_left_last(lines)}{rest}")
+    if found["foreign"]:
+        elsewhere = [f"  {count} on {place}" for place, count in found["foreign"].items()]
+        sections.append("measured elsewhere, and not used here:\n" + "\n".join(elsewhere))
+    return "\n\n".join(sections)
+
+
+def _left_last(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of which the last is words."""
+    numbers = aligned(row[:-1] for row in rows).splitlines()
+    return "\n".join(f"{line}  {row[-1]}".rstrip() for line, row in zip(numbers, rows, strict=True))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. A model that is named like a verb is given as ``./show``."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = words[0] if words else ""
+    if verb == "show":
+        return run_command(make_show_parser(), execute_show, words[1:])
+    if verb in ("export", "import"):
+        return run_command(make_file_parser(verb), execute_export if verb == "export" else execute_import, words[1:])
+    return run_command(make_parser(), execute, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

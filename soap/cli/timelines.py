@@ -1,0 +1,80 @@
+"""What the commands write with ``--timeline``: the picture, and what it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+
+import soap
+from soap.graph import OperatorGraph
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.simulate import Simulation
+from soap.simulator.timeline import MeasuredEvent, chrome_trace, measured_trace, middle_iteration, task_details
+from soap.simulator.timeline_file import Description, Origin, dumps
+from soap.strategy import Strategy
+from soap.strategy_json import strategy_hash
+from soap.topology import Topology
+
+
+def predicted_text(graph: OperatorGraph, strategy: Strategy, simulation: Simulation | FoldedSimulation, *, memory: bool = False) -> str:
+    """The file of a predicted iteration. ``memory``: with each device's memory over time."""
+    topology, copies = simulation.topology, simulation.folding.count if isinstance(simulation, FoldedSimulation) else 1
+    described = _description("predicted", graph, topology, strategy, simulation, simulation.makespan_ns, copies=copies)
+    trace = chrome_trace(simulation.tasks, simulation.schedule, memory=simulation.memory_over_time if memory else ())
+    return dumps([(trace, described)])
+
+
+def measured_text(
+    strategy: Strategy,
+    simulation: Simulation,
+    iterations: Sequence[Sequence[MeasuredEvent]],
+    step_ns: int,
+    micro_batches: int = 1,
+) -> str:
+    """The file of a predicted iteration and a measured one, side by side.
+
+    ``iterations``: the events of each traced iteration (at least one); the one of middle length is shown, with each task's median time.
+    ``step_ns``: what a step takes without tracing.
+    """
+    graph, topology = simulation.plan.graph, simulation.topology
+    predicted_ns = simulation.step_ns(micro_batches)
+    predicted = _description("predicted", graph, topology, strategy, simulation, predicted_ns, micro_batches=micro_batches)
+    measured = _description(
+        "measured", graph, topology, strategy, simulation, step_ns, micro_batches=micro_batches, iterations=len(iterations)
+    )
+    middle, medians_ns = middle_iteration(iterations)
+    known = task_details(simulation.tasks)
+    details = {name: {**known.get(name, {}), "median_ns": time_ns} for name, time_ns in medians_ns.items()}
+    names = [device.name for device in topology.devices]
+    picture = measured_trace(middle, "measured", names, details)
+    return dumps([(chrome_trace(simulation.tasks, simulation.schedule, "predicted"), predicted), (picture, measured)])
+
+
+def _description(
+    origin: Origin,
+    graph: OperatorGraph,
+    topology: Topology,
+    strategy: Strategy,
+    simulation: Simulation | FoldedSimulation,
+    iteration_ns: int,
+    *,
+    micro_batches: int = 1,
+    iterations: int = 1,
+    copies: int = 1,
+) -> Description:
+    versions: Mapping[str, str] = {"soap": soap.__version__}
+    return Description(
+        origin=origin,
+        model=graph.name,
+        model_hash=graph.hash,
+        cluster=topology.name,
+        cluster_hash=topology.hash,
+        strategy_hash=strategy_hash(strategy, graph),
+        optimizer=simulation.optimizer_states,
+        iteration_ns=iteration_ns,
+        micro_batches=micro_batches,
+        iterations=iterations,
+        copies=copies,
+        link_bytes={name: size for name, size in simulation.link_bytes.items() if size} if origin == "predicted" else {},
+        versions={**versions, "torch": version("torch")} if origin == "measured" else versions,
+    )

@@ -1,0 +1,107 @@
+"""Which computations a profile of a model wants: those of strategies that people compare with, then all that a search may propose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from soap.graph import OperatorGraph
+from soap.profiles.entries import COPY, RUNTIME, UPDATE, copy_key, runtime_key, update_key
+from soap.profiles.keys import TileKey, TileKeys
+from soap.profiles.roofline import RooflineCosts
+from soap.search.space import grids_of
+from soap.simulator.tiling import Tile, tiles_of
+from soap.strategy import OpConfig, Strategy
+from soap.topology import Topology
+
+SPACE = "search space"
+UPKEEP = "runtime and updates"
+OTHER_UPKEEP = "other updates, and copies"
+OPTIMIZERS = (2, 0, 1)
+"""Tensors that optimizers keep for each of a parameter's size; Adam's first, as predictions count them."""
+UPKEEP_BYTES = tuple(2**power for power in range(6, 27, 4))
+"""Beyond 64 MiB memory decides, and times follow the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One computation. ``group``: what it is wanted for, the first of several. ``tile`` is None for what is no operator's.
+
+    ``estimated_ns``: of all its tiles together, by the roofline.
+    """
+
+    key: TileKey
+    kind: str
+    name: str
+    group: str
+    tile: Tile | None
+    estimated_ns: int
+    optimizer_states: int = 0
+
+
+def wanted(graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Sequence[Strategy]]) -> list[Wanted]:
+    """Each computation once: what every prediction needs, the groups of strategies in their order, other optimizers, then the search
+    space; of operators the most expensive first."""
+    keys, costs, device = TileKeys(graph), RooflineCosts(topology), topology.devices[0].type
+    first_upkeep, other_upkeep = upkeep(graph)
+    found: dict[TileKey, Wanted] = {one.key: one for one in first_upkeep}
+    groups = {name: _tiles_of_strategies(graph, own) for name, own in strategies.items()}
+    groups[SPACE] = _tiles_of_space(graph, keys, topology)
+    for group, tiles in groups.items():
+        if group == SPACE:
+            found.update({one.key: one for one in other_upkeep})
+        first: dict[TileKey, Tile] = {}
+        spent: dict[TileKey, int] = {}
+        for tile in tiles:
+            if not tile.size:
+                continue
+            key = keys.key(tile)
+            if key in found:
+                continue
+            first.setdefault(key, tile)
+            spent[key] = spent.get(key, 0) + costs.forward_ns(graph, tile, device) + costs.backward_ns(graph, tile, device)
+        for key in sorted(first, key=lambda key: (-spent[key], key.text)):
+            op = graph.operators[first[key].operator]
+            found[key] = Wanted(key, op.kind, op.name, group, first[key], spent[key])
+    return list(found.values())
+
+
+def upkeep(graph: OperatorGraph) -> tuple[list[Wanted], list[Wanted]]:
+    """What no operator computes: first what the runtime adds and Adam's updates up to the size of the largest parameter, then those of
+    other optimizers, and copies up to the size of the largest tensor."""
+    trained = [tensor.bytes for tensor in graph.parameters if tensor.requires_grad]
+    updates = [
+        Wanted(update_key(states, size), UPDATE, f"update of {size} bytes, {states} optimizer states", group, None, 0, states)
+        for states, group in zip(OPTIMIZERS, (UPKEEP, OTHER_UPKEEP, OTHER_UPKEEP), strict=True)
+        for size in _sizes(max(trained, default=0))
+        if trained
+    ]
+    largest = max(tensor.bytes for tensor in graph.tensors.values())
+    copies = [Wanted(copy_key(size), COPY, f"copy of {size} bytes", OTHER_UPKEEP, None, 0) for size in _sizes(largest)]
+    runtime = Wanted(runtime_key(), RUNTIME, "what the runtime adds to a tile", UPKEEP, None, 0)
+    first = [one for one in updates if one.group == UPKEEP]
+    return [runtime, *first], [*(one for one in updates if one.group != UPKEEP), *copies]
+
+
+def _sizes(most: int) -> list[int]:
+    """Sizes up to the first that is no smaller."""
+    enough = next((i for i, size in enumerate(UPKEEP_BYTES) if size >= most), len(UPKEEP_BYTES) - 1)
+    return list(UPKEEP_BYTES[: enough + 1])
+
+
+def _tiles_of_strategies(graph: OperatorGraph, strategies: Iterable[Strategy]) -> Iterator[Tile]:
+    for strategy in strategies:
+        for position, op in enumerate(graph.operators):
+            yield from tiles_of(graph, position, strategy.operators[op.name])
+
+
+def _tiles_of_space(graph: OperatorGraph, keys: TileKeys, topology: Topology) -> Iterator[Tile]:
+    seen: set[tuple[object, ...]] = set()
+    for position, op in enumerate(graph.operators):
+        likeness = keys.family(position), tuple(factor.size for factor in op.factors), op.partitionable
+        if likeness in seen:
+            continue
+        seen.add(likeness)
+        for degrees in dict.fromkeys(grid[1:] for grid in grids_of(op, topology.device_count)):
+            yield from tiles_of(graph, position, OpConfig(degrees, (0,) * prod(degrees)))

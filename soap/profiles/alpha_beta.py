@@ -1,0 +1,47 @@
+"""Alpha-beta fits: time = alpha + beta * bytes, from measurements of which some may be far off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from soap.errors import ProfileError
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """``alpha_seconds`` at no bytes, ``beta_seconds_per_byte`` more for each; ``deviation``: the median of |fit / measured - 1|."""
+
+    alpha_seconds: float
+    beta_seconds_per_byte: float
+    deviation: float
+
+    def seconds(self, size_bytes: int) -> float:
+        """What so many bytes take."""
+        return self.alpha_seconds + self.beta_seconds_per_byte * size_bytes
+
+
+def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta:
+    """The line with the least sum of absolute relative errors, |fit / measured - 1|, that falls nowhere: neither figure is negative.
+
+    Relative, because small and large messages matter alike; absolute, not squared, so that what another program has slowed down counts
+    little (least absolute deviations). An optimal line passes through two of the points, or through one if it is level or begins at 0, so
+    all of these are tried. ProfileError without two different sizes, or for times that are not above 0.
+    """
+    x, y = np.asarray(sizes_bytes, float), np.asarray(seconds, float)
+    if x.shape != y.shape or len(np.unique(x)) < 2 or (x < 0).any() or not (np.isfinite(y) & (y > 0)).all():
+        raise ProfileError("a fit needs times above 0 of at least two different sizes; measure more sizes")
+    first, second = np.triu_indices(len(x), 1)
+    apart = x[first] != x[second]
+    first, second = first[apart], second[apart]
+    slopes = (y[second] - y[first]) / (x[second] - x[first])
+    level, steep = np.zeros_like(y), y[x > 0] / x[x > 0]
+    betas = np.concatenate([slopes, level, steep])
+    alphas = np.concatenate([y[first] - slopes * x[first], y, np.zeros_like(steep)])
+    legal = (betas >= 0) & (alphas >= 0)
+    alphas, betas = alphas[legal], betas[legal]
+    errors = np.abs((alphas[:, None] + betas[:, None] * x) / y - 1)
+    best = int(errors.sum(axis=1).argmin())
+    return AlphaBeta(float(alphas[best]), float(betas[best]), float(np.median(errors[best])))

@@ -1,0 +1,134 @@
+"""Measurements as data: what was measured of one computation, and how that is written as plain JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from soap.profiles.keys import TileKey
+from soap.profiles.work import Kernel
+
+UPDATE, COPY, RUNTIME = "update", "copy", "runtime"
+"""Kinds of entries that are no operator's: the optimizer's update of one tensor, a copy on a device (both by bytes), and what the
+runtime adds to each tile. Angle brackets in their families keep them apart from operators, whose families are hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Nanoseconds of one pass: the median, and the interquartile range around it."""
+
+    ns: float
+    spread_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One computation as it was measured. ``backward`` is None if there is nothing to be done in it.
+
+    ``forward_work``, ``backward_work``: what was to be done, so that an estimate can be compared with it; nothing where that was left out,
+    as statistics are that nobody reads. ``measured_at``: ISO 8601, UTC.
+    """
+
+    kind: str
+    key: TileKey
+    forward: Timing
+    backward: Timing | None
+    repetitions: int
+    forward_work: tuple[Kernel, ...] = ()
+    backward_work: tuple[Kernel, ...] = ()
+    measured_at: str = ""
+
+    @property
+    def points(self) -> int:
+        """Points of the iteration space, or bytes."""
+        points = 1
+        for length in self.key.lengths:
+            points *= length
+        return points
+
+
+def update_key(optimizer_states: int, size_bytes: int) -> TileKey:
+    """Of the update of one tensor of so many bytes by an optimizer that keeps so many tensors of its size."""
+    return TileKey(f"<{UPDATE}-{optimizer_states}>", (size_bytes,), (), True)
+
+
+def copy_key(size_bytes: int) -> TileKey:
+    """Of a copy of so many bytes from one place of a device to another."""
+    return TileKey(f"<{COPY}>", (size_bytes,), (), True)
+
+
+def runtime_key() -> TileKey:
+    """Of what the runtime adds to each tile."""
+    return TileKey(f"<{RUNTIME}>", (), (), True)
+
+
+def encode(entry: Entry) -> dict[str, Any]:
+    """Plain JSON values for ``decode``; SCHEMA says what they look like."""
+    return {
+        "kind": entry.kind,
+        "family": entry.key.family,
+        "lengths": list(entry.key.lengths),
+        "regions": list(entry.key.regions),
+        "entire": entry.key.entire,
+        "forward_ns": [entry.forward.ns, entry.forward.spread_ns],
+        "backward_ns": None if entry.backward is None else [entry.backward.ns, entry.backward.spread_ns],
+        "repetitions": entry.repetitions,
+        "forward_work": [_kernel(kernel) for kernel in entry.forward_work],
+        "backward_work": [_kernel(kernel) for kernel in entry.backward_work],
+        "measured_at": entry.measured_at,
+    }
+
+
+def decode(record: Mapping[str, Any]) -> Entry:
+    """The entry of values that SCHEMA allows."""
+    backward = record["backward_ns"]
+    return Entry(
+        record["kind"],
+        TileKey(record["family"], tuple(record["lengths"]), tuple(record["regions"]), record["entire"]),
+        Timing(*record["forward_ns"]),
+        None if backward is None else Timing(*backward),
+        record["repetitions"],
+        tuple(_decode_kernel(kernel) for kernel in record["forward_work"]),
+        tuple(_decode_kernel(kernel) for kernel in record["backward_work"]),
+        record["measured_at"],
+    )
+
+
+def _kernel(kernel: Kernel) -> list[Any]:
+    return [kernel.dtype, kernel.flops, kernel.traffic_bytes, kernel.calls, kernel.inner_calls]
+
+
+def _decode_kernel(values: Sequence[Any]) -> Kernel:
+    return Kernel(*values)
+
+
+LARGEST = 2**62
+_WORD: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 200}
+_SIZE: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": LARGEST}
+_SIZES: dict[str, Any] = {"type": "array", "items": _SIZE, "maxItems": 1000}
+_POSITIVE: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0, "maximum": LARGEST}
+_NOT_NEGATIVE: dict[str, Any] = {"type": "number", "minimum": 0, "maximum": LARGEST}
+
+
+def _tuple(*items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "prefixItems": list(items), "minItems": len(items), "maxItems": len(items)}
+
+
+_TIMING = _tuple(_POSITIVE, _NOT_NEGATIVE)
+_WORK: dict[str, Any] = {"type": "array", "items": _tuple(_WORD, _NOT_NEGATIVE, _SIZE, _SIZE, _SIZE), "maxItems": 10}
+_PROPERTIES: dict[str, Any] = {
+    "kind": _WORD,
+    "family": _WORD,
+    "lengths": _SIZES,
+    "regions": _SIZES,
+    "entire": {"type": "boolean"},
+    "forward_ns": _TIMING,
+    "backward_ns": {"anyOf": [{"type": "null"}, _TIMING]},
+    "repetitions": {"type": "integer", "minimum": 1, "maximum": LARGEST},
+    "forward_work": _WORK,
+    "backward_work": _WORK,
+    "measured_at": {"type": "string", "maxLength": 40},
+}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": _PROPERTIES, "required": list(_PROPERTIES), "additionalProperties": False}
+"""JSON schema of an encoded entry."""

@@ -1,0 +1,194 @@
+"""What a measurement is of: a tile's computation, and the place where it ran. Worked out from the operator graph alone, without torch.
+
+Two tiles have the same key if nothing that the graph knows tells their computations apart; names are no part of it, so that equal layers
+are measured once. What the graph does not know (the numbers among a call's arguments, such as which form of GELU) is not in the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from soap.graph import DimMap, Operand, Operator, OperatorGraph
+from soap.profiles.measure_machine import cpu_cores
+from soap.regions import lengths
+from soap.simulator.tiling import Tile, iteration_points
+from soap.topology import DeviceType, Topology
+
+VERSION = 1
+"""Of what is measured and how it is written down; part of every environment."""
+
+_NUMBER = re.compile(r"_\d+(?=$|:)")
+"""What tells a graph's calls of one kind apart: ``linear_3``, ``batch_norm_1:sums``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileKey:
+    """A tile's computation. ``family``: 16 hex digits, equal for tiles of like operators of whatever size. ``lengths``: one per factor.
+
+    ``regions``: lengths of all regions of inputs, parameters and outputs, one after the other. ``entire``: each region is its whole tensor,
+    so that plain calls are run.
+    """
+
+    family: str
+    lengths: tuple[int, ...]
+    regions: tuple[int, ...]
+    entire: bool
+
+    @property
+    def text(self) -> str:
+        """The key in one word."""
+        sizes = ["x".join(map(str, part)) for part in (self.lengths, self.regions)]
+        return ":".join([self.family, *sizes, "entire" if self.entire else "part"])
+
+
+class TileKeys:
+    """The keys of one graph's tiles."""
+
+    def __init__(self, graph: OperatorGraph) -> None:
+        self.graph = graph
+        self._families: dict[int, str] = {}
+        self._shapes: dict[int, tuple[tuple[int, ...], ...]] = {}
+
+    def key(self, tile: Tile) -> TileKey:
+        """The key of a tile of the graph."""
+        boxes = (*tile.inputs, *tile.parameters, *tile.outputs)
+        sizes = tuple([lengths(box) for box in boxes])
+        regions = tuple([size for own in sizes for size in own])
+        return TileKey(self.family(tile.operator), lengths(tile.intervals), regions, sizes == self._whole(tile.operator))
+
+    def family(self, position: int) -> str:
+        """What the operator at ``position`` computes, whatever the sizes of its factors."""
+        found = self._families.get(position)
+        if found is None:
+            found = self._families[position] = _digest(_signature(self.graph, position))
+        return found
+
+    def _whole(self, position: int) -> tuple[tuple[int, ...], ...]:
+        found = self._shapes.get(position)
+        if found is None:
+            op = self.graph.operators[position]
+            shapes = (self.graph.tensors[operand.tensor].shape for operand in (*op.inputs, *op.parameters, *op.outputs))
+            found = self._shapes[position] = tuple(shapes)
+        return found
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where something was measured; what is asked for elsewhere is foreign to it.
+
+    ``device``: the device type's name. ``threads``: of each process, 0 on GPUs. ``neighbours``: processes that were kept busy meanwhile.
+    """
+
+    device: str
+    kind: str
+    torch: str
+    threads: int
+    neighbours: int
+    version: int = VERSION
+
+    @cached_property
+    def hash(self) -> str:
+        """16 hex digits."""
+        return _digest(asdict(self))
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        if self.kind == "cuda":
+            return f"{self.device}, torch {self.torch}"
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        beside = f"{self.neighbours} busy process{'' if self.neighbours == 1 else 'es'} beside it"
+        return f"{self.device}, torch {self.torch}, {threads}, {beside if self.neighbours else 'alone'}"
+
+
+def environments(topology: Topology, torch: str | None = None) -> dict[str, Environment]:
+    """Device type name -> where its tiles run when all devices of the cluster work. ``torch``: the version, if not the installed one.
+
+    All hosts of a cluster that was measured are this machine, emulated ones as well.
+    """
+    busy: dict[str, tuple[DeviceType, int, int]] = {}
+    for device in topology.devices:
+        if topology.measured:
+            busy[device.type.name] = device.type, topology.device_count, cpu_cores()
+        elif device.type.name not in busy:
+            processes = sum(other.host == device.host for other in topology.devices)
+            busy[device.type.name] = device.type, processes, topology.hosts[device.host].cpu_cores
+    return {name: environment(*found, torch) for name, found in busy.items()}
+
+
+def environment(device: DeviceType, processes: int, cores: int, torch: str | None = None) -> Environment:
+    """Where one of so many processes of a host works.
+
+    On CPUs each has its share of the cores as threads. Those beside it are kept busy as far as there are cores: more only take turns,
+    which the processor time that is measured does not show, and which ``tile_timing`` adds.
+    """
+    known = torch if torch is not None else torch_version()
+    if device.kind == "cuda":
+        return Environment(device.name, device.kind, known, 0, 0)
+    threads = max(1, cores // processes)
+    return Environment(device.name, device.kind, known, threads, max(0, min(processes, cores // threads) - 1))
+
+
+def torch_version() -> str:
+    """The installed torch's version, without importing it."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def call_kind(name: str) -> str:
+    """The kind of a traced call by its name: ``linear`` for ``linear_3``."""
+    return _NUMBER.sub("", name)
+
+
+def _signature(graph: OperatorGraph, position: int) -> list[Any]:
+    op = graph.operators[position]
+    read = (*op.inputs, *op.parameters)
+    return [
+        op.kind,
+        [call_kind(name) for name in op.calls],
+        [factor.summed for factor in op.factors],
+        [[_operand(graph, operand) for operand in group] for group in (op.inputs, op.parameters, op.outputs)],
+        [read.index(operand) for operand in read],  # an operand that is there twice
+        position in graph.backward_operators,
+        _per_point(op),
+    ]
+
+
+def _operand(graph: OperatorGraph, operand: Operand) -> list[Any]:
+    tensor = graph.tensors[operand.tensor]
+    return [tensor.dtype, tensor.requires_grad, [_dim(dim, size) for dim, size in zip(operand.dims, tensor.shape, strict=True)]]
+
+
+def _dim(dim: DimMap, size: int) -> list[int]:
+    """Which factor it follows and how wide; without one, its length."""
+    if dim.factor is None:
+        start, stop = dim.interval((), size)
+        return [-1, stop - start, 0]
+    return [dim.factor, dim.scale, dim.hi - dim.lo]
+
+
+def _per_point(op: Operator) -> float:
+    """Operations at each point of the iteration space: what tells grouped from ungrouped convolutions."""
+    return round(op.flops / iteration_points(op), 3)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def distinct(keys: TileKeys, tiles: Iterable[Tile]) -> dict[TileKey, Tile]:
+    """Each key once, with a tile that has it. Tiles in which nothing is computed are left out."""
+    found: dict[TileKey, Tile] = {}
+    for tile in tiles:
+        if tile.size:
+            found.setdefault(keys.key(tile), tile)
+    return found

@@ -1,0 +1,131 @@
+"""What to measure of a cluster's links, what came out, and which figures of the links follow from it.
+
+``probes_for`` chooses messages and collectives between every kind of devices; ``soap.runtime.link_timing`` runs them between the real
+ranks; ``fits`` makes a line of each kind's times, and ``with_measured_links`` a topology whose links have what the lines say.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import permutations
+
+from soap.errors import ProfileError
+from soap.profiles.alpha_beta import AlphaBeta, fit
+from soap.topology import Topology
+
+SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
+GROUP_SIZES = (2, 4, 8, 16, 32, 64)
+LEAST_LATENCY_SECONDS = 1e-9
+
+
+class Operation(StrEnum):
+    """``message``: from the first device to the second. ``exchange``: both ways at once. ``all_to_all``: from each to each."""
+
+    MESSAGE = "message"
+    EXCHANGE = "exchange"
+    ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One operation over these devices with so many bytes: of a message, or of each device's buffer that is summed."""
+
+    operation: Operation
+    devices: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTiming:
+    """How long a probe took, each time, in seconds of the slowest rank; a message's one way. ``cpu_seconds``: processor time of one of its
+    devices for one of it, which its computation does not get."""
+
+    probe: Probe
+    seconds: tuple[float, ...]
+    cpu_seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds or min(self.seconds) <= 0:
+            raise ProfileError(f"times {self.seconds} of {self.probe}: expected some above 0; measure again")
+
+    @property
+    def typical_seconds(self) -> float:
+        """The fastest tenth: what other programs do meanwhile only ever adds time."""
+        return sorted(self.seconds)[len(self.seconds) // 10]
+
+
+def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> list[Probe]:
+    """Messages and exchanges of one pair of each kind (on one host, on two); collectives over devices of one host, over one device of each
+    host, and over all, in groups of 2, 4, 8, … and whole."""
+    hosts = [own for own in _devices_by_host(topology) if own]
+    inside = max(hosts, key=len)
+    across = [own[0] for own in hosts]
+    pairs = [tuple(own[:2]) for own in (inside, across) if len(own) > 1]
+    groups: dict[tuple[int, ...], None] = {}
+    for own in (inside, across, list(range(topology.device_count))):
+        for count in (*GROUP_SIZES, len(own)):
+            if 2 <= count <= len(own):
+                groups[tuple(sorted(own[:count]))] = None
+    wanted = [(operation, pair) for operation in (Operation.MESSAGE, Operation.EXCHANGE) for pair in pairs]
+    wanted += [(operation, group) for operation in (Operation.ALL_REDUCE, Operation.ALL_TO_ALL) for group in groups]
+    return [Probe(operation, devices, size) for operation, devices in wanted for size in sizes_bytes]
+
+
+def fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], AlphaBeta]:
+    """By operation and devices, in the order of the measurements."""
+    points: dict[tuple[Operation, tuple[int, ...]], list[LinkTiming]] = defaultdict(list)
+    for timing in timings:
+        points[timing.probe.operation, timing.probe.devices].append(timing)
+    return {key: fit([t.probe.size_bytes for t in own], [t.typical_seconds for t in own]) for key, own in points.items()}
+
+
+def with_measured_links(topology: Topology, timings: Sequence[LinkTiming]) -> Topology:
+    """The same cluster with links that have the measured latency and bandwidth.
+
+    Of a route between two devices of one host, each link has the bandwidth of an exchange between two of them and an equal part of the
+    message's latency. Links that only routes between hosts use have an exchange's between hosts, and an equal part of what remains of that
+    message's latency. What was not measured stays.
+    """
+    found = fits(timings)
+    inside: dict[int, tuple[float, float]] = {}
+    across: dict[int, tuple[float, float]] = {}
+    for figures, same_host in ((inside, True), (across, False)):
+        for (operation, devices), line in found.items():
+            if operation is not Operation.MESSAGE or (topology.devices[devices[0]].host == topology.devices[devices[1]].host) != same_host:
+                continue
+            exchange = found.get((Operation.EXCHANGE, devices), line)
+            if exchange.beta_seconds_per_byte <= 0:
+                raise ProfileError(f"messages between devices {devices} take no longer the larger they are; measure again")
+            route = topology.route(devices[0], devices[1])
+            known = [link for link in route if link in inside]
+            left = line.alpha_seconds - sum(inside[link][1] for link in known)
+            each = max(left / max(1, len(route) - len(known)), LEAST_LATENCY_SECONDS)
+            for link in _alike(topology, [link for link in route if link not in known], same_host):
+                figures[link] = 1 / exchange.beta_seconds_per_byte, each
+    measured = {**across, **inside}
+    links = list(topology.links)
+    for link, (bandwidth, latency) in measured.items():
+        links[link] = replace(links[link], bandwidth_bytes_per_second=bandwidth, latency_seconds=latency)
+    return replace(topology, links=tuple(links))
+
+
+def _alike(topology: Topology, links: Sequence[int], same_host: bool) -> list[int]:
+    """All links that have the declared figures of one of these, and the same part in routes inside of a host."""
+    local = {link for own in _devices_by_host(topology) for a, b in permutations(own, 2) for link in topology.route(a, b)}
+    kinds = {(topology.links[i].bandwidth_bytes_per_second, topology.links[i].latency_seconds) for i in links}
+    return [
+        link.index
+        for link in topology.links
+        if (link.bandwidth_bytes_per_second, link.latency_seconds) in kinds and (link.index in local) == same_host
+    ]
+
+
+def _devices_by_host(topology: Topology) -> list[list[int]]:
+    hosts: list[list[int]] = [[] for _ in topology.hosts]
+    for device in topology.devices:
+        hosts[device.host].append(device.index)
+    return hosts

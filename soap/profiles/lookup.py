@@ -1,0 +1,233 @@
+"""Costs from what was measured. The first of these that can answer does, and says so:
+
+- *measured*: this computation itself;
+- *interpolated*: between two measured tiles of like operators, of which one is contained in the tile by all its lengths and the other
+  contains it, linearly in the logarithms of time and of points. Never beyond what was measured;
+- *calibrated*: the roofline, multiplied by what operators of this kind took on this device beside their estimates (the median of measured
+  ÷ estimated). Kinds that were not measured get the median of all kinds, if there are ``LEAST_KINDS``;
+- *estimated*: the roofline.
+
+What the runtime adds to a tile is no part of a tile's measurement; it is measured by itself, or else estimated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import exp, log
+from statistics import median
+
+from soap.graph import OperatorGraph
+from soap.profiles.entries import UPDATE, Entry, encode, runtime_key, update_key
+from soap.profiles.keys import Environment, TileKey, TileKeys, environments
+from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
+from soap.profiles.store import Store
+from soap.profiles.work import Kernel, backward_work, forward_work
+from soap.simulator.costs import nanoseconds
+from soap.simulator.tiling import Tile
+from soap.topology import DeviceType, Topology
+
+LEAST_KINDS = 3
+CACHE_ENTRIES = 2**18
+MEASURED_KEYS = ("kind", "family", "lengths", "regions", "entire", "forward_ns", "backward_ns", "forward_work", "backward_work")
+"""What of an encoded entry an answer can depend on."""
+
+
+class Source(StrEnum):
+    """Where an answer comes from, the best first."""
+
+    MEASURED = "measured"
+    INTERPOLATED = "interpolated"
+    CALIBRATED = "calibrated"
+    ESTIMATED = "estimated"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A duration, and where it comes from."""
+
+    ns: int
+    source: Source
+
+
+Point = tuple[tuple[int, ...], int, float]
+"""A measured tile: lengths, points, nanoseconds."""
+
+
+class Profile:
+    """What was measured in one environment, ready to be asked. ``device``: whose roofline it is compared with."""
+
+    def __init__(self, device: DeviceType, entries: Iterable[Entry]) -> None:
+        self.device = device
+        self.entries = sorted(entries, key=lambda entry: entry.key.text)
+        self._exact = {entry.key: entry for entry in self.entries}
+        self._families: dict[tuple[str, bool], list[Point]] = {}
+        ratios: dict[tuple[str, bool], list[float]] = {}
+        for entry in self.entries:
+            passes = ((False, entry.forward, entry.forward_work), (True, entry.backward, entry.backward_work))
+            for backward, timing, work in passes:
+                if timing is None:
+                    continue
+                if work or entry.kind == UPDATE:
+                    self._families.setdefault((entry.key.family, backward), []).append((entry.key.lengths, entry.points, timing.ns))
+                if work:
+                    ratios.setdefault((entry.kind, backward), []).append(timing.ns / (1e9 * work_seconds(work, device)))
+        self.factors = {known: median(found) for known, found in ratios.items()}
+        self._usual = {backward: self._median_of_kinds(backward) for backward in (False, True)}
+
+    def tile(self, key: TileKey, kind: str, work: Sequence[Kernel], backward: bool) -> tuple[float, Source]:
+        """Nanoseconds of a pass over a tile, without what the runtime adds."""
+        entry = self._exact.get(key)
+        if entry is not None:
+            timing = entry.backward if backward else entry.forward
+            return (0.0 if timing is None else timing.ns), Source.MEASURED
+        between = _between(self._families.get((key.family, backward), ()), key.lengths)
+        if between is not None:
+            return between, Source.INTERPOLATED
+        estimated_ns = 1e9 * work_seconds(work, self.device)
+        factor = self.factors.get((kind, backward), self._usual[backward])
+        return (estimated_ns, Source.ESTIMATED) if factor is None else (estimated_ns * factor, Source.CALIBRATED)
+
+    def update(self, optimizer_states: int, size_bytes: int, estimated_ns: int) -> tuple[float, Source]:
+        """Nanoseconds of the update of one tensor."""
+        key = update_key(optimizer_states, size_bytes)
+        points = self._families.get((key.family, False), [])
+        entry = self._exact.get(key)
+        if entry is not None:
+            return entry.forward.ns, Source.MEASURED
+        between = _between(points, key.lengths)
+        if between is not None:
+            return between, Source.INTERPOLATED
+        if not points:
+            return float(estimated_ns), Source.ESTIMATED
+        _, nearest_bytes, nearest_ns = min(points, key=lambda point: abs(log(point[1] / max(1, size_bytes))))
+        # Below what was measured the calls decide, which are the same for all; above it the bytes.
+        return nearest_ns * max(1.0, size_bytes / nearest_bytes), Source.CALIBRATED
+
+    def runtime_ns(self, backward: bool) -> float:
+        """What the runtime adds to a tile in one direction."""
+        entry = self._exact.get(runtime_key())
+        if entry is None:
+            return 1e9 * runtime_seconds(self.device)
+        timing = entry.backward if backward else entry.forward
+        return 0.0 if timing is None else timing.ns
+
+    def _median_of_kinds(self, backward: bool) -> float | None:
+        found = [factor for (_, direction), factor in self.factors.items() if direction is backward]
+        return median(found) if len(found) >= LEAST_KINDS else None
+
+
+class ProfiledCosts:
+    """A ``CostModel`` from measurements where there are any, by device type's name, and from the roofline elsewhere."""
+
+    def __init__(self, topology: Topology, profiles: Mapping[str, Iterable[Entry]], optimizer_states: int = 2) -> None:
+        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
+        self.optimizer_states = optimizer_states
+        self.estimate = RooflineCosts(topology, optimizer_states)
+        types = {device.type.name: device.type for device in topology.devices}
+        self.profiles = {name: Profile(types[name], profiles[name]) for name in sorted(types) if name in profiles}
+        self._keys: dict[str, TileKeys] = {}
+        self._answers: dict[tuple[str, int, tuple[tuple[int, int], ...], str, bool], Answer] = {}
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        known = " and ".join(f"{self._operators(profile)} computations on {name}" for name, profile in self.profiles.items())
+        return f"profile of {known} (soap-profile), the rest: {self.estimate.description}"
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over everything that enters an answer: all entries, and the roofline."""
+        entries = [[name, [_figures(entry) for entry in profile.entries]] for name, profile in self.profiles.items()]
+        text = json.dumps(["profile", 1, LEAST_KINDS, self.estimate.hash, entries])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        """Forward pass of a tile."""
+        return self.answer(graph, tile, device, backward=False).ns
+
+    def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        """Backward pass of a tile."""
+        return self.answer(graph, tile, device, backward=True).ns
+
+    def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
+        """Optimizer update of a shard."""
+        return self.update_answer(parameter_bytes, device).ns
+
+    def answer(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> Answer:
+        """One pass over a tile, and where that number comes from."""
+        asked = (graph.hash, tile.operator, tile.intervals, device.name, backward)
+        found = self._answers.get(asked)
+        if found is None:
+            if len(self._answers) >= CACHE_ENTRIES:
+                self._answers.clear()
+            found = self._answers[asked] = self._ask(graph, tile, device, backward)
+        return found
+
+    def update_answer(self, parameter_bytes: int, device: DeviceType) -> Answer:
+        """An update, and where that number comes from."""
+        estimated_ns = self.estimate.update_ns(parameter_bytes, device)
+        profile = self.profiles.get(device.name)
+        if profile is None:  # a host's core, say
+            return Answer(estimated_ns, Source.ESTIMATED)
+        ns, source = profile.update(self.optimizer_states, parameter_bytes, estimated_ns)
+        return Answer(nanoseconds(ns / 1e9), source)
+
+    def _ask(self, graph: OperatorGraph, tile: Tile, device: DeviceType, backward: bool) -> Answer:
+        profile = self.profiles.get(device.name)
+        if profile is None or not tile.size:
+            ask = self.estimate.backward_ns if backward else self.estimate.forward_ns
+            return Answer(ask(graph, tile, device), Source.ESTIMATED)
+        keys = self._keys.setdefault(graph.hash, TileKeys(graph))
+        work = backward_work(graph, tile) if backward else forward_work(graph, tile)
+        ns, source = profile.tile(keys.key(tile), graph.operators[tile.operator].kind, work, backward)
+        return Answer(nanoseconds((ns + profile.runtime_ns(backward)) / 1e9), source)
+
+    @staticmethod
+    def _operators(profile: Profile) -> int:
+        return sum(not entry.key.family.startswith("<") for entry in profile.entries)
+
+
+def _between(points: Sequence[Point], lengths: tuple[int, ...]) -> float | None:
+    """The time of a tile of these lengths, from the largest measured tile inside it and the smallest one around it; None if either lacks.
+
+    Of several tiles of equal lengths (with and without halos) the first one counts.
+    """
+    below: Point | None = None
+    above: Point | None = None
+    for point in points:
+        pairs = list(zip(point[0], lengths, strict=True))
+        if all(own <= asked for own, asked in pairs) and (below is None or point[1] > below[1]):
+            below = point
+        if all(own >= asked for own, asked in pairs) and (above is None or point[1] < above[1]):
+            above = point
+    if below is None or above is None:
+        return None
+    if below[1] == above[1]:
+        return below[2]
+    wanted = 1
+    for length in lengths:
+        wanted *= length
+    share = log(wanted / below[1]) / log(above[1] / below[1])
+    found = exp(log(below[2]) + share * (log(above[2]) - log(below[2])))
+    return min(max(found, min(below[2], above[2])), max(below[2], above[2]))  # rounding must not lead outside
+
+
+def _figures(entry: Entry) -> list[object]:
+    encoded = encode(entry)
+    return [encoded[name] for name in MEASURED_KEYS]
+
+
+def read_profiles(topology: Topology, store: Store) -> dict[str, list[Entry]]:
+    """What the store holds for the devices of a cluster, by device type's name; types without any are missing."""
+    found = {name: store.entries(place) for name, place in environments(topology).items()}
+    return {name: entries for name, entries in found.items() if entries}
+
+
+def foreign(topology: Topology, store: Store) -> dict[Environment, int]:
+    """What the store holds that no device of the cluster can use: where it was measured, and how much."""
+    ours = set(environments(topology).values())
+    return {place: count for place, count in store.environments().items() if place not in ours}

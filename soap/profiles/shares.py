@@ -1,0 +1,35 @@
+"""How much of a prediction rests on measurements: parts of the predicted compute time (tiles and updates) by where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from soap.profiles.lookup import ProfiledCosts, Source
+from soap.simulator.costs import CostModel
+from soap.simulator.lowering import device_updates
+from soap.simulator.tasks import TaskGraph, TaskKind
+
+SIGNIFICANT = 4
+"""Decimal places of a share."""
+
+
+def shares(costs: CostModel, tasks: TaskGraph) -> dict[str, float]:
+    """By source, the best first: its part of the time that all devices compute. Folded tasks stand for their copies."""
+    spent_ns = dict.fromkeys(Source, 0)
+    if not isinstance(costs, ProfiledCosts):
+        return {source.value: float(source is Source.ESTIMATED) for source in Source}
+    for task in tasks.tasks:
+        if task.tile is not None:
+            tile, device = tasks.plan.tiles[task.tile], tasks.topology.devices[task.resources[0]].type
+            answer = costs.answer(tasks.plan.graph, tile, device, backward=task.kind is TaskKind.BACKWARD)
+            spent_ns[answer.source] += answer.ns
+    for device_number, size in device_updates(tasks.plan):
+        answer = costs.update_answer(size, tasks.topology.devices[device_number].type)
+        spent_ns[answer.source] += answer.ns
+    whole_ns = max(1, sum(spent_ns.values()))
+    return {source.value: round(ns / whole_ns, SIGNIFICANT) for source, ns in spent_ns.items()}
+
+
+def text(parts: Mapping[str, float]) -> str:
+    """``90% measured, 10% interpolated``; what is nothing is left out."""
+    return ", ".join(f"{share:.0%} {source}" for source, share in parts.items() if share > 0) or "nothing is computed"

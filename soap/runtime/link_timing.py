@@ -1,0 +1,112 @@
+"""Running probes of links between the real ranks, through the communicator that training uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from soap.profiles.link_probes import LinkTiming, Operation, Probe
+from soap.runtime.redistribute import Communicator
+from soap.runtime.world import close_world, open_world
+from soap.topology import DeviceKind
+
+LEAST_ROUNDS, MOST_ROUNDS = 5, 400
+SECONDS_PER_PROBE = 0.3
+FLOAT_BYTES = 4
+
+
+def measure_links(
+    probes: Sequence[Probe],
+    device_count: int,
+    kind: DeviceKind = "cpu",
+    backend: str = "auto",
+    seconds_per_probe: float = SECONDS_PER_PROBE,
+    on_probe: Callable[[Probe], None] | None = None,
+) -> list[LinkTiming]:
+    """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
+
+    Ranks that are not among a probe's devices wait at a barrier meanwhile. ``on_probe`` hears on rank 0 of each probe that is done.
+    """
+    world = open_world(device_count, kind, backend)
+    comm = Communicator(world.device, {probe.devices for probe in probes}, world.timeout)
+    try:
+        found = []
+        for probe in probes:
+            found.append(_measure(comm, probe, seconds_per_probe))
+            if on_probe is not None and comm.rank == 0:
+                on_probe(probe)
+        return found
+    finally:
+        comm.close()
+        close_world(world)
+
+
+def _measure(comm: Communicator, probe: Probe, seconds_per_probe: float) -> LinkTiming:
+    """All ranks take the same number of rounds, which follows from the slowest one's second."""
+    here = comm.rank in probe.devices
+    once = _round(comm, probe) if here else None
+    comm.barrier()
+    trial = max(_timed(comm, once) for _ in range(2)) if once else 0.0
+    slowest = max(comm.gather(trial))
+    rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds_per_probe / max(slowest, 1e-9))))
+    comm.barrier()
+    busy = time.process_time()
+    times = [_timed(comm, once) for _ in range(rounds)] if once else [0.0] * rounds
+    busy = (time.process_time() - busy) / rounds if once else 0.0
+    comm.barrier()
+    gathered = comm.gather((times, busy))
+    ways = 2 if probe.operation is Operation.MESSAGE else 1  # there and back
+    slowest_of_each = tuple(max(own) / ways for own in zip(*(own for own, _ in gathered), strict=True))
+    return LinkTiming(probe, slowest_of_each, median(gathered[rank][1] for rank in probe.devices) / ways)
+
+
+def _timed(comm: Communicator, once: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    once()
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _round(comm: Communicator, probe: Probe) -> Callable[[], None]:
+    """One round of a probe, as this rank takes part in it."""
+    devices, count = probe.devices, max(1, probe.size_bytes // FLOAT_BYTES)
+    data, landing = (torch.zeros(count, device=comm.device) for _ in range(2))
+    place = devices.index(comm.rank)
+    other = devices[1 - place] if len(devices) == 2 else comm.rank
+
+    def message() -> None:
+        for sender in (0, 1):
+            if place == sender:
+                comm.send(data, other, tag=sender)
+                comm.finish_sends()
+            else:
+                comm.receive(landing, other, tag=sender).wait()
+
+    def exchange() -> None:
+        comm.send(data, other, tag=place)
+        comm.receive(landing, other, tag=1 - place).wait()
+        comm.finish_sends()
+
+    def all_reduce() -> None:
+        comm.all_reduce(data, devices).wait()
+
+    peers = len(devices) - 1
+    parcels = [[] if device == comm.rank else [data] for device in devices]
+    sizes = [0 if device == comm.rank else count for device in devices]
+    gathered = torch.zeros(count * peers, device=comm.device) if probe.operation is Operation.ALL_TO_ALL else landing
+
+    def all_to_all() -> None:
+        comm.all_to_all(parcels, gathered, sizes, devices).wait()
+        comm.finish_sends()
+
+    rounds = {
+        Operation.MESSAGE: message,
+        Operation.EXCHANGE: exchange,
+        Operation.ALL_REDUCE: all_reduce,
+        Operation.ALL_TO_ALL: all_to_all,
+    }
+    return rounds[probe.operation]

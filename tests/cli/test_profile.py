@@ -1,0 +1,271 @@
+"""``soap-profile`` as people call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import soap
+from soap import api
+from soap.cli import measuring, search, simulate
+from soap.cli.profile import main
+from soap.cli.wanted import wanted
+from soap.emulated_cluster import emulated_topology, parse_emulated
+from soap.errors import ProfileError, SoapWarning
+from soap.presets import local_topology
+from soap.profiles import keys
+from soap.profiles.keys import environments
+from soap.profiles.lookup import ProfiledCosts
+from soap.profiles.roofline import RooflineCosts
+from soap.profiles.store import Store, default_path
+from soap.runtime import tile_timing, upkeep_timing
+from soap.runtime.neighbours import Neighbours
+from soap.strategies import CLASSICAL
+from tests.cli.refusals import assert_refused
+
+MODEL, CLUSTER = "zoo:rnnlm:tiny", "local:2"
+COMMAND = [MODEL, "--cluster", CLUSTER]
+ROOT = Path(__file__).resolve().parents[2]
+Capsys = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each test begins with an empty store; this machine's rates are measured once for all."""
+    soap.load_cluster(CLUSTER)
+    common, own = default_path().parent, tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+    (own / "soap").mkdir()
+    for path in common.glob("machine-*.json"):
+        shutil.copy(path, own / "soap")
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Measure shortly and beside nobody; the keys of all that is measured."""
+    seen: list[str] = []
+    real = measuring.measured
+
+    def watched(one: Any, timer: Any, place: Any) -> Any:
+        seen.append(one.key.text)
+        return real(one, timer, place)
+
+    monkeypatch.setattr(measuring, "measured", watched)
+    monkeypatch.setattr(upkeep_timing, "SECONDS", 0.005)
+    monkeypatch.setattr(upkeep_timing, "CHAINS", (2, 8))
+    monkeypatch.setattr(tile_timing.TileTimer.time, "__defaults__", (0.005,))
+    monkeypatch.setattr(Neighbours, "__enter__", lambda self: self)
+    return seen
+
+
+def told(capsys: Capsys, command: Sequence[str]) -> dict[str, Any]:
+    assert main([*command, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def everything() -> list[Any]:
+    graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
+    return wanted(graph, topology, {"classical": [api.classical(name, graph, topology) for name in CLASSICAL]})
+
+
+def test_measures_each_computation_once_and_nothing_again(brief: list[str], capsys: Capsys) -> None:
+    found = told(capsys, COMMAND)
+    assert brief == [one.key.text for one in everything()]
+    assert len(set(brief)) == len(brief) == found["measured_now"] > 30
+    assert found["missing"] == []
+    for counts in found["computations"].values():
+        assert counts["measured"] > 0 and sum(counts.values()) == counts["measured"]
+    for one in found["strategies"].values():
+        assert one["shares"]["calibrated"] == one["shares"]["estimated"] == 0
+        assert one["shares"]["measured"] > 0
+    (place,) = environments(soap.load_cluster(CLUSTER)).values()
+    entries = Store().entries(place)
+    assert {entry.key.text for entry in entries} == set(brief)
+    assert all(entry.forward.ns > 0 and (entry.backward is None or entry.backward.ns > 0) for entry in entries)
+    before = len(brief)
+    assert told(capsys, COMMAND)["measured_now"] == 0 and len(brief) == before
+    assert told(capsys, [*COMMAND, "--again"])["measured_now"] == before and len(brief) == 2 * before
+
+
+def test_goes_on_where_a_budget_has_ended(brief: list[str], capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: next(seconds))  # each look at the clock is a second later
+    first = told(capsys, [*COMMAND, "--budget", "6"])
+    assert 0 < first["measured_now"] < len(everything())
+    assert len(first["missing"]) == len(everything()) - first["measured_now"]
+    rest = told(capsys, COMMAND)
+    assert rest["measured_now"] + first["measured_now"] == len(everything()) == len(set(brief)) == len(brief)
+
+
+def test_the_classical_strategies_come_before_the_search_space_and_the_expensive_before_the_cheap() -> None:
+    groups = [one.group for one in everything()]
+    assert list(dict.fromkeys(groups)) == ["runtime and updates", "classical", "other updates, and copies", "search space"]
+    assert groups == sorted(groups, key=list(dict.fromkeys(groups)).index)
+    for group in ("classical", "search space"):
+        costs = [one.estimated_ns for one in everything() if one.group == group]
+        assert costs == sorted(costs, reverse=True) and costs
+
+
+def test_a_strategys_computations_are_measured_before_the_space(brief: list[str], capsys: Capsys, tmp_path: Path) -> None:
+    graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
+    path = tmp_path / "s.json"
+    operators = dict(api.classical("data_parallel", graph, topology).operators)
+    head = graph.operators[graph.index["head.linear"]]
+    degrees = tuple(2 if factor.name == "k" else 1 for factor in head.factors)
+    operators[head.name] = soap.OpConfig(degrees, (0, 1))
+    soap.save_strategy(path, soap.Strategy(operators), graph, topology)
+    found = told(capsys, [*COMMAND, "--strategy", str(path)])
+    assert found["computations"][str(path)] == {"measured": 1, "interpolated": 0, "calibrated": 0, "estimated": 0}
+    assert str(path) in found["strategies"]
+
+
+def test_show_says_what_is_missing_and_what_is_foreign(brief: list[str], capsys: Capsys) -> None:
+    before = told(capsys, ["show", *COMMAND])
+    assert all(one["shares"]["estimated"] == 1 for one in before["strategies"].values())
+    assert len(before["missing"]) == len(everything()) and brief == []
+    assert not default_path().exists()
+    assert main(COMMAND) == 0
+    out = capsys.readouterr().out
+    assert "nothing is left" in out and "1 thread" in out and str(default_path()) in out
+    assert main(["show", *COMMAND]) == 0
+    out = capsys.readouterr().out
+    assert "100% measured" in out or "% measured, " in out
+    assert "not measured" not in out
+    assert main(["show", MODEL, "--cluster", "local:1"]) == 0
+    out = capsys.readouterr().out
+    assert "100% estimated" in out and f"measured elsewhere, and not used here:\n  {len(everything())} on" in out
+
+
+@pytest.mark.slow
+def test_every_planner_uses_it_and_says_so(brief: list[str], capsys: Capsys, tmp_path: Path) -> None:
+    priced = [*COMMAND, "--builtin", "data_parallel"]
+    assert simulate.main([*priced, "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
+    assert before["costs"]["shares"]["estimated"] == 1
+    assert main(COMMAND) == 0
+    capsys.readouterr()
+    assert simulate.main([*priced, "--json"]) == 0
+    after = json.loads(capsys.readouterr().out)
+    assert after["costs"]["shares"]["measured"] > 0 and after["costs"]["shares"]["estimated"] == 0
+    assert "soap-profile" in after["costs"]["description"]
+    assert after["costs"]["hash"] != before["costs"]["hash"]
+    assert after["predicted_ns"] == soap.simulate(MODEL, CLUSTER, "data_parallel").makespan_ns
+    assert simulate.main(priced) == 0
+    assert "% measured" in capsys.readouterr().out
+    assert simulate.main([*priced, "--json", "--costs", "estimate"]) == 0
+    assert json.loads(capsys.readouterr().out) == before
+    saved = []
+    for name in ("a.json", "b.json"):
+        assert search.main([*COMMAND, "--budget", "20", "-o", str(tmp_path / name)]) == 0
+        assert "% measured" in capsys.readouterr().out
+        saved.append((tmp_path / name).read_bytes())
+    assert saved[0] == saved[1]
+    record = json.loads(saved[0])["record"]["costs"]
+    assert record["hash"] == after["costs"]["hash"] and sum(record["shares"].values()) == pytest.approx(1, abs=1e-3)
+    assert main([*COMMAND, "--again"]) == 0
+    assert search.main([*COMMAND, "--budget", "20", "-o", str(tmp_path / "c.json")]) == 0
+    other = json.loads((tmp_path / "c.json").read_bytes())["record"]["costs"]
+    assert other["hash"] != record["hash"]
+
+
+def test_a_store_that_cannot_be_read_is_a_warning_for_planners_and_an_error_here(capsys: Capsys) -> None:
+    default_path().write_text("no database" * 1000)
+    topology = soap.load_cluster(CLUSTER)
+    with pytest.warns(SoapWarning, match="going on with estimates"):
+        assert type(api.costs_for(topology)) is RooflineCosts
+    assert type(api.costs_for(topology, costs="estimate")) is RooflineCosts
+    assert_refused(capsys, main, ["show", *COMMAND], 6, "cannot be used", "move it away")
+
+
+def test_files_take_measurements_along(brief: list[str], capsys: Capsys, tmp_path: Path) -> None:
+    assert main([*COMMAND]) == 0
+    path = tmp_path / "profile.json"
+    assert main(["export", str(path)]) == 0
+    assert f"wrote {len(brief)} measurements" in capsys.readouterr().out
+    default_path().unlink()
+    assert main(["import", str(path)]) == 0
+    assert f"took {len(brief)} measurements" in capsys.readouterr().out
+    assert told(capsys, COMMAND)["measured_now"] == 0
+    assert isinstance(api.costs_for(soap.load_cluster(CLUSTER)), ProfiledCosts)
+
+
+@pytest.mark.parametrize(("count", "cores", "share", "threads"), [(1, 4, 1.0, 4), (4, 4, 1.0, 1), (8, 2, 0.25, 1)])
+def test_processes_share_the_cores(count: int, cores: int, share: float, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (keys, measuring):
+        monkeypatch.setattr(module, "cpu_cores", lambda: cores)
+    local = replace(local_topology(count), measured=True)
+    (place,) = environments(local).values()
+    assert measuring.place_of(local, place).clock == (torch.device("cpu"), threads, share)
+    shape = parse_emulated(f"emulated:{count}x1", count)
+    assert environments(emulated_topology(shape, local)) == {local.devices[0].type.name: place}  # its hosts are this machine as well
+
+
+def test_a_source_of_costs_that_is_none_is_refused() -> None:
+    with pytest.raises(ProfileError, match="'data sheet': expected one of auto, estimate"):
+        api.costs_for(local_topology(1), costs="data sheet")  # type: ignore[arg-type]
+
+
+def spoil(path: Path) -> None:
+    path.write_text('{"format": "soap-profile", "version": 1, "profiles": 3}')
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (["import", "missing.json"], 6, ["missing.json", "check the path"]),
+        (["import", "bad.json"], 6, ["bad.json", "profiles", "expected what soap-profile export wrote"]),
+        (["export", "nowhere/x.json"], 6, ["nowhere", "create the folder"]),
+        ([MODEL, "--cluster", "p100-4x4"], 2, ["p100-4x4", "expected local:N"]),
+        ([MODEL], 2, ["--cluster"]),
+        ([*COMMAND, "--budget", "0"], 2, ["above 0"]),
+        ([*COMMAND, "--strategy", "missing.json"], 5, ["missing.json"]),
+        (["nosuch.pt2", "--cluster", CLUSTER], 3, ["nosuch.pt2"]),
+    ],
+)
+def test_bad_input_is_one_line(
+    command: list[str], code: int, words: list[str], capsys: Capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spoil(tmp_path / "bad.json")
+    assert_refused(capsys, main, command, code, *words)
+
+
+def count_measured() -> int:
+    (place,) = environments(soap.load_cluster(CLUSTER)).values()
+    return len(Store().entries(place))
+
+
+def until(done: Callable[[], bool], seconds: float = 120.0) -> None:
+    stop = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < stop
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_measured() -> None:
+    """With real neighbours, in a process of its own; the suite sees that none of them stays behind."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "soap.cli.profile", "zoo:gpt:tiny", "--cluster", CLUSTER], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    until(lambda: count_measured() >= 3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == ""
+    assert err.strip().splitlines()[-1] == "soap-profile: interrupted: what was measured is kept, and the same command goes on from there"
+    assert "Traceback" not in err
+    assert count_measured() >= 3

@@ -1,0 +1,198 @@
+"""The store of measurements: kept as they were put, by several processes at once; what is foreign or damaged is no answer."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from soap.errors import ProfileError
+from soap.profiles import store as store_module
+from soap.profiles.entries import Entry, Timing, copy_key, decode, encode, update_key
+from soap.profiles.exchange import export_profiles, import_profiles
+from soap.profiles.keys import Environment, TileKey
+from soap.profiles.store import Store, default_path
+from soap.profiles.work import Kernel
+
+HERE = Environment("a cpu", "cpu", "2.13.0", 1, 1)
+ELSEWHERE = replace(HERE, torch="2.12.0")
+LINEAR = Entry(
+    "linear", TileKey("0123456789abcdef", (8, 16), (8, 16, 16), False), Timing(1500.5, 20.0), Timing(3000.0, 50.0), 12,
+    (Kernel("float32", 1e6, 4096, 1),), (Kernel("float32", 2e6, 4096, 1), Kernel("float32", 1e6, 2048, 1, 3)), "2026-01-02T03:04:05+00:00",
+)  # fmt: skip
+UPDATE = Entry("update", update_key(2, 4096), Timing(900.0, 1.0), None, 9)
+
+sizes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
+kernels = st.builds(Kernel, st.sampled_from(["float32", "bfloat16"]), st.floats(0, 1e18), *[st.integers(0, 2**40)] * 3)
+timings = st.builds(Timing, st.floats(1e-3, 1e15), st.floats(0, 1e15))
+entries = st.builds(
+    Entry, st.sampled_from(["linear", "conv2d"]), st.builds(TileKey, st.text("0123456789abcdef", min_size=16, max_size=16), sizes, sizes,
+    st.booleans()), timings, st.none() | timings, st.integers(1, 300), *[st.lists(kernels, max_size=2).map(tuple)] * 2, st.just("now"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "folder" / "profile.sqlite")
+
+
+@given(entries)
+def test_an_entry_is_the_same_after_json(entry: Entry) -> None:
+    assert decode(json.loads(json.dumps(encode(entry)))) == entry
+
+
+def test_keeps_what_was_put(store: Store) -> None:
+    assert store.entries(HERE) == [] and store.environments() == {} and not store.path.exists()
+    store.put(HERE, [UPDATE, LINEAR])
+    again = replace(LINEAR, forward=Timing(1.0, 0.0))
+    store.put(HERE, [again])
+    assert Store(store.path).entries(HERE) == sorted([UPDATE, again], key=lambda entry: entry.key.text)
+
+
+@pytest.mark.parametrize(
+    "change", [{"torch": "2.12.0"}, {"device": "another"}, {"threads": 2}, {"neighbours": 0}, {"version": 0}, {"kind": "cuda"}], ids=str
+)
+def test_what_was_measured_elsewhere_is_no_answer(store: Store, change: dict[str, Any]) -> None:
+    store.put(replace(HERE, **change), [LINEAR])
+    assert store.entries(HERE) == []
+    assert store.environments() == {replace(HERE, **change): 1}
+
+
+WRITER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from soap.profiles.store import Store
+from tests.profiles.test_store import HERE, LINEAR
+store, mark = Store(Path(sys.argv[1])), int(sys.argv[2])
+for i in range(40):
+    store.put(HERE, [replace(LINEAR, key=replace(LINEAR.key, lengths=(mark, i)), repetitions=mark)])
+"""
+
+
+def test_two_processes_write_at_once(store: Store) -> None:
+    root = Path(__file__).resolve().parents[2]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(store.path), str(mark)], cwd=root) for mark in (1, 2, 3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    found = {(entry.key.lengths, entry.repetitions) for entry in store.entries(HERE)}
+    assert found == {((mark, i), mark) for mark in (1, 2, 3) for i in range(40)}
+
+
+def damage_text(path: Path) -> None:
+    path.write_text("no database at all, but long enough to be looked at" * 100)
+
+
+def damage_entry(path: Path) -> None:
+    with sqlite3.connect(path) as base:
+        base.execute("UPDATE entries SET entry = ?", (json.dumps({**encode(LINEAR), "forward_ns": [-1, 0]}),))
+
+
+def damage_json(path: Path) -> None:
+    with sqlite3.connect(path) as base:
+        base.execute("UPDATE entries SET entry = '{'")
+
+
+def other_layout(path: Path) -> None:
+    with sqlite3.connect(path) as base:
+        base.execute("PRAGMA user_version = 77")
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [(damage_text, "not a database"), (damage_entry, "not as it should be"), (damage_json, "no JSON"), (other_layout, "has layout 77")],
+)
+def test_a_damaged_or_foreign_store_is_one_line(store: Store, harm: Callable[[Path], None], words: str) -> None:
+    store.put(HERE, [LINEAR])
+    harm(store.path)
+    with pytest.raises(ProfileError, match=words) as error:
+        store.entries(HERE)
+    assert str(store.path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_damaged_store_is_not_overwritten(store: Store) -> None:
+    store.path.parent.mkdir()
+    damage_text(store.path)
+    before = store.path.read_bytes()
+    with pytest.raises(ProfileError):
+        store.put(HERE, [LINEAR])
+    assert store.path.read_bytes() == before
+
+
+def test_a_store_in_use_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(HERE, [LINEAR])
+    monkeypatch.setattr(store_module, "PATIENCE_S", 0.01)
+    holder = sqlite3.connect(store.path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    try:
+        with pytest.raises(ProfileError, match="in use"):
+            store.put(HERE, [UPDATE])
+    finally:
+        holder.close()
+    assert store.entries(HERE) == [LINEAR]
+
+
+def test_the_place_is_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path() == tmp_path / "soap" / "profile.sqlite"
+
+
+def test_a_place_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProfileError, match="cannot be kept"):
+        Store(tmp_path / "file" / "profile.sqlite").put(HERE, [LINEAR])
+
+
+def test_json_takes_all_of_it_to_another_store(store: Store, tmp_path: Path) -> None:
+    store.put(HERE, [LINEAR, UPDATE])
+    store.put(ELSEWHERE, [replace(LINEAR, key=copy_key(64))])
+    assert export_profiles(store, tmp_path / "a.json") == 3
+    other = Store(tmp_path / "other.sqlite")
+    assert import_profiles(other, tmp_path / "a.json") == 3
+    assert other.entries(HERE) == store.entries(HERE) and other.entries(ELSEWHERE) == store.entries(ELSEWHERE)
+    export_profiles(other, tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def spoiled(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], str]:
+    def make(document: dict[str, Any]) -> str:
+        change(document)
+        return json.dumps(document)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda d: "{", "no JSON"),
+        (lambda d: json.dumps(d).replace("1500.5", "NaN"), "NaN"),
+        (lambda d: "[" * 100_000, "no JSON"),
+        (lambda d: "[]", "expected what soap-profile export wrote"),
+        (spoiled(lambda d: d.update(version=9)), "version 9"),
+        (spoiled(lambda d: d.update(more=1)), "more"),
+        (spoiled(lambda d: d["profiles"][0]["environment"].update(version=0)), "measured in version 0"),
+        (spoiled(lambda d: d["profiles"][0]["environment"].pop("torch")), "torch"),
+        (spoiled(lambda d: d["profiles"][0]["entries"][0].update(forward_ns=[0, 1])), "forward_ns"),
+        (spoiled(lambda d: d["profiles"][0]["entries"][0].update(lengths=[1.5])), "lengths"),
+        (spoiled(lambda d: d["profiles"][0]["entries"][0].update(family="x" * 500)), "family"),
+    ],
+)
+def test_bad_json_is_one_line_and_changes_nothing(make: Callable[[dict[str, Any]], str], words: str, store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    store.put(HERE, [LINEAR])
+    export_profiles(store, path)
+    path.write_text(make(json.loads(path.read_text())))
+    other = Store(tmp_path / "other.sqlite")
+    with pytest.raises(ProfileError, match=words) as error:
+        import_profiles(other, path)
+    assert "\n" not in str(error.value)
+    assert not other.path.exists()

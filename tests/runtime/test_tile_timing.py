@@ -1,0 +1,136 @@
+"""Tiles are timed as they are trained: with the gradients that a step wants, on operands that the model makes, in memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from soap.graph import TensorKind
+from soap.runtime import tile_timing
+from soap.runtime.tile_timing import TileTimer, whole_tile
+from soap.simulator.tiling import Tile, tiles_of
+from soap.strategy import OpConfig
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.model import TileContext
+from tests.runtime.traced import traced
+
+CPU = torch.device("cpu")
+
+
+def parts(model: ExecutableModel, name: str, **degrees: int) -> list[Tile]:
+    position = model.graph.index[name]
+    own = tuple(degrees.get(factor.name, 1) for factor in model.graph.operators[position].factors)
+    return tiles_of(model.graph, position, OpConfig(own, (0,) * prod(own)))
+
+
+class Watched:
+    """A model that notes what its tiles are given."""
+
+    def __init__(self, model: ExecutableModel) -> None:
+        self._model = model
+        self.seen: list[tuple[Tile, list[torch.Tensor], list[torch.Tensor], tuple[torch.Tensor, ...], TileContext]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def run_tile(
+        self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
+    ) -> tuple[torch.Tensor, ...]:
+        outputs = self._model.run_tile(tile, inputs, parameters, context)
+        self.seen.append((tile, list(inputs), list(parameters), outputs, context))
+        return outputs
+
+
+@pytest.mark.parametrize("spec", ["zoo:gpt:tiny", "zoo:rnnlm:tiny", "zoo:resnet50:tiny", "zoo:dlrm:tiny"])
+def test_every_operator_of_a_model_can_be_timed(spec: str) -> None:
+    model = traced(spec, "float32")
+    timer = TileTimer(model, CPU)
+    for position, op in enumerate(model.graph.operators):
+        times = timer.time(whole_tile(model.graph, position), most_seconds=0.0)
+        assert times.forward.ns > 0 and times.forward.repetitions >= 2
+        nothing = op.kind == "batch_norm_statistics"  # nobody reads those of a batch in one piece
+        assert (times.backward is not None) == (position in model.graph.backward_operators and not nothing), op.name
+        assert times.backward is None or times.backward.ns > 0
+
+
+def test_operands_are_those_of_training() -> None:
+    watched = Watched(traced("zoo:gpt:tiny", "float32"))
+    graph = watched.graph
+    timer = TileTimer(watched, CPU)  # type: ignore[arg-type]
+    values = {operand.tensor: made for tile, _, _, outputs, _ in watched.seen for operand, made in zip(
+        graph.operators[tile.operator].outputs, outputs, strict=True)}  # fmt: skip
+    watched.seen.clear()
+    tile = parts(watched._model, "blocks.0.up", b=2, n=2)[3]
+    timer.time(tile, most_seconds=0.0)
+    op = graph.operators[tile.operator]
+    for ran, inputs, parameters, outputs, _ in watched.seen:
+        assert ran == tile
+        (rows, times, inner), given = tile.inputs[0], inputs[0]
+        assert torch.equal(given.detach(), values[op.inputs[0].tensor][slice(*rows), slice(*times), slice(*inner)])
+        assert given.requires_grad and given.is_leaf and all(p.requires_grad and p.is_leaf for p in parameters)
+        assert [tuple(p.shape) for p in parameters] == [tuple(b - a for a, b in box) for box in tile.parameters]
+        assert outputs[0].requires_grad
+
+
+def test_copies_have_memory_of_their_own_as_much_as_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_timing, "RUN_SECONDS", 1000.0)
+    monkeypatch.setattr(tile_timing, "MOST_COPIES", 30)
+    watched = Watched(traced("zoo:gpt:tiny", "float32"))
+    timer = TileTimer(watched, CPU)  # type: ignore[arg-type]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in timer._values.values())
+    counts = []
+    for name in ("blocks.0.add", "head"):
+        (tile,) = parts(watched._model, name)
+        op = watched.graph.operators[tile.operator]
+        own = sum(watched.graph.tensors[operand.tensor].bytes for operand in (*op.inputs, *op.parameters, *op.outputs))
+        watched.seen.clear()
+        timer.time(tile, most_seconds=0.05)
+        places = {inputs[0].data_ptr() for _, inputs, _, _, _ in watched.seen}
+        counts.append(len(places))
+        assert len(places) == min(30, held // own)
+    assert counts[0] > counts[1] > 1
+
+
+def test_an_input_of_the_model_gets_no_gradient_and_indices_are_in_range() -> None:
+    watched = Watched(traced("zoo:dlrm:tiny", "float32"))
+    timer = TileTimer(watched, CPU)  # type: ignore[arg-type]
+    watched.seen.clear()
+    for position, op in enumerate(watched.graph.operators):
+        timer.time(whole_tile(watched.graph, position), most_seconds=0.0)
+        for _, inputs, _, _, _ in watched.seen:
+            for operand, tensor in zip(op.inputs, inputs, strict=True):
+                kind = watched.graph.tensors[operand.tensor].kind
+                assert not tensor.requires_grad or kind is TensorKind.ACTIVATION
+        watched.seen.clear()
+
+
+def test_statistics_that_nobody_reads_are_not_made() -> None:
+    watched = Watched(traced("zoo:resnet50:tiny", "float32"))
+    timer = TileTimer(watched, CPU)  # type: ignore[arg-type]
+    name = "stem.norm.batch_norm_statistics"
+    for degrees, unread in (({}, True), ({"b": 2}, False)):
+        watched.seen.clear()
+        timer.time(parts(watched._model, name, **degrees)[0], most_seconds=0.0)
+        assert {bool(context.unread) for *_, context in watched.seen} == {unread}
+
+
+def test_a_region_keeps_the_order_of_its_dimensions_in_memory() -> None:
+    whole = torch.arange(2 * 3 * 4).reshape(2, 3, 4).permute(1, 2, 0)
+    copy = tile_timing._dense(whole[1:3, :2], whole)
+    assert torch.equal(copy, whole[1:3, :2])
+    assert copy.stride() == (2, 1, 4) and copy.data_ptr() != whole.data_ptr()
+
+
+def test_timing_changes_nothing_of_the_model() -> None:
+    model = traced("zoo:resnet50:tiny", "float32")
+    before = {name: tensor.clone() for name, tensor in {**model.parameters, **model.buffers}.items()}
+    timer = TileTimer(model, CPU)
+    for position in range(6):
+        timer.time(whole_tile(model.graph, position), most_seconds=0.0)
+    after = {**model.parameters, **model.buffers}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(tensor.grad is None for tensor in model.parameters.values())
