@@ -57,6 +57,7 @@ class Store:
         """Keep entries, in place of earlier ones of the same keys; all or none."""
         rows = [(environment.hash, entry.key.text, json.dumps(encode(entry))) for entry in entries]
         with self._open(writing=True) as base, base:
+            base.execute("BEGIN IMMEDIATE")  # a transaction that began with reading is refused at once where another one writes
             described = (environment.hash, json.dumps(asdict(environment), sort_keys=True))
             base.execute("INSERT OR IGNORE INTO environments VALUES (?, ?)", described)
             base.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", rows)
@@ -96,10 +97,11 @@ class Store:
         try:
             if writing:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-            address = f"file:{quote(str(self.path))}?mode={'rwc' if writing else 'ro'}"
+            # A reader may have to undo what a killed writer left half done, so it opens to write as well; nothing is made by reading.
+            # The journal stays SQLite's usual one: nobody waits for a process that switches to another (it is refused at once).
+            address = f"file:{quote(str(self.path))}?mode={'rwc' if writing else 'rw'}"
             with closing(sqlite3.connect(address, timeout=PATIENCE_S, uri=True)) as base:
                 if self._layout(base) == 0 and writing:
-                    base.execute("PRAGMA journal_mode = WAL")
                     base.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {LAYOUT}; COMMIT;")
                 yield base
         except sqlite3.DatabaseError as cause:

@@ -6,7 +6,9 @@ import json
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,17 @@ def test_two_processes_write_at_once(store: Store) -> None:
     assert [writer.wait() for writer in writers] == [0, 0, 0]
     found = {(entry.key.lengths, entry.repetitions) for entry in store.entries(HERE)}
     assert found == {((mark, i), mark) for mark in (1, 2, 3) for i in range(40)}
+
+
+def test_a_writer_waits_for_another_that_begins_the_store(store: Store) -> None:
+    store.path.parent.mkdir()
+    with closing(sqlite3.connect(store.path, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        waiting = threading.Timer(0.3, other.rollback)
+        waiting.start()
+        store.put(HERE, [LINEAR])
+        waiting.join()
+    assert store.entries(HERE) == [LINEAR]
 
 
 def damage_text(path: Path) -> None:
