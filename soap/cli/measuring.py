@@ -124,10 +124,10 @@ def _in_its_share(topology: Topology, environment: Environment, neighbours: Neig
         yield
         return
     from soap.emulation.emulate import emulated  # locks files in a way that only Unix has
-    from soap.emulation.quota import shared_among
+    from soap.emulation.placement import working_as_ranks
 
     hosts = host_limits(topology, 1.0, cpu_cores())
-    with emulated(hosts) as emulation, shared_among(emulation.groups, emulation.number, neighbours.numbers):
+    with emulated(hosts) as emulation, working_as_ranks(emulation.place, neighbours.numbers):
         yield
 
 

@@ -11,11 +11,11 @@ from types import FrameType
 from typing import Any
 
 from soap.emulation import network, quota
+from soap.emulation.cores import cores_by_rank, usable_cores
 from soap.emulation.hosts import HostLimits
 from soap.emulation.leftovers import remove, remove_leftovers, reserved
 from soap.emulation.names import box_address, host_name
 from soap.emulation.placement import Placement
-from soap.emulation.quota import CpuGroups
 from soap.emulation.support import require_support
 from soap.errors import StoppedBySignal
 
@@ -24,7 +24,6 @@ from soap.errors import StoppedBySignal
 class Emulation:
     """A cluster that is there. ``address``: the launcher's, as its hosts see it. ``place``: what each rank calls first."""
 
-    groups: CpuGroups
     number: int
     address: str
     place: Placement
@@ -47,9 +46,10 @@ def emulated(hosts: Sequence[HostLimits]) -> Iterator[Emulation]:
                 places = [
                     (rank, host_name(number, i), str(groups.group(number, rank))) for i, host in enumerate(hosts) for rank in host.ranks
                 ]
-                place = Placement(tuple((namespace, group) for _, namespace, group in sorted(places)))
+                cores = cores_by_rank(len(shares), usable_cores())
+                place = Placement(tuple((namespace, group) for _, namespace, group in sorted(places)), cores)
                 signals.let_through()
-                yield Emulation(groups, number, str(box_address(number)), place)
+                yield Emulation(number, str(box_address(number)), place)
             finally:
                 signals.hold()
                 remove(groups, number)

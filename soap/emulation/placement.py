@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from soap.emulation.names import INTERFACE, NAMESPACES
+from soap.emulation.quota import join, own_group
+from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
 
 CLONE_NEWNET = 0x40000000
@@ -21,15 +25,18 @@ COUNTERS = Path("/proc/thread-self/net/dev")
 class Placement:
     """Puts this process onto the host of its rank; to be called before any thread is made that communicates.
 
-    ``hosts``: (namespace, control group) of each rank.
+    ``hosts``: (namespace, control group) of each rank. ``cores``: numbers of those that each may use; empty: all.
     """
 
     hosts: tuple[tuple[str, str], ...]
+    cores: tuple[tuple[int, ...], ...] = ()
 
     def __call__(self, rank: int) -> None:
-        """Join the control group, then the namespace; gloo takes the network card there. The process ends with its launcher."""
+        """Join the control group, the cores, and the namespace; gloo takes the network card there. The process ends with its launcher."""
         namespace, group = self.hosts[rank]
         libc = ctypes.CDLL(None, use_errno=True)
+        if self.cores:
+            os.sched_setaffinity(0, self.cores[rank])
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         try:
             (Path(group) / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
@@ -42,6 +49,25 @@ class Placement:
         finally:
             os.close(descriptor)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+@contextmanager
+def working_as_ranks(place: Placement, others: Sequence[int]) -> Iterator[None]:
+    """Within this context the calling process has rank 0's CPU time, and the processes ``others`` have that of the next ranks; all keep
+    their networks.
+
+    It leaves its group in the end, since what is in a group ends with it; the others should have ended. RuntimeFailure if one is gone.
+    """
+    groups = require_support()
+    group_before, cores_before = own_group(groups), os.sched_getaffinity(0)
+    try:
+        for process, (_, group), cores in zip((os.getpid(), *others), place.hosts, place.cores, strict=False):
+            join(Path(group), process)
+            os.sched_setaffinity(process, cores)
+        yield
+    finally:
+        join(group_before, os.getpid())
+        os.sched_setaffinity(0, cores_before)
 
 
 def card_counters() -> tuple[int, int]:

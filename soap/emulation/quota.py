@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,22 +83,7 @@ def build(groups: CpuGroups, number: int, cores: Sequence[float]) -> None:
         ) from None
 
 
-@contextmanager
-def shared_among(groups: CpuGroups, number: int, others: Sequence[int]) -> Iterator[None]:
-    """Within this context the calling process has rank 0's share of CPU time, and the processes ``others`` have those of the next ranks.
-
-    It leaves its group in the end, since what is in a group ends with it; the others should have ended. RuntimeFailure if one is gone.
-    """
-    before = _own_group(groups)
-    try:
-        for rank, process in enumerate((os.getpid(), *others)):
-            _join(groups.group(number, rank), process)
-        yield
-    finally:
-        _join(before, os.getpid())
-
-
-def _own_group(groups: CpuGroups) -> Path:
+def own_group(groups: CpuGroups) -> Path:
     """Where the calling process is."""
     for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -108,7 +93,8 @@ def _own_group(groups: CpuGroups) -> Path:
     return groups.root
 
 
-def _join(group: Path, process: int) -> None:
+def join(group: Path, process: int) -> None:
+    """Move a process into a group. RuntimeFailure if either is gone."""
     try:
         _write(group / "cgroup.procs", str(process))
     except OSError as cause:

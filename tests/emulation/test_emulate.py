@@ -22,7 +22,7 @@ from soap.emulation import leftovers, network, quota
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
 from soap.emulation.names import NAMESPACES, group_name, host_address
-from soap.emulation.placement import Placement, card_counters
+from soap.emulation.placement import Placement, card_counters, working_as_ranks
 from soap.emulation.quota import CpuGroups
 from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
 from soap.presets import preset
@@ -80,14 +80,15 @@ def test_rates_quotas_and_addresses(groups: CpuGroups) -> None:
 
 
 def test_this_process_may_work_as_a_rank_and_leaves_again(groups: CpuGroups) -> None:
+    before = os.sched_getaffinity(0)
     with subprocess.Popen(["sleep", "60"]) as other:
         interrupted = pytest.raises(KeyboardInterrupt)
-        with emulated(SLOW_PAIR) as emulation, interrupted, quota.shared_among(groups, emulation.number, [other.pid]):
+        with emulated(SLOW_PAIR) as emulation, interrupted, working_as_ranks(emulation.place, [other.pid]):
             members = [(groups.group(emulation.number, rank) / "cgroup.procs").read_text().split() for rank in (0, 1)]
             raise KeyboardInterrupt
         assert members == [[str(os.getpid())], [str(other.pid)]]
         assert other.wait(PATIENCE_S) == -signal.SIGKILL  # with its group
-    assert traces(groups, emulation.number) == []
+    assert traces(groups, emulation.number) == [] and os.sched_getaffinity(0) == before
 
 
 def test_a_process_that_is_gone_cannot_work_as_a_rank(groups: CpuGroups) -> None:
@@ -95,7 +96,7 @@ def test_a_process_that_is_gone_cannot_work_as_a_rank(groups: CpuGroups) -> None
         gone.wait(PATIENCE_S)
     refused = pytest.raises(RuntimeFailure, match=rf"process {gone.pid} in control group .*: No such process; start again")
     with emulated(SLOW_PAIR) as emulation:
-        with refused, quota.shared_among(groups, emulation.number, [gone.pid]):
+        with refused, working_as_ranks(emulation.place, [gone.pid]):
             raise AssertionError
         assert quota.processes(groups, emulation.number) == []
 
