@@ -1,23 +1,25 @@
 """Predicted against measured: iterations of different plans on emulated clusters, and what the predictions are worth.
 
     python -m benchmarks.accuracy
-    python -m benchmarks.accuracy --clusters emulated:4x1@200Mbit/s --models emulated-rnnlm emulated-dlrm --random 3
+    python -m benchmarks.accuracy --clusters emulated:4x1@200Mbit/s --models emulated-rnnlm emulated-dlrm --profile 0
 
-For every cluster and model: the classical strategies, what ``soap-search`` finds, and random ones, each run by ``soap-run --emulate``.
-Needs root, as emulation does. Models are profiled before (``--profile`` seconds for each model and cluster; 0: with what is known already).
-Printed are the error of each prediction, the median and the 95th percentile of each model's, Kendall's tau between predicted and measured
-order, and whether the found plan is the measured best.
+For every cluster and model: what a search finds, the classical strategies, and random ones, ``--least`` in all, run as ``soap-run
+--emulate`` runs them. Needs root, as emulation does. Models are profiled before (``soap-profile`` for ``--profile`` seconds per model and
+cluster; 0: with what is known already). Measured is the median of all timed steps in all rounds; a round is every strategy once, so that
+what slows the machine down for a while does not hit one of them alone. Printed are the error of each prediction, how far a strategy's
+rounds are apart, the median and the 95th percentile of each model's errors, Kendall's tau between predicted and measured order, and
+whether the found plan is the measured best.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import random
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -26,8 +28,15 @@ from typing import NamedTuple
 from benchmarks.end_to_end import machine
 from benchmarks.models import EMULATED_MODELS, export_model
 from soap import api
-from soap.cli.options import not_negative, positive
+from soap.cli import profile
+from soap.cli.options import Reading, not_negative, positive
+from soap.cli.run import OPTIMIZER_STATES, start
+from soap.cli.training import Job
+from soap.emulation.hosts import host_limits
 from soap.graph import OperatorGraph
+from soap.profiles.measure_machine import cpu_cores
+from soap.simulator.reference import execution_order
+from soap.simulator.simulate import Simulator
 from soap.strategies import CLASSICAL, random_config
 from soap.strategy import Strategy
 from soap.topology import Topology
@@ -35,7 +44,9 @@ from soap.topology import Topology
 CLUSTERS = ("emulated:4x1@200Mbit/s", "emulated:4x1@1Gbit/s", "emulated:2x2@200Mbit/s")
 MODELS = tuple(EMULATED_MODELS)
 FOUND = "found"
-SLOWEST_OVER_BEST = 8.0
+OPTIMIZER = "adam"
+"""Whose updates searches count."""
+SLOWEST_OVER_BEST = 4.0
 """Random strategies of more than so many times the found one's predicted time are drawn again: they only cost time."""
 
 
@@ -43,19 +54,24 @@ Test = Callable[[Strategy], bool]
 
 
 class Plan(NamedTuple):
-    """A strategy of a model on a cluster, nanoseconds per iteration as predicted and measured, and how far the measured steps spread."""
+    """A strategy of a model on a cluster, and nanoseconds per iteration as predicted and measured. ``rounds_ns``: each round's median."""
 
     cluster: str
     model: str
     strategy: str
     predicted_ns: int
     measured_ns: int
-    spread: float
+    rounds_ns: tuple[float, ...]
 
     @property
     def error(self) -> float:
         """Of the prediction, relative to what was measured."""
         return self.predicted_ns / self.measured_ns - 1
+
+    @property
+    def apart(self) -> float:
+        """How far the rounds are from each other, relative to what was measured."""
+        return (max(self.rounds_ns) - min(self.rounds_ns)) / self.measured_ns
 
 
 def tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -64,34 +80,23 @@ def tau(pairs: Sequence[tuple[float, float]]) -> float:
     return sum(signs) / max(1, len(signs))
 
 
-def run(*command: str) -> str:
-    """A command of ours, as users start it; what it printed. Ends with its message if it fails."""
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"accuracy: {' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def strategies_of(model: Path, cluster: str, folder: Path, count: int, budget: int, seed: int) -> dict[str, Path]:
-    """Strategy files: the found one, classical ones that differ, and random ones."""
-    topology, loaded = api.load_cluster(cluster), api.load(model, plan_only=True)
-    found = folder / f"{FOUND}.json"
-    run("soap.cli.search", str(model), "--cluster", cluster, "--budget", str(budget), "--seed", str(seed), "-o", str(found))
-    graph = loaded.graph
-    simulator = api.simulator_for(graph, topology)
-    strategies = {FOUND: api.load_strategy(found, graph, topology)}
+def strategies_of(simulator: Simulator, budget: int, seed: int, least: int) -> dict[str, Strategy]:
+    """The found one, the classical ones that differ and fit, and random ones, so many in all or more."""
+    graph, topology = simulator.graph, simulator.topology
+    outcome = api.search(graph, topology, budget=budget, seed=seed)
+    strategies = {FOUND: outcome.strategy}
     for name in CLASSICAL:
         chosen = api.classical(name, graph, topology)
         if chosen not in strategies.values() and simulator.overflow_bytes(chosen) == 0:
             strategies[name] = chosen
-    limit_ns = SLOWEST_OVER_BEST * simulator.makespan_ns(strategies[FOUND])
+    limit_ns = SLOWEST_OVER_BEST * simulator.makespan_ns(outcome.strategy)
+    strategies = {name: own for name, own in strategies.items() if name == "data_parallel" or simulator.makespan_ns(own) <= limit_ns}
     draw, known = random.Random(seed), list(strategies.values())
-    for number in range(1, count + 1):
-        strategies[f"random {number}"] = _varied(draw, known, graph, topology, lambda own: simulator.makespan_ns(own) <= limit_ns)
-    for name, strategy in strategies.items():
-        if name != FOUND:
-            api.save_strategy(folder / f"{name}.json", strategy, loaded, topology)
-    return {name: folder / f"{name}.json" for name in strategies}
+    while len(strategies) < least:
+        chosen = _varied(draw, known, graph, topology, lambda own: simulator.makespan_ns(own) <= limit_ns)
+        if chosen not in strategies.values():
+            strategies[f"random {len(strategies) - len(known) + 1}"] = chosen
+    return strategies
 
 
 def _varied(draw: random.Random, known: Sequence[Strategy], graph: OperatorGraph, topology: Topology, fits: Test) -> Strategy:
@@ -105,13 +110,41 @@ def _varied(draw: random.Random, known: Sequence[Strategy], graph: OperatorGraph
             return chosen
 
 
-def measured_plan(cluster: str, model: str, file: Path, name: str, strategy: Path, steps: int) -> Plan:
-    """Run a strategy on the emulated cluster."""
-    text = run("soap.cli.run", str(strategy), "--model", str(file), "--cluster", cluster, "--emulate", "--steps", str(steps), "--json")
-    entry = json.loads(text)["strategies"]["strategy"]
-    times = sorted(entry["steps_ns"])
-    spread = (times[-1 - len(times) // 4] - times[len(times) // 4]) / entry["measured_ns"]
-    return Plan(cluster, model, name, entry["predicted_ns"], entry["measured_ns"], spread)
+def measure(
+    simulator: Simulator, cluster: str, model: str, file: Path, strategies: Mapping[str, Strategy], steps: int, rounds: int
+) -> list[Plan]:
+    """Run all strategies on the emulated cluster, in the same processes, one after the other, and all of them again."""
+    simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
+    orders = {name: tuple(execution_order(own.tasks, own.schedule)) for name, own in simulations.items()}
+    reading: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
+    job = Job(
+        model=str(file),
+        reading=reading,
+        topology=simulator.topology,
+        strategies={f"{name}, {number}": (strategies[name], orders[name]) for number in range(rounds) for name in strategies},
+        steps=steps,
+        seed=0,
+        dtype=None,
+        optimizer=OPTIMIZER,
+        learning_rate=None,
+        accumulate=1,
+        clip_norm=None,
+        compiled=False,
+        data=None,
+        backend="auto",
+        device_kind=None,
+        checked=False,
+        traced=False,
+        emulated=True,
+    )
+    outcome = start(job, host_limits(simulator.topology, 1.0, cpu_cores()))
+    assert outcome is not None  # not under torchrun
+    plans = []
+    for name, simulation in simulations.items():
+        times = [outcome.measured[f"{name}, {number}"].times_ns for number in range(rounds)]
+        whole = int(median(time for own in times for time in own))
+        plans.append(Plan(cluster, model, name, simulation.makespan_ns, whole, tuple(median(own) for own in times)))
+    return plans
 
 
 def report(plans: Sequence[Plan]) -> list[str]:
@@ -130,6 +163,12 @@ def report(plans: Sequence[Plan]) -> list[str]:
             f"| {cluster} | {model} | {len(own)} | {median(errors):.1%} | {errors[min(len(errors) - 1, int(0.95 * len(errors)))]:.1%} | "
             f"{order:.2f} | {of[FOUND] / min(of.values()):.3f} | {usual / of[FOUND]:.2f} |"
         )
+    errors = sorted(abs(plan.error) for plan in plans)
+    within = sum(error <= 0.15 for error in errors) / len(errors)
+    lines += [
+        "",
+        f"{len(plans)} plans: median error {median(errors):.1%}, {within:.0%} of them within 15%, mean {sum(errors) / len(errors):.1%}",
+    ]
     return lines
 
 
@@ -138,31 +177,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="accuracy", description="Predicted against measured iterations on emulated clusters.")
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), help="to emulate (default %(default)s)")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="of benchmarks.models (default %(default)s)")
-    parser.add_argument("--random", type=not_negative, default=4, help="random strategies of each (default %(default)s)")
-    parser.add_argument("--steps", type=positive, default=10, help="of each run, warm-up included (default %(default)s)")
+    parser.add_argument("--least", type=positive, default=9, help="strategies of each, random ones included (default %(default)s)")
+    parser.add_argument("--steps", type=positive, default=8, help="of each strategy in a round, warm-up included (default %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=2, help="default %(default)s")
     parser.add_argument("--budget", type=positive, default=2000, help="proposals of each search (default %(default)s)")
-    parser.add_argument("--profile", type=not_negative, default=60, help="seconds to profile a model for a cluster (default %(default)s)")
+    parser.add_argument("--profile", type=not_negative, default=120, help="seconds to profile a model for a cluster (default %(default)s)")
     parser.add_argument("--seed", type=not_negative, default=0)
     args = parser.parse_args(argv)
-    print(f"{machine()}\n\n| cluster | model | strategy | predicted, ms | measured, ms | error | spread |\n|{'---|' * 7}", flush=True)
+    print(f"{machine()}\n\n| cluster | model | strategy | predicted, ms | measured, ms | error | rounds apart |\n|{'---|' * 7}", flush=True)
     plans: list[Plan] = []
     with tempfile.TemporaryDirectory() as temporary:
         for model in args.models:
             file = export_model(model, Path(temporary))
+            graph = api.load(file, plan_only=True).graph
             for cluster in args.clusters:
                 if args.profile:
-                    run("soap.cli.profile", str(file), "--cluster", cluster, "--budget", str(args.profile))
-                folder = Path(tempfile.mkdtemp(dir=temporary))
-                for name, strategy in strategies_of(file, cluster, folder, args.random, args.budget, args.seed).items():
-                    plan = measured_plan(cluster, model, file, name, strategy, args.steps)
+                    _profile(file, cluster, args.profile)
+                simulator = api.simulator_for(graph, api.load_cluster(cluster), optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
+                strategies = strategies_of(simulator, args.budget, args.seed, args.least)
+                for plan in measure(simulator, cluster, model, file, strategies, args.steps, args.rounds):
                     plans.append(plan)
                     print(
-                        f"| {cluster} | {model} | {name} | {plan.predicted_ns / 1e6:.1f} | {plan.measured_ns / 1e6:.1f} | "
-                        f"{plan.error:+.1%} | {plan.spread:.1%} |",
+                        f"| {cluster} | {model} | {plan.strategy} | {plan.predicted_ns / 1e6:.1f} | {plan.measured_ns / 1e6:.1f} | "
+                        f"{plan.error:+.1%} | {plan.apart:.1%} |",
                         flush=True,
                     )
     print("\n" + "\n".join(report(plans)))
     return 0
+
+
+def _profile(file: Path, cluster: str, seconds: int) -> None:
+    """As a user would; what it says is not shown."""
+    with redirect_stdout(io.StringIO()):
+        if profile.main([str(file), "--cluster", cluster, "--budget", str(seconds)]):
+            sys.exit("accuracy: soap-profile failed")
 
 
 if __name__ == "__main__":
