@@ -75,8 +75,9 @@ def text(report: Mapping[str, Any], name: str) -> str:
 
 
 def resting(costs: Mapping[str, Any]) -> str:
-    """Where the predicted compute time comes from."""
-    return f"compute time {shares.text(costs['shares'])}"
+    """Where the predicted compute time comes from, and the links' figures if they were measured."""
+    links = f"; links {costs['links']}" if costs["links"] else ""
+    return f"compute time {shares.text(costs['shares'])}{links}"
 
 
 def optimality(outcome: SearchOutcome) -> str:

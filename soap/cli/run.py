@@ -36,6 +36,7 @@ from soap.presets import says_all
 from soap.runtime.program import check_runnable
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
+from soap.topology import DeviceKind, Topology
 from soap.units import format_bytes
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def execute(args: argparse.Namespace) -> int:
     emulation.check_possible(args)
     job, predicted, costs = prepare(args)
     scale = args.emulate_scale or 1.0
-    hosts = emulation.limits(job, scale) if args.emulate else ()
+    hosts = emulation.limits(job.topology, scale, job.device_kind) if args.emulate else ()
     outcome = start(job, hosts)
     if outcome is None:  # under torchrun, and not the rank that reports
         return 0
@@ -160,24 +161,24 @@ def start(job: Job, hosts: Sequence[HostLimits] = ()) -> Outcome | None:
     from soap.runtime.world import under_launcher, world_size
 
     devices = job.topology.device_count
-    require_devices(job)
+    require_devices(job.topology, job.backend, job.device_kind)
     if under_launcher(os.environ) and world_size(os.environ) > devices and os.environ["RANK"] == "0":
         note(PROG, f"{world_size(os.environ)} processes for {devices} devices: {world_size(os.environ) - devices} stay idle")
     with emulation.cluster(hosts) as emulated:
         return launch(processes=devices, entry=train, args=(job,), place=emulated.place, address=emulated.address).get(0)
 
 
-def require_devices(job: Job) -> None:
-    """RuntimeFailure, before any rank is started, if this machine lacks the GPUs that the job asks for."""
+def require_devices(topology: Topology, backend: str = "auto", device_kind: DeviceKind | None = None) -> None:
+    """RuntimeFailure, before any rank is started, if this machine lacks the GPUs that are wanted; ``device_kind`` None: the cluster's."""
     import torch
 
     from soap.runtime.world import choose_backend
 
-    kind = job.device_kind or job.topology.devices[0].type.kind
+    kind = device_kind or topology.devices[0].type.kind
     if kind == "cuda" and not torch.cuda.is_available():
-        asked = "--device cuda" if job.device_kind else f"cluster {job.topology.name!r} has GPUs"
+        asked = "--device cuda" if device_kind else f"cluster {topology.name!r} has GPUs"
         raise RuntimeFailure(f"{asked}: expected GPUs, but this machine has none that torch can use; use --device cpu")
-    choose_backend(job.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", job.topology.device_count)))
+    choose_backend(backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))
 
 
 def document(

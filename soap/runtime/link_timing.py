@@ -24,20 +24,23 @@ def measure_links(
     kind: DeviceKind = "cpu",
     backend: str = "auto",
     seconds_per_probe: float = SECONDS_PER_PROBE,
-    on_probe: Callable[[Probe], None] | None = None,
+    on_probe: Callable[[LinkTiming], None] | None = None,
 ) -> list[LinkTiming]:
     """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
 
-    Ranks that are not among a probe's devices wait at a barrier meanwhile. ``on_probe`` hears on rank 0 of each probe that is done.
+    Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's are measured, whatever the others' are,
+    which may know of other measurements. ``on_probe`` hears on rank 0 of each probe that is done.
     """
     world = open_world(device_count, kind, backend)
-    comm = Communicator(world.device, {probe.devices for probe in probes}, world.timeout)
+    comm = Communicator(world.device, (), world.timeout)
     try:
+        todo: tuple[Probe, ...] = comm.gather(tuple(probes))[0]
+        comm.open_groups({probe.devices for probe in todo})
         found = []
-        for probe in probes:
+        for probe in todo:
             found.append(_measure(comm, probe, seconds_per_probe))
             if on_probe is not None and comm.rank == 0:
-                on_probe(probe)
+                on_probe(found[-1])
         return found
     finally:
         comm.close()
