@@ -87,6 +87,8 @@ def _backend(asked: str, topology: Topology) -> str:
 def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
     """UsageError if the ranks would be on one machine that is not the cluster: what they measured would be of another one."""
     hosts = {device.host for device in topology.devices}
+    if args.emulate and topology.devices[0].type.kind == "cuda":
+        raise UsageError(f"--emulate makes hosts with CPUs, but --cluster {args.cluster!r} has GPUs; expected a cluster of CPUs")
     if args.emulate or (len(hosts) == 1 and family(topology.name) != "emulated"):
         return
     if family(topology.name) == "emulated":
@@ -101,17 +103,17 @@ def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
 def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, todo: Sequence[Any], store: Store) -> int | None:
     """How many probes were measured; None on ranks that do not report. Under torchrun all ranks come along: rank 0 knows what is left."""
     from soap.cli.link_measuring import LinkJob, measure_and_keep
-    from soap.cli.run import require_devices
     from soap.runtime.launch import launch
-    from soap.runtime.world import under_launcher
+    from soap.runtime.world import choose_backend, under_launcher
 
     if not todo and not under_launcher(os.environ):
         return 0
-    require_devices(topology, place.backend)
+    kind = topology.devices[0].type.kind
+    choose_backend(place.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))  # refuses what is not here
     scale = args.emulate_scale or 1.0
     hosts = emulation.limits(topology, scale) if args.emulate else ()
     seconds = {} if args.seconds is None else {"seconds_per_probe": args.seconds}
-    job = LinkJob(todo, topology.device_count, topology.devices[0].type.kind, place, store.path, scale, **seconds)
+    job = LinkJob(todo, topology.device_count, kind, place, store.path, scale, **seconds)
     with emulation.cluster(hosts) as emulated:
         return launch(topology.device_count, measure_and_keep, (job,), place=emulated.place, address=emulated.address).get(0)
 

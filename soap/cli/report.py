@@ -64,6 +64,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
     sections = [
         f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
         f"costs: {report['costs']['description']}\n{resting(report['costs'])}"
+        + (f"\nlinks: {report['costs']['links']}" if report["costs"]["links"] else "")
         + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else "")
         + (f"\n{_folding(report['folded'])}" if report["folded"] else ""),
         _times(report, name),
@@ -75,9 +76,8 @@ def text(report: Mapping[str, Any], name: str) -> str:
 
 
 def resting(costs: Mapping[str, Any]) -> str:
-    """Where the predicted compute time comes from, and the links' figures if they were measured."""
-    links = f"; links {costs['links']}" if costs["links"] else ""
-    return f"compute time {shares.text(costs['shares'])}{links}"
+    """Where the predicted compute time comes from."""
+    return f"compute time {shares.text(costs['shares'])}"
 
 
 def optimality(outcome: SearchOutcome) -> str:

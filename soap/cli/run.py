@@ -36,7 +36,6 @@ from soap.presets import says_all
 from soap.runtime.program import check_runnable
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
-from soap.topology import DeviceKind, Topology
 from soap.units import format_bytes
 
 if TYPE_CHECKING:
@@ -161,24 +160,24 @@ def start(job: Job, hosts: Sequence[HostLimits] = ()) -> Outcome | None:
     from soap.runtime.world import under_launcher, world_size
 
     devices = job.topology.device_count
-    require_devices(job.topology, job.backend, job.device_kind)
+    require_devices(job)
     if under_launcher(os.environ) and world_size(os.environ) > devices and os.environ["RANK"] == "0":
         note(PROG, f"{world_size(os.environ)} processes for {devices} devices: {world_size(os.environ) - devices} stay idle")
     with emulation.cluster(hosts) as emulated:
         return launch(processes=devices, entry=train, args=(job,), place=emulated.place, address=emulated.address).get(0)
 
 
-def require_devices(topology: Topology, backend: str = "auto", device_kind: DeviceKind | None = None) -> None:
-    """RuntimeFailure, before any rank is started, if this machine lacks the GPUs that are wanted; ``device_kind`` None: the cluster's."""
+def require_devices(job: Job) -> None:
+    """RuntimeFailure, before any rank is started, if this machine lacks the GPUs that the job asks for."""
     import torch
 
     from soap.runtime.world import choose_backend
 
-    kind = device_kind or topology.devices[0].type.kind
+    kind = job.device_kind or job.topology.devices[0].type.kind
     if kind == "cuda" and not torch.cuda.is_available():
-        asked = "--device cuda" if device_kind else f"cluster {topology.name!r} has GPUs"
+        asked = "--device cuda" if job.device_kind else f"cluster {job.topology.name!r} has GPUs"
         raise RuntimeFailure(f"{asked}: expected GPUs, but this machine has none that torch can use; use --device cpu")
-    choose_backend(backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))
+    choose_backend(job.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", job.topology.device_count)))
 
 
 def document(
@@ -244,6 +243,8 @@ def text(report: Mapping[str, Any]) -> str:
     losses, before = own["losses"], report["resumed_at"]
     first, last = (f"{losses[i]:.6g} in step {before + number}" for i, number in ((0, 1), (-1, len(losses))))
     facts = [("predicted from", resting(report["costs"])), ("loss", f"{first}, {last}")]
+    if report["costs"]["links"]:
+        facts.insert(1, ("links", report["costs"]["links"]))
     if report["checkpoint"]:
         facts.append(("checkpoint", report["checkpoint"]))
     if report["check"]:

@@ -64,7 +64,7 @@ def verify(outcome: api.SearchOutcome, count: int, model: str, reading: Reading,
         checked=False,
         traced=False,
     )
-    require_devices(job.topology)
+    require_devices(job)
     measured = launch(processes=simulator.topology.device_count, entry=train, args=(job,), limit_s=LIMIT_S)[0].measured
     runs = [
         api.Run(name, strategy, simulations[name].makespan_ns, measured[name].median_ns, _may_be_kept(outcome, name, strategy))
