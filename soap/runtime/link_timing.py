@@ -52,26 +52,25 @@ def _measure(comm: Communicator, probe: Probe, seconds_per_probe: float) -> Link
     here = comm.rank in probe.devices
     once = _round(comm, probe) if here else None
     comm.barrier()
-    trial = max(_timed(comm, once) for _ in range(2)) if once else 0.0
+    trial = max(_timed(comm, once)[0] for _ in range(2)) if once else 0.0
     slowest = max(comm.gather(trial))
     rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds_per_probe / max(slowest, 1e-9))))
     comm.barrier()
-    busy = time.process_time()
-    times = [_timed(comm, once) for _ in range(rounds)] if once else [0.0] * rounds
-    busy = (time.process_time() - busy) / rounds if once else 0.0
+    own_rounds = [_timed(comm, once) for _ in range(rounds)] if once else [(0.0, 0.0)] * rounds
     comm.barrier()
-    gathered = comm.gather((times, busy))
+    gathered = comm.gather(([wall for wall, _ in own_rounds], median(busy for _, busy in own_rounds)))
     ways = 2 if probe.operation is Operation.MESSAGE else 1  # there and back
     slowest_of_each = tuple(max(own) / ways for own in zip(*(own for own, _ in gathered), strict=True))
     return LinkTiming(probe, slowest_of_each, median(gathered[rank][1] for rank in probe.devices) / ways)
 
 
-def _timed(comm: Communicator, once: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def _timed(comm: Communicator, once: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a round, and processor seconds of this process in it, the backend's threads included."""
+    busy, start = time.process_time(), time.perf_counter()
     once()
     if comm.device.type == "cuda":
         torch.cuda.synchronize(comm.device)
-    return max(time.perf_counter() - start, 1e-9)
+    return max(time.perf_counter() - start, 1e-9), time.process_time() - busy
 
 
 def _round(comm: Communicator, probe: Probe) -> Callable[[], None]:
