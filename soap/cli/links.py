@@ -143,7 +143,8 @@ def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, An
 
 def _fits(timings: Sequence[LinkTiming], communication: Communication) -> list[dict[str, Any]]:
     """Each operation over each group of devices of which two sizes were measured. ``by_links``: the median of measured time ÷ the one that
-    the simulator gives it on the measured links."""
+    the simulator gives it on the measured links. ``processor_share``: the part of an operation's time in which one device's processor is
+    busy with it; above 1 if the backend's threads need more than one core."""
     lines = {key: own for key, own in by_kind(timings).items() if len({one.probe.size_bytes for one in own}) > 1}
     complete = [one for own in lines.values() for one in own]
     times, processor = fits(complete), cpu_fits(complete)
@@ -157,6 +158,7 @@ def _fits(timings: Sequence[LinkTiming], communication: Communication) -> list[d
             "deviation": times[operation, devices].deviation,
             "processor_ns": 1e9 * processor[operation, devices].alpha_seconds,
             "processor_ns_per_mib": 1e9 * MIB * processor[operation, devices].beta_seconds_per_byte,
+            "processor_share": median(one.cpu_seconds / median(one.seconds) for one in own),
             "by_links": median(one.typical_seconds / modelled_seconds(communication, one.probe) for one in own),
             "measured_at": max(one.measured_at for one in own),
         }
@@ -171,7 +173,7 @@ def _rate(seconds_per_byte: float) -> float | None:
 def text(found: Mapping[str, Any]) -> str:
     """The document as a table for people."""
     head = f"links of {found['place']}: {found['measured']} of {found['probes']} probes measured\nkept in: {found['store']}"
-    rows = [("operation", "devices", "latency", "bandwidth", "processor", "and per MiB", "deviation", "measured / by links")]
+    rows = [("operation", "devices", "latency", "bandwidth", "processor", "and per MiB", "busy", "deviation", "measured / by links")]
     for line in found["fits"]:
         rate = line["bytes_per_second"]
         rows.append(
@@ -182,6 +184,7 @@ def text(found: Mapping[str, Any]) -> str:
                 "-" if rate is None else format_rate(rate),
                 format_seconds(line["processor_ns"] / 1e9),
                 format_seconds(line["processor_ns_per_mib"] / 1e9),
+                f"{line['processor_share']:.0%}",
                 f"{line['deviation']:.0%}",
                 f"{line['by_links']:.2f}",
             )
@@ -200,5 +203,5 @@ def _use(found: Mapping[str, Any]) -> str:
         return "predictions take the links as they are described until all messages and exchanges are measured"
     return (
         "predictions for this cluster take the latencies of its messages and the bandwidths of its exchanges (--costs estimate does not);\n"
-        "processor: what one device spends on an operation and cannot compute meanwhile"
+        "processor: what one device spends on an operation and cannot compute meanwhile, busy: as a part of the operation's time"
     )

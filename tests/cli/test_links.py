@@ -67,17 +67,19 @@ def test_shows_what_is_known(capsys: Capsys) -> None:
     before = told(capsys, ["--cluster", CLUSTER, "--show"])
     assert (before["measured"], before["used"], before["fits"]) == (0, False, [])
     topology = soap.load_cluster(CLUSTER)
-    keep(topology)
+    timings = keep(topology)
     found = told(capsys, ["--cluster", CLUSTER, "--show"])
     assert (found["probes"], found["measured"], found["measured_now"], found["used"]) == (20, 20, 0, True)
     assert [(line["operation"], line["devices"]) for line in found["fits"]] == [(operation.value, [0, 1]) for operation in Operation]
     for line in found["fits"]:
         assert line["by_links"] == pytest.approx(1.0, rel=1e-2) and line["deviation"] == pytest.approx(0.0, abs=1e-2)
+        own = [one for one in timings if one.probe.operation.value == line["operation"]]
+        assert line["processor_share"] == pytest.approx(1e-5 / sorted(one.seconds[0] for one in own)[2], rel=1e-3)
         assert line["processor_ns"] == pytest.approx(1e4) and line["processor_ns_per_mib"] == pytest.approx(0.0, abs=1e-3)
     assert found["fits"][1]["bytes_per_second"] == pytest.approx(topology.links[0].bandwidth_bytes_per_second / 3, rel=1e-2)
     assert main(["links", "--cluster", CLUSTER, "--show"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert " ".join(rows[3].split()) == "operation devices latency bandwidth processor and per MiB deviation measured / by links"
+    assert " ".join(rows[3].split()) == "operation devices latency bandwidth processor and per MiB busy deviation measured / by links"
     assert rows[4].split()[:2] == ["message", "0,1"]
     elsewhere = told(capsys, ["--cluster", EMULATED, "--show"])
     assert elsewhere["measured"] == 0 and list(elsewhere["foreign"].values()) == [20]
