@@ -1,4 +1,4 @@
-"""``emulated:HxD@RATE``: H hosts with D devices each, all on this machine, whose cores they have among themselves.
+"""``emulated:HxD@RATE``: H hosts with D devices each, all on this machine, whose cores they have among themselves but for a rest.
 
 ``soap-run --emulate`` makes what it describes. The links between hosts have the rate that the name states; all else is this machine's.
 """
@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soap.errors import TopologyError
-from soap.topology import Device, Host, Link, Topology
+from soap.topology import Device, DeviceType, Host, Link, Topology
 from soap.units import parse_bandwidth
 
 FAMILY = "emulated"
 DEFAULT_RATE = "1 Gbit/s"
 SWITCH = "network"
+REST = 0.1
+"""Part of the cores that no device gets: the kernel's network, the launcher and all else on the box need some, which a device that was
+promised it would lack."""
 _SHAPE = re.compile(r"emulated:([1-9][0-9]{0,5})x([1-9][0-9]{0,5})(?:@(.*))?")
 
 
@@ -45,13 +48,18 @@ def parse_emulated(name: str, most_devices: int) -> EmulatedShape:
     return EmulatedShape(name, int(found[1]), int(found[2]), rate)
 
 
+def device_cores(cores: int, devices: int) -> float:
+    """Cores that each emulated device gets of a machine's."""
+    return (1 - REST) * cores / devices
+
+
 def emulated_topology(shape: EmulatedShape, local: Topology) -> Topology:
-    """The cluster of this shape out of the devices of ``local:N``, which has as many: what one of them reaches while all work.
+    """The cluster of this shape out of the devices of ``local:N``, which has as many: what one of them reaches while all work, less a rest.
 
     A message between hosts takes as long as one within the machine, plus its bytes at the stated rate. Of the figures only that rate
     is part of the cluster's identity.
     """
-    device_type, machine = local.devices[0].type, local.hosts[0]
+    device_type, machine = _slowed(local.devices[0].type), local.hosts[0]
     hosts = [
         Host(f"host{i}", max(1, machine.cpu_cores // shape.hosts), max(1, machine.memory_bytes // shape.hosts)) for i in range(shape.hosts)
     ]
@@ -73,3 +81,15 @@ def emulated_topology(shape: EmulatedShape, local: Topology) -> Topology:
             stated += [len(links), len(links) + 1]
             connect(hub, SWITCH, shape.bytes_per_second, seconds)
     return Topology(shape.name, tuple(devices), tuple(hosts), tuple(links), measured=True, stated=tuple(stated))
+
+
+def _slowed(local: DeviceType) -> DeviceType:
+    """A process of this machine that gets ``device_cores``. It has a name of its own: what is measured on it holds for no other."""
+    part = 1 - REST
+    return replace(
+        local,
+        name=f"{local.name}, emulated",
+        flops_per_second={dtype: rate * part for dtype, rate in local.flops_per_second.items()},
+        memory_bandwidth_bytes_per_second=local.memory_bandwidth_bytes_per_second * part,
+        kernel_seconds=local.kernel_seconds / part,
+    )

@@ -20,7 +20,11 @@ def test_shapes(hosts: int, devices: int, megabits: int) -> None:
     topology = preset(f"emulated:{hosts}x{devices}@{megabits}Mbit/s")
     local = local_topology(hosts * devices)
     assert [device.host for device in topology.devices] == [i // devices for i in range(hosts * devices)]
-    assert {device.type for device in topology.devices} == {local.devices[0].type}
+    (device_type,), own = {device.type for device in topology.devices}, local.devices[0].type
+    assert device_type.name == f"{own.name}, emulated" and device_type.memory_bytes == own.memory_bytes
+    assert device_type.memory_bandwidth_bytes_per_second == pytest.approx(0.9 * own.memory_bandwidth_bytes_per_second)
+    assert device_type.flops_per_second == pytest.approx({dtype: 0.9 * rate for dtype, rate in own.flops_per_second.items()})
+    assert device_type.kernel_seconds == pytest.approx(own.kernel_seconds / 0.9)
     for source in range(hosts * devices):
         for target in range(hosts * devices):
             route = [topology.links[link] for link in topology.route(source, target)]

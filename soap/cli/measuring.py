@@ -14,7 +14,11 @@ import torch
 from soap import api
 from soap.cli.options import Reading
 from soap.cli.wanted import Wanted
+from soap.emulated_cluster import FAMILY as EMULATED
+from soap.emulated_cluster import device_cores
+from soap.emulation.hosts import host_limits
 from soap.errors import SoapWarning
+from soap.presets import family
 from soap.profiles.entries import COPY, RUNTIME, Entry, Timing
 from soap.profiles.keys import Environment
 from soap.profiles.measure_machine import cpu_cores
@@ -48,8 +52,9 @@ def place_of(topology: Topology, environment: Environment) -> Place:
     """This machine as one of the devices of ``local:N`` or of emulated hosts."""
     if environment.kind == "cuda":
         return Place(environment, torch.device("cuda", 0), 1.0)
-    busy = topology.device_count * environment.threads
-    return Place(environment, torch.device("cpu"), min(1.0, cpu_cores() / busy))
+    count = topology.device_count
+    cores = device_cores(cpu_cores(), count) if family(topology.name) == EMULATED else cpu_cores() / count
+    return Place(environment, torch.device("cpu"), min(1.0, cores / environment.threads))
 
 
 def measure(
@@ -66,7 +71,7 @@ def measure(
     degrees = [usual.operators[op.name].degrees for op in model.graph.operators]
     neighbours = Neighbours(environment.neighbours, spec, reading, degrees, environment.threads)
     done = 0
-    with _threads(environment.threads), neighbours:
+    with _threads(environment.threads), neighbours, _in_its_share(topology, environment, neighbours):
         timer = TileTimer(model, *place.clock)
         stop = time.monotonic() + (float("inf") if budget_s is None else budget_s)
         for one in todo:
@@ -106,6 +111,24 @@ def _upkeep(one: Wanted, place: Place) -> Sample:
 
 def _timing(found: Sample) -> Timing:
     return Timing(found.ns, found.spread_ns)
+
+
+@contextmanager
+def _in_its_share(topology: Topology, environment: Environment, neighbours: Neighbours) -> Iterator[None]:
+    """On emulated hosts processor time is measured while all have their quotas: what a process that is stopped again and again does is
+    slower than its processor time alone would say, as others have used the caches meanwhile.
+
+    Not with several threads, which are timed by the clock on the wall: for that it would run and stand still by turns.
+    """
+    if family(topology.name) != EMULATED or environment.threads > 1:
+        yield
+        return
+    from soap.emulation.emulate import emulated  # locks files in a way that only Unix has
+    from soap.emulation.quota import shared_among
+
+    hosts = host_limits(topology, 1.0, cpu_cores())
+    with emulated(hosts) as emulation, shared_among(emulation.groups, emulation.number, neighbours.numbers):
+        yield
 
 
 @contextmanager

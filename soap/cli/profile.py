@@ -16,7 +16,7 @@ from soap.cli.options import add_cluster, add_model, positive_number, reading, r
 from soap.cli.stopping import Stopping
 from soap.cli.tables import aligned, milliseconds
 from soap.cli.wanted import Wanted, wanted
-from soap.errors import ProfileError
+from soap.errors import ProfileError, StoppedBySignal
 from soap.files import check_writable
 from soap.graph import OperatorGraph
 from soap.presets import family
@@ -91,9 +91,9 @@ def execute(args: argparse.Namespace) -> int:
     with Stopping() as stopping:
         try:
             done = _measure(args, topology, todo, store) if todo else 0
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StoppedBySignal) as error:
             note(PROG, "interrupted: what was measured is kept, and the same command goes on from there")
-            return stopping.exit_code
+            return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
     found = document(graph, topology, strategies, everything, store)
     found["measured_now"] = done
     if args.json:

@@ -15,6 +15,7 @@ from soap.emulation.hosts import HostLimits
 from soap.emulation.leftovers import remove, remove_leftovers, reserved
 from soap.emulation.names import box_address, host_name
 from soap.emulation.placement import Placement
+from soap.emulation.quota import CpuGroups
 from soap.emulation.support import require_support
 from soap.errors import StoppedBySignal
 
@@ -23,6 +24,7 @@ from soap.errors import StoppedBySignal
 class Emulation:
     """A cluster that is there. ``address``: the launcher's, as its hosts see it. ``place``: what each rank calls first."""
 
+    groups: CpuGroups
     number: int
     address: str
     place: Placement
@@ -39,12 +41,15 @@ def emulated(hosts: Sequence[HostLimits]) -> Iterator[Emulation]:
         remove_leftovers(groups)
         with reserved(network.is_subnet_free) as number:
             try:
-                quota.build(groups, number, [host.cores for host in hosts])
+                shares = {rank: host.cores / len(host.ranks) for host in hosts for rank in host.ranks}
+                quota.build(groups, number, [shares[rank] for rank in sorted(shares)])
                 network.build(number, hosts)
-                places = [(rank, host_name(number, i), str(groups.group(number, i))) for i, host in enumerate(hosts) for rank in host.ranks]
+                places = [
+                    (rank, host_name(number, i), str(groups.group(number, rank))) for i, host in enumerate(hosts) for rank in host.ranks
+                ]
                 place = Placement(tuple((namespace, group) for _, namespace, group in sorted(places)))
                 signals.let_through()
-                yield Emulation(number, str(box_address(number)), place)
+                yield Emulation(groups, number, str(box_address(number)), place)
             finally:
                 signals.hold()
                 remove(groups, number)

@@ -9,8 +9,10 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from soap.emulated_cluster import FAMILY as EMULATED
+from soap.emulated_cluster import device_cores
 from soap.errors import RuntimeFailure, SoapWarning
-from soap.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND
+from soap.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND, family
 from soap.topology import Topology
 from soap.units import format_rate, format_seconds
 
@@ -30,7 +32,9 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """One host. ``ranks``: numbers of its devices. ``cores``: CPU time per time. ``sending``, ``receiving``: None without other hosts.
+    """One host. ``ranks``: numbers of its devices. ``cores``: CPU time per time of all its ranks, of which each gets an equal part.
+
+    ``sending``, ``receiving``: None without other hosts.
 
     ``local_bytes_per_second``: the rate of all traffic between its own ranks; None if loopback need not be slowed down.
     """
@@ -112,7 +116,8 @@ def _check_routes(topology: Topology, cards: dict[int, tuple[Card, Card]]) -> No
 def _cpu_shares(topology: Topology, devices: dict[int, int], scale: float, cores: int) -> dict[int, float]:
     """Cores by host. Devices measured on this machine have it among themselves; else a host's cores are cores of this machine."""
     if topology.measured:
-        return {host: cores * count / topology.device_count * scale for host, count in devices.items()}
+        each = device_cores(cores, topology.device_count) if family(topology.name) == EMULATED else cores / topology.device_count
+        return {host: each * count * scale for host, count in devices.items()}
     wanted = sum(topology.hosts[host].cpu_cores for host in devices)
     if wanted * scale > cores * (1 + 1e-9):
         raise RuntimeFailure(

@@ -1,20 +1,24 @@
-"""A CPU quota per host by control groups, of either version; a host's group also says which processes belong to it."""
+"""A CPU quota per rank by control groups, of either version; a group also says which processes belong to it.
+
+Not one per host: a rank that waits must not lend its time to another one of its host, which would be faster than a device can be.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from soap.emulation.names import group_name, names_in
 from soap.errors import RuntimeFailure
 
-PERIOD_US = 5000
-"""Short, so that a slowed process runs evenly rather than in long bursts with long pauses."""
+PERIOD_US = 10_000
+"""Short, so that a slowed process runs evenly rather than in long bursts with long pauses; but some ticks of the kernel's clock (4 ms)
+long: with 5 ms a quota of half a core was measured to give 0.415 of it."""
 LEAST_QUOTA_US = 1000
 """The kernel takes none below it: smaller shares get a longer period."""
 LONGEST_PERIOD_US = 1_000_000
@@ -29,9 +33,9 @@ class CpuGroups:
     root: Path
     unified: bool
 
-    def group(self, number: int, host: int) -> Path:
-        """A host's group."""
-        return self.root / group_name(number) / f"host{host}"
+    def group(self, number: int, rank: int) -> Path:
+        """A rank's group."""
+        return self.root / group_name(number) / f"rank{rank}"
 
 
 def find_cpu_groups(mounts: Path = Path("/proc/self/mounts")) -> CpuGroups | None:
@@ -55,7 +59,7 @@ def quota_us(cores: float) -> tuple[int, int]:
 
 
 def build(groups: CpuGroups, number: int, cores: Sequence[float]) -> None:
-    """Make a group per host with its share of CPU time, in cores. RuntimeFailure if the system refuses."""
+    """Make a group per rank with its share of CPU time, in cores. RuntimeFailure if the system refuses."""
     folder = groups.root / group_name(number)
     try:
         if groups.unified:
@@ -63,8 +67,8 @@ def build(groups: CpuGroups, number: int, cores: Sequence[float]) -> None:
         folder.mkdir()
         if groups.unified:
             _write(folder / "cgroup.subtree_control", "+cpu")
-        for host, share in enumerate(cores):
-            group = groups.group(number, host)
+        for rank, share in enumerate(cores):
+            group = groups.group(number, rank)
             group.mkdir()
             quota, period = quota_us(share)
             if groups.unified:
@@ -79,8 +83,40 @@ def build(groups: CpuGroups, number: int, cores: Sequence[float]) -> None:
         ) from None
 
 
+@contextmanager
+def shared_among(groups: CpuGroups, number: int, others: Sequence[int]) -> Iterator[None]:
+    """Within this context the calling process has rank 0's share of CPU time, and the processes ``others`` have those of the next ranks.
+
+    It leaves its group in the end, since what is in a group ends with it; the others should have ended. RuntimeFailure if one is gone.
+    """
+    before = _own_group(groups)
+    try:
+        for rank, process in enumerate((os.getpid(), *others)):
+            _join(groups.group(number, rank), process)
+        yield
+    finally:
+        _join(before, os.getpid())
+
+
+def _own_group(groups: CpuGroups) -> Path:
+    """Where the calling process is."""
+    for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if (not controllers) if groups.unified else "cpu" in controllers.split(","):
+            own = groups.root / path.lstrip("/")
+            return own if own.is_dir() else groups.root
+    return groups.root
+
+
+def _join(group: Path, process: int) -> None:
+    try:
+        _write(group / "cgroup.procs", str(process))
+    except OSError as cause:
+        raise RuntimeFailure(f"--emulate: process {process} in control group {group}: {cause.strerror}; start again") from None
+
+
 def processes(groups: CpuGroups, number: int) -> list[int]:
-    """Ids of all processes on the hosts of this emulation."""
+    """Ids of all processes of this emulation's ranks."""
     found: set[int] = set()
     for path in (groups.root / group_name(number)).glob("**/cgroup.procs"):
         with suppress(OSError):

@@ -10,12 +10,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from soap.emulated_cluster import FAMILY as EMULATED
 from soap.graph import DimMap, Operand, Operator, OperatorGraph
+from soap.presets import family
 from soap.profiles.measure_machine import cpu_cores
 from soap.regions import lengths
 from soap.simulator.tiling import Tile, iteration_points
@@ -113,6 +115,8 @@ def environments(topology: Topology, torch: str | None = None) -> dict[str, Envi
 
     All hosts of a cluster that was measured are this machine, emulated ones as well.
     """
+    if family(topology.name) == EMULATED:
+        return {device.type.name: _emulated(device.type, topology.device_count, torch) for device in topology.devices}
     busy: dict[str, tuple[DeviceType, int, int]] = {}
     for device in topology.devices:
         if topology.measured:
@@ -134,6 +138,11 @@ def environment(device: DeviceType, processes: int, cores: int, torch: str | Non
         return Environment(device.name, device.kind, known, 0, 0)
     threads = max(1, cores // processes)
     return Environment(device.name, device.kind, known, threads, max(0, min(processes, cores // threads) - 1))
+
+
+def _emulated(device: DeviceType, processes: int, torch: str | None) -> Environment:
+    """Each has its own share of the time, so that all others are busy beside it."""
+    return replace(environment(device, processes, cpu_cores(), torch), neighbours=processes - 1)
 
 
 def torch_version() -> str:

@@ -209,8 +209,10 @@ def test_processes_share_the_cores(count: int, cores: int, share: float, threads
     local = replace(local_topology(count), measured=True)
     (place,) = environments(local).values()
     assert measuring.place_of(local, place).clock == (torch.device("cpu"), threads, share)
-    shape = parse_emulated(f"emulated:{count}x1", count)
-    assert environments(emulated_topology(shape, local)) == {local.devices[0].type.name: place}  # its hosts are this machine as well
+    emulated = emulated_topology(parse_emulated(f"emulated:{count}x1", count), local)
+    ((name, there),) = environments(emulated).items()
+    assert (name, there.threads, there.neighbours) == (f"{local.devices[0].type.name}, emulated", threads, count - 1)
+    assert measuring.place_of(emulated, there).clock == (torch.device("cpu"), threads, pytest.approx(0.9 * share))
 
 
 def test_a_source_of_costs_that_is_none_is_refused() -> None:

@@ -31,6 +31,7 @@ from tests.emulation.test_hosts import boxes
 
 ROOT = Path(__file__).parents[2]
 PAIR = host_limits(preset("emulated:2x1@80Mbit/s"), 1.0, 2)
+SLOW_PAIR = host_limits(preset("emulated:2x1@80Mbit/s"), 0.25, 2)
 PAYLOAD_BYTES = 1_000_000
 PATIENCE_S = 10.0
 
@@ -69,13 +70,34 @@ def test_rates_quotas_and_addresses(groups: CpuGroups) -> None:
             )
             assert [entry["local"] for entry in shown[0]["addr_info"]] == [str(host_address(number, host))]
             assert shown[0]["mtu"] == 9000 and shown[0]["operstate"] == "UP"
+        for rank in range(4):  # each host's half of a core in equal parts
+            assert emulation.place.hosts[rank] == (f"soap{number}-{rank // 2}", str(groups.group(number, rank)))
             if not groups.unified:
-                figures = [int((groups.group(number, host) / f"cpu.cfs_{what}_us").read_text()) for what in ("quota", "period")]
-                assert figures == [2500, 5000]
-        assert emulation.place.hosts[0] == emulation.place.hosts[1] == (f"soap{number}-0", str(groups.group(number, 0)))
-        assert emulation.place.hosts[2] == emulation.place.hosts[3] == (f"soap{number}-1", str(groups.group(number, 1)))
+                figures = [int((groups.group(number, rank) / f"cpu.cfs_{what}_us").read_text()) for what in ("quota", "period")]
+                assert figures == [2500, 10000]
         assert traces(groups, number) != []
     assert traces(groups, number) == []
+
+
+def test_this_process_may_work_as_a_rank_and_leaves_again(groups: CpuGroups) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        interrupted = pytest.raises(KeyboardInterrupt)
+        with emulated(SLOW_PAIR) as emulation, interrupted, quota.shared_among(groups, emulation.number, [other.pid]):
+            members = [(groups.group(emulation.number, rank) / "cgroup.procs").read_text().split() for rank in (0, 1)]
+            raise KeyboardInterrupt
+        assert members == [[str(os.getpid())], [str(other.pid)]]
+        assert other.wait(PATIENCE_S) == -signal.SIGKILL  # with its group
+    assert traces(groups, emulation.number) == []
+
+
+def test_a_process_that_is_gone_cannot_work_as_a_rank(groups: CpuGroups) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait(PATIENCE_S)
+    refused = pytest.raises(RuntimeFailure, match=rf"process {gone.pid} in control group .*: No such process; start again")
+    with emulated(SLOW_PAIR) as emulation:
+        with refused, quota.shared_among(groups, emulation.number, [gone.pid]):
+            raise AssertionError
+        assert quota.processes(groups, emulation.number) == []
 
 
 def test_one_host_has_no_limits_on_links() -> None:

@@ -20,7 +20,7 @@ def test_quota_is_the_share_and_the_kernel_takes_it(cores: float) -> None:
     assert allowed / period == pytest.approx(cores, rel=1e-3)
 
 
-@pytest.mark.parametrize(("cores", "expected"), [(0.5, (2500, 5000)), (2.0, (10000, 5000)), (0.1, (1000, 10000))])
+@pytest.mark.parametrize(("cores", "expected"), [(0.5, (5000, 10000)), (2.0, (20000, 10000)), (0.05, (1000, 20000))])
 def test_quotas(cores: float, expected: tuple[int, int]) -> None:
     assert quota_us(cores) == expected
 
@@ -46,15 +46,15 @@ def test_writes_version_2(tmp_path: Path) -> None:
     quota.build(CpuGroups(tmp_path, True), 7, [0.5, 0.25])
     group = tmp_path / "soap-emulation-7"
     assert (tmp_path / "cgroup.subtree_control").read_text() == (group / "cgroup.subtree_control").read_text() == "+cpu"
-    assert [(group / f"host{i}" / "cpu.max").read_text() for i in (0, 1)] == ["2500 5000", "1250 5000"]
+    assert [(group / f"rank{i}" / "cpu.max").read_text() for i in (0, 1)] == ["5000 10000", "2500 10000"]
 
 
 def test_writes_version_1(tmp_path: Path) -> None:
     quota.build(CpuGroups(tmp_path, False), 7, [1.5])
-    group = tmp_path / "soap-emulation-7" / "host0"
+    group = tmp_path / "soap-emulation-7" / "rank0"
     assert sorted((path.name, path.read_text()) for path in group.iterdir()) == [
-        ("cpu.cfs_period_us", "5000"),
-        ("cpu.cfs_quota_us", "7500"),
+        ("cpu.cfs_period_us", "10000"),
+        ("cpu.cfs_quota_us", "15000"),
     ]
 
 
