@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from soap.profiles.keys import digest, torch_version
-from soap.profiles.link_probes import LinkTiming, Operation, Probe
+from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
 from soap.profiles.measure_machine import cpu_cores, cpu_model
 from soap.topology import Topology
 
@@ -91,11 +91,12 @@ def decode_timing(record: Mapping[str, Any]) -> LinkTiming:
 
 
 _LONGEST_NS = MOST_SECONDS * 10**9
+_NS: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": _LONGEST_NS}
 _PROPERTIES: dict[str, Any] = {
     "operation": {"enum": [operation.value for operation in Operation]},
     "devices": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**20}, "minItems": 2, "uniqueItems": True},
     "size_bytes": {"type": "integer", "minimum": 1, "maximum": 2**62},
-    "times_ns": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": _LONGEST_NS}, "minItems": 1, "maxItems": 10**4},
+    "times_ns": {"type": "array", "items": _NS, "minItems": 1, "maxItems": MOST_TIMES},
     "cpu_ns": {"type": "integer", "minimum": 0, "maximum": _LONGEST_NS},
     "measured_at": {"type": "string", "maxLength": 40},
 }

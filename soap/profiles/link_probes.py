@@ -19,6 +19,8 @@ from soap.topology import Topology
 
 SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)
+MOST_TIMES = 10**4
+"""That a timing has."""
 LEAST_LATENCY_SECONDS = 1e-9
 LEAST_CPU_SECONDS = 1e-9
 

@@ -8,13 +8,14 @@ from statistics import median
 
 import torch
 
-from soap.profiles.link_probes import LinkTiming, Operation, Probe
+from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
 from soap.runtime.redistribute import Communicator
 from soap.runtime.world import close_world, open_world
 from soap.topology import DeviceKind
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 400
 SECONDS_PER_PROBE = 0.3
+"""For which there are at most ``MOST_ROUNDS``; who takes more time gets more rounds."""
 FLOAT_BYTES = 4
 
 
@@ -54,7 +55,8 @@ def _measure(comm: Communicator, probe: Probe, seconds_per_probe: float) -> Link
     comm.barrier()
     trial = max(_timed(comm, once)[0] for _ in range(2)) if once else 0.0
     slowest = max(comm.gather(trial))
-    rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds_per_probe / max(slowest, 1e-9))))
+    most = min(MOST_TIMES, MOST_ROUNDS * max(1, round(seconds_per_probe / SECONDS_PER_PROBE)))
+    rounds = min(most, max(LEAST_ROUNDS, int(seconds_per_probe / max(slowest, 1e-9))))
     comm.barrier()
     own_rounds = [_timed(comm, once) for _ in range(rounds)] if once else [(0.0, 0.0)] * rounds
     comm.barrier()
