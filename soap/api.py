@@ -38,6 +38,8 @@ from soap.topology import Topology
 if TYPE_CHECKING:
     import pandas as pd
 
+    from soap.profiles.entries import Entry
+    from soap.profiles.store import Store
     from soap.search.bounds import LowerBound
     from soap.simulator.tasks import TaskGraph
     from soap.tracing.model import TracedModel
@@ -329,8 +331,8 @@ def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | N
 def simulator_for(
     model: Model, cluster: Cluster, *, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto"
 ) -> Simulator:
-    """A simulator of this model on this cluster, with the costs that are known for it."""
-    topology = _topology(cluster)
+    """A simulator of this model on this cluster, with the costs and the links that are known for it."""
+    topology = with_links(_topology(cluster), costs)
     return Simulator(_graph(model), topology, costs_for(topology, optimizer_states, costs), optimizer_states)
 
 
@@ -339,27 +341,56 @@ def costs_for(topology: Topology, optimizer_states: int = OPTIMIZER_STATES, cost
 
     A store that cannot be read is a warning, and counts as empty.
     """
-    if costs not in COST_SOURCES:
-        raise ProfileError(f"costs {costs!r}: expected one of {', '.join(COST_SOURCES)}")
-    if costs == "auto":
+    if _takes_measurements(costs):
         from soap.profiles.lookup import ProfiledCosts, read_profiles
-        from soap.profiles.store import Store
 
-        try:
-            profiles = read_profiles(topology, Store())
-        except ProfileError as cause:
-            warnings.warn(f"{cause}; going on with estimates", SoapWarning, stacklevel=2)
-            profiles = {}
+        nothing: dict[str, list[Entry]] = {}
+        profiles = _from_store(lambda store: read_profiles(topology, store), nothing)
         if profiles:
             return ProfiledCosts(topology, profiles, optimizer_states)
     return RooflineCosts(topology, optimizer_states)
 
 
+def with_links(topology: Topology, costs: CostSource = "auto") -> Topology:
+    """The same cluster, with the figures that ``soap-profile links`` has measured of its links, if it has and ``costs`` lets it.
+
+    A store that cannot be read is a warning, and counts as empty.
+    """
+    if not _takes_measurements(costs) or topology.device_count < 2:
+        return topology
+    from soap.profiles.measured_links import with_stored_links
+
+    return _from_store(lambda store: with_stored_links(topology, store), topology)
+
+
+def _takes_measurements(costs: CostSource) -> bool:
+    if costs not in COST_SOURCES:
+        raise ProfileError(f"costs {costs!r}: expected one of {', '.join(COST_SOURCES)}")
+    return costs == "auto"
+
+
+def _from_store(read: Callable[[Store], T], otherwise: T) -> T:
+    """What is read from the user's store; ``otherwise``, with a warning, if that is not possible."""
+    from soap.profiles.store import Store
+
+    try:
+        return read(Store())
+    except ProfileError as cause:
+        warnings.warn(f"{cause}; going on with estimates", SoapWarning, stacklevel=1)  # from one place, so that it is said once
+        return otherwise
+
+
 def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
-    """Where the numbers of a simulation come from. ``shares``: parts of the compute time by source, from measured to estimated."""
+    """Where the numbers of a simulation come from. ``shares``: parts of the compute time by source, from measured to estimated. ``links``:
+    how they were measured, in one line; None if their figures are those of the cluster's description."""
     from soap.profiles.shares import shares
 
-    return {"description": simulator.costs.description, "hash": simulator.costs_hash, "shares": shares(simulator.costs, tasks)}
+    return {
+        "description": simulator.costs.description,
+        "hash": simulator.costs_hash,
+        "shares": shares(simulator.costs, tasks),
+        "links": simulator.topology.links_source or None,
+    }
 
 
 def classical(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:

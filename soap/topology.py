@@ -133,7 +133,9 @@ class Topology:
     A route is the path with the fewest seconds for a reference message; ``routes`` says what that means. ``measured``: the
     figures come from measuring the machine at hand, so that they are no part of the cluster's identity: measuring again must not
     make its strategies another cluster's. ``stated``: numbers of the links of such a cluster whose bandwidth is part of it all the same,
-    because whoever asked for the cluster named it.
+    because whoever asked for the cluster named it. ``described``: the links as the cluster was described, where ``links`` have figures that
+    were measured between its ranks: it is still that cluster, and its identity follows from these. ``links_source``: where such figures
+    come from, in one line.
     """
 
     name: str
@@ -142,9 +144,11 @@ class Topology:
     links: tuple[Link, ...]
     measured: bool = False
     stated: tuple[int, ...] = ()
+    described: tuple[Link, ...] = ()
+    links_source: str = ""
 
     def __post_init__(self) -> None:
-        for attribute in ("devices", "hosts", "links"):
+        for attribute in ("devices", "hosts", "links", "described"):
             object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
         if not self.devices:
             raise TopologyError(f"cluster {self.name!r} has no devices; expected at least one")
@@ -152,11 +156,13 @@ class Topology:
         _check_unique("device", (device.name for device in self.devices))
         _check_unique("link", (link.name for link in self.links))
         self._check_indices()
+        self._check_described()
         self._check_parallel_links()
         self._check_connected()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Topology, (self.name, self.devices, self.hosts, self.links, self.measured, self.stated))
+        measured = (self.measured, self.stated, self.described, self.links_source)
+        return (Topology, (self.name, self.devices, self.hosts, self.links, *measured))
 
     @property
     def device_count(self) -> int:
@@ -209,14 +215,15 @@ class Topology:
     @cached_property
     def hash(self) -> str:
         """Identity of devices, hosts and links (not of the cluster's name): 16 hex digits of SHA-256."""
+        described = self.described or self.links
         if self.measured:
-            parts: list[Any] = [[[d.name, d.host, d.type.kind] for d in self.devices], [[x.source, x.target] for x in self.links]]
+            parts: list[Any] = [[[d.name, d.host, d.type.kind] for d in self.devices], [[x.source, x.target] for x in described]]
             if self.stated:
-                parts.append([[link, float(self.links[link].bandwidth_bytes_per_second)] for link in self.stated])
+                parts.append([[link, float(described[link].bandwidth_bytes_per_second)] for link in self.stated])
             return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         devices = [[d.name, d.host, d.type.identity] for d in self.devices]
         hosts = [[h.name, h.cpu_cores, h.memory_bytes] for h in self.hosts]
-        links = [[x.name, x.source, x.target, float(x.bandwidth_bytes_per_second), float(x.latency_seconds)] for x in self.links]
+        links = [[x.name, x.source, x.target, float(x.bandwidth_bytes_per_second), float(x.latency_seconds)] for x in described]
         return hashlib.sha256(json.dumps([devices, hosts, links]).encode()).hexdigest()[:16]
 
     @cached_property
@@ -257,6 +264,10 @@ class Topology:
         for position, link in enumerate(self.links):
             if link.index != position:
                 raise TopologyError(f"link {link.name!r} has index {link.index}; expected its position {position}")
+
+    def _check_described(self) -> None:
+        if self.described and [(x.source, x.target) for x in self.described] != [(x.source, x.target) for x in self.links]:
+            raise TopologyError(f"cluster {self.name!r}: links as described lead elsewhere than its links; expected other figures only")
 
     def _check_parallel_links(self) -> None:
         seen: dict[tuple[str, str], str] = {}

@@ -1,4 +1,4 @@
-"""``soap-run --emulate``: the cluster on this box, and what crossed its hosts' links beside what the plan says."""
+"""``--emulate``: the cluster on this box, and what crossed its hosts' links beside what the plan says."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from soap.profiles.measure_machine import cpu_cores
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import TaskKind
 from soap.simulator.timeline import link_bytes
+from soap.topology import DeviceKind, Topology
 
 if TYPE_CHECKING:
-    from soap.cli.training import Job
     from soap.runtime.measure import StepTimes
 
 HEADER_BYTES = 66
@@ -57,18 +57,18 @@ def check_possible(args: argparse.Namespace) -> None:
             raise UsageError("--emulate-scale changes an emulated cluster; expected --emulate with it")
         return
     if "RANK" in os.environ:
-        raise UsageError("--emulate starts the processes itself; expected no torchrun: run soap-run alone")
+        raise UsageError("--emulate starts the processes itself; expected no torchrun: run the command alone")
     require_support()
 
 
-def limits(job: Job, scale: float) -> tuple[HostLimits, ...]:
-    """What is to be emulated for a job. RuntimeFailure if its cluster cannot be emulated on this machine."""
-    kinds = {job.device_kind} if job.device_kind else {device.type.kind for device in job.topology.devices}
+def limits(topology: Topology, scale: float, device_kind: DeviceKind | None = None) -> tuple[HostLimits, ...]:
+    """What is to be emulated of a cluster; ``device_kind`` None: its own. RuntimeFailure if that is not possible on this machine."""
+    kinds = {device_kind} if device_kind else {device.type.kind for device in topology.devices}
     if "cuda" in kinds:
         raise RuntimeFailure(
-            f"--emulate slows down CPUs, but cluster {job.topology.name!r} is to run on GPUs; use --device cpu or another cluster"
+            f"--emulate slows down CPUs, but cluster {topology.name!r} is to run on GPUs; use --device cpu or another cluster"
         )
-    return host_limits(job.topology, scale, cpu_cores())
+    return host_limits(topology, scale, cpu_cores())
 
 
 @contextmanager

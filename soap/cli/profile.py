@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from soap import api
-from soap.cli import report
+from soap.cli import links, report
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import add_cluster, add_model, positive_number, reading, refuse_overwriting
 from soap.cli.stopping import Stopping
@@ -44,6 +44,7 @@ def make_parser() -> Parser:
         "Measure what a model's operators take on this machine, each distinct computation once. soap-search, soap-simulate and soap-run\n"
         "then predict from that. Ctrl-C keeps what was measured; the same command goes on from there.\n\n"
         f"  {PROG} show MODEL --cluster SPEC   say what is measured, and what predictions rest on\n"
+        f"  {PROG} links --cluster SPEC        measure what the cluster's ranks can send each other\n"
         f"  {PROG} export FILE                 write all measurements as JSON\n"
         f"  {PROG} import FILE                 take measurements from such a file",
         f"{PROG} zoo:rnnlm:tiny --cluster local:2 --budget 60",
@@ -166,7 +167,7 @@ def document(
     places = environments(topology)
     profiles = {name: store.entries(place) for name, place in places.items()}
     costs = ProfiledCosts(topology, {name: entries for name, entries in profiles.items() if entries})
-    simulator = Simulator(graph, topology, costs)
+    simulator = Simulator(graph, api.with_links(topology), costs)
     device = topology.devices[0].type
     keys = {entry.key for entry in profiles[device.name]}
     groups: dict[str, dict[str, int]] = {}
@@ -235,6 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = words[0] if words else ""
     if verb == "show":
         return run_command(make_show_parser(), execute_show, words[1:])
+    if verb == "links":
+        return run_command(links.make_parser(), links.execute, words[1:])
     if verb in ("export", "import"):
         return run_command(make_file_parser(verb), execute_export if verb == "export" else execute_import, words[1:])
     return run_command(make_parser(), execute, words)

@@ -64,6 +64,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
     sections = [
         f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
         f"costs: {report['costs']['description']}\n{resting(report['costs'])}"
+        + (f"\nlinks: {report['costs']['links']}" if report["costs"]["links"] else "")
         + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else "")
         + (f"\n{_folding(report['folded'])}" if report["folded"] else ""),
         _times(report, name),

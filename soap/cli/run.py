@@ -94,7 +94,7 @@ def execute(args: argparse.Namespace) -> int:
     emulation.check_possible(args)
     job, predicted, costs = prepare(args)
     scale = args.emulate_scale or 1.0
-    hosts = emulation.limits(job, scale) if args.emulate else ()
+    hosts = emulation.limits(job.topology, scale, job.device_kind) if args.emulate else ()
     outcome = start(job, hosts)
     if outcome is None:  # under torchrun, and not the rank that reports
         return 0
@@ -243,6 +243,8 @@ def text(report: Mapping[str, Any]) -> str:
     losses, before = own["losses"], report["resumed_at"]
     first, last = (f"{losses[i]:.6g} in step {before + number}" for i, number in ((0, 1), (-1, len(losses))))
     facts = [("predicted from", resting(report["costs"])), ("loss", f"{first}, {last}")]
+    if report["costs"]["links"]:
+        facts.insert(1, ("links", report["costs"]["links"]))
     if report["checkpoint"]:
         facts.append(("checkpoint", report["checkpoint"]))
     if report["check"]:

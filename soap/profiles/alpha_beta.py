@@ -24,11 +24,13 @@ class AlphaBeta:
 
 
 def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta:
-    """The line with the least sum of absolute relative errors, |fit / measured - 1|, that falls nowhere: neither figure is negative.
+    """The line with the least sum of |log(fit / measured)| among those through two of the points, or through one if it is level or begins
+    at 0, that falls nowhere: neither figure is negative.
 
-    Relative, because small and large messages matter alike; absolute, not squared, so that what another program has slowed down counts
-    little (least absolute deviations). An optimal line passes through two of the points, or through one if it is level or begins at 0, so
-    all of these are tried. ProfileError without two different sizes, or for times that are not above 0.
+    Logarithms, because small and large messages matter alike, and too short by a factor is as wrong as too long by it: of
+    |fit / measured - 1| a time of zero would only be an error of one, and so a level line through some short messages good enough for all.
+    Absolute, not squared, so that what another program has slowed down counts little. ProfileError without two different sizes, or for
+    times that are not above 0.
     """
     x, y = np.asarray(sizes_bytes, float), np.asarray(seconds, float)
     if x.shape != y.shape or len(np.unique(x)) < 2 or (x < 0).any() or not (np.isfinite(y) & (y > 0)).all():
@@ -42,6 +44,7 @@ def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta:
     alphas = np.concatenate([y[first] - slopes * x[first], y, np.zeros_like(steep)])
     legal = (betas >= 0) & (alphas >= 0)
     alphas, betas = alphas[legal], betas[legal]
-    errors = np.abs((alphas[:, None] + betas[:, None] * x) / y - 1)
-    best = int(errors.sum(axis=1).argmin())
-    return AlphaBeta(float(alphas[best]), float(betas[best]), float(np.median(errors[best])))
+    ratios = (alphas[:, None] + betas[:, None] * x) / y
+    with np.errstate(divide="ignore"):  # a line that begins at 0 is infinitely wrong about a size of 0
+        best = int(np.abs(np.log(ratios)).sum(axis=1).argmin())
+    return AlphaBeta(float(alphas[best]), float(betas[best]), float(np.median(np.abs(ratios[best] - 1))))

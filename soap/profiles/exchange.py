@@ -12,9 +12,10 @@ from jsonschema.exceptions import best_match
 
 from soap.errors import ProfileError
 from soap.files import read_text, write_text_atomically
-from soap.profiles import entries, keys
+from soap.profiles import entries, keys, link_places
 from soap.profiles.entries import decode, encode
 from soap.profiles.keys import Environment
+from soap.profiles.link_places import TIMING_SCHEMA, LinkPlace, decode_timing, encode_timing
 from soap.profiles.store import Store
 
 FORMAT = "soap-profile"
@@ -29,10 +30,21 @@ _ENVIRONMENT: dict[str, Any] = {
     "neighbours": _COUNT,
     "version": _COUNT,
 }
+_PLACE: dict[str, Any] = {
+    "cluster": _WORD,
+    "name": {"type": "string", "maxLength": 1000},
+    "devices": {"type": "string", "maxLength": 10**4},
+    "machine": {"type": "string", "maxLength": 200},
+    "backend": _WORD,
+    "emulated": {"type": "boolean"},
+    "torch": _WORD,
+    "version": _COUNT,
+}
 
 
-def _record(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+def _record(properties: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 SCHEMA: dict[str, Any] = {
@@ -46,7 +58,12 @@ SCHEMA: dict[str, Any] = {
                 "type": "array",
                 "items": _record({"environment": _record(_ENVIRONMENT), "entries": {"type": "array", "items": entries.SCHEMA}}),
             },
-        }
+            "links": {
+                "type": "array",
+                "items": _record({"place": _record(_PLACE), "timings": {"type": "array", "items": TIMING_SCHEMA}}),
+            },
+        },
+        optional=("links",),  # files from before links were measured have none
     ),
 }
 
@@ -56,18 +73,24 @@ def export_profiles(store: Store, path: str | Path) -> int:
     profiles = []
     for environment in store.environments():
         profiles.append({"environment": asdict(environment), "entries": [encode(entry) for entry in store.entries(environment)]})
-    document = {"format": FORMAT, "version": VERSION, "profiles": profiles}
+    links = [
+        {"place": asdict(place), "timings": [encode_timing(timing) for timing in store.links(place)]} for place in store.link_places()
+    ]
+    document = {"format": FORMAT, "version": VERSION, "profiles": profiles, "links": links}
     write_text_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n", error=ProfileError)
-    return sum(len(profile["entries"]) for profile in profiles)
+    return sum(len(profile["entries"]) for profile in profiles) + sum(len(own["timings"]) for own in links)
 
 
 def import_profiles(store: Store, path: str | Path) -> int:
     """Put what a file holds into the store, in place of what it has of the same; how many entries. All or, on bad input, nothing."""
     document = _checked(read_text(path, what="profile", error=ProfileError), path)
     found = [(Environment(**p["environment"]), [decode(entry) for entry in p["entries"]]) for p in document["profiles"]]
+    links = [(LinkPlace(**own["place"]), [decode_timing(timing) for timing in own["timings"]]) for own in document.get("links", [])]
     for environment, measured in found:
         store.put(environment, measured)
-    return sum(len(measured) for _, measured in found)
+    for place, timings in links:
+        store.put_links(place, timings)
+    return sum(len(measured) for _, measured in found) + sum(len(timings) for _, timings in links)
 
 
 def _checked(text: str, path: str | Path) -> dict[str, Any]:
@@ -81,10 +104,13 @@ def _checked(text: str, path: str | Path) -> dict[str, Any]:
     if error is not None:
         where = "".join(f"[{part!r}]" for part in error.absolute_path) or "the document"
         raise ProfileError(f"profile {str(path)!r}: {where}: {error.message[:200]}; expected what soap-profile export wrote")
-    for number, profile in enumerate(document["profiles"]):
-        if profile["environment"]["version"] != keys.VERSION:
-            found = profile["environment"]["version"]
-            raise ProfileError(f"profile {str(path)!r}: [{number}] measured in version {found}; expected {keys.VERSION}: measure again")
+    versions = [("profiles", keys.VERSION, [own["environment"] for own in document["profiles"]])]
+    versions.append(("links", link_places.VERSION, [own["place"] for own in document.get("links", [])]))
+    for part, expected, places in versions:
+        for number, place in enumerate(places):
+            if place["version"] != expected:
+                found = f"[{number}] measured in version {place['version']}; expected {expected}: measure again"
+                raise ProfileError(f"profile {str(path)!r}: {part}{found}")
     return dict(document)
 
 

@@ -69,7 +69,7 @@ class TileKeys:
         """What the operator at ``position`` computes, whatever the sizes of its factors."""
         found = self._families.get(position)
         if found is None:
-            found = self._families[position] = _digest(_signature(self.graph, position))
+            found = self._families[position] = digest(_signature(self.graph, position))
         return found
 
     def _whole(self, position: int) -> tuple[tuple[int, ...], ...]:
@@ -98,7 +98,7 @@ class Environment:
     @cached_property
     def hash(self) -> str:
         """16 hex digits."""
-        return _digest(asdict(self))
+        return digest(asdict(self))
 
     @property
     def text(self) -> str:
@@ -190,7 +190,8 @@ def _per_point(op: Operator) -> float:
     return round(op.flops / iteration_points(op), 3)
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """16 hex digits of plain JSON values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -14,11 +14,15 @@ from itertools import permutations
 
 from soap.errors import ProfileError
 from soap.profiles.alpha_beta import AlphaBeta, fit
+from soap.simulator.communication import Communication
 from soap.topology import Topology
 
 SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)
+MOST_TIMES = 10**4
+"""That a timing has."""
 LEAST_LATENCY_SECONDS = 1e-9
+LEAST_CPU_SECONDS = 1e-9
 
 
 class Operation(StrEnum):
@@ -38,15 +42,21 @@ class Probe:
     devices: tuple[int, ...]
     size_bytes: int
 
+    def __post_init__(self) -> None:
+        between_two = self.operation in (Operation.MESSAGE, Operation.EXCHANGE)
+        if len(self.devices) < 2 or (between_two and len(self.devices) > 2):
+            raise ProfileError(f"{self.operation} of devices {self.devices}: expected {'two' if between_two else 'at least two'} devices")
+
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
     """How long a probe took, each time, in seconds of the slowest rank; a message's one way. ``cpu_seconds``: processor time of one of its
-    devices for one of it, which its computation does not get."""
+    devices for one of it, which its computation does not get. ``measured_at``: ISO 8601, UTC."""
 
     probe: Probe
     seconds: tuple[float, ...]
     cpu_seconds: float
+    measured_at: str = ""
 
     def __post_init__(self) -> None:
         if not self.seconds or min(self.seconds) <= 0:
@@ -77,14 +87,44 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
 
 def fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], AlphaBeta]:
     """By operation and devices, in the order of the measurements."""
-    points: dict[tuple[Operation, tuple[int, ...]], list[LinkTiming]] = defaultdict(list)
+    return {key: fit([t.probe.size_bytes for t in own], [t.typical_seconds for t in own]) for key, own in by_kind(timings).items()}
+
+
+def cpu_fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], AlphaBeta]:
+    """The same of the processor time of one device."""
+    return {
+        key: fit([t.probe.size_bytes for t in own], [max(t.cpu_seconds, LEAST_CPU_SECONDS) for t in own])
+        for key, own in by_kind(timings).items()
+    }
+
+
+def by_kind(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], list[LinkTiming]]:
+    """The timings of each operation over the same devices."""
+    found: dict[tuple[Operation, tuple[int, ...]], list[LinkTiming]] = defaultdict(list)
     for timing in timings:
-        points[timing.probe.operation, timing.probe.devices].append(timing)
-    return {key: fit([t.probe.size_bytes for t in own], [t.typical_seconds for t in own]) for key, own in points.items()}
+        found[timing.probe.operation, timing.probe.devices].append(timing)
+    return dict(found)
 
 
-def with_measured_links(topology: Topology, timings: Sequence[LinkTiming]) -> Topology:
-    """The same cluster with links that have the measured latency and bandwidth.
+def is_enough(topology: Topology, timings: Sequence[LinkTiming]) -> bool:
+    """Whether all messages and exchanges were measured, from which the links' figures follow."""
+    known = {timing.probe for timing in timings}
+    return all(probe in known for probe in probes_for(topology) if probe.operation in (Operation.MESSAGE, Operation.EXCHANGE))
+
+
+def modelled_seconds(communication: Communication, probe: Probe) -> float:
+    """What the simulator says that a probe takes."""
+    size, devices = probe.size_bytes, probe.devices
+    match probe.operation:
+        case Operation.MESSAGE:
+            return communication.transfer_ns(size, *devices) / 1e9
+        case Operation.ALL_REDUCE:
+            return communication.allreduce(size, devices)[0] / 1e9
+    return communication.exchange_ns([(a, b, size) for a in devices for b in devices if a != b]) / 1e9
+
+
+def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], source: str = "") -> Topology:
+    """The same cluster with links that have the measured latency and bandwidth; ``source``: where from, in one line.
 
     Of a route between two devices of one host, each link has the bandwidth of an exchange between two of them and an equal part of the
     message's latency. Links that only routes between hosts use have an exchange's between hosts, and an equal part of what remains of that
@@ -110,7 +150,7 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming]) -> To
     links = list(topology.links)
     for link, (bandwidth, latency) in measured.items():
         links[link] = replace(links[link], bandwidth_bytes_per_second=bandwidth, latency_seconds=latency)
-    return replace(topology, links=tuple(links))
+    return replace(topology, links=tuple(links), described=topology.described or topology.links, links_source=source)
 
 
 def _alike(topology: Topology, links: Sequence[int], same_host: bool) -> list[int]:

@@ -1,18 +1,19 @@
 """The store of measurements: one SQLite file in the user's cache folder. Several processes may write to it at once.
 
-Entries are found by the environment that they were measured in (``keys.Environment``) and their key; what was measured elsewhere stays in
-the file, and is never an answer. A file that cannot be read is an error in one line: it may hold hours of measuring, and is not replaced.
+Entries are found by the environment that they were measured in (``keys.Environment``) and their key, timings of links by their place
+(``link_places.LinkPlace``) and probe; what was measured elsewhere stays in the file, and is never an answer. A file that cannot be read is
+an error in one line: it may hold hours of measuring, and is not replaced.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from jsonschema import Draft202012Validator
@@ -20,11 +21,13 @@ from jsonschema import Draft202012Validator
 from soap.errors import ProfileError
 from soap.profiles.entries import SCHEMA, Entry, decode, encode
 from soap.profiles.keys import Environment
+from soap.profiles.link_places import TIMING_SCHEMA, LinkPlace, decode_timing, encode_timing, probe_text
+from soap.profiles.link_probes import LinkTiming
 from soap.profiles.machine_cache import cache_folder
 
 FILE = "profile.sqlite"
-LAYOUT = 1
-"""Version of the tables, in SQLite's ``user_version``."""
+LAYOUT = 2
+"""Version of the tables, in SQLite's ``user_version``. Version 1 had none of links; they are added when something is put in."""
 PATIENCE_S = 60.0
 """How long a process waits for another one that writes."""
 _TABLES = """
@@ -35,8 +38,15 @@ CREATE TABLE IF NOT EXISTS entries (
     entry TEXT NOT NULL,
     PRIMARY KEY (environment, key)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS link_places (hash TEXT PRIMARY KEY, description TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS link_timings (
+    place TEXT NOT NULL REFERENCES link_places (hash),
+    key TEXT NOT NULL,
+    entry TEXT NOT NULL,
+    PRIMARY KEY (place, key)
+) WITHOUT ROWID;
 """
-_VALIDATOR = Draft202012Validator(SCHEMA)
+_ENTRIES, _TIMINGS = Draft202012Validator(SCHEMA), Draft202012Validator(TIMING_SCHEMA)
 
 
 def default_path() -> Path:
@@ -47,6 +57,9 @@ def default_path() -> Path:
     return folder / FILE
 
 
+P = TypeVar("P", Environment, LinkPlace)
+
+
 class Store:
     """Measurements in a file, which is made when something is first put in. ProfileError if it cannot be read or written."""
 
@@ -55,42 +68,61 @@ class Store:
 
     def put(self, environment: Environment, entries: Iterable[Entry]) -> None:
         """Keep entries, in place of earlier ones of the same keys; all or none."""
-        rows = [(environment.hash, entry.key.text, json.dumps(encode(entry))) for entry in entries]
-        with self._open(writing=True) as base, base:
-            base.execute("BEGIN IMMEDIATE")  # a transaction that began with reading is refused at once where another one writes
-            described = (environment.hash, json.dumps(asdict(environment), sort_keys=True))
-            base.execute("INSERT OR IGNORE INTO environments VALUES (?, ?)", described)
-            base.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", rows)
+        self._put("environments", "entries", environment, {entry.key.text: encode(entry) for entry in entries})
 
     def entries(self, environment: Environment) -> list[Entry]:
         """All that was measured there, in the order of their keys."""
-        rows = self._rows("SELECT entry FROM entries WHERE environment = ? ORDER BY key", environment.hash)
-        return [self._decoded(text) for (text,) in rows]
+        rows = self._rows(1, "SELECT entry FROM entries WHERE environment = ? ORDER BY key", environment.hash)
+        return [decode(self._record(text, _ENTRIES)) for (text,) in rows]
 
     def environments(self) -> dict[Environment, int]:
         """Where something was measured, and how much, in the order of their texts."""
         count = "(SELECT count(*) FROM entries WHERE environment = hash)"
-        rows = self._rows(f"SELECT description, {count} FROM environments ORDER BY description")
+        return self._places(Environment, self._rows(1, f"SELECT description, {count} FROM environments ORDER BY description"))
+
+    def put_links(self, place: LinkPlace, timings: Iterable[LinkTiming]) -> None:
+        """Keep timings of links, in place of earlier ones of the same probes; all or none."""
+        self._put("link_places", "link_timings", place, {probe_text(one.probe): encode_timing(one) for one in timings})
+
+    def links(self, place: LinkPlace) -> list[LinkTiming]:
+        """All that was measured there, in the order of their probes' texts."""
+        rows = self._rows(2, "SELECT entry FROM link_timings WHERE place = ? ORDER BY key", place.hash)
+        return [decode_timing(self._record(text, _TIMINGS)) for (text,) in rows]
+
+    def link_places(self) -> dict[LinkPlace, int]:
+        """Where links were measured, and how many probes, in the order of their texts."""
+        count = "(SELECT count(*) FROM link_timings WHERE place = hash)"
+        return self._places(LinkPlace, self._rows(2, f"SELECT description, {count} FROM link_places ORDER BY description"))
+
+    def _put(self, places: str, rows: str, place: Environment | LinkPlace, records: Mapping[str, Any]) -> None:
+        values = [(place.hash, key, json.dumps(record)) for key, record in records.items()]
+        with self._open(writing=True) as base, base:
+            base.execute("BEGIN IMMEDIATE")  # a transaction that began with reading is refused at once where another one writes
+            described = (place.hash, json.dumps(asdict(place), sort_keys=True))
+            base.execute(f"INSERT OR IGNORE INTO {places} VALUES (?, ?)", described)
+            base.executemany(f"INSERT OR REPLACE INTO {rows} VALUES (?, ?, ?)", values)
+
+    def _places(self, kind: type[P], rows: Iterable[tuple[Any, ...]]) -> dict[P, int]:
         try:
-            return {Environment(**json.loads(text)): number for text, number in rows}
+            return {kind(**json.loads(text)): number for text, number in rows}
         except (ValueError, TypeError):
             raise self._damaged("it names a place in another way") from None
 
-    def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """What a query finds; nothing in a store that nobody has put anything into."""
+    def _rows(self, since: int, query: str, *values: str) -> list[tuple[Any, ...]]:
+        """What a query finds; nothing in a store that nobody has put anything into, or whose layout is before ``since``."""
         if not self.path.exists():
             return []
         with self._open() as base:
-            return base.execute(query, values).fetchall() if self._layout(base) else []
+            return base.execute(query, values).fetchall() if self._layout(base) >= since else []
 
-    def _decoded(self, text: str) -> Entry:
+    def _record(self, text: str, validator: Draft202012Validator) -> dict[str, Any]:
         try:
             record = json.loads(text)
         except (ValueError, TypeError, RecursionError):
             raise self._damaged("an entry is no JSON") from None
-        if not _VALIDATOR.is_valid(record):
+        if not validator.is_valid(record):
             raise self._damaged("an entry is not as it should be")
-        return decode(record)
+        return dict(record)
 
     @contextmanager
     def _open(self, *, writing: bool = False) -> Iterator[sqlite3.Connection]:
@@ -101,7 +133,7 @@ class Store:
             # The journal stays SQLite's usual one: nobody waits for a process that switches to another (it is refused at once).
             address = f"file:{quote(str(self.path))}?mode={'rwc' if writing else 'rw'}"
             with closing(sqlite3.connect(address, timeout=PATIENCE_S, uri=True)) as base:
-                if self._layout(base) == 0 and writing:
+                if self._layout(base) < LAYOUT and writing:
                     base.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {LAYOUT}; COMMIT;")
                 yield base
         except sqlite3.DatabaseError as cause:
@@ -114,10 +146,10 @@ class Store:
     def _layout(self, base: sqlite3.Connection) -> int:
         """The version of the tables; 0 if there are none."""
         layout = int(base.execute("PRAGMA user_version").fetchone()[0])
-        if layout not in (0, LAYOUT):
+        if not 0 <= layout <= LAYOUT:
             raise ProfileError(
-                f"the store of measurements {str(self.path)!r} has layout {layout}; expected {LAYOUT}: another version of this program "
-                "wrote it; move it away to begin a new one"
+                f"the store of measurements {str(self.path)!r} has layout {layout}; expected at most {LAYOUT}: another version of this "
+                "program wrote it; move it away to begin a new one"
             )
         return layout
 

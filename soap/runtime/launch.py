@@ -42,6 +42,8 @@ AGAIN_S = 0.05
 """After so long it is seen whether they have been."""
 LOCALHOST = "localhost"
 """The launcher's address, unless ranks go to a place from where it has another."""
+LOOK_S = 0.05
+"""After so long it is seen whether Ctrl-C was pressed."""
 _STARTING = inspect.unwrap(LocalElasticAgent._start_workers).__code__
 AFTERMATH = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timed out")
 """Marks of an error that only says that another rank has ended."""
@@ -180,13 +182,14 @@ def _interrupts_for_launcher_alone() -> Iterator[threading.Event]:
     tells that it was Ctrl-C.
     """
     interrupted, done = threading.Event(), threading.Event()
-    if not hasattr(signal, "sigtimedwait") or threading.current_thread() is not threading.main_thread():
+    if not hasattr(signal, "sigpending") or threading.current_thread() is not threading.main_thread():
         yield interrupted
         return
 
     def take() -> None:
-        while not done.is_set():
-            if signal.sigtimedwait({signal.SIGINT}, 0.1) is not None:
+        while not done.wait(LOOK_S):  # sigtimedwait takes a process that was stopped (Ctrl-Z) and goes on for one that got a signal
+            if signal.SIGINT in signal.sigpending():
+                signal.sigwait({signal.SIGINT})
                 interrupted.set()
                 os.kill(os.getpid(), signal.SIGTERM)
                 return

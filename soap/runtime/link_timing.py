@@ -8,13 +8,14 @@ from statistics import median
 
 import torch
 
-from soap.profiles.link_probes import LinkTiming, Operation, Probe
+from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
 from soap.runtime.redistribute import Communicator
 from soap.runtime.world import close_world, open_world
 from soap.topology import DeviceKind
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 400
 SECONDS_PER_PROBE = 0.3
+"""For which there are at most ``MOST_ROUNDS``; who takes more time gets more rounds."""
 FLOAT_BYTES = 4
 
 
@@ -24,20 +25,23 @@ def measure_links(
     kind: DeviceKind = "cpu",
     backend: str = "auto",
     seconds_per_probe: float = SECONDS_PER_PROBE,
-    on_probe: Callable[[Probe], None] | None = None,
+    on_probe: Callable[[LinkTiming], None] | None = None,
 ) -> list[LinkTiming]:
     """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
 
-    Ranks that are not among a probe's devices wait at a barrier meanwhile. ``on_probe`` hears on rank 0 of each probe that is done.
+    Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's are measured, whatever the others' are,
+    which may know of other measurements. ``on_probe`` hears on rank 0 of each probe that is done.
     """
     world = open_world(device_count, kind, backend)
-    comm = Communicator(world.device, {probe.devices for probe in probes}, world.timeout)
+    comm = Communicator(world.device, (), world.timeout)
     try:
+        todo: tuple[Probe, ...] = comm.gather(tuple(probes))[0]
+        comm.open_groups({probe.devices for probe in todo})
         found = []
-        for probe in probes:
+        for probe in todo:
             found.append(_measure(comm, probe, seconds_per_probe))
             if on_probe is not None and comm.rank == 0:
-                on_probe(probe)
+                on_probe(found[-1])
         return found
     finally:
         comm.close()
@@ -49,26 +53,26 @@ def _measure(comm: Communicator, probe: Probe, seconds_per_probe: float) -> Link
     here = comm.rank in probe.devices
     once = _round(comm, probe) if here else None
     comm.barrier()
-    trial = max(_timed(comm, once) for _ in range(2)) if once else 0.0
+    trial = max(_timed(comm, once)[0] for _ in range(2)) if once else 0.0
     slowest = max(comm.gather(trial))
-    rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds_per_probe / max(slowest, 1e-9))))
+    most = min(MOST_TIMES, MOST_ROUNDS * max(1, round(seconds_per_probe / SECONDS_PER_PROBE)))
+    rounds = min(most, max(LEAST_ROUNDS, int(seconds_per_probe / max(slowest, 1e-9))))
     comm.barrier()
-    busy = time.process_time()
-    times = [_timed(comm, once) for _ in range(rounds)] if once else [0.0] * rounds
-    busy = (time.process_time() - busy) / rounds if once else 0.0
+    own_rounds = [_timed(comm, once) for _ in range(rounds)] if once else [(0.0, 0.0)] * rounds
     comm.barrier()
-    gathered = comm.gather((times, busy))
+    gathered = comm.gather(([wall for wall, _ in own_rounds], median(busy for _, busy in own_rounds)))
     ways = 2 if probe.operation is Operation.MESSAGE else 1  # there and back
     slowest_of_each = tuple(max(own) / ways for own in zip(*(own for own, _ in gathered), strict=True))
     return LinkTiming(probe, slowest_of_each, median(gathered[rank][1] for rank in probe.devices) / ways)
 
 
-def _timed(comm: Communicator, once: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def _timed(comm: Communicator, once: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a round, and processor seconds of this process in it, the backend's threads included."""
+    busy, start = time.process_time(), time.perf_counter()
     once()
     if comm.device.type == "cuda":
         torch.cuda.synchronize(comm.device)
-    return max(time.perf_counter() - start, 1e-9)
+    return max(time.perf_counter() - start, 1e-9), time.process_time() - busy
 
 
 def _round(comm: Communicator, probe: Probe) -> Callable[[], None]:

@@ -33,7 +33,7 @@ def test_neither_figure_is_negative() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(1e-6, 1.0)), min_size=2, max_size=6))
-def test_no_line_of_a_grid_is_better(points: list[tuple[int, float]]) -> None:
+def test_no_line_of_a_grid_is_much_better(points: list[tuple[int, float]]) -> None:
     sizes, seconds = [p[0] for p in points], [p[1] for p in points]
     if len(set(sizes)) < 2:
         with pytest.raises(ProfileError, match="two different sizes"):
@@ -42,7 +42,15 @@ def test_no_line_of_a_grid_is_better(points: list[tuple[int, float]]) -> None:
     found = fit(sizes, seconds)
 
     def error(alpha: float, beta: float) -> float:
-        return sum(abs((alpha + beta * size) / time - 1) for size, time in points)
+        return float(sum(abs(np.log(max(alpha + beta * size, 1e-300) / time)) for size, time in points))
 
-    least = min(error(a, b) for a in np.linspace(0, max(seconds), 15) for b in np.linspace(0, max(seconds) / max(1, max(sizes)), 15))
-    assert error(found.alpha_seconds, found.beta_seconds_per_byte) <= least * (1 + 1e-9) + 1e-12
+    alphas, betas = [0.0, *np.geomspace(1e-7, 1, 20)], [0.0, *np.geomspace(1e-13, 1e-2, 20)]
+    assert error(found.alpha_seconds, found.beta_seconds_per_byte) <= 1.5 * min(error(a, b) for a in alphas for b in betas) + 1e-9
+
+
+def test_messages_that_pass_before_a_limit_applies_do_not_hide_it() -> None:
+    """Exchanges as they were measured on a link with a token bucket of 50 MB/s, which lets the first 128 KiB pass at full speed."""
+    sizes = [1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20]
+    found = fit(sizes, [118e-6, 102e-6, 3649e-6, 19789e-6, 42025e-6])
+    assert 524288 / 19789e-6 < 1 / found.beta_seconds_per_byte < 50e6  # 512 KiB took nearly twice as long as at that rate
+    assert 50e-6 < found.alpha_seconds < 118e-6

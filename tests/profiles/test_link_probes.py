@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 
 from soap.errors import ProfileError
-from soap.profiles.link_probes import LinkTiming, Operation, Probe, fits, probes_for, with_measured_links
+from soap.presets import preset
+from soap.profiles.link_probes import LinkTiming, Operation, Probe, cpu_fits, fits, modelled_seconds, probes_for, with_measured_links
 from soap.simulator.communication import Communication
 from soap.topology import Topology
 from tests.strategies import CPU, cluster, topologies
@@ -15,17 +17,39 @@ from tests.strategies import CPU, cluster, topologies
 def timed(topology: Topology) -> list[LinkTiming]:
     """What the simulator says that all probes take, as if it had been measured."""
     communication = Communication(topology)
+    return [LinkTiming(probe, (modelled_seconds(communication, probe),) * 5, 0.0) for probe in probes_for(topology)]
 
-    def seconds(probe: Probe) -> float:
-        size, devices = probe.size_bytes, probe.devices
-        match probe.operation:
-            case Operation.MESSAGE:
-                return communication.transfer_ns(size, *devices) / 1e9
-            case Operation.ALL_REDUCE:
-                return communication.allreduce(size, devices)[0] / 1e9
-        return communication.exchange_ns([(a, b, size) for a in devices for b in devices if a != b]) / 1e9
 
-    return [LinkTiming(probe, (seconds(probe),) * 5, 0.0) for probe in probes_for(topology)]
+def test_what_the_simulator_says_of_a_probe() -> None:
+    communication = Communication(cluster([2, 2]))  # 1 GB/s inside, 100 MB/s between hosts, 10 us per link
+    cases = {
+        Probe(Operation.MESSAGE, (0, 1), 1000): 2e-5 + 1e-6,
+        Probe(Operation.MESSAGE, (0, 2), 1000): 4e-5 + 1e-5,
+        Probe(Operation.EXCHANGE, (0, 1), 1000): 2e-5 + 1e-6,
+        Probe(Operation.ALL_TO_ALL, (0, 1, 2, 3), 1000): 3 * 4e-5 + 4 * 1e-5,  # each link between hosts carries four parcels
+    }
+    for probe, expected in cases.items():
+        assert modelled_seconds(communication, probe) == pytest.approx(expected, rel=1e-3)
+    ring = communication.allreduce(1000, (0, 1, 2, 3))[0] / 1e9
+    assert modelled_seconds(communication, Probe(Operation.ALL_REDUCE, (0, 1, 2, 3), 1000)) == ring
+
+
+def test_processor_time_is_fitted_like_time() -> None:
+    probes = [Probe(Operation.ALL_REDUCE, (0, 1), size) for size in (1000, 2000, 4000)]
+    timings = [LinkTiming(probe, (1.0,), 1e-5 + 1e-9 * probe.size_bytes) for probe in probes]
+    (line,) = cpu_fits(timings).values()
+    assert (line.alpha_seconds, line.beta_seconds_per_byte) == pytest.approx((1e-5, 1e-9))
+    (idle,) = cpu_fits([LinkTiming(probe, (1.0,), 0.0) for probe in probes]).values()
+    assert idle.seconds(10**6) < 2e-9  # a clock too coarse to see it
+
+
+WRONG = [(Operation.MESSAGE, (0, 1, 2)), (Operation.EXCHANGE, (0,)), (Operation.ALL_REDUCE, (0,))]
+
+
+@pytest.mark.parametrize(("operation", "devices"), WRONG)
+def test_a_probe_has_as_many_devices_as_its_operation(operation: Operation, devices: tuple[int, ...]) -> None:
+    with pytest.raises(ProfileError, match="devices"):
+        Probe(operation, devices, 8)
 
 
 def test_every_kind_of_pair_and_group_is_probed() -> None:
@@ -55,6 +79,17 @@ def test_hosts_links_are_told_from_the_network() -> None:
     for link, found in zip(topology.links, measured.links, strict=True):
         assert found.bandwidth_bytes_per_second == pytest.approx(link.bandwidth_bytes_per_second, rel=1e-3)
         assert found.latency_seconds == pytest.approx(link.latency_seconds, rel=1e-2)
+
+
+@pytest.mark.parametrize("topology", [cluster([2, 2]), preset("emulated:2x2@200Mbit/s"), preset("local:2")], ids=lambda one: one.name)
+def test_a_cluster_with_measured_links_is_the_same_cluster(topology: Topology) -> None:
+    faster = replace(topology, links=tuple(replace(link, bandwidth_bytes_per_second=7e9) for link in topology.links))
+    measured = with_measured_links(topology, timed(faster), "here")
+    again = with_measured_links(measured, timed(topology), "there")
+    assert measured.hash == again.hash == topology.hash == pickle.loads(pickle.dumps(measured)).hash
+    assert measured.described == again.described == topology.links != measured.links
+    assert (measured.links_source, again.links_source) == ("here", "there")
+    assert Communication(measured).hash != Communication(topology).hash
 
 
 def test_what_other_programs_add_is_left_out() -> None:

@@ -1,0 +1,47 @@
+"""What every rank of ``soap-profile links`` does: measure, and keep each timing as soon as it is known, so that nothing is ever lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tqdm import tqdm
+
+from soap.profiles.link_places import LinkPlace
+from soap.profiles.link_probes import LinkTiming, Probe
+from soap.profiles.store import Store
+from soap.runtime.link_timing import SECONDS_PER_PROBE, measure_links
+from soap.topology import DeviceKind
+
+
+@dataclass(frozen=True)
+class LinkJob:
+    """All that a rank must know. ``scale``: of an emulated cluster, which is as many times slower than the one that is measured."""
+
+    probes: Sequence[Probe]
+    device_count: int
+    kind: DeviceKind
+    place: LinkPlace
+    store: Path
+    scale: float = 1.0
+    seconds_per_probe: float = SECONDS_PER_PROBE
+
+
+def measure_and_keep(job: LinkJob) -> int:
+    """How many probes were measured; an entry for ``launch``. Rank 0 keeps them, and shows how far it is."""
+    store, done = Store(job.store), 0
+    with tqdm(total=len(job.probes), desc="measuring links", unit="probe", disable=None, leave=False) as bar:
+
+        def keep(timing: LinkTiming) -> None:
+            nonlocal done
+            bar.set_postfix_str(f"{timing.probe.operation} of {len(timing.probe.devices)} devices", refresh=False)
+            bar.update()
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            seconds = tuple(one * job.scale for one in timing.seconds)
+            store.put_links(job.place, [replace(timing, seconds=seconds, measured_at=now)])
+            done += 1
+
+        measure_links(job.probes, job.device_count, job.kind, job.place.backend, job.seconds_per_probe, keep)
+    return done

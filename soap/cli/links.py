@@ -1,0 +1,207 @@
+"""``soap-profile links``: measure what the ranks of a cluster can send each other, so that predictions rest on it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from soap import api
+from soap.cli import emulation, report
+from soap.cli.command import Parser, UsageError, note
+from soap.cli.options import add_cluster, positive_number
+from soap.cli.tables import aligned
+from soap.errors import INTERRUPTED_EXIT_CODE, ProfileError
+from soap.presets import family
+from soap.profiles.link_places import LinkPlace, link_place
+from soap.profiles.link_probes import LinkTiming, by_kind, cpu_fits, fits, is_enough, modelled_seconds, probes_for, with_measured_links
+from soap.profiles.measured_links import known_links
+from soap.profiles.store import Store
+from soap.simulator.communication import Communication
+from soap.strategy_json import compact_devices
+from soap.topology import Topology
+from soap.units import format_rate, format_seconds
+
+PROG = "soap-profile links"
+MIB = 2**20
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        PROG,
+        "Measure messages and collectives between the real ranks of a cluster: started on this machine, on emulated hosts, or under\n"
+        "torchrun those that are there. soap-search, soap-simulate and soap-run then predict with links that have these latencies and\n"
+        "bandwidths. Ctrl-C keeps what was measured; the same command goes on from there.",
+        f"{PROG} --cluster local:4",
+    )
+    add_cluster(parser, required=True)
+    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
+    emulation.add_emulation(parser)
+    parser.add_argument("--show", action="store_true", help="measure nothing, only say what is known")
+    parser.add_argument("--again", action="store_true", help="measure what is known already, too, and replace it")
+    seconds = "for each probe (default: 0.3), of which there are five sizes of each operation and group"
+    parser.add_argument("--seconds", metavar="S", type=positive_number, help=seconds)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    return parser
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Measure and report."""
+    if not args.show:
+        emulation.check_possible(args)
+    topology, store = api.load_cluster(args.cluster), Store()
+    if topology.device_count < 2:
+        raise UsageError(f"--cluster {args.cluster!r} has one device; expected at least two, which have links between them")
+    place = link_place(topology, _backend(args.backend, topology), emulated=args.emulate)
+    done = 0
+    if not args.show:
+        _check_is_there(args, topology)
+        known = set() if args.again else {timing.probe for timing in known_links(topology, place, store)}
+        try:
+            measured = _measure(args, topology, place, [probe for probe in probes_for(topology) if probe not in known], store)
+        except KeyboardInterrupt:
+            note(PROG, "interrupted: what was measured is kept, and the same command goes on from there")
+            return INTERRUPTED_EXIT_CODE
+        if measured is None:  # under torchrun, and not the rank that reports
+            return 0
+        done = measured
+    found = document(topology, place, store)
+    found["measured_now"] = done
+    if args.json:
+        print(report.dump(found))
+    else:
+        print("" if args.show else f"measured {done} probes now\n\n", end="")
+        print(text(found))
+    return 0
+
+
+def _backend(asked: str, topology: Topology) -> str:
+    if asked != "auto":
+        return asked
+    return "nccl" if topology.devices[0].type.kind == "cuda" else "gloo"
+
+
+def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
+    """UsageError if the ranks would be on one machine that is not the cluster: what they measured would be of another one."""
+    hosts = {device.host for device in topology.devices}
+    if args.emulate and topology.devices[0].type.kind == "cuda":
+        raise UsageError(f"--emulate makes hosts with CPUs, but --cluster {args.cluster!r} has GPUs; expected a cluster of CPUs")
+    if args.emulate or (len(hosts) == 1 and family(topology.name) != "emulated"):
+        return
+    if family(topology.name) == "emulated":
+        raise UsageError(f"--cluster {args.cluster!r} is there only while it is emulated; expected --emulate with it")
+    if "RANK" not in os.environ:
+        raise UsageError(
+            f"--cluster {args.cluster!r} has {len(hosts)} hosts, and this machine is one; expected to be started by torchrun on each of "
+            "them, or --emulate"
+        )
+
+
+def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, todo: Sequence[Any], store: Store) -> int | None:
+    """How many probes were measured; None on ranks that do not report. Under torchrun all ranks come along: rank 0 knows what is left."""
+    from soap.cli.link_measuring import LinkJob, measure_and_keep
+    from soap.runtime.launch import launch
+    from soap.runtime.world import choose_backend, under_launcher
+
+    if not todo and not under_launcher(os.environ):
+        return 0
+    kind = topology.devices[0].type.kind
+    choose_backend(place.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))  # refuses what is not here
+    scale = args.emulate_scale or 1.0
+    hosts = emulation.limits(topology, scale) if args.emulate else ()
+    seconds = {} if args.seconds is None else {"seconds_per_probe": args.seconds}
+    job = LinkJob(todo, topology.device_count, kind, place, store.path, scale, **seconds)
+    with emulation.cluster(hosts) as emulated:
+        return launch(topology.device_count, measure_and_keep, (job,), place=emulated.place, address=emulated.address).get(0)
+
+
+def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, Any]:
+    """What is known of a cluster's links, as plain JSON values. The keys are part of the command's interface."""
+    timings = known_links(topology, place, store)
+    wanted, enough = probes_for(topology), is_enough(topology, timings)
+    measured, problem = topology, None
+    if timings and enough:
+        try:
+            measured = with_measured_links(topology, timings)
+        except ProfileError as cause:
+            problem = str(cause)
+    return {
+        "cluster": {"name": topology.name, "hash": topology.hash},
+        "place": place.text,
+        "store": str(store.path),
+        "probes": len(wanted),
+        "measured": len(timings),
+        "used": bool(timings) and enough and problem is None,
+        "problem": problem,
+        "fits": _fits(timings, Communication(measured)),
+        "foreign": {one.text: count for one, count in store.link_places().items() if one != place},
+    }
+
+
+def _fits(timings: Sequence[LinkTiming], communication: Communication) -> list[dict[str, Any]]:
+    """Each operation over each group of devices of which two sizes were measured. ``by_links``: the median of measured time ÷ the one that
+    the simulator gives it on the measured links. ``processor_share``: the part of an operation's time in which one device's processor is
+    busy with it; above 1 if the backend's threads need more than one core."""
+    lines = {key: own for key, own in by_kind(timings).items() if len({one.probe.size_bytes for one in own}) > 1}
+    complete = [one for own in lines.values() for one in own]
+    times, processor = fits(complete), cpu_fits(complete)
+    return [
+        {
+            "operation": operation.value,
+            "devices": list(devices),
+            "sizes": len(own),
+            "latency_ns": 1e9 * times[operation, devices].alpha_seconds,
+            "bytes_per_second": _rate(times[operation, devices].beta_seconds_per_byte),
+            "deviation": times[operation, devices].deviation,
+            "processor_ns": 1e9 * processor[operation, devices].alpha_seconds,
+            "processor_ns_per_mib": 1e9 * MIB * processor[operation, devices].beta_seconds_per_byte,
+            "processor_share": median(one.cpu_seconds / median(one.seconds) for one in own),
+            "by_links": median(one.typical_seconds / modelled_seconds(communication, one.probe) for one in own),
+            "measured_at": max(one.measured_at for one in own),
+        }
+        for (operation, devices), own in lines.items()
+    ]
+
+
+def _rate(seconds_per_byte: float) -> float | None:
+    return 1 / seconds_per_byte if seconds_per_byte > 0 else None
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The document as a table for people."""
+    head = f"links of {found['place']}: {found['measured']} of {found['probes']} probes measured\nkept in: {found['store']}"
+    rows = [("operation", "devices", "latency", "bandwidth", "processor", "and per MiB", "busy", "deviation", "measured / by links")]
+    for line in found["fits"]:
+        rate = line["bytes_per_second"]
+        rows.append(
+            (
+                line["operation"],
+                ",".join(map(str, compact_devices(line["devices"]))),
+                format_seconds(line["latency_ns"] / 1e9),
+                "-" if rate is None else format_rate(rate),
+                format_seconds(line["processor_ns"] / 1e9),
+                format_seconds(line["processor_ns_per_mib"] / 1e9),
+                f"{line['processor_share']:.0%}",
+                f"{line['deviation']:.0%}",
+                f"{line['by_links']:.2f}",
+            )
+        )
+    sections = [head, *([aligned(rows)] if found["fits"] else []), _use(found)]
+    if found["foreign"]:
+        elsewhere = [f"  {count} of {place}" for place, count in found["foreign"].items()]
+        sections.append("measured elsewhere, and not used here:\n" + "\n".join(elsewhere))
+    return "\n\n".join(sections)
+
+
+def _use(found: Mapping[str, Any]) -> str:
+    if found["problem"]:
+        return f"predictions do not use it: {found['problem']}"
+    if not found["used"]:
+        return "predictions take the links as they are described until all messages and exchanges are measured"
+    return (
+        "predictions for this cluster take the latencies of its messages and the bandwidths of its exchanges (--costs estimate does not);\n"
+        "processor: what one device spends on an operation and cannot compute meanwhile, busy: as a part of the operation's time"
+    )

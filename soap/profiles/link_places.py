@@ -1,0 +1,106 @@
+"""Where links were measured, and how their timings are written as plain JSON values. Worked out without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from soap.profiles.keys import digest, torch_version
+from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
+from soap.profiles.measure_machine import cpu_cores, cpu_model
+from soap.topology import Topology
+
+VERSION = 1
+"""Of what is measured and how it is written down; part of every place."""
+MOST_SECONDS = 10**6
+
+
+@dataclass(frozen=True)
+class LinkPlace:
+    """A cluster and how its ranks talked; what is asked for elsewhere is foreign to it.
+
+    ``cluster``: the topology's hash. ``name``: its name, for people only. ``devices``: names of its device types. ``machine``: processor
+    and cores of this machine if all hosts are on it, else empty: a described cluster is where its description says. ``emulated``: on the
+    hosts that ``--emulate`` makes.
+    """
+
+    cluster: str
+    name: str = field(compare=False)
+    devices: str
+    machine: str
+    backend: str
+    emulated: bool
+    torch: str
+    version: int = VERSION
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits; of everything but the name."""
+        return digest({key: value for key, value in asdict(self).items() if key != "name"})
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        on = f" on {self.machine}" if self.machine else ""
+        return f"{self.name}{on}{', emulated hosts' if self.emulated else ''}, {self.backend}, torch {self.torch}"
+
+
+def link_place(topology: Topology, backend: str, *, emulated: bool, torch: str | None = None) -> LinkPlace:
+    """Where the ranks of a cluster talk by this backend (gloo or nccl). ``torch``: the version, if not the installed one."""
+    return LinkPlace(
+        cluster=topology.hash,
+        name=topology.name,
+        devices=" + ".join(sorted({device.type.name for device in topology.devices})),
+        machine=f"{cpu_model()} with {cpu_cores()} cores" if emulated or topology.measured else "",
+        backend=backend,
+        emulated=emulated,
+        torch=torch_version() if torch is None else torch,
+    )
+
+
+def link_places(topology: Topology) -> list[LinkPlace]:
+    """Where links that a plan for this cluster may use can have been measured, the best first: by the backend that its devices take when
+    nobody says another, and on its own hosts rather than on emulated ones."""
+    cuda = topology.devices[0].type.kind == "cuda"
+    backends = ("nccl", "gloo") if cuda else ("gloo",)
+    return [link_place(topology, backend, emulated=emulated) for emulated in ((False,) if cuda else (False, True)) for backend in backends]
+
+
+def probe_text(probe: Probe) -> str:
+    """A probe in one word."""
+    return f"{probe.operation}:{'-'.join(map(str, probe.devices))}:{probe.size_bytes}"
+
+
+def encode_timing(timing: LinkTiming) -> dict[str, Any]:
+    """Plain JSON values for ``decode_timing``, times in whole nanoseconds; TIMING_SCHEMA says what they look like."""
+    return {
+        "operation": timing.probe.operation.value,
+        "devices": list(timing.probe.devices),
+        "size_bytes": timing.probe.size_bytes,
+        "times_ns": [max(1, round(1e9 * one)) for one in timing.seconds],
+        "cpu_ns": max(0, round(1e9 * timing.cpu_seconds)),
+        "measured_at": timing.measured_at,
+    }
+
+
+def decode_timing(record: Mapping[str, Any]) -> LinkTiming:
+    """The timing of values that TIMING_SCHEMA allows."""
+    probe = Probe(Operation(record["operation"]), tuple(record["devices"]), record["size_bytes"])
+    return LinkTiming(probe, tuple(one / 1e9 for one in record["times_ns"]), record["cpu_ns"] / 1e9, record["measured_at"])
+
+
+_LONGEST_NS = MOST_SECONDS * 10**9
+_NS: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": _LONGEST_NS}
+_PROPERTIES: dict[str, Any] = {
+    "operation": {"enum": [operation.value for operation in Operation]},
+    "devices": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**20}, "minItems": 2, "uniqueItems": True},
+    "size_bytes": {"type": "integer", "minimum": 1, "maximum": 2**62},
+    "times_ns": {"type": "array", "items": _NS, "minItems": 1, "maxItems": MOST_TIMES},
+    "cpu_ns": {"type": "integer", "minimum": 0, "maximum": _LONGEST_NS},
+    "measured_at": {"type": "string", "maxLength": 40},
+}
+TIMING_SCHEMA: dict[str, Any] = {
+    "type": "object", "properties": _PROPERTIES, "required": list(_PROPERTIES), "additionalProperties": False,
+}  # fmt: skip
+"""JSON schema of an encoded timing."""

@@ -1,0 +1,37 @@
+"""The links of a cluster as they were measured between its ranks, out of the store."""
+
+from __future__ import annotations
+
+import warnings
+
+from soap.errors import ProfileError, SoapWarning
+from soap.profiles.link_places import LinkPlace, link_places
+from soap.profiles.link_probes import LinkTiming, is_enough, probes_for, with_measured_links
+from soap.profiles.store import Store
+from soap.topology import Topology
+
+
+def known_links(topology: Topology, place: LinkPlace, store: Store) -> list[LinkTiming]:
+    """What the store holds of the cluster's probes there, in the order of the probes."""
+    found = {timing.probe: timing for timing in store.links(place)}
+    return [found[probe] for probe in (probes_for(topology) if found else ()) if probe in found]
+
+
+def with_stored_links(topology: Topology, store: Store) -> Topology:
+    """The same cluster, with the links' measured figures if all that they follow from was measured; else as it is.
+
+    What was measured in part, or cannot be right, is not used, and a SoapWarning says so. ProfileError if the store cannot be read.
+    """
+    problem = ""
+    for place in link_places(topology):
+        timings = known_links(topology, place, store)
+        if timings and is_enough(topology, timings):
+            try:
+                return with_measured_links(topology, timings, f"measured by soap-profile links ({place.text})")
+            except ProfileError as cause:
+                problem = problem or str(cause)
+        elif timings:
+            problem = problem or f"only {len(timings)} of {len(probes_for(topology))} probes were measured; soap-profile links goes on"
+    if problem:
+        warnings.warn(f"measured links of cluster {topology.name!r} are not used: {problem}", SoapWarning, stacklevel=2)
+    return topology
