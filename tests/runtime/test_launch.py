@@ -137,7 +137,7 @@ def test_a_time_limit_that_is_not_reached_changes_nothing() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+def test_interrupt_ends_all_ranks_and_a_pause_none(tmp_path: Path) -> None:
     program = (
         "from soap.runtime.launch import launch\nfrom tests.runtime.launched import wait_forever\n"
         f"if __name__ == '__main__':\n    try:\n        launch(2, wait_forever, ({str(tmp_path)!r},))\n"
@@ -153,6 +153,10 @@ def test_interrupt_ends_all_ranks(tmp_path: Path) -> None:
             assert time.monotonic() < deadline and started.poll() is None
             time.sleep(0.05)
         ranks = [int((tmp_path / rank).read_text()) for rank in "01"]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            started.send_signal(number)
+            time.sleep(0.5)
+        assert started.poll() is None and all(Path(f"/proc/{pid}").exists() for pid in ranks)
         started.send_signal(signal.SIGINT)
         _, errors = started.communicate(timeout=20)
     finally:
