@@ -54,13 +54,6 @@ def pair() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
-
-
 SLOW_CASES = [pytest.param(name, kind, marks=pytest.mark.slow) for name, kind in (("tied", "sgd"), ("norm", "sgd"), ("norm", "groups"))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,6 @@ from tests.runtime.pool import Pool
 TOLERANCE = 1e-9
 FOUR = local_topology(4)
 Options = Mapping[str, Any]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
