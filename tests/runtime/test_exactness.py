@@ -105,7 +105,8 @@ def test_every_example_trains_as_a_plain_loop(four: Pool, files: dict[str, str],
     assert_exact(four, files[name], name, [[6], [6], [6]])
 
 
-@pytest.mark.parametrize("name", ["shared", *(pytest.param(name, marks=pytest.mark.slow) for name in ("conv norm", "weighted"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shared", "conv norm", "weighted"])
 def test_batches_of_other_sizes(four: Pool, files: dict[str, str], name: str) -> None:
     """Smaller than the others, than the number of shards, one sample, and larger."""
     assert_exact(four, files[name], name, [[6], [5], [3], [1], [9], [1], [2], [6]])
