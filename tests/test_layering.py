@@ -112,11 +112,15 @@ def test_no_cycle_among_modules() -> None:
     assert len(list(TopologicalSorter(graph).static_order())) >= len(MODULES)  # raises CycleError, naming the cycle
 
 
-def test_nothing_of_planning_loads_torch() -> None:
+def test_nothing_of_planning_loads_torch_and_commands_do_without_numba() -> None:
+    """Every rank starts as ``soap-run`` does, so what a command imports is paid for once more by each of them."""
     light = [m for m in MODULES if any(_below(m, prefix) for prefix in (*WITHOUT_TORCH, "soap.api", *COMMANDS))]
     program = f"""
 import importlib, sys
-for name in {["soap", *light]!r}:
+for name in {["soap", "soap.api", *COMMANDS]!r}:
+    importlib.import_module(name)
+    assert "numba" not in sys.modules, name
+for name in {light!r}:
     importlib.import_module(name)
     assert "torch" not in sys.modules, name
 """

@@ -42,8 +42,6 @@ AGAIN_S = 0.05
 """After so long it is seen whether they have been."""
 LOCALHOST = "localhost"
 """The launcher's address, unless ranks go to a place from where it has another."""
-LOOK_S = 0.05
-"""After so long it is seen whether Ctrl-C was pressed."""
 _STARTING = inspect.unwrap(LocalElasticAgent._start_workers).__code__
 AFTERMATH = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timed out")
 """Marks of an error that only says that another rank has ended."""
@@ -73,14 +71,15 @@ def launch(
             )
         return {int(os.environ["RANK"]): entry(*args)}
     threads = max(1, (os.cpu_count() or 1) // processes)
+    interrupted, late = threading.Event(), threading.Event()  # a signal may come before the contexts that set them are entered
     try:
         with (
             _quiet_launcher(),
             _signals_end_ranks(),
             _environment_for_ranks(threads, address),
-            _interrupts_for_launcher_alone() as interrupted,
+            _interrupts_for_launcher_alone(interrupted),
             _own_temporary_folder(),
-            _time_limit(limit_s) as late,
+            _time_limit(limit_s, late),
         ):
             results: dict[int, Result] = elastic_launch(_config(processes, address), _rank_main)(entry, tuple(args), threads, place)
             return results
@@ -175,21 +174,21 @@ def _environment_for_ranks(threads: int, address: str) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_for_launcher_alone() -> Iterator[threading.Event]:
+def _interrupts_for_launcher_alone(interrupted: threading.Event) -> Iterator[None]:
     """Ranks are born with Ctrl-C blocked and keep it so: one that is still starting would print where it was.
 
     A thread takes Ctrl-C in the launcher's stead and ends the launcher by SIGTERM, which it hands on to the ranks. The event
-    tells that it was Ctrl-C.
+    tells that it was Ctrl-C. ``sigtimedwait`` only looks: one that waits returns, in CPython, as if the signal had come when the
+    process was stopped (Ctrl-Z) and goes on after its time.
     """
-    interrupted, done = threading.Event(), threading.Event()
-    if not hasattr(signal, "sigpending") or threading.current_thread() is not threading.main_thread():
-        yield interrupted
+    done = threading.Event()
+    if not hasattr(signal, "sigtimedwait") or threading.current_thread() is not threading.main_thread():
+        yield
         return
 
     def take() -> None:
-        while not done.wait(LOOK_S):  # sigtimedwait takes a process that was stopped (Ctrl-Z) and goes on for one that got a signal
-            if signal.SIGINT in signal.sigpending():
-                signal.sigwait({signal.SIGINT})
+        while not done.wait(0.1):
+            if signal.sigtimedwait({signal.SIGINT}, 0) is not None:
                 interrupted.set()
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
@@ -199,7 +198,7 @@ def _interrupts_for_launcher_alone() -> Iterator[threading.Event]:
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
     try:
-        yield interrupted
+        yield
     finally:
         done.set()
         thread.join()
@@ -207,9 +206,8 @@ def _interrupts_for_launcher_alone() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _time_limit(limit_s: float | None) -> Iterator[threading.Event]:
+def _time_limit(limit_s: float | None, late: threading.Event) -> Iterator[None]:
     """Ends the launcher by SIGTERM, which it hands on to the ranks. The event tells that it was so."""
-    late = threading.Event()
 
     def end() -> None:
         late.set()
@@ -217,12 +215,12 @@ def _time_limit(limit_s: float | None) -> Iterator[threading.Event]:
 
     timer = threading.Timer(limit_s, end) if limit_s is not None else None
     if timer is None:
-        yield late
+        yield
         return
     timer.daemon = True
     timer.start()
     try:
-        yield late
+        yield
     finally:
         timer.cancel()
         timer.join()

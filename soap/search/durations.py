@@ -6,8 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.graph import OperatorGraph
-from soap.simulator.compiled.tables import device_types
-from soap.simulator.compiled.variants import Variants
 from soap.simulator.costs import CostModel
 from soap.topology import Topology
 
@@ -18,6 +16,9 @@ class TileDurations:
     """The durations of all tiles, by operator and degrees."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
+        from soap.simulator.compiled.tables import device_types  # imports numba
+        from soap.simulator.compiled.variants import Variants
+
         self._variants = Variants(graph, topology, costs)
         names = device_types(topology)
         self.type_of: tuple[int, ...] = tuple(names.index(device.type.name) for device in topology.devices)

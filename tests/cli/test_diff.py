@@ -67,6 +67,7 @@ def test_text_with_simulation(files: tuple[str, str], capsys: pytest.CaptureFixt
         assert word in out
 
 
+@pytest.mark.slow
 def test_other_models(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = str(tmp_path / "c.json")
     graph, cluster = soap.load("zoo:rnnlm:tiny", plan_only=True).graph, soap.load_cluster("local:2")

@@ -79,6 +79,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_trains_like_one_process_and_counts_the_plan_s_bytes(nothing_left: None, folder: Path) -> None:
     arguments = command("--check", "--dtype", "float64", "--steps", "5", "--json")
     done = subprocess.run(arguments, cwd=folder, env=environment(), capture_output=True, text=True)

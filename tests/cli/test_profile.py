@@ -100,6 +100,7 @@ def test_measures_each_computation_once_and_nothing_again(brief: list[str], caps
     assert told(capsys, [*COMMAND, "--again"])["measured_now"] == before and len(brief) == 2 * before
 
 
+@pytest.mark.slow
 def test_goes_on_where_a_budget_has_ended(brief: list[str], capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(10**6))
     monkeypatch.setattr(measuring.time, "monotonic", lambda: next(seconds))  # each look at the clock is a second later
@@ -132,6 +133,7 @@ def test_a_strategys_computations_are_measured_before_the_space(brief: list[str]
     assert str(path) in found["strategies"]
 
 
+@pytest.mark.slow
 def test_show_says_what_is_missing_and_what_is_foreign(brief: list[str], capsys: Capsys) -> None:
     before = told(capsys, ["show", *COMMAND])
     assert all(one["shares"]["estimated"] == 1 for one in before["strategies"].values())

@@ -1,4 +1,4 @@
-"""``soap-run`` with real processes."""
+"""``soap-run`` with real processes: its ranks are, and where its own start or end matters, the command."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import soap
+from soap.cli.run import main
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = "zoo:gpt:tiny"
@@ -55,21 +57,43 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+COMMON = ("--model", MODEL, "--cluster", "cluster.yaml")
+
+
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "soap.cli.run", "s.json", "--model", MODEL, "--cluster", "cluster.yaml", *arguments]
+    return [sys.executable, "-m", "soap.cli.run", "s.json", *COMMON, *arguments]
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True)
+class Done(NamedTuple):
+    """What a command has left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``soap-run`` in this process, which need not start Python and torch once more."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str, strategy: str = "s.json") -> Done:
+        code = main([strategy, *COMMON, *arguments])
+        return Done(code, *capsys.readouterr())
+
+    return run
 
 
 def test_trains_checks_compares_and_traces(folder: Path) -> None:
     options = ["--check", "--compare-data-parallel", "--timeline", "t.json", "--memory", "--json", "--dtype", "float64"]
-    done = run(folder, "--steps", "4", *options)
+    done = subprocess.run(command("--steps", "4", *options), cwd=folder, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     own, usual = report["strategies"]["strategy"], report["strategies"]["data_parallel"]
@@ -108,8 +132,8 @@ def _expect_comparison(folder: Path, strategy: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_prints_a_table_and_takes_data(folder: Path) -> None:
-    done = run(folder, "--steps", "3", "--data", "mydata:batches", "--optimizer", "adam", "--lr", "0.001")
+def test_prints_a_table_and_takes_data(run: Run, folder: Path) -> None:
+    done = run("--steps", "3", "--data", "mydata:batches", "--optimizer", "adam", "--lr", "0.001")
     assert done.returncode == 0, done.stderr
     assert "predicted" in done.stdout and "measured" in done.stdout and "not measured" in done.stdout
     assert "zoo:gpt:tiny on pair: 2 processes, gloo, 3 steps" in done.stdout
@@ -117,9 +141,9 @@ def test_prints_a_table_and_takes_data(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_streams_with_a_smaller_last_batch(folder: Path) -> None:
+def test_streams_with_a_smaller_last_batch(run: Run) -> None:
     options = ["--data", "mydata:ragged", "--dtype", "float64", "--steps", "5", "--check", "--json", "--compare-data-parallel"]
-    done = run(folder, *options, "--accumulate", "2", "--clip-norm", "0.5", "--timeline", "t.json")
+    done = run(*options, "--accumulate", "2", "--clip-norm", "0.5", "--timeline", "t.json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     own, usual = report["strategies"]["strategy"], report["strategies"]["data_parallel"]
@@ -128,35 +152,34 @@ def test_streams_with_a_smaller_last_batch(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_autocast_trains_and_is_checked(folder: Path) -> None:
-    assert run(folder, "--autocast", "bfloat16", "--steps", "2").returncode == 5  # the strategy is for another model
+def test_autocast_trains_and_is_checked(run: Run, folder: Path) -> None:
+    assert run("--autocast", "bfloat16", "--steps", "2").returncode == 5  # the strategy is for another model
     model, cluster = soap.load(MODEL, plan_only=True, autocast="bfloat16"), soap.load_cluster(folder / "cluster.yaml")
     soap.save_strategy(folder / "s.json", soap.api.classical("megatron", model.graph, cluster), model, cluster)
-    done = run(folder, "--autocast", "bfloat16", "--steps", "2", "--check", "--json")
+    done = run("--autocast", "bfloat16", "--steps", "2", "--check", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["check"]["tolerance"] == 5e-2
 
 
 @pytest.mark.slow
-def test_goes_on_from_a_checkpoint_under_another_strategy(folder: Path) -> None:
+def test_goes_on_from_a_checkpoint_under_another_strategy(run: Run, folder: Path) -> None:
     """Six steps at once, and four and two with a restart in between: the same losses, on the user's data and with Adam."""
     model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(folder / "cluster.yaml")
     soap.save_strategy(folder / "dp.json", soap.api.classical("data_parallel", model.graph, cluster), model, cluster)
     common = ["--data", "mydata:batches", "--optimizer", "adam", "--dtype", "float64", "--json"]
-    straight = run(folder, "--steps", "6", "--lr", "0.003", "--seed", "4", *common)
-    first = run(folder, "--steps", "4", "--lr", "0.003", "--seed", "4", "--save", "out", "--save-every", "2", "--keep", "1", *common)
+    straight = run("--steps", "6", "--lr", "0.003", "--seed", "4", *common)
+    first = run("--steps", "4", "--lr", "0.003", "--seed", "4", "--save", "out", "--save-every", "2", "--keep", "1", *common)
     assert first.returncode == 0, first.stderr
     assert json.loads(first.stdout)["checkpoint"] == str(Path("out", "step-00000004"))
     assert [path.name for path in (folder / "out").iterdir()] == ["step-00000004"]
-    arguments = [part if part != "s.json" else "dp.json" for part in command("--steps", "2", "--resume", "out", "--save", "out", *common)]
-    second = subprocess.run(arguments, cwd=folder, env=environment(), capture_output=True, text=True)
+    second = run("--steps", "2", "--resume", "out", "--save", "out", *common, strategy="dp.json")
     assert second.returncode == 0, second.stderr
     reports = [json.loads(done.stdout) for done in (first, second, straight)]
     assert [report["resumed_at"] for report in reports] == [0, 4, 0]
     losses = [report["strategies"]["strategy"]["losses"] for report in reports]
     assert losses[0] + losses[1] == pytest.approx(losses[2], rel=1e-9)
     assert sorted(path.name for path in (folder / "out").iterdir()) == ["step-00000004", "step-00000006"]
-    again = run(folder, "--steps", "1", "--save", "out")
+    again = run("--steps", "1", "--save", "out")
     assert (again.returncode, again.stdout) == (8, "")
     assert "step 6, later than step 0 of this run; resume from it, or save to another folder" in again.stderr
 
@@ -171,8 +194,8 @@ def test_works_under_torchrun(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "words"), [("mydata:nothing", "mydata"), ("os:getcwd", "a batch holds str")])
-def test_bad_data_is_one_line(spec: str, words: str, folder: Path) -> None:
-    done = run(folder, "--steps", "1", "--data", spec)
+def test_bad_data_is_one_line(spec: str, words: str, run: Run) -> None:
+    done = run("--steps", "1", "--data", spec)
     assert done.returncode == 8
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]

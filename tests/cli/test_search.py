@@ -91,6 +91,7 @@ def test_explains_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert path_ns == pytest.approx(report["predicted_ns"], abs=100)
 
 
+@pytest.mark.slow
 def test_draws_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "s.json", tmp_path / "s.png"
     assert search("-o", str(out), "--plot", str(picture)) == 0
@@ -101,6 +102,7 @@ def test_draws_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert_refused(capsys, main, [MODEL, "--cluster", CLUSTER, "-o", str(out), "--plot", str(out)], 2, "--plot", "--output")
 
 
+@pytest.mark.slow
 def test_explains_to_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert search("-o", str(tmp_path / "s.json"), "--explain") == 0
     out = capsys.readouterr().out
@@ -132,6 +134,7 @@ def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert pinned > 2
 
 
+@pytest.mark.slow
 def test_parameters_may_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = "zoo:rnnlm", tmp_path / "s.json"
     arguments = [model, "--cluster", CLUSTER, "--budget", "600", "-o", str(out), "--json", "--sync", "parameter_server:2"]
@@ -262,6 +265,7 @@ def test_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.slow
 def test_interrupt_saves_the_best_so_far(tmp_path: Path) -> None:
     out = tmp_path / "s.json"
     # A line on standard error after a few proposals, so that the signal comes neither too early nor after a guessed time.

@@ -67,11 +67,17 @@ def test_what_cannot_be_run_is_not_verified(tmp_path: Path, capsys: pytest.Captu
 
 
 INTERRUPTED = """
-import sys
+import os, sys
+from pathlib import Path
 from soap.cli import search, verification
+from soap.cli.batches import DrawnBatches
 from soap.runtime import launch
 verification.MOST_STEPS, verification.TIMED_S = 10**6, 1e12
-real = launch.launch
+real, draw = launch.launch, DrawnBatches.__call__
+def drawn(self, step):  # ranks run this script as well
+    Path(__file__).with_name(f"rank-{os.environ['RANK']}").touch()
+    return draw(self, step)
+DrawnBatches.__call__ = drawn
 def begin(*args, **kwargs):
     print("measuring", file=sys.stderr, flush=True)
     return real(*args, **kwargs)
@@ -97,10 +103,11 @@ def in_session(session: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("number", "delay_s", "code"), [(signal.SIGINT, 0.0, 130), (signal.SIGINT, 12.0, 130), (signal.SIGTERM, 5.0, 143)])
+@pytest.mark.parametrize(("number", "training", "code"), [(signal.SIGINT, 0, 130), (signal.SIGINT, 2, 130), (signal.SIGTERM, 2, 143)])
 def test_interrupt_while_measuring_leaves_the_prediction_s_best_and_no_process(
-    number: signal.Signals, delay_s: float, code: int, tmp_path: Path
+    number: signal.Signals, training: int, code: int, tmp_path: Path
 ) -> None:
+    """``training``: so many ranks have drawn a batch by then; 0: they are being started."""
     script, out = tmp_path / "script.py", tmp_path / "s.json"
     script.write_text(INTERRUPTED)
     command = [sys.executable, str(script), MODEL, "--cluster", CLUSTER, "--budget", "20", "-o", str(out), "--verify", "1"]
@@ -110,7 +117,9 @@ def test_interrupt_while_measuring_leaves_the_prediction_s_best_and_no_process(
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "measuring\n"
-        time.sleep(delay_s)  # while ranks are being started, and while they train
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("rank-*"))) < training and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == code, stderr

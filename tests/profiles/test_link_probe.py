@@ -18,6 +18,7 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_processes_measure_and_leave_nothing_behind(temporary_folder: Path) -> None:
     before = dict(os.environ)
     rates = measure_link()

@@ -21,13 +21,6 @@ from tests.runtime.exact_modules import batches, converted, module_of, sgd
 from tests.runtime.pool import Pool
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Pool]:
-    pool = Pool(3)
-    yield pool
-    pool.close()
-
-
 class Cancelling(nn.Module):
     """A gradient that is the small difference of two large sums, one added up by each operator."""
 
@@ -85,10 +78,10 @@ def run(path: str, dtype: str, inputs: Sequence[Sequence[torch.Tensor]], scale: 
         return result, ""
 
 
-def test_rounding_that_one_process_has_as_well_is_no_defect(three: Pool, tmp_path: Path) -> None:
+def test_rounding_that_one_process_has_as_well_is_no_defect(pool: Pool, tmp_path: Path) -> None:
     path, inputs = str(tmp_path / "m.pt2"), cancelling()
     export_model(Cancelling(), inputs, path=path)
-    result, message = three.run(run, path, "float32", [inputs], 1.0)[0]
+    result, message = pool.run(run, path, "float32", [inputs], 1.0)[0]
     worst = result.worst
     assert result.passed and message == ""
     assert worst.error > result.tolerance == 1e-4
@@ -97,17 +90,17 @@ def test_rounding_that_one_process_has_as_well_is_no_defect(three: Pool, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["conv norm", pytest.param("shared", marks=pytest.mark.slow)])
-def test_a_gradient_that_is_off_by_a_hundredth_is_a_defect(three: Pool, tmp_path: Path, name: str) -> None:
+def test_a_gradient_that_is_off_by_a_hundredth_is_a_defect(pool: Pool, tmp_path: Path, name: str) -> None:
     path, inputs = str(tmp_path / "m.pt2"), batches(name, [6])
     export_model(module_of(name), inputs[0], path=path)
-    assert three.run(run, path, "float32", inputs, 1.0)[0][0].passed
-    result, message = three.run(run, path, "float32", inputs, 1.01)[0]
+    assert pool.run(run, path, "float32", inputs, 1.0)[0][0].passed
+    result, message = pool.run(run, path, "float32", inputs, 1.01)[0]
     assert not result.passed
     worst = result.worst
     assert worst.kind == "gradient of" and worst.from_float64 == pytest.approx(0.01, rel=0.1)
     assert worst.alone_from_float64 is not None and worst.alone_from_float64 < 1e-4
     assert "differs from one process by 1.00e-02 relative, expected at most 1e-04 (from float64: 1.0e-02, one process " in message
-    assert not three.run(run, path, "bfloat16", inputs, 1.5)[0][0].passed
+    assert not pool.run(run, path, "bfloat16", inputs, 1.5)[0][0].passed
 
 
 class SparseTables(nn.Module):
@@ -122,11 +115,11 @@ class SparseTables(nn.Module):
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_tables_that_ask_for_sparse_gradients_get_dense_ones(three: Pool, tmp_path: Path, devices: int) -> None:
+def test_tables_that_ask_for_sparse_gradients_get_dense_ones(pool: Pool, tmp_path: Path, devices: int) -> None:
     path = str(tmp_path / "m.pt2")
     places = torch.arange(18).reshape(6, 3) % 7
     export_model(SparseTables().train(), (places, torch.ones(6, 4)), path=path)
-    results = three.run(_check_alone, path, devices)
+    results = pool.run(_check_alone, path, devices)
     assert results[0].passed
     assert results[0].worst.error < 1e-12
 

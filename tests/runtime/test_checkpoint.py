@@ -54,17 +54,8 @@ def pair() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
-
-
-SLOW_CASES = [pytest.param(name, kind, marks=pytest.mark.slow) for name, kind in (("tied", "sgd"), ("norm", "sgd"), ("norm", "groups"))]
-
-
-@pytest.mark.parametrize(("name", "kind"), [("tied", "adam"), *SLOW_CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), [("tied", "adam"), ("tied", "sgd"), ("norm", "sgd"), ("norm", "groups")])
 def test_two_ranks_data_parallel_go_on_as_four_ranks_megatron(pair: Pool, four: Pool, name: str, kind: str, tmp_path: Path) -> None:
     spec = save_model(name, tmp_path)
     graph = traced(spec, "float64").graph

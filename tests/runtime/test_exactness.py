@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,6 @@ from tests.runtime.pool import Pool
 TOLERANCE = 1e-9
 FOUR = local_topology(4)
 Options = Mapping[str, Any]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +105,8 @@ def test_every_example_trains_as_a_plain_loop(four: Pool, files: dict[str, str],
     assert_exact(four, files[name], name, [[6], [6], [6]])
 
 
-@pytest.mark.parametrize("name", ["shared", *(pytest.param(name, marks=pytest.mark.slow) for name in ("conv norm", "weighted"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shared", "conv norm", "weighted"])
 def test_batches_of_other_sizes(four: Pool, files: dict[str, str], name: str) -> None:
     """Smaller than the others, than the number of shards, one sample, and larger."""
     assert_exact(four, files[name], name, [[6], [5], [3], [1], [9], [1], [2], [6]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +22,6 @@ from tests.runtime.handmade import HandModel
 from tests.runtime.plans import moved_bytes, plan_of, split
 from tests.runtime.pool import Pool
 from tests.runtime.test_training import assert_equal_to_one_process
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def unread_by_some() -> OperatorGraph:

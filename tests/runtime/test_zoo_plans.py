@@ -1,12 +1,11 @@
 """500 pairs of a zoo model and a random strategy on two to four ranks: loss, gradients, parameters and buffers are those of plain PyTorch.
 
-Every fourth one is run; all of them with ``SOAP_ALL_PAIRS=1``. A failing pair is repeated by its name alone:
-``SOAP_ALL_PAIRS=1 python -m pytest "tests/runtime/test_zoo_plans.py::test_pair[gpt-17]"``.
+Every fourth one is run; all of them with ``SOAP_ALL_CASES=1``. A failing pair is repeated by its name alone:
+``SOAP_ALL_CASES=1 python -m pytest "tests/runtime/test_zoo_plans.py::test_pair[gpt-17]"``.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,11 +13,11 @@ import pytest
 from soap.runtime.check import TOLERANCES
 from soap.tracing.load import DTYPES
 from soap.zoo import names
+from tests.extent import every
 from tests.runtime.pool import Pool
 from tests.runtime.zoo_pairs import STEPS, Pair, train_pair
 
 PAIRS_PER_MODEL = 50
-CHOSEN = slice(None, None, 1 if os.environ.get("SOAP_ALL_PAIRS") else 4)
 
 
 def pairs() -> Iterator[Pair]:
@@ -28,7 +27,7 @@ def pairs() -> Iterator[Pair]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [pytest.param(pair, id=f"{pair.model}-{pair.number}") for pair in list(pairs())[CHOSEN]])
+@pytest.mark.parametrize("pair", [pytest.param(pair, id=f"{pair.model}-{pair.number}") for pair in every(4, list(pairs()))])
 def test_pair(four: Pool, pair: Pair, record_property: Callable[[str, object], None]) -> None:
     answers = four.run(train_pair, pair, ranks=pair.ranks)
     worst, tolerance = answers[0][1], TOLERANCES[DTYPES[pair.dtype]]
