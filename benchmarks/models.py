@@ -99,6 +99,6 @@ EMULATED_MODELS: dict[str, Callable[[], Made]] = {
     "emulated-gpt": partial(_gpt, vocabulary=2000, context=128, width=192, layers=4, batch=8),
     "emulated-resnet50": partial(_resnet50, image=64, batch=16, width=24),
     "emulated-nmt": partial(_nmt, vocabulary=2000, width=192, steps=16, batch=32),
-    "emulated-dlrm": partial(_dlrm, batch=256, largest=20_000),
+    "emulated-dlrm": partial(_dlrm, batch=2048, largest=20_000),
 }
 """For ``benchmarks.accuracy``: 8 to 14 MB of parameters, which four hosts sum at 200 Mbit/s in 0.5 to 0.8 s."""

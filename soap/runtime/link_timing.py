@@ -91,8 +91,9 @@ def _round(comm: Communicator, probe: Probe) -> Callable[[], None]:
                 comm.receive(landing, other, tag=sender).wait()
 
     def exchange() -> None:
+        coming = comm.receive(landing, other, tag=1 - place)  # first, as a step's program has it: see Communicator.all_to_all
         comm.send(data, other, tag=place)
-        comm.receive(landing, other, tag=1 - place).wait()
+        coming.wait()
         comm.finish_sends()
 
     def all_reduce() -> None:
