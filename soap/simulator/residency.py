@@ -22,7 +22,7 @@ from soap.regions import Box, in_one_piece, whole
 from soap.simulator import memory
 from soap.simulator.buckets import idle_shards, shard_bytes
 from soap.simulator.flows import box_bytes, reduced_tensor
-from soap.simulator.plan import Exchange, Fetch, Message, Part, exchange_name, message_name, reduce_name
+from soap.simulator.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.transit import SENT_BYTES, copied_to_send, is_remote, received_apart
 
@@ -111,26 +111,30 @@ class _Held:
     def values(self) -> None:
         """What tiles make and keep, and their copies of parts of the batch and of parameters."""
         plan, graph = self.plan, self.plan.graph
-        ends = [self._last(tile) for tile in range(len(plan.tiles))]
+        read: dict[int, int] = {}
         for (number, place), holding in self._pieces():
-            holder, fetch = plan.holdings[holding], plan.fetches[number]
-            if holder.reduction is None:
-                ends[holder.tile] = max(ends[holder.tile], self._read(fetch, (number, place)))
+            read[holding] = max(read.get(holding, 0), self._read(plan.fetches[number], (number, place)))
+        summed = {(tile, r.output): self._summed_from(r)[0] for r in plan.reductions for tile in r.tiles}
+        ends = {(held.tile, held.tensor): read.get(i, 0) for i, held in enumerate(plan.holdings) if held.reduction is None}
         given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
         shards = {(shard.parameter, shard.box) for shard in plan.shards}
         copies: dict[tuple[int, str, Box], Span] = {}
         for number, (tile, kept) in enumerate(zip(plan.tiles, memory.kept_bytes(plan), strict=True)):
             start, last = self._forward[number][0], self._last(number)
             op = plan.operator(tile)
-            outputs = sum(box_bytes(plan, o.tensor, box) for o, box in zip(op.outputs, tile.outputs, strict=True))
-            self.hold(tile.device, start, ends[number], outputs)
-            self.hold(tile.device, start, last, kept - outputs)
-            self.hold(tile.device, *self._forward[number], memory.passing_bytes(plan, tile))
-            read = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
-            read += [(o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True) if (o.tensor, box) not in shards]
-            for tensor, box in read:
-                before = copies.get((tile.device, tensor, box), (start, last))
-                copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], last))
+            for k, (out, box) in enumerate(zip(op.outputs, tile.outputs, strict=True)):
+                size = box_bytes(plan, out.tensor, box)
+                until = max(self._needed(number, out.tensor), ends.get((number, out.tensor), 0), summed.get((number, k), 0))
+                self.hold(tile.device, start, until, size)
+                kept -= size
+            self.hold(tile.device, start, last, kept)
+            self.hold(tile.device, *self._forward[number], memory.passing_bytes(plan, tile)[0])
+            reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
+            reads += [(o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True) if (o.tensor, box) not in shards]
+            for tensor, box in reads:
+                own = self._needed(number, tensor)
+                before = copies.get((tile.device, tensor, box), (start, own))
+                copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], own))
         for (device, tensor, box), (start, end) in copies.items():
             if tensor not in given or not in_one_piece(box, graph.tensors[tensor].shape):
                 self.hold(device, start, end, box_bytes(plan, tensor, box))
@@ -140,7 +144,7 @@ class _Held:
         plan = self.plan
         apart = received_apart(plan)
         for number, fetch in enumerate(plan.fetches):
-            size, ends = box_bytes(plan, fetch.tensor, fetch.box), [self._last(tile) for tile, _ in fetch.consumers]
+            size, ends = box_bytes(plan, fetch.tensor, fetch.box), [self._needed(tile, fetch.tensor) for tile, _ in fetch.consumers]
             remote = [place for place, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)]
             if remote:
                 arrivals = [self._brought[number, place] for place in remote]
@@ -163,14 +167,11 @@ class _Held:
             if summed is not None:
                 ends[summed] = max(ends.get(summed, 0), self._read(plan.fetches[number], (number, place)))
         for number, reduction in enumerate(plan.reductions):
-            last = max(self._last(tile) for tile in reduction.tiles)
-            name = reduce_name(plan.graph.operators[reduction.operator], reduction)
-            latest = max((self._forward[tile] for tile in reduction.tiles), key=lambda span: span[1])
-            start, done = self._named.get(name, latest)
+            start, done = self._summed_from(reduction)
             boxes = reduction.cells or [reduction.box] * len(reduction.devices)
             for device, box in zip(reduction.devices, boxes, strict=True):
                 size = box_bytes(plan, reduced_tensor(plan, reduction), box)
-                self.hold(device, start, max(last, ends.get(number, done)), size)
+                self.hold(device, start, max(done, ends.get(number, done)), size)
                 if reduction.cells:  # what the others send for the cell
                     self.hold(device, start, done, (len(boxes) - 1) * size)
 
@@ -204,7 +205,7 @@ class _Held:
             tile = plan.tiles[number]
             operands = zip(plan.operator(tile).parameters, tile.parameters, strict=True)
             made = sum(box_bytes(plan, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
-            self.hold(tile.device, start, end, made + memory.passing_bytes(plan, tile))
+            self.hold(tile.device, start, end, made + memory.passing_bytes(plan, tile)[1])
 
     def sent(self) -> None:
         """Copies that were made to send a message, until its answer is there; gradients that were sent, until others push them out."""
@@ -234,9 +235,26 @@ class _Held:
                 yield (number, place), piece.holding
 
     def _read(self, fetch: Fetch, part: Part) -> int:
-        """When a holding has been read for the last time for a piece: by backward tasks here, or by what sends it away."""
+        """When a holding has been read for the last time for a piece: by tasks here, by what puts it together, or by what sends it away."""
         brought = self._brought.get(part)
-        return max(self._last(tile) for tile, _ in fetch.consumers) if brought is None else brought[1]
+        if brought is not None:
+            return brought[1]
+        if len(fetch.pieces) > 1:
+            return max(self._forward[tile][1] for tile, _ in fetch.consumers)
+        return max(self._needed(tile, fetch.tensor) for tile, _ in fetch.consumers)
+
+    def _needed(self, number: int, tensor: str) -> int:
+        """Until when a tile needs its region of one of its operands: its backward task, if autograd keeps that."""
+        tile = self.plan.tiles[number]
+        op = self.plan.operator(tile)
+        found = memory.footprint(self.plan.graph, op, tile.intervals)
+        kept = found is None or any(o.tensor == tensor for k, o in enumerate((*op.inputs, *op.parameters, *op.outputs)) if k in found.keeps)
+        return self._last(number) if kept else self._forward[number][1]
+
+    def _summed_from(self, reduction: Reduction) -> Span:
+        """When the devices of a reduction sum; where there is but one, when its last tile runs."""
+        name = reduce_name(self.plan.graph.operators[reduction.operator], reduction)
+        return self._named.get(name, max((self._forward[tile] for tile in reduction.tiles), key=lambda span: span[1]))
 
     def _last(self, tile: int) -> int:
         """End of a tile's backward task, or of its forward task if it has none."""
