@@ -30,6 +30,10 @@ Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
 
 
+COUNT_BYTES = 4
+"""Optimizers with more than one state count their steps, once per tensor."""
+
+
 @dataclass(frozen=True)
 class MemoryCurve:
     """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on (int64 arrays of one length; times rise from 0)."""
@@ -76,6 +80,10 @@ class _Held:
             self._named[task.name] = (start, end)
             if task.tile is not None:
                 (self._forward if task.kind is TaskKind.FORWARD else self._backward)[task.tile] = (start, end)
+        self._segment = self._segments()
+        self._begun: dict[int, int] = {}
+        for tile, (start, _) in self._backward.items():
+            self._begun[self._segment[tile]] = min(start, self._begun.get(self._segment[tile], start))
         carriers: list[Message | Exchange] = [*self.plan.messages, *self.plan.exchanges]
         self._brought: dict[Part, Span] = {}
         self._returned: dict[Part, Span] = {}
@@ -98,9 +106,10 @@ class _Held:
             self.hold(device, 0, self.end_ns, batch)
         served = [own.shard for own in self.plan.served]
         for number, shard in enumerate(self.plan.shards):
-            states = 1 + (optimizer_states if shard.trainable and number not in served else 0)
+            states = optimizer_states if shard.trainable and number not in served else 0
+            counted = COUNT_BYTES if states > 1 else 0
             for device in shard.devices:
-                self.hold(device, 0, self.end_ns, states * shard_bytes(graph, shard))
+                self.hold(device, 0, self.end_ns, (1 + states) * shard_bytes(graph, shard) + counted)
         alone = {bucket.shards[0] for bucket in self.plan.buckets if len(bucket.devices) == 1}
         for number in (*(i for bucket in self.plan.buckets for i in bucket.shards), *served, *idle_shards(self.plan)):
             shard = self.plan.shards[number]
@@ -113,7 +122,7 @@ class _Held:
         plan, graph = self.plan, self.plan.graph
         read: dict[int, int] = {}
         for (number, place), holding in self._pieces():
-            read[holding] = max(read.get(holding, 0), self._read(plan.fetches[number], (number, place)))
+            read[holding] = max(read.get(holding, 0), self._read(plan.fetches[number], (number, place)), self._answered(number, holding))
         summed = {(tile, r.output): self._summed_from(r)[0] for r in plan.reductions for tile in r.tiles}
         ends = {(held.tile, held.tensor): read.get(i, 0) for i, held in enumerate(plan.holdings) if held.reduction is None}
         given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
@@ -149,7 +158,8 @@ class _Held:
             if remote:
                 arrivals = [self._brought[number, place] for place in remote]
                 begun = min(start for start, _ in arrivals)
-                self.hold(fetch.device, begun, max(ends), size)
+                answers = [self._returned[number, place][0] for place in remote if (number, place) in self._returned]
+                self.hold(fetch.device, begun, max([*ends, *answers]), size)
                 joined = min(self._forward[tile][1] for tile, _ in fetch.consumers)
                 for place, (start, _) in zip(remote, arrivals, strict=True):
                     if (number, place) in apart:
@@ -165,7 +175,7 @@ class _Held:
         for (number, place), holding in self._pieces():
             summed = plan.holdings[holding].reduction
             if summed is not None:
-                ends[summed] = max(ends.get(summed, 0), self._read(plan.fetches[number], (number, place)))
+                ends[summed] = max(ends.get(summed, 0), self._read(plan.fetches[number], (number, place)), self._answered(number, holding))
         for number, reduction in enumerate(plan.reductions):
             start, done = self._summed_from(reduction)
             boxes = reduction.cells or [reduction.box] * len(reduction.devices)
@@ -250,6 +260,37 @@ class _Held:
         found = memory.footprint(self.plan.graph, op, tile.intervals)
         kept = found is None or any(o.tensor == tensor for k, o in enumerate((*op.inputs, *op.parameters, *op.outputs)) if k in found.keeps)
         return self._last(number) if kept else self._forward[number][1]
+
+    def _answered(self, number: int, holding: int) -> int:
+        """Until when a holding waits for the gradient of a fetch that another segment reads: the start of its own one's backward pass."""
+        held, fetch = self.plan.holdings[holding], self.plan.fetches[number]
+        readers = [tile for tile, _ in fetch.consumers if tile in self._backward]
+        if not readers or not self.plan.graph.tensors[held.tensor].requires_grad:
+            return 0
+        makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
+        segments = {self._segment[tile] for tile in makers if self.plan.tiles[tile].device == held.device}
+        if held.reduction is None and {self._segment[tile] for tile in readers} <= segments:
+            return 0
+        return min((self._begun.get(segment, 0) for segment in segments), default=0)
+
+    def _segments(self) -> list[int]:
+        """Tile -> the first tile of its segment: as the runtime cuts them, before what is received or summed is first read."""
+        plan = self.plan
+        first, current = [0] * len(plan.tiles), [-1] * plan.device_count
+        reads: dict[int, list[int]] = {}
+        for number, fetch in enumerate(plan.fetches):
+            holdings = [plan.holdings[piece.holding] for piece in fetch.pieces]
+            if any(held.device != fetch.device or held.reduction is not None for held in holdings):
+                for tile, _ in fetch.consumers:
+                    reads.setdefault(tile, []).append(number)
+        started: set[int] = set()
+        for tile in sorted(range(len(plan.tiles)), key=lambda tile: (self._forward[tile][0], tile)):
+            device, new = plan.tiles[tile].device, set(reads.get(tile, ())) - started
+            if new or current[device] < 0:
+                current[device] = tile
+            started |= new
+            first[tile] = current[device]
+        return first
 
     def _summed_from(self, reduction: Reduction) -> Span:
         """When the devices of a reduction sum; where there is but one, when its last tile runs."""
