@@ -123,7 +123,10 @@ class _Held:
         read: dict[int, int] = {}
         for (number, place), holding in self._pieces():
             read[holding] = max(read.get(holding, 0), self._read(plan.fetches[number], (number, place)), self._answered(number, holding))
-        summed = {(tile, r.output): self._summed_from(r)[0] for r in plan.reductions for tile in r.tiles}
+        summed: dict[tuple[int, int], int] = {}
+        for reduction in plan.reductions:  # partial results wait for the gradient of their sum
+            begins = self._summed_from(reduction)[0]
+            summed.update({(tile, reduction.output): max(begins, self._begun.get(self._segment[tile], 0)) for tile in reduction.tiles})
         ends = {(held.tile, held.tensor): read.get(i, 0) for i, held in enumerate(plan.holdings) if held.reduction is None}
         given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
         shards = {(shard.parameter, shard.box) for shard in plan.shards}
