@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from soap.graph import RECURRENT_KINDS, DimMap, Footprint, Operator, OperatorGraph, TensorKind
+from soap.graph import RECURRENT_KINDS, Footprint, Operator, OperatorGraph, TensorKind
 from soap.regions import Box, Interval, in_one_piece, volume, whole
 from soap.simulator.flows import reduced_tensor
 from soap.simulator.plan import Plan
-from soap.simulator.tiling import Tile, iteration_points
+from soap.simulator.tiling import Tile, is_window, iteration_points, windows
 from soap.simulator.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 from soap.topology import Topology
 
@@ -192,16 +192,6 @@ def tile_padded_bytes(plan: Plan, tile: Tile) -> int:
     """The copies of its inputs with their padding."""
     op = plan.operator(tile)
     return sum(padded_bytes(plan.graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
-
-
-def windows(op: Operator) -> list[int]:
-    """Inputs over which a window slides (convolution, pooling): positions beyond the border are padded."""
-    return [k for k, operand in enumerate(op.inputs) if any(is_window(dim) for dim in operand.dims)]
-
-
-def is_window(dim: DimMap) -> bool:
-    """Whether an input's dimension is read through a window that may reach over its border."""
-    return dim.factor is not None and (dim.lo < 0 < dim.hi or dim.hi > dim.scale)
 
 
 def padded_bytes(graph: OperatorGraph, op: Operator, place: int, box: Box, intervals: Sequence[Interval]) -> int:

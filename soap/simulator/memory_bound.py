@@ -15,7 +15,8 @@ from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
 from soap.simulator.compiled.tables import Ints, Longs
 from soap.simulator.engine import Engine
-from soap.simulator.memory import PACKING_KINDS, kept_share, padded_bytes, passing_share, windows, work_share
+from soap.simulator.memory import PACKING_KINDS, kept_share, padded_bytes, passing_share, work_share
+from soap.simulator.tiling import windows
 
 
 def _empty() -> MemoryTables:

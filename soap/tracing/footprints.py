@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from soap.graph import RECURRENT_KINDS, Footprint
 from soap.regions import lengths, relative, whole
-from soap.simulator.memory import windows
-from soap.simulator.tiling import Tile, iteration_points, tiles_of
+from soap.simulator.tiling import Tile, iteration_points, tiles_of, windows
 from soap.strategy import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.model import TileContext
@@ -153,15 +152,15 @@ class _Trials:
                 torch.autograd.grad(answers, wanted, given, allow_unused=True)
                 backward = memory.most_bytes - kept - sum(map(_bytes, wanted))
         points = iteration_points(op)
-        scaled = [-(-max(0, size) * points // max(1, tile.size)) for size in (kept, forward, backward)]
-        return Footprint(*scaled, keeps)
+        kept, forward, backward = (-(-max(0, size) * points // max(1, tile.size)) for size in (kept, forward, backward))
+        return Footprint(kept, forward, backward, keeps)
 
 
-class _Memory(TorchDispatchMode):
+class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the memory that calls make. ``most_bytes``: the most that was there at once, but for what is left out."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most_bytes = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -171,15 +170,15 @@ class _Memory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         made = [item.untyped_storage() for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
         if made:
-            self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
-            self._live.update((storage._cdata, (StorageWeakRef(storage), storage.nbytes())) for storage in made)
+            self._live = {key: entry for key, entry in self._live.items() if _is_there(entry[0])}
+            self._live.update((storage._cdata, (_reference(storage), storage.nbytes())) for storage in made)
             self.most_bytes = max(self.most_bytes, sum(size for key, (_, size) in self._live.items() if key not in self._left_out))
         return result
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd keeps this."""
         storage = tensor.untyped_storage()
-        self._kept[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._kept[storage._cdata] = (_reference(storage), storage.nbytes())
         return tensor
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> int:
@@ -196,11 +195,19 @@ class _Memory(TorchDispatchMode):
 
     def kept_bytes(self) -> int:
         """What autograd keeps beside what is left out."""
-        return sum(size for key, (storage, size) in self._kept.items() if key not in self._left_out and not storage.expired())
+        return sum(size for key, (storage, size) in self._kept.items() if key not in self._left_out and _is_there(storage))
 
     def keeps(self, tensor: torch.Tensor) -> bool:
         """Whether autograd keeps the memory in which a tensor lies."""
         return tensor.untyped_storage()._cdata in self._kept
+
+
+def _reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _is_there(reference: StorageWeakRef) -> bool:
+    return not reference.expired()  # type: ignore[no-untyped-call]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
