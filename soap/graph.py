@@ -159,13 +159,30 @@ class Unsplit:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What an operator takes of memory beside its inputs, parameters and outputs and the gradients of all these, in bytes.
+
+    ``kept``: what autograd keeps for the backward pass; of this, ``fixed`` however small a tile is. ``forward``, ``backward``: the most
+    that its calls pass to each other at once beyond that. ``keeps``: which of its operands autograd keeps, by their places among inputs,
+    parameters and outputs.
+    """
+
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    keeps: frozenset[int]
+    fixed_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class OperatorGraph:
     """Operators in topological order with the tensors between them. ``loss`` is the scalar that training minimises.
 
     ``aliases`` maps further state-dict names of a tied parameter to its canonical name. ``unsplit``: by operator, what the import knows
-    of dimensions that no factor follows; for people, and no part of the graph's identity. Neither are ``kept_bytes``: by operator, what
-    autograd keeps beside inputs, parameters and outputs where the operator is run whole; ``saved_bytes`` bounds it for those left out.
+    of dimensions that no factor follows; for people, and no part of the graph's identity. Neither are ``footprints``: by operator, what
+    it takes of memory: whole; with one factor cut, by factor; with all cut. What a tile takes stands there as if it had all points. If
+    only the first is there, it is so for all. For operators left out, ``saved_bytes`` is the bound.
     """
 
     name: str
@@ -174,7 +191,7 @@ class OperatorGraph:
     loss: str
     aliases: Mapping[str, str] = field(default_factory=dict)
     unsplit: Mapping[str, tuple[Unsplit, ...]] = field(default_factory=dict)
-    kept_bytes: Mapping[str, int] = field(default_factory=dict)
+    footprints: Mapping[str, tuple[Footprint, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names: set[str] = set()

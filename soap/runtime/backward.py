@@ -7,6 +7,7 @@ order, never in that of arrival, so that equal runs give equal bits.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -32,6 +33,22 @@ Room = tuple[int, Box, torch.Tensor]
 """Where a part's gradient is received: (holding, region, tensor of that region)."""
 
 
+class _Given(torch.autograd.Function):
+    """A number that stands for outputs whose gradients are given. Autograd has these alone then, and lets go of each when it has been used;
+    what is handed to ``backward`` itself stays until all is over, and so do the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return given
+
+
 class BackwardPass:
     """One method per action."""
 
@@ -51,11 +68,14 @@ class BackwardPass:
             if gradient is not None and output.tensor.requires_grad:
                 outputs.append(output.tensor)
                 gradients.append(gradient)
+            del gradient, output  # the lists have them alone
         if not outputs:
             return
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
+        root = _Given.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
+        outputs.clear()
         with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self.gradients.segment(number):
-            torch.autograd.backward(outputs, gradients)
+            torch.autograd.backward(root)
 
     def return_message(self, number: int) -> None:
         """Send a message's gradients back, or receive them."""

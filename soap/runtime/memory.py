@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 QUIET = "99"
@@ -16,9 +18,20 @@ QUIET = "99"
 
 @dataclass
 class PeakMemory:
-    """``bytes``: the most that was held at once beyond what was there before; known when the measurement has ended."""
+    """``bytes``: the most that tensors held at once beyond what was there before. ``with_workspaces_bytes``: the same with what kernels
+    take for themselves while they run; on GPUs the allocator makes no such difference. Known when the measurement has ended."""
 
     bytes: int = 0
+    with_workspaces_bytes: int = 0
+
+
+class Change(NamedTuple):
+    """Memory that comes (``size_bytes`` above 0) or goes at a moment. ``call``: the innermost call of an operator in which, -1 for none."""
+
+    time_ns: int
+    address: int
+    size_bytes: int
+    call: int
 
 
 @contextmanager
@@ -31,14 +44,44 @@ def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         yield found
-        found.bytes = torch.cuda.max_memory_allocated(device) - before
+        found.bytes = found.with_workspaces_bytes = torch.cuda.max_memory_allocated(device) - before
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield found
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
-    held = 0
-    for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        held += change
-        found.bytes = max(found.bytes, held)
+    changes = sorted(_changes(profiler.profiler.kineto_results.experimental_event_tree()))
+    found.with_workspaces_bytes = _most(changes)
+    found.bytes = _most(without_workspaces(changes))
+
+
+def without_workspaces(changes: Sequence[Change]) -> list[Change]:
+    """The changes but for workspaces: what one call of an operator takes, other than by calls of its own, and gives back itself."""
+    taken: dict[int, int] = {}
+    left: set[int] = set()
+    for place, change in enumerate(changes):
+        if change.size_bytes > 0:
+            taken[change.address] = place
+        elif (began := taken.pop(change.address, None)) is not None and changes[began].call == change.call != -1:
+            left |= {began, place}
+    return [change for place, change in enumerate(changes) if place not in left]
+
+
+def _changes(events: Iterable[Any]) -> Iterator[Change]:
+    """All changes, found in the profiler's tree of events."""
+    waiting, calls = [(event, -1) for event in events], 0
+    while waiting:
+        event, call = waiting.pop()
+        if event.tag == _EventType.Allocation:
+            yield Change(event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, call)
+            continue
+        own, calls = calls if event.tag == _EventType.TorchOp else call, calls + 1
+        waiting += [(child, own) for child in event.children]
+
+
+def _most(changes: Iterable[Change]) -> int:
+    held = most = 0
+    for change in changes:
+        held += change.size_bytes
+        most = max(most, held)
+    return most

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from soap.graph import RECURRENT_KINDS, DimMap, Operand, Operator, OperatorGraph, TensorKind
-from soap.regions import Box, in_one_piece, volume, whole
+from soap.graph import RECURRENT_KINDS, Footprint, Operator, OperatorGraph, TensorKind
+from soap.regions import Box, Interval, in_one_piece, volume, whole
 from soap.simulator.flows import reduced_tensor
 from soap.simulator.plan import Plan
-from soap.simulator.tiling import Tile, iteration_points
+from soap.simulator.tiling import Tile, is_window, iteration_points, windows
 from soap.simulator.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 from soap.topology import Topology
 
@@ -87,32 +87,55 @@ def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
     return volume(box) * graph.tensors[tensor].itemsize
 
 
-def _saved(op: Operator, tile: Tile) -> int:
-    """The tile's share of ``saved_bytes``, rounded up."""
-    return -(-op.saved_bytes * tile.size // iteration_points(op))
+def footprint(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> Footprint | None:
+    """What a tile with these intervals takes beside its operands, as if it had all points; None if only ``saved_bytes`` is known."""
+    known = graph.footprints.get(op.name)
+    if known is None:
+        return None
+    cut = [i for i, (factor, span) in enumerate(zip(op.factors, intervals, strict=True)) if span != (0, factor.size)]
+    if not cut or len(known) == 1:
+        return known[0]
+    found = known[1 + cut[0]]
+    for other in [known[1 + i] for i in cut[1:]] + ([known[-1]] if len(cut) > 1 else []):
+        found = _most(found, other)
+    return found
 
 
-def kept_share(graph: OperatorGraph, op: Operator, points: int, *, plain: bool) -> int:
-    """What a tile of so many points keeps for its backward pass beside its operands and outputs, rounded up.
+def _most(one: Footprint, other: Footprint) -> Footprint:
+    return Footprint(
+        max(one.kept_bytes, other.kept_bytes),
+        max(one.forward_bytes, other.forward_bytes),
+        max(one.backward_bytes, other.backward_bytes),
+        one.keeps | other.keeps,
+        max(one.fixed_bytes, other.fixed_bytes),
+    )
 
-    ``plain`` (see ``is_plain``): what autograd keeps of the whole operator, if that is known, and at most its upper bound.
+
+def kept_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
+    """What a tile keeps for its backward pass beside its operands and outputs, rounded up."""
+    found, points = footprint(graph, op, intervals), volume(tuple(intervals))
+    kept, fixed = (op.saved_bytes, 0) if found is None else (found.kept_bytes, found.fixed_bytes)
+    return min(points, 1) * fixed + _share(kept - fixed, op, points)
+
+
+def passing_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> tuple[int, int]:
+    """What a tile's calls pass to each other and do not keep: there while its forward task runs, and its backward task.
+
+    Where nothing is known, nothing beside what is said to be kept: that is a bound of both.
     """
-    kept = graph.kept_bytes.get(op.name, op.saved_bytes) if plain else max(op.saved_bytes, graph.kept_bytes.get(op.name, 0))
-    return -(-kept * points // iteration_points(op))
+    found, points = footprint(graph, op, intervals), volume(tuple(intervals))
+    return (0, 0) if found is None else (_share(found.forward_bytes, op, points), _share(found.backward_bytes, op, points))
 
 
-def passing_bytes(plan: Plan, tile: Tile) -> int:
-    """What a tile's calls pass to each other and do not keep: there while it runs, forward and (as gradients) backward."""
-    op = plan.operator(tile)
-    plain = is_plain(plan.graph, op, tile.inputs, tile.parameters)
-    return max(0, _saved(op, tile) - kept_share(plan.graph, op, tile.size, plain=plain))
+def work_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
+    """The most that a tile passes at once, in its forward or backward task; as much as it may keep, if nothing else is known of that."""
+    if op.name not in graph.footprints:
+        return _share(op.saved_bytes, op, volume(tuple(intervals)))
+    return max(passing_share(graph, op, intervals))
 
 
-def is_plain(graph: OperatorGraph, op: Operator, inputs: Sequence[Box], parameters: Sequence[Box]) -> bool:
-    """Whether a tile runs as the whole operator does: it reads parameters whole, and inputs without a copy that puts them in one piece."""
-    return all(
-        in_one_piece(box, graph.tensors[o.tensor].shape) for o, box in zip(op.inputs, inputs, strict=True)
-    ) and all(box == whole(graph.tensors[o.tensor].shape) for o, box in zip(op.parameters, parameters, strict=True))
+def _share(size: int, op: Operator, points: int) -> int:
+    return -(-size * points // iteration_points(op))
 
 
 def _shard_bytes(plan: Plan) -> tuple[list[int], list[int]]:
@@ -147,41 +170,45 @@ def _tile_bytes(plan: Plan) -> list[int]:
 def kept_bytes(plan: Plan) -> list[int]:
     """Of each tile: its outputs, and what it keeps besides for its backward pass."""
     graph = plan.graph
-    windowed = [windows(op) for op in graph.operators]
     result = []
     for tile in plan.tiles:
         op = plan.operator(tile)
         kept = list(zip(op.outputs, tile.outputs, strict=True))
         if op.kind in PACKING_KINDS:
             kept += zip(op.parameters, tile.parameters, strict=True)
-        padded = sum(_padded_bytes(graph, op.inputs[k], tile.inputs[k], tile) for k in windowed[tile.operator])
-        own = kept_share(graph, op, tile.size, plain=is_plain(graph, op, tile.inputs, tile.parameters))
-        result.append(sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + own + padded)
+        own = kept_share(graph, op, tile.intervals)
+        result.append(sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + own + tile_padded_bytes(plan, tile))
     return result
 
 
-def windows(op: Operator) -> list[int]:
-    """Inputs over which a window slides (convolution, pooling): positions beyond the border are padded."""
-    return [k for k, operand in enumerate(op.inputs) if any(is_window(dim) for dim in operand.dims)]
+def passing_bytes(plan: Plan, tile: Tile) -> tuple[int, int]:
+    """What a tile has while its forward task runs, and its backward task, beside what it keeps and the gradients of its operands."""
+    op = plan.operator(tile)
+    forward, backward = passing_share(plan.graph, op, tile.intervals)
+    return forward, backward + tile_padded_bytes(plan, tile)
 
 
-def is_window(dim: DimMap) -> bool:
-    """Whether an input's dimension is read through a window that may reach over its border."""
-    return dim.factor is not None and (dim.lo < 0 < dim.hi or dim.hi > dim.scale)
+def tile_padded_bytes(plan: Plan, tile: Tile) -> int:
+    """The copies of its inputs with their padding."""
+    op = plan.operator(tile)
+    return sum(padded_bytes(plan.graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
 
 
-def _span(dim: DimMap, tile: Tile) -> int:
-    """What the window needs of a dimension, borders or not."""
-    start, stop = tile.intervals[dim.factor or 0]
-    return (stop - 1 - start) * dim.scale + dim.hi - dim.lo
-
-
-def _padded_bytes(graph: OperatorGraph, operand: Operand, box: Box, tile: Tile) -> int:
-    """The copy of an input with its padding; 0 if the tile meets no border."""
-    tensor = graph.tensors[operand.tensor]
-    spans = [_span(dim, tile) if is_window(dim) else stop - start for dim, (start, stop) in zip(operand.dims, box, strict=True)]
-    padded = prod(spans)
-    return padded * tensor.itemsize if padded > volume(box) else 0
+def padded_bytes(graph: OperatorGraph, op: Operator, place: int, box: Box, intervals: Sequence[Interval]) -> int:
+    """The copy of an input with its padding, which a tile makes that lacks more on one side than on the other; other padding, and that of
+    a tile with all of space, is left to the call itself, which copies nothing."""
+    tensor = graph.tensors[op.inputs[place].tensor]
+    spans, uneven, cut = [], False, False
+    for dim, (start, stop), size in zip(op.inputs[place].dims, box, tensor.shape, strict=True):
+        if not is_window(dim):
+            spans.append(stop - start)
+            continue
+        first, last = intervals[dim.factor or 0]
+        low, high = first * dim.scale + dim.lo, (last - 1) * dim.scale + dim.hi
+        spans.append(max(0, high - low))
+        uneven |= max(0, -low) != max(0, high - size)
+        cut |= (start, stop) != (0, size) or (first, last) != (0, op.factors[dim.factor or 0].size)
+    return prod(spans) * tensor.itemsize if uneven and cut else 0
 
 
 def _read_bytes(plan: Plan) -> list[int]:
@@ -279,7 +306,7 @@ def _peak(steps: list[int]) -> int:
 
 
 def _tile_gradient_bytes(plan: Plan) -> list[int]:
-    """The largest tile's gradients (of outputs, inputs, and what lies between its fused calls), and the largest addition of two."""
+    """The largest tile's gradients (of outputs, inputs, and what its calls pass to each other), and the largest addition of two."""
     graph = plan.graph
     result, added = [0] * plan.device_count, [0] * plan.device_count
     for tile in plan.tiles:
@@ -287,7 +314,11 @@ def _tile_gradient_bytes(plan: Plan) -> list[int]:
         if graph.needs_backward(op):
             operands = zip((*op.inputs, *op.outputs), (*tile.inputs, *tile.outputs), strict=True)
             wanted = [_box_bytes(graph, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad]
-            result[tile.device] = max(result[tile.device], sum(wanted) + _saved(op, tile))
+            work = work_share(graph, op, tile.intervals) + tile_padded_bytes(plan, tile)
+            result[tile.device] = max(result[tile.device], sum(wanted) + work)
+        else:
+            forward, _ = passing_bytes(plan, tile)
+            result[tile.device] = max(result[tile.device], forward)
     for holding in plan.holdings:
         if graph.tensors[holding.tensor].requires_grad:
             added[holding.device] = max(added[holding.device], ADDING_COPIES * _box_bytes(graph, holding.tensor, holding.box))

@@ -15,8 +15,8 @@ from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
 from soap.simulator.compiled.tables import Ints, Longs
 from soap.simulator.engine import Engine
-from soap.simulator.memory import PACKING_KINDS, is_plain, is_window, kept_share, windows
-from soap.simulator.tiling import iteration_points
+from soap.simulator.memory import PACKING_KINDS, kept_share, padded_bytes, passing_share, work_share
+from soap.simulator.tiling import windows
 
 
 def _empty() -> MemoryTables:
@@ -109,29 +109,28 @@ class MemoryBound:
         intervals, regions = self._engine.variants.cut(position, degrees)
         size = {o: _volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
-        saved = -(-op.saved_bytes * points // iteration_points(op))
-        kept = self._kept(op, points, regions) + sum(size[o] for o in op.outputs)
-        for operand in (op.inputs[k] for k in windows(op)):
-            kept = kept + self._padded(operand, intervals, regions[operand])
+        kept, work = self._kept_and_work(op, intervals, regions)
+        kept = kept + sum(size[o] for o in op.outputs)
         if op.kind in PACKING_KINDS:
             kept = kept + sum(size[o] for o in op.parameters)
         read = sum((self._part(o, regions[o], size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
         wanted = [o for o in (*op.inputs, *op.outputs) if graph.tensors[o.tensor].requires_grad]
-        gradients = sum((size[o] for o in wanted), saved) * int(graph.needs_backward(op))
+        gradients = sum((size[o] for o in wanted if graph.needs_backward(op)), work)
         own = sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), np.zeros(len(points), np.int64))
         numbers = np.array([self._number(regions[o]) for o in op.parameters], np.int64)
         self._rows.add([self._data.add(column) for column in (kept, read, gradients, own, numbers)])
         self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
 
-    def _kept(self, op: Operator, points: Longs, regions: Mapping[Operand, np.ndarray]) -> Longs:
-        """As ``memory.kept_share``, by tile."""
+    def _kept_and_work(self, op: Operator, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]) -> tuple[Longs, Longs]:
+        """By tile: as ``memory.kept_share`` and what is padded; as ``memory.work_share``, or what it passes forward if that is all."""
         graph = self._engine.graph
-        inputs, parameters = ([_boxes(regions[o]) for o in operands] for operands in (op.inputs, op.parameters))
-        found = []
-        for tile, size in enumerate(points.tolist()):
-            plain = is_plain(graph, op, [boxes[tile] for boxes in inputs], [boxes[tile] for boxes in parameters])
-            found.append(kept_share(graph, op, size, plain=plain))
-        return np.array(found, np.int64)
+        windowed = {k: _boxes(regions[op.inputs[k]]) for k in windows(op)}
+        kept, work = np.zeros(len(intervals), np.int64), np.zeros(len(intervals), np.int64)
+        for tile, cell in enumerate(_boxes(intervals)):
+            padded = sum(padded_bytes(graph, op, k, boxes[tile], cell) for k, boxes in windowed.items())
+            kept[tile] = kept_share(graph, op, cell) + padded
+            work[tile] = work_share(graph, op, cell) + padded if graph.needs_backward(op) else passing_share(graph, op, cell)[0]
+        return kept, work
 
     def _part(self, operand: Operand, region: np.ndarray, size: Longs) -> Longs:
         """Bytes of the parts of the batch and of constants that tiles may copy; all of it is there anyway."""
@@ -140,17 +139,6 @@ class MemoryBound:
             return np.zeros_like(size)
         copied = [not in_one_piece(box, tensor.shape) for box in _boxes(region)]
         return np.where(copied, size, 0)
-
-    def _padded(self, operand: Operand, intervals: np.ndarray, region: np.ndarray) -> Longs:
-        """As ``memory._padded_bytes``, by tile."""
-        spans = region[:, :, 1] - region[:, :, 0]
-        there = np.prod(spans, axis=1)
-        for i, dim in enumerate(operand.dims):
-            if is_window(dim):
-                own = intervals[:, dim.factor or 0]
-                spans[:, i] = (own[:, 1] - 1 - own[:, 0]) * dim.scale + dim.hi - dim.lo
-        padded = np.prod(spans, axis=1)
-        return np.where(padded > there, padded, 0) * self._engine.graph.tensors[operand.tensor].itemsize
 
     def _number(self, region: np.ndarray) -> Ints:
         """[tile]: number of the region of a parameter; -1 if it is empty."""

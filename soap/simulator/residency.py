@@ -22,12 +22,16 @@ from soap.regions import Box, in_one_piece, whole
 from soap.simulator import memory
 from soap.simulator.buckets import idle_shards, shard_bytes
 from soap.simulator.flows import box_bytes, reduced_tensor
-from soap.simulator.plan import Exchange, Fetch, Message, Part, exchange_name, message_name, reduce_name
+from soap.simulator.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.transit import SENT_BYTES, copied_to_send, is_remote, received_apart
 
 Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
+
+
+COUNT_BYTES = 4
+"""Optimizers with more than one state count their steps, once per tensor."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ class _Held:
             self._named[task.name] = (start, end)
             if task.tile is not None:
                 (self._forward if task.kind is TaskKind.FORWARD else self._backward)[task.tile] = (start, end)
+        self._segment = self._segments()
+        self._begun: dict[int, int] = {}
+        for tile, (start, _) in self._backward.items():
+            self._begun[self._segment[tile]] = min(start, self._begun.get(self._segment[tile], start))
         carriers: list[Message | Exchange] = [*self.plan.messages, *self.plan.exchanges]
         self._brought: dict[Part, Span] = {}
         self._returned: dict[Part, Span] = {}
@@ -98,9 +106,10 @@ class _Held:
             self.hold(device, 0, self.end_ns, batch)
         served = [own.shard for own in self.plan.served]
         for number, shard in enumerate(self.plan.shards):
-            states = 1 + (optimizer_states if shard.trainable and number not in served else 0)
+            states = optimizer_states if shard.trainable and number not in served else 0
+            counted = COUNT_BYTES if states > 1 else 0
             for device in shard.devices:
-                self.hold(device, 0, self.end_ns, states * shard_bytes(graph, shard))
+                self.hold(device, 0, self.end_ns, (1 + states) * shard_bytes(graph, shard) + counted)
         alone = {bucket.shards[0] for bucket in self.plan.buckets if len(bucket.devices) == 1}
         for number in (*(i for bucket in self.plan.buckets for i in bucket.shards), *served, *idle_shards(self.plan)):
             shard = self.plan.shards[number]
@@ -111,26 +120,33 @@ class _Held:
     def values(self) -> None:
         """What tiles make and keep, and their copies of parts of the batch and of parameters."""
         plan, graph = self.plan, self.plan.graph
-        ends = [self._last(tile) for tile in range(len(plan.tiles))]
+        read: dict[int, int] = {}
         for (number, place), holding in self._pieces():
-            holder, fetch = plan.holdings[holding], plan.fetches[number]
-            if holder.reduction is None:
-                ends[holder.tile] = max(ends[holder.tile], self._read(fetch, (number, place)))
+            read[holding] = max(read.get(holding, 0), self._read(plan.fetches[number], (number, place)), self._answered(number, holding))
+        summed: dict[tuple[int, int], int] = {}
+        for reduction in plan.reductions:  # partial results wait for the gradient of their sum
+            begins = self._summed_from(reduction)[0]
+            summed.update({(tile, reduction.output): max(begins, self._begun.get(self._segment[tile], 0)) for tile in reduction.tiles})
+        ends = {(held.tile, held.tensor): read.get(i, 0) for i, held in enumerate(plan.holdings) if held.reduction is None}
         given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
         shards = {(shard.parameter, shard.box) for shard in plan.shards}
         copies: dict[tuple[int, str, Box], Span] = {}
         for number, (tile, kept) in enumerate(zip(plan.tiles, memory.kept_bytes(plan), strict=True)):
             start, last = self._forward[number][0], self._last(number)
             op = plan.operator(tile)
-            outputs = sum(box_bytes(plan, o.tensor, box) for o, box in zip(op.outputs, tile.outputs, strict=True))
-            self.hold(tile.device, start, ends[number], outputs)
-            self.hold(tile.device, start, last, kept - outputs)
-            self.hold(tile.device, *self._forward[number], memory.passing_bytes(plan, tile))
-            read = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
-            read += [(o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True) if (o.tensor, box) not in shards]
-            for tensor, box in read:
-                before = copies.get((tile.device, tensor, box), (start, last))
-                copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], last))
+            for k, (out, box) in enumerate(zip(op.outputs, tile.outputs, strict=True)):
+                size = box_bytes(plan, out.tensor, box)
+                until = max(self._needed(number, out.tensor), ends.get((number, out.tensor), 0), summed.get((number, k), 0))
+                self.hold(tile.device, start, until, size)
+                kept -= size
+            self.hold(tile.device, start, last, kept)
+            self.hold(tile.device, *self._forward[number], memory.passing_bytes(plan, tile)[0])
+            reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
+            reads += [(o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True) if (o.tensor, box) not in shards]
+            for tensor, box in reads:
+                own = self._needed(number, tensor)
+                before = copies.get((tile.device, tensor, box), (start, own))
+                copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], own))
         for (device, tensor, box), (start, end) in copies.items():
             if tensor not in given or not in_one_piece(box, graph.tensors[tensor].shape):
                 self.hold(device, start, end, box_bytes(plan, tensor, box))
@@ -140,12 +156,13 @@ class _Held:
         plan = self.plan
         apart = received_apart(plan)
         for number, fetch in enumerate(plan.fetches):
-            size, ends = box_bytes(plan, fetch.tensor, fetch.box), [self._last(tile) for tile, _ in fetch.consumers]
+            size, ends = box_bytes(plan, fetch.tensor, fetch.box), [self._needed(tile, fetch.tensor) for tile, _ in fetch.consumers]
             remote = [place for place, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)]
             if remote:
                 arrivals = [self._brought[number, place] for place in remote]
                 begun = min(start for start, _ in arrivals)
-                self.hold(fetch.device, begun, max(ends), size)
+                answers = [self._returned[number, place][0] for place in remote if (number, place) in self._returned]
+                self.hold(fetch.device, begun, max([*ends, *answers]), size)
                 joined = min(self._forward[tile][1] for tile, _ in fetch.consumers)
                 for place, (start, _) in zip(remote, arrivals, strict=True):
                     if (number, place) in apart:
@@ -161,16 +178,13 @@ class _Held:
         for (number, place), holding in self._pieces():
             summed = plan.holdings[holding].reduction
             if summed is not None:
-                ends[summed] = max(ends.get(summed, 0), self._read(plan.fetches[number], (number, place)))
+                ends[summed] = max(ends.get(summed, 0), self._read(plan.fetches[number], (number, place)), self._answered(number, holding))
         for number, reduction in enumerate(plan.reductions):
-            last = max(self._last(tile) for tile in reduction.tiles)
-            name = reduce_name(plan.graph.operators[reduction.operator], reduction)
-            latest = max((self._forward[tile] for tile in reduction.tiles), key=lambda span: span[1])
-            start, done = self._named.get(name, latest)
+            start, done = self._summed_from(reduction)
             boxes = reduction.cells or [reduction.box] * len(reduction.devices)
             for device, box in zip(reduction.devices, boxes, strict=True):
                 size = box_bytes(plan, reduced_tensor(plan, reduction), box)
-                self.hold(device, start, max(last, ends.get(number, done)), size)
+                self.hold(device, start, max(done, ends.get(number, done)), size)
                 if reduction.cells:  # what the others send for the cell
                     self.hold(device, start, done, (len(boxes) - 1) * size)
 
@@ -204,7 +218,7 @@ class _Held:
             tile = plan.tiles[number]
             operands = zip(plan.operator(tile).parameters, tile.parameters, strict=True)
             made = sum(box_bytes(plan, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
-            self.hold(tile.device, start, end, made + memory.passing_bytes(plan, tile))
+            self.hold(tile.device, start, end, made + memory.passing_bytes(plan, tile)[1])
 
     def sent(self) -> None:
         """Copies that were made to send a message, until its answer is there; gradients that were sent, until others push them out."""
@@ -234,9 +248,57 @@ class _Held:
                 yield (number, place), piece.holding
 
     def _read(self, fetch: Fetch, part: Part) -> int:
-        """When a holding has been read for the last time for a piece: by backward tasks here, or by what sends it away."""
+        """When a holding has been read for the last time for a piece: by tasks here, by what puts it together, or by what sends it away."""
         brought = self._brought.get(part)
-        return max(self._last(tile) for tile, _ in fetch.consumers) if brought is None else brought[1]
+        if brought is not None:
+            return brought[1]
+        if len(fetch.pieces) > 1:
+            return max(self._forward[tile][1] for tile, _ in fetch.consumers)
+        return max(self._needed(tile, fetch.tensor) for tile, _ in fetch.consumers)
+
+    def _needed(self, number: int, tensor: str) -> int:
+        """Until when a tile needs its region of one of its operands: its backward task, if autograd keeps that."""
+        tile = self.plan.tiles[number]
+        op = self.plan.operator(tile)
+        found = memory.footprint(self.plan.graph, op, tile.intervals)
+        kept = found is None or any(o.tensor == tensor for k, o in enumerate((*op.inputs, *op.parameters, *op.outputs)) if k in found.keeps)
+        return self._last(number) if kept else self._forward[number][1]
+
+    def _answered(self, number: int, holding: int) -> int:
+        """Until when a holding waits for the gradient of a fetch that another segment reads: the start of its own one's backward pass."""
+        held, fetch = self.plan.holdings[holding], self.plan.fetches[number]
+        readers = [tile for tile, _ in fetch.consumers if tile in self._backward]
+        if not readers or not self.plan.graph.tensors[held.tensor].requires_grad:
+            return 0
+        makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
+        segments = {self._segment[tile] for tile in makers if self.plan.tiles[tile].device == held.device}
+        if held.reduction is None and {self._segment[tile] for tile in readers} <= segments:
+            return 0
+        return min((self._begun.get(segment, 0) for segment in segments), default=0)
+
+    def _segments(self) -> list[int]:
+        """Tile -> the first tile of its segment: as the runtime cuts them, before what is received or summed is first read."""
+        plan = self.plan
+        first, current = [0] * len(plan.tiles), [-1] * plan.device_count
+        reads: dict[int, list[int]] = {}
+        for number, fetch in enumerate(plan.fetches):
+            holdings = [plan.holdings[piece.holding] for piece in fetch.pieces]
+            if any(held.device != fetch.device or held.reduction is not None for held in holdings):
+                for tile, _ in fetch.consumers:
+                    reads.setdefault(tile, []).append(number)
+        started: set[int] = set()
+        for tile in sorted(range(len(plan.tiles)), key=lambda tile: (self._forward[tile][0], tile)):
+            device, new = plan.tiles[tile].device, set(reads.get(tile, ())) - started
+            if new or current[device] < 0:
+                current[device] = tile
+            started |= new
+            first[tile] = current[device]
+        return first
+
+    def _summed_from(self, reduction: Reduction) -> Span:
+        """When the devices of a reduction sum; where there is but one, when its last tile runs."""
+        name = reduce_name(self.plan.graph.operators[reduction.operator], reduction)
+        return self._named.get(name, max((self._forward[tile] for tile in reduction.tiles), key=lambda span: span[1]))
 
     def _last(self, tile: int) -> int:
         """End of a tile's backward task, or of its forward task if it has none."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from soap.graph import Operand, Operator, OperatorGraph
+from soap.graph import DimMap, Operand, Operator, OperatorGraph
 from soap.regions import Box, Interval, balanced, volume
 from soap.strategy import OpConfig
 
@@ -75,3 +75,13 @@ def iteration_points(op: Operator) -> int:
     for factor in op.factors:
         points *= factor.size
     return points
+
+
+def windows(op: Operator) -> list[int]:
+    """Inputs over which a window slides (convolution, pooling): positions beyond the border are padded."""
+    return [k for k, operand in enumerate(op.inputs) if any(is_window(dim) for dim in operand.dims)]
+
+
+def is_window(dim: DimMap) -> bool:
+    """Whether an input's dimension is read through a window that may reach over its border."""
+    return dim.factor is not None and (dim.lo < 0 < dim.hi or dim.hi > dim.scale)

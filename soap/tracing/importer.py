@@ -18,8 +18,8 @@ from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.fold import fold
+from soap.tracing.footprints import find_footprints
 from soap.tracing.fuse import Fuser
-from soap.tracing.kept import kept_bytes
 from soap.tracing.labels import batch_dimensions, gradients
 from soap.tracing.match import Group, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
@@ -76,7 +76,7 @@ def import_program(
         program=program,
         unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
     )
-    model.graph = replace(graph, kept_bytes=kept_bytes(model))
+    model.graph = replace(graph, footprints=find_footprints(model))
     return model
 
 

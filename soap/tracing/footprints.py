@@ -1,0 +1,219 @@
+"""What operators take of memory beside their operands, found by running them forward and backward on tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from soap.graph import RECURRENT_KINDS, Footprint
+from soap.regions import lengths, relative, whole
+from soap.simulator.tiling import Tile, iteration_points, tiles_of, windows
+from soap.strategy import OpConfig
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.model import TileContext
+
+REALLY_RUN_FLOPS = 2**32
+"""Recurrent layers keep a workspace that shows only where they really run; up to so much of it they do, at import."""
+
+Footprints = tuple[Footprint, ...]
+"""As in ``OperatorGraph.footprints``."""
+
+
+def find_footprints(model: ExecutableModel) -> dict[str, Footprints]:
+    """By operator; those that cannot be run so are left out.
+
+    The operators run one after the other, so that each gets its inputs laid out in memory as they will be. Equal ones are tried once.
+    """
+    graph = model.graph
+    found: dict[str, Footprints] = {}
+    known: dict[Hashable, Footprints | None] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in graph.tensors.items()}
+        context = TileContext(0, 0, {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.buffers.items()}, update_buffers=False)
+        for position, op in enumerate(graph.operators):
+            trials = _Trials(model, position, tensors, context)
+            try:
+                results = trials.results()
+            except Exception:  # whatever an operator wants to know of values
+                continue
+            key = trials.key()
+            if key not in known:
+                known[key] = trials.footprints()
+            own = known[key]
+            if own is not None:
+                found[op.name] = own
+            tensors.update(zip((o.tensor for o in op.outputs), results, strict=True))
+    model.forget_tiles()
+    return found
+
+
+class _Trials:
+    """Runs of one operator, forward and backward. ``tensors``: those that come before it, by name."""
+
+    def __init__(self, model: ExecutableModel, position: int, tensors: dict[str, torch.Tensor], context: TileContext) -> None:
+        self._model, self._position, self._tensors, self._context = model, position, tensors, context
+        self._graph, self._op = model.graph, model.graph.operators[position]
+
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """Outputs of the whole operator, which autograd does not know."""
+        tile = self._tile()
+        with torch.no_grad():
+            return self._run(tile, self._regions(tile, cut=False))
+
+    def key(self) -> Hashable:
+        """What decides how much memory it takes."""
+        op, tensors = self._op, [*self._op.inputs, *self._op.parameters, *self._op.outputs]
+        made = [(o.dims, self._graph.tensors[o.tensor].shape, self._graph.tensors[o.tensor].dtype) for o in tensors]
+        needed = [self._graph.tensors[o.tensor].requires_grad for o in tensors]
+        given = [self._tensors[o.tensor] for o in op.inputs]
+        laid = [(t.stride(), t.untyped_storage().nbytes()) for t in given]
+        calls = [step.call.kind for step in self._model.programs[op.name].steps]
+        return repr((op.kind, op.factors, made, needed, laid, calls, op.flops, op.saved_bytes))
+
+    def footprints(self) -> Footprints | None:
+        """None if it cannot be run so."""
+        try:
+            if self._op.kind in RECURRENT_KINDS:
+                return self._recurrent()
+            own = self._footprint(self._tile(), cut=False)
+            if windows(self._op):  # a tile is run as the whole is; what it pads comes on top
+                return (own,)
+            halves = tuple(min(2, factor.size) for factor in self._op.factors)
+            cut = self._footprint(self._tile(halves), cut=True)
+            if _covers(own, cut):  # nothing that one cut alone could add
+                return (own,)
+            alone = [tuple(half if k == i else 1 for k in range(len(halves))) for i, half in enumerate(halves)]
+            return own, *(own if max(degrees) == 1 else self._footprint(self._tile(degrees), cut=True) for degrees in alone), cut
+        except Exception:  # as above; and not everything has a backward pass
+            return None
+
+    def _recurrent(self) -> Footprints | None:
+        """By really running it, whole and with one sample: what it needs however small it is, is the same for both."""
+        if self._op.flops > REALLY_RUN_FLOPS:
+            return None
+        with _disable_current_modes():
+            alone = self._tile(tuple(f.size for f in self._op.factors))
+            own, one = (self._footprint(tile, cut=True) for tile in (self._tile(), alone))
+        points = iteration_points(self._op)
+        single = -(-one.kept_bytes * alone.size // points)
+        fixed = max(0, single * points - own.kept_bytes * alone.size) // max(1, points - alone.size)
+        found = Footprint(own.kept_bytes, own.forward_bytes, own.backward_bytes, own.keeps, fixed)
+        return (found,)
+
+    def _tile(self, degrees: tuple[int, ...] | None = None) -> Tile:
+        chosen = degrees or (1,) * len(self._op.factors)
+        count = 1
+        for degree in chosen:
+            count *= degree
+        return tiles_of(self._graph, self._position, OpConfig(chosen, (0,) * count))[0]
+
+    def _regions(self, tile: Tile, *, cut: bool) -> list[torch.Tensor]:
+        """What a tile reads. ``cut``: parameters are shards, each a piece of memory of its own."""
+        op = self._op
+        found = []
+        for o, box in zip((*op.inputs, *op.parameters), (*tile.inputs, *tile.parameters), strict=True):
+            full = self._tensors[o.tensor]
+            own = cut and (o in op.parameters or op.kind in RECURRENT_KINDS)
+            region = torch.zeros(lengths(box), dtype=full.dtype) if own else full[relative(box, whole(full.shape))].detach()
+            found.append(region.requires_grad_(self._graph.tensors[o.tensor].requires_grad))
+        return found
+
+    def _run(self, tile: Tile, regions: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        count = len(self._op.inputs)
+        return self._model.run_tile(tile, regions[:count], regions[count:], self._context)
+
+    def _footprint(self, tile: Tile, *, cut: bool) -> Footprint:
+        """One run, counted as if it were of all points."""
+        op, regions = self._op, self._regions(tile, cut=cut)
+        memory = _Memory()
+        memory.leave_out(regions)
+        with memory:
+            with torch.autograd.graph.saved_tensors_hooks(memory.pack, lambda tensor: tensor):
+                results = list(self._run(tile, regions))
+            most = memory.most_bytes
+            room = memory.leave_out(results)
+            kept = memory.kept_bytes() + room
+            forward = most - kept - sum(map(_bytes, results))
+            keeps = frozenset(place for place, tensor in enumerate((*regions, *results)) if memory.keeps(tensor))
+            wanted = [tensor for tensor in regions if tensor.requires_grad]
+            answers = [tensor for tensor in results if tensor.requires_grad]
+            results.clear()
+            backward = 0
+            if wanted and answers:
+                given = [torch.zeros_like(tensor, requires_grad=False) for tensor in answers]
+                memory.leave_out(given)
+                memory.most_bytes = 0
+                torch.autograd.grad(answers, wanted, given, allow_unused=True)
+                backward = memory.most_bytes - kept - sum(map(_bytes, wanted))
+        points = iteration_points(op)
+        kept, forward, backward = (-(-max(0, size) * points // max(1, tile.size)) for size in (kept, forward, backward))
+        return Footprint(kept, forward, backward, keeps)
+
+
+class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the memory that calls make. ``most_bytes``: the most that was there at once, but for what is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most_bytes = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._left_out: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [item.untyped_storage() for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+        if made:
+            self._live = {key: entry for key, entry in self._live.items() if _is_there(entry[0])}
+            self._live.update((storage._cdata, (_reference(storage), storage.nbytes())) for storage in made)
+            self.most_bytes = max(self.most_bytes, sum(size for key, (_, size) in self._live.items() if key not in self._left_out))
+        return result
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd keeps this."""
+        storage = tensor.untyped_storage()
+        self._kept[storage._cdata] = (_reference(storage), storage.nbytes())
+        return tensor
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> int:
+        """These are counted elsewhere; but not what they keep alive as parts of something larger: so many bytes."""
+        room: dict[int, int] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._left_out:
+                self._left_out[storage._cdata] = storage
+                room[storage._cdata] = storage.nbytes()
+            if storage._cdata in room:
+                room[storage._cdata] -= _bytes(tensor)
+        return sum(max(0, rest) for rest in room.values())
+
+    def kept_bytes(self) -> int:
+        """What autograd keeps beside what is left out."""
+        return sum(size for key, (storage, size) in self._kept.items() if key not in self._left_out and _is_there(storage))
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd keeps the memory in which a tensor lies."""
+        return tensor.untyped_storage()._cdata in self._kept
+
+
+def _reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _is_there(reference: StorageWeakRef) -> bool:
+    return not reference.expired()  # type: ignore[no-untyped-call]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _covers(one: Footprint, other: Footprint) -> bool:
+    sizes = [(f.kept_bytes, f.forward_bytes, f.backward_bytes) for f in (one, other)]
+    return all(a >= b for a, b in zip(*sizes, strict=True)) and one.keeps >= other.keeps

@@ -1,0 +1,60 @@
+"""What operators take of memory, worked out without values, is what they really take with values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from soap.graph import RECURRENT_KINDS, Footprint
+from soap.tracing.footprints import find_footprints
+from soap.tracing.importer import import_program
+from soap.tracing.load import load_model
+from tests.tracing.emulation import kept_bytes as really_kept
+
+
+@pytest.mark.parametrize("name", ["alexnet", "gpt", "resnet50", "dlrm", "inception_v3", "rnnlm"])
+def test_as_with_values(name: str) -> None:
+    """``emulation`` counts every piece of memory that autograd keeps; the rest of it are activations, parameters and the batch."""
+    model = load_model(f"zoo:{name}:tiny")
+    kept, _ = really_kept(model)
+    found = sum(footprints[0].kept_bytes for footprints in model.graph.footprints.values())
+    assert set(model.graph.footprints) == {op.name for op in model.graph.operators}
+    assert found <= kept <= found + sum(tensor.bytes for tensor in model.graph.tensors.values())
+    assert found < sum(op.saved_bytes for op in model.graph.operators)
+
+
+class Net(torch.nn.Module):
+    """A linear layer, its GELU, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(self.first(x)).exp().sum()
+
+
+def test_by_hand() -> None:
+    model = import_program(torch.export.export(Net(), (torch.zeros(4, 6),)), name="net")
+    linear, rest = (model.graph.footprints[name] for name in ("first", "sum"))
+    # Kept: the input, for the weight's gradient; not the weight, as nobody wants the input's.
+    assert linear[0] == Footprint(0, 0, 0, frozenset({0}))
+    # GELU keeps its input, which is the linear layer's output; exp keeps its result, 4 x 5 floats; GELU's result is kept by nobody, but
+    # there when exp makes its own, before the sum takes its 4 bytes. Backward, exp's result goes before the input's gradient comes.
+    assert rest == (Footprint(80, 80 - 4, 0, frozenset({0})),)
+
+
+def test_recurrent_layers_really_run_if_they_are_small() -> None:
+    """A share of what their libraries keep is there however small a tile is."""
+    model = load_model("zoo:rnnlm:tiny", plan_only=True)
+    recurrent = [op.name for op in model.graph.operators if op.kind in RECURRENT_KINDS]
+    for name in recurrent:
+        (own,) = model.graph.footprints[name]
+        assert 0 < own.fixed_bytes < own.kept_bytes
+    assert len(recurrent) == 4
+
+
+def test_with_and_without_values_alike() -> None:
+    with_values, without = (load_model("zoo:gpt:tiny", plan_only=plan_only) for plan_only in (False, True))
+    assert find_footprints(with_values) == dict(without.graph.footprints) == dict(with_values.graph.footprints)
+    assert with_values.graph.hash == without.graph.hash
