@@ -15,9 +15,9 @@ from soap.units import parse_bandwidth
 FAMILY = "emulated"
 DEFAULT_RATE = "1 Gbit/s"
 SWITCH = "network"
-REST = 0.1
-"""Part of the cores that no device gets: the kernel's network, the launcher and all else on the box need some, which a device that was
-promised it would lack."""
+REST = 0.25
+"""Part of the cores that no device gets: what communicates (``emulation.placement``), the kernel's network and all else on the box need
+some, which a device that was promised it would lack."""
 _SHAPE = re.compile(r"emulated:([1-9][0-9]{0,5})x([1-9][0-9]{0,5})(?:@(.*))?")
 
 

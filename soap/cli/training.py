@@ -15,7 +15,7 @@ from soap import api
 from soap.cli.batches import Batches, DrawnBatches, JoinedBatches, UserBatches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
-from soap.emulation.placement import card_counters
+from soap.emulation.placement import card_counters, communicate_freely
 from soap.errors import SoapWarning
 from soap.runtime.check import CheckResult, check
 from soap.runtime.measure import WARM_UP_STEPS, StepTimes, measure_steps
@@ -161,7 +161,7 @@ def _weigh(job: Job, model: TracedModel, batches: Batches, device: torch.device)
 
 def _trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     strategy, order = job.strategies[name]
-    return Trainer(
+    trainer = Trainer(
         model,
         (strategy, job.topology),
         order,
@@ -173,6 +173,9 @@ def _trainer(job: Job, model: TracedModel, name: str) -> Trainer:
         clip_norm=job.clip_norm,
         compiled=job.compiled,
     )
+    if job.emulated:
+        communicate_freely()  # all groups' threads are there now
+    return trainer
 
 
 def _optimizer(job: Job) -> OptimizerFactory:

@@ -46,8 +46,8 @@ def emulated(hosts: Sequence[HostLimits]) -> Iterator[Emulation]:
                 places = [
                     (rank, host_name(number, i), str(groups.group(number, rank))) for i, host in enumerate(hosts) for rank in host.ranks
                 ]
-                cores = cores_by_rank(len(shares), usable_cores())
-                place = Placement(tuple((namespace, group) for _, namespace, group in sorted(places)), cores)
+                by_rank = tuple((namespace, group) for _, namespace, group in sorted(places))
+                place = Placement(by_rank, cores_by_rank(len(shares), usable_cores()), str(groups.free_group(number)))
                 signals.let_through()
                 yield Emulation(number, str(box_address(number)), place)
             finally:

@@ -1,6 +1,7 @@
 """A CPU quota per rank by control groups, of either version; a group also says which processes belong to it.
 
 Not one per host: a rank that waits must not lend its time to another one of its host, which would be faster than a device can be.
+One more group, without a quota, is for the threads that communicate.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class CpuGroups:
 
     root: Path
     unified: bool
+
+    def free_group(self, number: int) -> Path:
+        """The group for threads that communicate."""
+        return self.root / group_name(number) / "communication"
 
     def group(self, number: int, rank: int) -> Path:
         """A rank's group."""
@@ -67,9 +72,12 @@ def build(groups: CpuGroups, number: int, cores: Sequence[float]) -> None:
         folder.mkdir()
         if groups.unified:
             _write(folder / "cgroup.subtree_control", "+cpu")
+        for group in (groups.free_group(number), *(groups.group(number, rank) for rank in range(len(cores)))):
+            group.mkdir()
+            if groups.unified:
+                _write(group / "cgroup.type", "threaded")  # or all threads of a process would have to be in one group
         for rank, share in enumerate(cores):
             group = groups.group(number, rank)
-            group.mkdir()
             quota, period = quota_us(share)
             if groups.unified:
                 _write(group / "cpu.max", f"{quota} {period}")
@@ -99,6 +107,13 @@ def join(group: Path, process: int) -> None:
         _write(group / "cgroup.procs", str(process))
     except OSError as cause:
         raise RuntimeFailure(f"--emulate: process {process} in control group {group}: {cause.strerror}; start again") from None
+
+
+def move_thread(group: Path, thread: int) -> None:
+    """Move one thread of a process into a group; one that has ended meanwhile does not matter."""
+    path = group / "tasks"  # of version 1
+    with suppress(ProcessLookupError):
+        _write(path if path.exists() else group / "cgroup.threads", str(thread))
 
 
 def processes(groups: CpuGroups, number: int) -> list[int]:

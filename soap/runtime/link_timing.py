@@ -26,17 +26,20 @@ def measure_links(
     backend: str = "auto",
     seconds_per_probe: float = SECONDS_PER_PROBE,
     on_probe: Callable[[LinkTiming], None] | None = None,
+    when_open: Callable[[], None] = lambda: None,
 ) -> list[LinkTiming]:
     """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
 
     Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's are measured, whatever the others' are,
-    which may know of other measurements. ``on_probe`` hears on rank 0 of each probe that is done.
+    which may know of other measurements. ``on_probe`` hears on rank 0 of each probe that is done. ``when_open``: called on every rank as
+    soon as all groups have their threads.
     """
     world = open_world(device_count, kind, backend)
     comm = Communicator(world.device, (), world.timeout)
     try:
         todo: tuple[Probe, ...] = comm.gather(tuple(probes))[0]
         comm.open_groups({probe.devices for probe in todo})
+        when_open()
         found = []
         for probe in todo:
             found.append(_measure(comm, probe, seconds_per_probe))

@@ -155,7 +155,7 @@ class Communicator:
             work = _work(dist.all_to_all_single(wire, sent, list(sizes), given, group=group, async_op=True))
             self.keep(Pending((work,), sent))
             return Pending((work,), buffer, finish)
-        coming, leaving = self._each_to_each(wire.split(list(sizes)), sent.split(given), devices)
+        coming, leaving = self._each_to_each(torch.split(wire, list(sizes)), torch.split(sent, given), devices)
         self.keep(Pending(leaving, sent))
         return Pending(coming, buffer, finish)
 

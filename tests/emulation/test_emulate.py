@@ -22,7 +22,7 @@ from soap.emulation import leftovers, network, quota
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
 from soap.emulation.names import NAMESPACES, group_name, host_address
-from soap.emulation.placement import Placement, card_counters, working_as_ranks
+from soap.emulation.placement import Placement, card_counters, communicate_freely, working_as_ranks
 from soap.emulation.quota import CpuGroups
 from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
 from soap.presets import preset
@@ -89,6 +89,47 @@ def test_this_process_may_work_as_a_rank_and_leaves_again(groups: CpuGroups) -> 
         assert members == [[str(os.getpid())], [str(other.pid)]]
         assert other.wait(PATIENCE_S) == -signal.SIGKILL  # with its group
     assert traces(groups, emulation.number) == [] and os.sched_getaffinity(0) == before
+
+
+def with_two_threads(place: Placement, pipe: Connection) -> None:
+    """A placed rank that has one more thread than its main one."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    place(0)
+    started, over = threading.Event(), threading.Event()
+    numbers = [threading.get_native_id()]
+
+    def communicate() -> None:
+        numbers.append(threading.get_native_id())
+        started.set()
+        over.wait()
+
+    other = threading.Thread(target=communicate)
+    other.start()
+    started.wait()
+    communicate_freely()
+    pipe.send([*numbers, os.sched_getaffinity(numbers[0]), os.sched_getaffinity(numbers[1])])
+    pipe.recv()
+    over.set()
+    other.join()
+
+
+def test_threads_that_communicate_have_no_quota(groups: CpuGroups) -> None:
+    spawn = get_context("spawn")
+    with emulated(host_limits(preset("emulated:4x1"), 1.0, 2)) as emulation:
+        ours, theirs = spawn.Pipe()
+        rank = spawn.Process(target=with_two_threads, args=(emulation.place, theirs))
+        rank.start()
+        assert ours.poll(PATIENCE_S)
+        main, other, main_cores, other_cores = ours.recv()
+        name = "cgroup.threads" if groups.unified else "tasks"
+        limited, free = groups.group(emulation.number, 0), groups.free_group(emulation.number)
+        assert (limited / name).read_text().split() == [str(main)]
+        assert str(other) in (free / name).read_text().split()
+        assert main_cores == set(emulation.place.cores[0]) and other_cores == os.sched_getaffinity(0)
+        assert rank.pid in quota.processes(groups, emulation.number)
+        ours.send("go")
+        rank.join(PATIENCE_S)
+        assert rank.exitcode == 0
 
 
 def test_a_process_that_is_gone_cannot_work_as_a_rank(groups: CpuGroups) -> None:

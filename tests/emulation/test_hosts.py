@@ -72,7 +72,7 @@ def test_ways_of_unequal_rates_in_both_directions() -> None:
     assert [h.receiving.bytes_per_second for h in found if h.receiving] == [60e6] * 3
 
 
-@pytest.mark.parametrize(("name", "shares"), [("emulated:4x1", [0.45] * 4), ("emulated:2x2@5Mbit/s", [0.9] * 2), ("local:4", [2.0])])
+@pytest.mark.parametrize(("name", "shares"), [("emulated:4x1", [0.375] * 4), ("emulated:2x2@5Mbit/s", [0.75] * 2), ("local:4", [2.0])])
 def test_devices_measured_here_have_the_cores_among_themselves(name: str, shares: list[float]) -> None:
     hosts = quietly(preset(name), cores=2)
     assert [host.cores for host in hosts] == shares

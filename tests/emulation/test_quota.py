@@ -46,6 +46,8 @@ def test_writes_version_2(tmp_path: Path) -> None:
     quota.build(CpuGroups(tmp_path, True), 7, [0.5, 0.25])
     group = tmp_path / "soap-emulation-7"
     assert (tmp_path / "cgroup.subtree_control").read_text() == (group / "cgroup.subtree_control").read_text() == "+cpu"
+    assert all((group / name / "cgroup.type").read_text() == "threaded" for name in ("rank0", "rank1", "communication"))
+    assert not (group / "communication" / "cpu.max").exists()
     assert [(group / f"rank{i}" / "cpu.max").read_text() for i in (0, 1)] == ["5000 10000", "2500 10000"]
 
 
