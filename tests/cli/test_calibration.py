@@ -134,6 +134,8 @@ def test_a_corrected_prediction_is_corrected_further() -> None:
     again = sides({("linear", "forward"): [150, 450]}, {("linear", "forward"): [300, 900]})
     (step,) = calibrate(*again, None)
     assert (step.before, step.factor) == (1.5, 3.0)
+    with pytest.raises(TimelineError, match="predicted with other costs"):
+        calibrate(*again, None)
     assert kept() == {**FACTORS, "linear forward": 3.0}
     (step,) = calibrate(*sides({("linear", "forward"): [300, 900]}, {("linear", "forward"): [300, 900]}), None)
     assert (step.before, step.factor) == (3.0, 3.0)
