@@ -38,6 +38,7 @@ from soap.topology import Topology
 if TYPE_CHECKING:
     import pandas as pd
 
+    from soap.profiles.corrections import Correction
     from soap.profiles.entries import Entry
     from soap.profiles.store import Store
     from soap.search.bounds import LowerBound
@@ -337,17 +338,18 @@ def simulator_for(
 
 
 def costs_for(topology: Topology, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto") -> CostModel:
-    """What was measured for the devices of this cluster by ``soap-profile``, if anything was and ``costs`` lets it; else estimates.
+    """What was measured for the devices of this cluster by ``soap-profile``, with the corrections of ``soap-compare --calibrate``, if there
+    is anything and ``costs`` lets it; else estimates.
 
     A store that cannot be read is a warning, and counts as empty.
     """
     if _takes_measurements(costs):
-        from soap.profiles.lookup import ProfiledCosts, read_profiles
+        from soap.profiles.lookup import ProfiledCosts, read_corrections, read_profiles
 
-        nothing: dict[str, list[Entry]] = {}
-        profiles = _from_store(lambda store: read_profiles(topology, store), nothing)
-        if profiles:
-            return ProfiledCosts(topology, profiles, optimizer_states)
+        nothing: tuple[dict[str, list[Entry]], dict[str, list[Correction]]] = {}, {}
+        profiles, corrections = _from_store(lambda store: (read_profiles(topology, store), read_corrections(topology, store)), nothing)
+        if profiles or corrections:
+            return ProfiledCosts(topology, profiles, optimizer_states, corrections)
     return RooflineCosts(topology, optimizer_states)
 
 
@@ -381,14 +383,16 @@ def _from_store(read: Callable[[Store], T], otherwise: T) -> T:
 
 
 def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
-    """Where the numbers of a simulation come from. ``shares``: parts of the compute time by source, from measured to estimated. ``links``:
-    how they were measured, in one line; None if their figures are those of the cluster's description."""
-    from soap.profiles.shares import shares
+    """Where the numbers of a simulation come from. ``shares``: parts of the compute time by source, from measured to estimated.
+    ``corrected``: the part of it that ``soap-compare --calibrate`` has corrected, whatever its source. ``links``: how they were measured,
+    in one line; None if their figures are those of the cluster's description."""
+    from soap.profiles.shares import corrected, shares
 
     return {
         "description": simulator.costs.description,
         "hash": simulator.costs_hash,
         "shares": shares(simulator.costs, tasks),
+        "corrected": corrected(simulator.costs, tasks),
         "links": simulator.topology.links_source or None,
     }
 

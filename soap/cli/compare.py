@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from soap.cli import report
-from soap.cli.command import Parser, run_command
-from soap.cli.options import refuse_overwriting
+from soap.cli import calibration, report
+from soap.cli.calibration import LEAST_TASKS
+from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.options import add_cluster, refuse_overwriting
 from soap.cli.tables import aligned, milliseconds
 from soap.errors import TimelineError
 from soap.files import check_writable, read_text, write_text_atomically
@@ -35,21 +36,35 @@ def make_parser() -> Parser:
     parser.add_argument("predicted", metavar="PREDICTED", help="what --timeline wrote; soap-run's holds both sides and is enough")
     parser.add_argument("measured", metavar="MEASURED", nargs="?", help="what soap-run --timeline wrote (default: PREDICTED)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write both as one trace for Perfetto, from the start of the iteration")
+    calibrate = (
+        "keep by how much longer than predicted each kind of operator and the updates took, forward and backward, where at least "
+        f"{LEAST_TASKS} tasks were measured, and correct all predictions for such devices by it from now on (--costs estimate takes none). "
+        "The next soap-profile that measures something there drops that. Communication is not corrected: soap-profile links measures it"
+    )
+    parser.add_argument("--calibrate", action="store_true", help=calibrate)
+    add_cluster(parser, required=False, note=" (for --calibrate; default: the timeline's, if it is a preset)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 
 
 def execute(args: argparse.Namespace) -> int:
     """Read, compare, report."""
-    refuse_overwriting({"PREDICTED": args.predicted, "MEASURED": args.measured}, {"--output": args.output})
+    inputs = {"PREDICTED": args.predicted, "MEASURED": args.measured, "--cluster": args.cluster}
+    refuse_overwriting(inputs, {"--output": args.output})
+    if args.cluster and not args.calibrate:
+        raise UsageError("--cluster without --calibrate; expected both: comparing needs no cluster")
     if args.output:
         check_writable(args.output)
     predicted, measured = _read(args.predicted, "predicted"), _read(args.measured or args.predicted, "measured")
     comparison = compare(predicted, measured)
+    steps = calibration.calibrate(predicted, measured, args.cluster) if args.calibrate else None
     if args.output:
         write_text_atomically(args.output, timeline_file.dumps([timeline_file.aligned(side) for side in (predicted, measured)]))
-    print(report.dump(document(comparison)) if args.json else text(comparison))
-    if args.output and not args.json:
+    if args.json:
+        print(report.dump({**document(comparison), "calibration": None if steps is None else calibration.document(steps)}))
+        return 0
+    print(text(comparison) if steps is None else f"{text(comparison)}\n\n{calibration.text(steps)}")
+    if args.output:
         print(f"\nwrote {args.output}")
     return 0
 

@@ -70,7 +70,8 @@ def add_costs(parser: Parser) -> None:
         "--costs",
         choices=COST_SOURCES,
         default=COST_SOURCES[0],
-        help="auto: what soap-profile has measured for these devices, estimates for the rest; estimate: only those (default %(default)s)",
+        help="auto: what soap-profile has measured for these devices, estimates for the rest, corrected by what soap-compare --calibrate "
+        "has kept; estimate: estimates as they are (default %(default)s)",
     )
 
 

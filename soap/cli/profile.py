@@ -20,15 +20,17 @@ from soap.errors import ProfileError, StoppedBySignal
 from soap.files import check_writable
 from soap.graph import OperatorGraph
 from soap.presets import family
+from soap.profiles.corrections import CORRECTED, Correction
 from soap.profiles.exchange import export_profiles, import_profiles
 from soap.profiles.keys import environments
-from soap.profiles.lookup import ProfiledCosts, Source, foreign
-from soap.profiles.shares import shares
+from soap.profiles.lookup import ProfiledCosts, Source, foreign, read_corrections
+from soap.profiles.shares import corrected, shares
 from soap.profiles.shares import text as shares_text
 from soap.profiles.store import Store
 from soap.simulator.simulate import Simulator, tile_count
 from soap.strategies import CLASSICAL
 from soap.strategy import Strategy
+from soap.strategy_differences import one_line
 from soap.topology import Topology
 
 PROG = "soap-profile"
@@ -45,14 +47,14 @@ def make_parser() -> Parser:
         "then predict from that. Ctrl-C keeps what was measured; the same command goes on from there.\n\n"
         f"  {PROG} show MODEL --cluster SPEC   say what is measured, and what predictions rest on\n"
         f"  {PROG} links --cluster SPEC        measure what the cluster's ranks can send each other\n"
-        f"  {PROG} export FILE                 write all measurements as JSON\n"
-        f"  {PROG} import FILE                 take measurements from such a file",
+        f"  {PROG} export FILE                 write all measurements and corrections as JSON\n"
+        f"  {PROG} import FILE                 take them from such a file",
         f"{PROG} zoo:rnnlm:tiny --cluster local:2 --budget 60",
     )
     _add_subject(parser)
     budget = "of measuring; then the rest is left (default: all of it)"
     parser.add_argument("--budget", metavar="SECONDS", type=positive_number, help=budget)
-    parser.add_argument("--again", action="store_true", help="measure what is known already, too, and replace it")
+    parser.add_argument("--again", action="store_true", help="measure what is known already, too, and replace it; drops corrections")
     return parser
 
 
@@ -65,7 +67,7 @@ def make_show_parser() -> Parser:
 
 def make_file_parser(verb: str) -> Parser:
     """The options of ``export`` and ``import``."""
-    what = "Write all measurements to a file." if verb == "export" else "Take measurements from a file that export wrote."
+    what = "Write all measurements and corrections to a file." if verb == "export" else "Take them from a file that export wrote."
     parser = Parser(f"{PROG} {verb}", what, f"{PROG} {verb} profile.json")
     parser.add_argument("file", metavar="FILE", help="JSON")
     return parser
@@ -88,6 +90,7 @@ def execute(args: argparse.Namespace) -> int:
     everything = wanted(graph, topology, _groups(strategies))
     known = set() if args.again else {entry.key for entry in store.entries(place)}
     todo = [one for one in everything if one.key not in known]
+    outdated = store.corrections(place)
     with Stopping() as stopping:
         try:
             done = _measure(args, topology, todo, store) if todo else 0
@@ -95,13 +98,16 @@ def execute(args: argparse.Namespace) -> int:
             note(PROG, "interrupted: what was measured is kept, and the same command goes on from there")
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
     found = document(graph, topology, strategies, everything, store)
-    found["measured_now"] = done
+    found["measured_now"], found["corrections_dropped"] = done, len(outdated) if done else 0
     if args.json:
         print(report.dump(found))
     else:
         left = len(todo) - done
         rest = f"{left} are left: the same command goes on" if left else "nothing is left"
-        print(f"measured {done} computations now; {rest}\n")
+        print(f"measured {done} computations now; {rest}")
+        if found["corrections_dropped"]:
+            print(f"dropped {len(outdated)} corrections of soap-compare --calibrate, as they were made without these")
+        print()
         print(text(found))
     return 0
 
@@ -133,14 +139,14 @@ def execute_export(args: argparse.Namespace) -> int:
     refuse_overwriting({"the store of measurements": str(store.path)}, {"FILE": args.file})
     check_writable(args.file, error=ProfileError)
     count = export_profiles(store, args.file)
-    print(f"wrote {count} measurements to {args.file}")
+    print(f"wrote {count} measurements and corrections to {args.file}")
     return 0
 
 
 def execute_import(args: argparse.Namespace) -> int:
     """Read a file."""
     count = import_profiles(Store(), args.file)
-    print(f"took {count} measurements from {args.file}")
+    print(f"took {count} measurements and corrections from {args.file}")
     return 0
 
 
@@ -166,7 +172,8 @@ def document(
     """What is known of a model on a cluster, as plain JSON values. The keys are part of the command's interface."""
     places = environments(topology)
     profiles = {name: store.entries(place) for name, place in places.items()}
-    costs = ProfiledCosts(topology, {name: entries for name, entries in profiles.items() if entries})
+    corrections = read_corrections(topology, store)
+    costs = ProfiledCosts(topology, {name: entries for name, entries in profiles.items() if entries}, corrections=corrections)
     simulator = Simulator(graph, api.with_links(topology), costs)
     device = topology.devices[0].type
     keys = {entry.key for entry in profiles[device.name]}
@@ -185,14 +192,24 @@ def document(
         "environments": {name: place.text for name, place in places.items()},
         "computations": groups,
         "strategies": {
-            name: {"predicted_ns": simulation.makespan_ns, "shares": shares(costs, simulation.tasks)}
+            name: {
+                "predicted_ns": simulation.makespan_ns,
+                "shares": shares(costs, simulation.tasks),
+                "corrected": corrected(costs, simulation.tasks),
+            }
             for name, strategy in strategies.items()
             if tile_count(strategy) <= report.MOST_TILES
             for simulation in (simulator.predict(strategy),)
         },
+        "corrections": {name: [_correction(one) for one in own] for name, own in corrections.items()},
         "missing": missing,
         "foreign": {place.text: count for place, count in foreign(topology, store).items()},
     }
+
+
+def _correction(correction: Correction) -> dict[str, Any]:
+    values = {"of": correction.name, "factor": correction.factor, "tasks": correction.tasks, "model": correction.model}
+    return {**values, "strategy_hash": correction.strategy_hash, "calibrated_at": correction.calibrated_at}
 
 
 def _source(costs: ProfiledCosts, graph: OperatorGraph, topology: Topology, one: Wanted) -> Source:
@@ -210,8 +227,13 @@ def text(found: Mapping[str, Any]) -> str:
     rows = [("distinct computations of", *sources)]
     rows += [(name, *(str(counts[source]) for source in sources)) for name, counts in found["computations"].items()]
     predicted = [("predicted", "time", "compute time")]
-    predicted += [(name, milliseconds(one["predicted_ns"]), shares_text(one["shares"])) for name, one in found["strategies"].items()]
+    for name, one in found["strategies"].items():
+        predicted.append((name, milliseconds(one["predicted_ns"]), shares_text(one["shares"], one["corrected"])))
     sections = [head, aligned(rows), _left_last(predicted)]
+    for device, own in found["corrections"].items():
+        factors = [("of", "factor", "tasks", "from")]
+        factors += [(one_line(one["of"], 60), f"{one['factor']:.3f}", str(one["tasks"]), _origin(one)) for one in own]
+        sections.append(f"{device}, {CORRECTED}:\n{_left_last(factors)}")
     if found["missing"]:
         dear = sorted(found["missing"], key=lambda one: -one["estimated_ns"])[:MOST_MISSING]
         lines = [(f"{one['operator']} ({one['kind']})", milliseconds(one["estimated_ns"]), one["source"]) for one in dear]
@@ -222,6 +244,11 @@ def text(found: Mapping[str, Any]) -> str:
         elsewhere = [f"  {count} on {place}" for place, count in found["foreign"].items()]
         sections.append("measured elsewhere, and not used here:\n" + "\n".join(elsewhere))
     return "\n\n".join(sections)
+
+
+def _origin(one: Mapping[str, Any]) -> str:
+    """Of a correction: model, strategy, time."""
+    return one_line(f"{one['model']}, strategy {one['strategy_hash']}, {one['calibrated_at']}")
 
 
 def _left_last(rows: Sequence[Sequence[str]]) -> str:

@@ -77,7 +77,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
 
 def resting(costs: Mapping[str, Any]) -> str:
     """Where the predicted compute time comes from."""
-    return f"compute time {shares.text(costs['shares'])}"
+    return f"compute time {shares.text(costs['shares'], costs['corrected'])}"
 
 
 def optimality(outcome: SearchOutcome) -> str:

@@ -29,7 +29,7 @@ from soap.cli.options import (
 )
 from soap.cli.report import crowded, resting, shared_cores
 from soap.cli.tables import aligned, listed, milliseconds, speed_up
-from soap.cli.timelines import measured_text
+from soap.cli.timelines import measured_text, not_as_priced
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.presets import says_all
@@ -101,7 +101,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.timeline:
         measured = outcome.measured[STRATEGY].median_ns
         strategy, _ = job.strategies[STRATEGY]
-        write_text_atomically(args.timeline, measured_text(strategy, predicted[STRATEGY], outcome.iterations, measured, job.accumulate))
+        made = {"costs_hash": costs["hash"], "not_as_priced": not_as_priced(job, scale)}
+        picture = measured_text(strategy, predicted[STRATEGY], outcome.iterations, measured, job.accumulate, **made)
+        write_text_atomically(args.timeline, picture)
     report = document(job, predicted, outcome, costs, hosts, scale)
     print(json.dumps(report, indent=2) if args.json else text(report))
     if args.timeline and not args.json:

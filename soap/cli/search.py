@@ -184,7 +184,8 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     with stopping.saving():
         outcome.save(args.output)
         if args.timeline:
-            write_text_atomically(args.timeline, predicted_text(graph, outcome.strategy, outcome.simulation))
+            picture = predicted_text(graph, outcome.strategy, outcome.simulation, outcome.simulator.costs_hash)
+            write_text_atomically(args.timeline, picture)
         if args.plot:
             outcome.plot(args.plot)
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)

@@ -65,7 +65,7 @@ def execute(args: argparse.Namespace) -> int:
     simulation = simulator.predict(strategy)
     explained = _whole(simulation) if args.explain else None
     if args.timeline:
-        write_text_atomically(args.timeline, predicted_text(graph, strategy, simulation, memory=True))
+        write_text_atomically(args.timeline, predicted_text(graph, strategy, simulation, simulator.costs_hash, memory=True))
     summary = {**report.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
     summary["what_if"] = None if made_for is None else {"made_for": made_for}
     if explained is not None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import soap
+from soap.emulated_cluster import FAMILY as EMULATED
 from soap.graph import OperatorGraph
+from soap.presets import family
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.simulator.timeline import MeasuredEvent, chrome_trace, measured_trace, middle_iteration, task_details
@@ -15,11 +19,17 @@ from soap.strategy import Strategy
 from soap.strategy_json import strategy_hash
 from soap.topology import Topology
 
+if TYPE_CHECKING:
+    from soap.cli.training import Job
 
-def predicted_text(graph: OperatorGraph, strategy: Strategy, simulation: Simulation | FoldedSimulation, *, memory: bool = False) -> str:
+
+def predicted_text(
+    graph: OperatorGraph, strategy: Strategy, simulation: Simulation | FoldedSimulation, costs_hash: str, *, memory: bool = False
+) -> str:
     """The file of a predicted iteration. ``memory``: with each device's memory over time."""
     topology, copies = simulation.topology, simulation.folding.count if isinstance(simulation, FoldedSimulation) else 1
-    described = _description("predicted", graph, topology, strategy, simulation, simulation.makespan_ns, copies=copies)
+    what = graph, topology, strategy, simulation
+    described = _description("predicted", *what, simulation.makespan_ns, copies=copies, costs_hash=costs_hash)
     trace = chrome_trace(simulation.tasks, simulation.schedule, memory=simulation.memory_over_time if memory else ())
     return dumps([(trace, described)])
 
@@ -30,17 +40,21 @@ def measured_text(
     iterations: Sequence[Sequence[MeasuredEvent]],
     step_ns: int,
     micro_batches: int = 1,
+    *,
+    costs_hash: str,
+    not_as_priced: str = "",
 ) -> str:
     """The file of a predicted iteration and a measured one, side by side.
 
     ``iterations``: the events of each traced iteration (at least one); the one of middle length is shown, with each task's median time.
-    ``step_ns``: what a step takes without tracing.
+    ``step_ns``: what a step takes without tracing. ``costs_hash``, ``not_as_priced``: as in ``Description``.
     """
     graph, topology = simulation.plan.graph, simulation.topology
     predicted_ns = simulation.step_ns(micro_batches)
-    predicted = _description("predicted", graph, topology, strategy, simulation, predicted_ns, micro_batches=micro_batches)
-    measured = _description(
-        "measured", graph, topology, strategy, simulation, step_ns, micro_batches=micro_batches, iterations=len(iterations)
+    what = graph, topology, strategy, simulation
+    predicted = _description("predicted", *what, predicted_ns, micro_batches=micro_batches, costs_hash=costs_hash)
+    measured = replace(
+        _description("measured", *what, step_ns, micro_batches=micro_batches, iterations=len(iterations)), not_as_priced=not_as_priced
     )
     middle, medians_ns = middle_iteration(iterations)
     known = task_details(simulation.tasks)
@@ -48,6 +62,21 @@ def measured_text(
     names = [device.name for device in topology.devices]
     picture = measured_trace(middle, "measured", names, details)
     return dumps([(chrome_trace(simulation.tasks, simulation.schedule, "predicted"), predicted), (picture, measured)])
+
+
+def not_as_priced(job: Job, scale: float) -> str:
+    """The options of a run that make its computations other ones than the cluster's costs are of; "" if there are none. ``scale``: of an
+    emulation."""
+    kind = job.topology.devices[0].type.kind
+    emulated = family(job.topology.name) == EMULATED
+    options = {
+        "--compile": job.compiled,
+        f"--device {job.device_kind}": job.device_kind not in (None, kind),
+        "--emulate": job.emulated and not emulated,
+        "no --emulate": emulated and not job.emulated,
+        f"--emulate-scale {scale:g}": scale != 1,
+    }
+    return ", ".join(option for option, given in options.items() if given)
 
 
 def _description(
@@ -61,6 +90,7 @@ def _description(
     micro_batches: int = 1,
     iterations: int = 1,
     copies: int = 1,
+    costs_hash: str = "",
 ) -> Description:
     versions: Mapping[str, str] = {"soap": soap.__version__}
     return Description(
@@ -77,4 +107,5 @@ def _description(
         copies=copies,
         link_bytes={name: size for name, size in simulation.link_bytes.items() if size} if origin == "predicted" else {},
         versions={**versions, "torch": version("torch")} if origin == "measured" else versions,
+        costs_hash=costs_hash,
     )

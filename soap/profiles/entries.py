@@ -48,9 +48,14 @@ class Entry:
         return points
 
 
+def update_family(optimizer_states: int) -> str:
+    """Of updates by an optimizer that keeps so many tensors of a parameter's size."""
+    return f"<{UPDATE}-{optimizer_states}>"
+
+
 def update_key(optimizer_states: int, size_bytes: int) -> TileKey:
     """Of the update of one tensor of so many bytes by an optimizer that keeps so many tensors of its size."""
-    return TileKey(f"<{UPDATE}-{optimizer_states}>", (size_bytes,), (), True)
+    return TileKey(update_family(optimizer_states), (size_bytes,), (), True)
 
 
 def copy_key(size_bytes: int) -> TileKey:

@@ -13,6 +13,7 @@ from jsonschema.exceptions import best_match
 from soap.errors import ProfileError
 from soap.files import read_text, write_text_atomically
 from soap.profiles import entries, keys, link_places
+from soap.profiles.corrections import CORRECTION_SCHEMA, decode_correction, encode_correction
 from soap.profiles.entries import decode, encode
 from soap.profiles.keys import Environment
 from soap.profiles.link_places import TIMING_SCHEMA, LinkPlace, decode_timing, encode_timing
@@ -56,7 +57,14 @@ SCHEMA: dict[str, Any] = {
             "version": {"const": VERSION},
             "profiles": {
                 "type": "array",
-                "items": _record({"environment": _record(_ENVIRONMENT), "entries": {"type": "array", "items": entries.SCHEMA}}),
+                "items": _record(
+                    {
+                        "environment": _record(_ENVIRONMENT),
+                        "entries": {"type": "array", "items": entries.SCHEMA},
+                        "corrections": {"type": "array", "items": CORRECTION_SCHEMA},
+                    },
+                    optional=("corrections",),  # nor corrections
+                ),
             },
             "links": {
                 "type": "array",
@@ -69,28 +77,45 @@ SCHEMA: dict[str, Any] = {
 
 
 def export_profiles(store: Store, path: str | Path) -> int:
-    """Write all that the store holds; how many entries. Equal stores write equal bytes."""
-    profiles = []
-    for environment in store.environments():
-        profiles.append({"environment": asdict(environment), "entries": [encode(entry) for entry in store.entries(environment)]})
+    """Write all that the store holds; how many measurements and corrections. Equal stores write equal bytes."""
+    profiles = [
+        {
+            "environment": asdict(environment),
+            "entries": [encode(entry) for entry in store.entries(environment)],
+            "corrections": [encode_correction(one) for one in store.corrections(environment)],
+        }
+        for environment in store.environments()
+    ]
     links = [
         {"place": asdict(place), "timings": [encode_timing(timing) for timing in store.links(place)]} for place in store.link_places()
     ]
     document = {"format": FORMAT, "version": VERSION, "profiles": profiles, "links": links}
     write_text_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n", error=ProfileError)
-    return sum(len(profile["entries"]) for profile in profiles) + sum(len(own["timings"]) for own in links)
+    kept = sum(len(profile["entries"]) + len(profile["corrections"]) for profile in profiles)
+    return kept + sum(len(own["timings"]) for own in links)
 
 
 def import_profiles(store: Store, path: str | Path) -> int:
-    """Put what a file holds into the store, in place of what it has of the same; how many entries. All or, on bad input, nothing."""
+    """Put what a file holds into the store, in place of what it has of the same; how many of all. All or, on bad input, nothing.
+
+    Corrections of an environment that the file has measurements of go, for the file's own.
+    """
     document = _checked(read_text(path, what="profile", error=ProfileError), path)
-    found = [(Environment(**p["environment"]), [decode(entry) for entry in p["entries"]]) for p in document["profiles"]]
+    found = [
+        (
+            Environment(**own["environment"]),
+            [decode(entry) for entry in own["entries"]],
+            [decode_correction(one) for one in own.get("corrections", [])],
+        )
+        for own in document["profiles"]
+    ]
     links = [(LinkPlace(**own["place"]), [decode_timing(timing) for timing in own["timings"]]) for own in document.get("links", [])]
-    for environment, measured in found:
+    for environment, measured, corrections in found:
         store.put(environment, measured)
+        store.put_corrections(environment, corrections)
     for place, timings in links:
         store.put_links(place, timings)
-    return sum(len(measured) for _, measured in found) + sum(len(timings) for _, timings in links)
+    return sum(len(measured) + len(corrections) for _, measured, corrections in found) + sum(len(timings) for _, timings in links)
 
 
 def _checked(text: str, path: str | Path) -> dict[str, Any]:

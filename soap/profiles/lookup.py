@@ -8,6 +8,8 @@
 - *estimated*: the roofline.
 
 What the runtime adds to a tile is no part of a tile's measurement; it is measured by itself, or else estimated.
+
+Answers of a kind and direction that has a correction (``corrections``) are multiplied by it, wherever they come from, and say so.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from math import exp, log
 from statistics import median
 
 from soap.graph import OperatorGraph
-from soap.profiles.entries import UPDATE, Entry, encode, runtime_key, update_key
+from soap.profiles.corrections import CORRECTED, Correction
+from soap.profiles.entries import UPDATE, Entry, encode, runtime_key, update_family, update_key
 from soap.profiles.keys import Environment, TileKey, TileKeys, environments
 from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.store import Store
@@ -47,10 +50,11 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A duration, and where it comes from."""
+    """A duration, and where it comes from. ``corrected``: a correction was applied to it."""
 
     ns: int
     source: Source
+    corrected: bool = False
 
 
 Point = tuple[tuple[int, ...], int, float]
@@ -60,8 +64,9 @@ Point = tuple[tuple[int, ...], int, float]
 class Profile:
     """What was measured in one environment, ready to be asked. ``device``: whose roofline it is compared with."""
 
-    def __init__(self, device: DeviceType, entries: Iterable[Entry]) -> None:
+    def __init__(self, device: DeviceType, entries: Iterable[Entry], corrections: Iterable[Correction] = ()) -> None:
         self.device = device
+        self.corrections = {one.of: one.factor for one in corrections}
         self.entries = sorted(entries, key=lambda entry: entry.key.text)
         self._exact = {entry.key: entry for entry in self.entries}
         self._families: dict[tuple[str, bool], list[Point]] = {}
@@ -115,6 +120,11 @@ class Profile:
         timing = entry.backward if backward else entry.forward
         return 0.0 if timing is None else timing.ns
 
+    def answer(self, ns: float, source: Source, kind: str, backward: bool) -> Answer:
+        """Nanoseconds of that kind and direction as an answer, corrected if there is a correction for it."""
+        factor = self.corrections.get((kind, backward))
+        return Answer(nanoseconds(ns * (1.0 if factor is None else factor) / 1e9), source, factor is not None)
+
     def _median_of_kinds(self, backward: bool) -> float | None:
         found = [factor for (_, direction), factor in self.factors.items() if direction is backward]
         return median(found) if len(found) >= LEAST_KINDS else None
@@ -123,26 +133,39 @@ class Profile:
 class ProfiledCosts:
     """A ``CostModel`` from measurements where there are any, by device type's name, and from the roofline elsewhere."""
 
-    def __init__(self, topology: Topology, profiles: Mapping[str, Iterable[Entry]], optimizer_states: int = 2) -> None:
-        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
+    def __init__(
+        self,
+        topology: Topology,
+        profiles: Mapping[str, Iterable[Entry]],
+        optimizer_states: int = 2,
+        corrections: Mapping[str, Iterable[Correction]] | None = None,
+    ) -> None:
+        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it. ``corrections``: by device type's name."""
+        known = corrections or {}
         self.optimizer_states = optimizer_states
         self.estimate = RooflineCosts(topology, optimizer_states)
         types = {device.type.name: device.type for device in topology.devices}
-        self.profiles = {name: Profile(types[name], profiles[name]) for name in sorted(types) if name in profiles}
+        asked = [name for name in sorted(types) if name in profiles or name in known]
+        self.profiles = {name: Profile(types[name], profiles.get(name, ()), known.get(name, ())) for name in asked}
         self._keys: dict[str, TileKeys] = {}
         self._answers: dict[tuple[str, int, tuple[tuple[int, int], ...], str, bool], Answer] = {}
 
     @property
     def description(self) -> str:
         """One line for people."""
-        known = " and ".join(f"{self._operators(profile)} computations on {name}" for name, profile in self.profiles.items())
-        return f"profile of {known} (soap-profile), the rest: {self.estimate.description}"
+        measured = [f"{self._operators(profile)} computations on {name}" for name, profile in self.profiles.items() if profile.entries]
+        rest = self.estimate.description
+        said = f"profile of {' and '.join(measured)} (soap-profile), the rest: {rest}" if measured else rest
+        return f"{said}; {CORRECTED}" if any(profile.corrections for profile in self.profiles.values()) else said
 
     @property
     def hash(self) -> str:
-        """16 hex digits over everything that enters an answer: all entries, and the roofline."""
-        entries = [[name, [_figures(entry) for entry in profile.entries]] for name, profile in self.profiles.items()]
-        text = json.dumps(["profile", 1, LEAST_KINDS, self.estimate.hash, entries])
+        """16 hex digits over everything that enters an answer: all entries and corrections, and the roofline."""
+        known = [
+            [name, [_figures(entry) for entry in profile.entries], sorted(profile.corrections.items())]
+            for name, profile in self.profiles.items()
+        ]
+        text = json.dumps(["profile", 2, LEAST_KINDS, self.estimate.hash, known])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
@@ -174,7 +197,7 @@ class ProfiledCosts:
         if profile is None:  # a host's core, say
             return Answer(estimated_ns, Source.ESTIMATED)
         ns, source = profile.update(self.optimizer_states, parameter_bytes, estimated_ns)
-        return Answer(nanoseconds(ns / 1e9), source)
+        return profile.answer(ns, source, update_family(self.optimizer_states), backward=False)
 
     def _ask(self, graph: OperatorGraph, tile: Tile, device: DeviceType, backward: bool) -> Answer:
         profile = self.profiles.get(device.name)
@@ -183,8 +206,9 @@ class ProfiledCosts:
             return Answer(ask(graph, tile, device), Source.ESTIMATED)
         keys = self._keys.setdefault(graph.hash, TileKeys(graph))
         work = backward_work(graph, tile) if backward else forward_work(graph, tile)
-        ns, source = profile.tile(keys.key(tile), graph.operators[tile.operator].kind, work, backward)
-        return Answer(nanoseconds((ns + profile.runtime_ns(backward)) / 1e9), source)
+        kind = graph.operators[tile.operator].kind
+        ns, source = profile.tile(keys.key(tile), kind, work, backward)
+        return profile.answer(ns + profile.runtime_ns(backward), source, kind, backward)
 
     @staticmethod
     def _operators(profile: Profile) -> int:
@@ -227,7 +251,13 @@ def read_profiles(topology: Topology, store: Store) -> dict[str, list[Entry]]:
     return {name: entries for name, entries in found.items() if entries}
 
 
+def read_corrections(topology: Topology, store: Store) -> dict[str, list[Correction]]:
+    """The corrections that hold for the devices of a cluster, by device type's name; types without any are missing."""
+    found = {name: store.corrections(place) for name, place in environments(topology).items()}
+    return {name: corrections for name, corrections in found.items() if corrections}
+
+
 def foreign(topology: Topology, store: Store) -> dict[Environment, int]:
     """What the store holds that no device of the cluster can use: where it was measured, and how much."""
     ours = set(environments(topology).values())
-    return {place: count for place, count in store.environments().items() if place not in ours}
+    return {place: count for place, count in store.environments().items() if count and place not in ours}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from soap.profiles.lookup import ProfiledCosts, Source
+from soap.profiles.corrections import CORRECTED
+from soap.profiles.lookup import Answer, ProfiledCosts, Source
 from soap.simulator.costs import CostModel
 from soap.simulator.lowering import device_updates
 from soap.simulator.tasks import TaskGraph, TaskKind
@@ -18,18 +19,34 @@ def shares(costs: CostModel, tasks: TaskGraph) -> dict[str, float]:
     spent_ns = dict.fromkeys(Source, 0)
     if not isinstance(costs, ProfiledCosts):
         return {source.value: float(source is Source.ESTIMATED) for source in Source}
-    for task in tasks.tasks:
-        if task.tile is not None:
-            tile, device = tasks.plan.tiles[task.tile], tasks.topology.devices[task.resources[0]].type
-            answer = costs.answer(tasks.plan.graph, tile, device, backward=task.kind is TaskKind.BACKWARD)
-            spent_ns[answer.source] += answer.ns
-    for device_number, size in device_updates(tasks.plan):
-        answer = costs.update_answer(size, tasks.topology.devices[device_number].type)
+    for answer in _answers(costs, tasks):
         spent_ns[answer.source] += answer.ns
     whole_ns = max(1, sum(spent_ns.values()))
     return {source.value: round(ns / whole_ns, SIGNIFICANT) for source, ns in spent_ns.items()}
 
 
-def text(parts: Mapping[str, float]) -> str:
-    """``90% measured, 10% interpolated``; what is nothing is left out."""
-    return ", ".join(f"{share:.0%} {source}" for source, share in parts.items() if share > 0) or "nothing is computed"
+def corrected(costs: CostModel, tasks: TaskGraph) -> float:
+    """The part of that time that is made of corrected answers, wherever they come from."""
+    if not isinstance(costs, ProfiledCosts):
+        return 0.0
+    whole_ns = corrected_ns = 0
+    for answer in _answers(costs, tasks):
+        whole_ns += answer.ns
+        corrected_ns += answer.ns * answer.corrected
+    return round(corrected_ns / max(1, whole_ns), SIGNIFICANT)
+
+
+def text(parts: Mapping[str, float], corrected_part: float) -> str:
+    """``90% measured, 10% interpolated; 80% corrected by …``; what is nothing is left out."""
+    said = ", ".join(f"{share:.0%} {source}" for source, share in parts.items() if share > 0) or "nothing is computed"
+    return f"{said}; {corrected_part:.0%} {CORRECTED}" if corrected_part else said
+
+
+def _answers(costs: ProfiledCosts, tasks: TaskGraph) -> Iterator[Answer]:
+    """Of all tiles, in both directions, and of all updates."""
+    for task in tasks.tasks:
+        if task.tile is not None:
+            tile, device = tasks.plan.tiles[task.tile], tasks.topology.devices[task.resources[0]].type
+            yield costs.answer(tasks.plan.graph, tile, device, backward=task.kind is TaskKind.BACKWARD)
+    for device_number, size in device_updates(tasks.plan):
+        yield costs.update_answer(size, tasks.topology.devices[device_number].type)

@@ -1,13 +1,14 @@
 """The store of measurements: one SQLite file in the user's cache folder. Several processes may write to it at once.
 
-Entries are found by the environment that they were measured in (``keys.Environment``) and their key, timings of links by their place
-(``link_places.LinkPlace``) and probe; what was measured elsewhere stays in the file, and is never an answer. A file that cannot be read is
-an error in one line: it may hold hours of measuring, and is not replaced.
+Entries are found by the environment that they were measured in (``keys.Environment``) and their key, corrections of predictions by their
+environment, kind and direction, timings of links by their place (``link_places.LinkPlace``) and probe; what was measured elsewhere stays in
+the file, and is never an answer. A file that cannot be read is an error in one line: it may hold hours of measuring, and is not replaced.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -19,6 +20,7 @@ from urllib.parse import quote
 from jsonschema import Draft202012Validator
 
 from soap.errors import ProfileError
+from soap.profiles.corrections import CORRECTION_SCHEMA, Correction, decode_correction, encode_correction
 from soap.profiles.entries import SCHEMA, Entry, decode, encode
 from soap.profiles.keys import Environment
 from soap.profiles.link_places import TIMING_SCHEMA, LinkPlace, decode_timing, encode_timing, probe_text
@@ -27,12 +29,19 @@ from soap.profiles.machine_cache import cache_folder
 
 FILE = "profile.sqlite"
 LAYOUT = 2
-"""Version of the tables, in SQLite's ``user_version``. Version 1 had none of links; they are added when something is put in."""
+"""Version of the tables, in SQLite's ``user_version``. Version 1 had none of links, and the first files of version 2 none of corrections;
+what is missing counts as empty, and is added when something is put in."""
 PATIENCE_S = 60.0
 """How long a process waits for another one that writes."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS environments (hash TEXT PRIMARY KEY, description TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS entries (
+    environment TEXT NOT NULL REFERENCES environments (hash),
+    key TEXT NOT NULL,
+    entry TEXT NOT NULL,
+    PRIMARY KEY (environment, key)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS corrections (
     environment TEXT NOT NULL REFERENCES environments (hash),
     key TEXT NOT NULL,
     entry TEXT NOT NULL,
@@ -46,7 +55,8 @@ CREATE TABLE IF NOT EXISTS link_timings (
     PRIMARY KEY (place, key)
 ) WITHOUT ROWID;
 """
-_ENTRIES, _TIMINGS = Draft202012Validator(SCHEMA), Draft202012Validator(TIMING_SCHEMA)
+_NAMES = frozenset(re.findall(r"EXISTS (\w+)", _TABLES))
+_ENTRIES, _TIMINGS, _CORRECTIONS = (Draft202012Validator(schema) for schema in (SCHEMA, TIMING_SCHEMA, CORRECTION_SCHEMA))
 
 
 def default_path() -> Path:
@@ -67,18 +77,31 @@ class Store:
         self.path = default_path() if path is None else path
 
     def put(self, environment: Environment, entries: Iterable[Entry]) -> None:
-        """Keep entries, in place of earlier ones of the same keys; all or none."""
-        self._put("environments", "entries", environment, {entry.key.text: encode(entry) for entry in entries})
+        """Keep entries, in place of earlier ones of the same keys; all or none.
+
+        Corrections of this environment go: they are of answers that were made without these entries.
+        """
+        records = {entry.key.text: encode(entry) for entry in entries}
+        self._put("environments", "entries", environment, records, outdated="corrections" if records else "")
 
     def entries(self, environment: Environment) -> list[Entry]:
         """All that was measured there, in the order of their keys."""
-        rows = self._rows(1, "SELECT entry FROM entries WHERE environment = ? ORDER BY key", environment.hash)
+        rows = self._rows("entries", "SELECT entry FROM entries WHERE environment = ? ORDER BY key", environment.hash)
         return [decode(self._record(text, _ENTRIES)) for (text,) in rows]
 
     def environments(self) -> dict[Environment, int]:
         """Where something was measured, and how much, in the order of their texts."""
         count = "(SELECT count(*) FROM entries WHERE environment = hash)"
-        return self._places(Environment, self._rows(1, f"SELECT description, {count} FROM environments ORDER BY description"))
+        return self._places(Environment, self._rows("entries", f"SELECT description, {count} FROM environments ORDER BY description"))
+
+    def put_corrections(self, environment: Environment, corrections: Iterable[Correction]) -> None:
+        """Keep corrections, in place of earlier ones of the same kinds and directions; all or none."""
+        self._put("environments", "corrections", environment, {one.name: encode_correction(one) for one in corrections})
+
+    def corrections(self, environment: Environment) -> list[Correction]:
+        """Those that hold there, in the order of their names."""
+        rows = self._rows("corrections", "SELECT entry FROM corrections WHERE environment = ? ORDER BY key", environment.hash)
+        return [decode_correction(self._record(text, _CORRECTIONS)) for (text,) in rows]
 
     def put_links(self, place: LinkPlace, timings: Iterable[LinkTiming]) -> None:
         """Keep timings of links, in place of earlier ones of the same probes; all or none."""
@@ -86,21 +109,26 @@ class Store:
 
     def links(self, place: LinkPlace) -> list[LinkTiming]:
         """All that was measured there, in the order of their probes' texts."""
-        rows = self._rows(2, "SELECT entry FROM link_timings WHERE place = ? ORDER BY key", place.hash)
+        rows = self._rows("link_timings", "SELECT entry FROM link_timings WHERE place = ? ORDER BY key", place.hash)
         return [decode_timing(self._record(text, _TIMINGS)) for (text,) in rows]
 
     def link_places(self) -> dict[LinkPlace, int]:
         """Where links were measured, and how many probes, in the order of their texts."""
         count = "(SELECT count(*) FROM link_timings WHERE place = hash)"
-        return self._places(LinkPlace, self._rows(2, f"SELECT description, {count} FROM link_places ORDER BY description"))
+        return self._places(LinkPlace, self._rows("link_places", f"SELECT description, {count} FROM link_places ORDER BY description"))
 
-    def _put(self, places: str, rows: str, place: Environment | LinkPlace, records: Mapping[str, Any]) -> None:
+    def _put(
+        self, places: str, rows: str, place: Environment | LinkPlace, records: Mapping[str, Any], *, outdated: str = ""
+    ) -> None:
+        """``outdated``: a table of which all that belongs to this place goes, in the same transaction."""
         values = [(place.hash, key, json.dumps(record)) for key, record in records.items()]
         with self._open(writing=True) as base, base:
             base.execute("BEGIN IMMEDIATE")  # a transaction that began with reading is refused at once where another one writes
             described = (place.hash, json.dumps(asdict(place), sort_keys=True))
             base.execute(f"INSERT OR IGNORE INTO {places} VALUES (?, ?)", described)
             base.executemany(f"INSERT OR REPLACE INTO {rows} VALUES (?, ?, ?)", values)
+            if outdated:
+                base.execute(f"DELETE FROM {outdated} WHERE environment = ?", (place.hash,))
 
     def _places(self, kind: type[P], rows: Iterable[tuple[Any, ...]]) -> dict[P, int]:
         try:
@@ -108,12 +136,12 @@ class Store:
         except (ValueError, TypeError):
             raise self._damaged("it names a place in another way") from None
 
-    def _rows(self, since: int, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """What a query finds; nothing in a store that nobody has put anything into, or whose layout is before ``since``."""
+    def _rows(self, table: str, query: str, *values: str) -> list[tuple[Any, ...]]:
+        """What a query of a table finds; nothing in a store that nobody has put anything into, or that has no such table yet."""
         if not self.path.exists():
             return []
         with self._open() as base:
-            return base.execute(query, values).fetchall() if self._layout(base) >= since else []
+            return base.execute(query, values).fetchall() if table in self._tables(base) else []
 
     def _record(self, text: str, validator: Draft202012Validator) -> dict[str, Any]:
         try:
@@ -133,7 +161,8 @@ class Store:
             # The journal stays SQLite's usual one: nobody waits for a process that switches to another (it is refused at once).
             address = f"file:{quote(str(self.path))}?mode={'rwc' if writing else 'rw'}"
             with closing(sqlite3.connect(address, timeout=PATIENCE_S, uri=True)) as base:
-                if self._layout(base) < LAYOUT and writing:
+                self._require_layout(base)
+                if writing and not self._tables(base) >= _NAMES:
                     base.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {LAYOUT}; COMMIT;")
                 yield base
         except sqlite3.DatabaseError as cause:
@@ -143,15 +172,18 @@ class Store:
         except OSError as cause:
             raise ProfileError(f"measurements cannot be kept in {str(self.path)!r}: {cause.strerror}; set XDG_CACHE_HOME") from None
 
-    def _layout(self, base: sqlite3.Connection) -> int:
-        """The version of the tables; 0 if there are none."""
+    @staticmethod
+    def _tables(base: sqlite3.Connection) -> set[str]:
+        return {name for (name,) in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+    def _require_layout(self, base: sqlite3.Connection) -> None:
+        """ProfileError if the tables are of a version that is not known."""
         layout = int(base.execute("PRAGMA user_version").fetchone()[0])
         if not 0 <= layout <= LAYOUT:
             raise ProfileError(
                 f"the store of measurements {str(self.path)!r} has layout {layout}; expected at most {LAYOUT}: another version of this "
                 "program wrote it; move it away to begin a new one"
             )
-        return layout
 
     def _damaged(self, what: str) -> ProfileError:
         return ProfileError(f"the store of measurements {str(self.path)!r} cannot be used: {what}; move it away to begin a new one")

@@ -88,9 +88,7 @@ def relative_error(predicted: int, measured: int) -> float:
 def compare(predicted: Timeline, measured: Timeline) -> Comparison:
     """All of the comparison; TimelineError in one line if the two are not of the same model, strategy and batches per update."""
     one, other = predicted.description, measured.description
-    _require_same(one, other)
-    pairs = [Pair(predicted.tasks[name], task) for name, task in measured.tasks.items() if name in predicted.tasks]
-    pairs = [pair for pair in pairs if pair.predicted.kind == pair.measured.kind]
+    pairs = matched(predicted, measured)
     both = {pair.predicted.name for pair in pairs}
     return Comparison(
         predicted=one,
@@ -106,6 +104,13 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
         not_measured=_only(predicted, both),
         not_predicted=_only(measured, both),
     )
+
+
+def matched(predicted: Timeline, measured: Timeline) -> list[Pair]:
+    """The tasks that both sides have; TimelineError as ``compare`` raises it."""
+    _require_same(predicted.description, measured.description)
+    pairs = [Pair(predicted.tasks[name], task) for name, task in measured.tasks.items() if name in predicted.tasks]
+    return [pair for pair in pairs if pair.predicted.kind == pair.measured.kind]
 
 
 def _require_same(predicted: Description, measured: Description) -> None:

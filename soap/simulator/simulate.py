@@ -124,8 +124,8 @@ class Simulator:
 
     @property
     def costs_hash(self) -> str:
-        """16 hex digits that change whenever a task could take another time: of the cost model and of the links."""
-        return hashlib.sha256((self.costs.hash + self.communication.hash).encode()).hexdigest()[:16]
+        """As ``costs_hash`` says."""
+        return costs_hash(self.costs, self.communication)
 
     def run(self, strategy: Strategy) -> Simulation:
         """The full outcome. StrategyError if the strategy does not fit the graph or the cluster."""
@@ -198,6 +198,11 @@ class Simulator:
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
         return configs, len(strategy.operators), syncs, unknown
+
+
+def costs_hash(costs: CostModel, communication: Communication) -> str:
+    """16 hex digits that change whenever a task could take another time: of the cost model and of the links."""
+    return hashlib.sha256((costs.hash + communication.hash).encode()).hexdigest()[:16]
 
 
 def tile_count(strategy: Strategy) -> int:

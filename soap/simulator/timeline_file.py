@@ -36,7 +36,8 @@ class Description:
     ``optimizer``: its states per parameter (SGD 0, Adam 2). ``micro_batches``: batches per update, of which the picture has the last.
     ``iteration_ns``: of one whole training step: predicted, or the median of those measured without tracing. ``iterations``: how many the
     picture's durations are medians of. ``copies``: above 1 if the picture shows two of so many equal copies. ``link_bytes``: what crosses
-    each link, by name, where known. ``versions``: of the programs that made it.
+    each link, by name, where known. ``versions``: of the programs that made it. ``costs_hash``: of what a prediction was made with
+    (``Simulator.costs_hash``). ``not_as_priced``: options of a run that make its computations other ones than costs are of, or "".
     """
 
     origin: Origin
@@ -52,6 +53,8 @@ class Description:
     copies: int = 1
     link_bytes: Mapping[str, int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    costs_hash: str = ""
+    not_as_priced: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +249,10 @@ _EVENT_FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "M": {"name": _name, "tid": _count, "args": _label},
     "C": {"name": _name, "ts": _time_us, "args": _details},
 }
+_NAMES = ("model", "model_hash", "cluster", "cluster_hash", "strategy_hash", "costs_hash", "not_as_priced")
 _DESCRIPTION_FIELDS: dict[str, Callable[[Any], Any]] = {
     "origin": _origin,
-    **dict.fromkeys(("model", "model_hash", "cluster", "cluster_hash", "strategy_hash"), _name),
+    **dict.fromkeys(_NAMES, _name),
     **dict.fromkeys(("optimizer", "iteration_ns", "micro_batches", "iterations", "copies"), _count),
     "link_bytes": _mapping(_count),
     "versions": _mapping(_name),

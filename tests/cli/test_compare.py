@@ -43,7 +43,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, simulation: Simulation) -> t
     assert simulate([MODEL, "--cluster", CLUSTER, "--builtin", "data_parallel", "--timeline", predicted]) == 0
     chosen = api.classical("data_parallel", simulation.plan.graph, simulation.topology)
     iterations = [half_as_fast(simulation, number) for number in range(3)]
-    ran.write_text(measured_text(chosen, simulation, iterations, 2 * simulation.makespan_ns))
+    ran.write_text(measured_text(chosen, simulation, iterations, 2 * simulation.makespan_ns, costs_hash="aa"))
     return predicted, str(ran)
 
 
@@ -85,7 +85,7 @@ def test_missing_tasks_are_counted(capsys: pytest.CaptureFixture[str], tmp_path:
     events = [event for event in half_as_fast(simulation) if event[2] != "update"] + [(0, "nap", "forward", 1, 2)]
     path = tmp_path / "t.json"
     chosen = api.classical("data_parallel", simulation.plan.graph, simulation.topology)
-    path.write_text(measured_text(chosen, simulation, [events], 5))
+    path.write_text(measured_text(chosen, simulation, [events], 5, costs_hash="aa"))
     assert main([str(path)]) == 0
     assert capsys.readouterr().out.endswith("predicted but not measured: 16 update\nmeasured but not predicted: 1 forward\n")
 
@@ -109,7 +109,7 @@ def test_other_accumulation_is_refused(
 ) -> None:
     path = tmp_path / "t.json"
     chosen = api.classical("data_parallel", simulation.plan.graph, simulation.topology)
-    path.write_text(measured_text(chosen, simulation, [half_as_fast(simulation)], 5, micro_batches=4))
+    path.write_text(measured_text(chosen, simulation, [half_as_fast(simulation)], 5, micro_batches=4, costs_hash="aa"))
     assert_refused(capsys, main, [files[0], str(path)], 1, "different batches per update: 1 and 4")
     assert main([str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["predicted"]["iteration_ns"] == simulation.step_ns(4)
@@ -134,7 +134,7 @@ def test_names_from_outside_are_printed_safely(
     chosen = api.classical("data_parallel", graph, simulation.topology)
     run = replace(simulation, plan=replace(simulation.plan, graph=graph))
     path = tmp_path / "t.json"
-    path.write_text(measured_text(chosen, run, [half_as_fast(simulation)], 5))
+    path.write_text(measured_text(chosen, run, [half_as_fast(simulation)], 5, costs_hash="aa"))
     assert main([str(path)]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and out.startswith("?[31mred ")

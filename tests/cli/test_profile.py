@@ -26,6 +26,7 @@ from soap.emulated_cluster import emulated_topology, parse_emulated
 from soap.errors import ProfileError, SoapWarning
 from soap.presets import local_topology
 from soap.profiles import keys
+from soap.profiles.corrections import Correction
 from soap.profiles.keys import environments
 from soap.profiles.lookup import ProfiledCosts
 from soap.profiles.roofline import RooflineCosts
@@ -96,8 +97,14 @@ def test_measures_each_computation_once_and_nothing_again(brief: list[str], caps
     assert {entry.key.text for entry in entries} == set(brief)
     assert all(entry.forward.ns > 0 and (entry.backward is None or entry.backward.ns > 0) for entry in entries)
     before = len(brief)
-    assert told(capsys, COMMAND)["measured_now"] == 0 and len(brief) == before
-    assert told(capsys, [*COMMAND, "--again"])["measured_now"] == before and len(brief) == 2 * before
+    Store().put_corrections(place, [Correction("linear", False, 2.0, 8, "m", "aa", "now")])
+    found = told(capsys, COMMAND)
+    assert (found["measured_now"], found["corrections_dropped"], len(brief)) == (0, 0, before)
+    assert [[one["of"] for one in own] for own in found["corrections"].values()] == [["linear forward"]]
+    assert 0 < found["strategies"]["data_parallel"]["corrected"] < 1
+    found = told(capsys, [*COMMAND, "--again"])
+    assert (found["measured_now"], found["corrections_dropped"], len(brief)) == (before, 1, 2 * before)
+    assert found["corrections"] == {} and Store().corrections(place) == []
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.graph import OperatorGraph
+from soap.profiles.corrections import Correction
 from soap.profiles.entries import Entry, Timing, runtime_key, update_key
 from soap.profiles.keys import TileKeys, environments
-from soap.profiles.lookup import ProfiledCosts, Source, foreign, read_profiles
+from soap.profiles.lookup import ProfiledCosts, Source, foreign, read_corrections, read_profiles
 from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.shares import shares, text
 from soap.profiles.store import Store
@@ -51,6 +52,10 @@ def entry(graph: OperatorGraph, tile: Tile, forward_ns: float, backward_ns: floa
 
 def costs(entries: Sequence[Entry], topology: Topology = TOPOLOGY, optimizer_states: int = 2) -> ProfiledCosts:
     return ProfiledCosts(topology, {CPU.name: [RUNTIME, *entries]}, optimizer_states)
+
+
+def correction(kind: str, factor: float, *, backward: bool = False) -> Correction:
+    return Correction(kind, backward, factor, 10, "m", "aa", "now")
 
 
 def estimated_ns(graph: OperatorGraph, tile: Tile, *, backward: bool = False) -> float:
@@ -222,7 +227,7 @@ def test_shares_of_a_prediction() -> None:
     measured = sum(task.duration_ns for task in simulation.tasks.tasks if task.kind.value in ("forward", "backward"))
     assert found[0]["measured"] == pytest.approx(measured / computed, abs=1e-4)
     assert found[0]["interpolated"] == pytest.approx(1 - measured / computed, abs=1e-4)
-    assert text({"measured": 0.9, "interpolated": 0.0, "calibrated": 0.1, "estimated": 0.0}) == "90% measured, 10% calibrated"
+    assert text({"measured": 0.9, "interpolated": 0.0, "calibrated": 0.1, "estimated": 0.0}, 0.0) == "90% measured, 10% calibrated"
 
 
 def test_only_the_devices_own_environment_is_read(tmp_path: Path) -> None:
@@ -233,6 +238,10 @@ def test_only_the_devices_own_environment_is_read(tmp_path: Path) -> None:
     store.put(old, [one, RUNTIME])
     assert read_profiles(TOPOLOGY, store) == {}
     assert foreign(TOPOLOGY, store) == {old: 2}
+    store.put_corrections(replace(here, torch="0.9"), [correction("linear", 2.0)])
+    assert read_corrections(TOPOLOGY, store) == {} and foreign(TOPOLOGY, store) == {old: 2}
+    store.put_corrections(here, [correction("linear", 2.0)])
+    assert read_corrections(TOPOLOGY, store) == {CPU.name: [correction("linear", 2.0)]} and read_profiles(TOPOLOGY, store) == {}
     store.put(here, [one])
     assert read_profiles(TOPOLOGY, store) == {CPU.name: [one]}
     assert foreign(TOPOLOGY, store) == {old: 2}

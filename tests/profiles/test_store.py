@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from soap.errors import ProfileError
 from soap.profiles import store as store_module
-from soap.profiles.entries import Entry, Timing, copy_key, decode, encode, update_key
+from soap.profiles.corrections import Correction, decode_correction, encode_correction
+from soap.profiles.entries import Entry, Timing, copy_key, decode, encode, update_family, update_key
 from soap.profiles.exchange import export_profiles, import_profiles
 from soap.profiles.keys import Environment, TileKey
 from soap.profiles.store import Store, default_path
@@ -31,6 +32,8 @@ LINEAR = Entry(
     "linear", TileKey("0123456789abcdef", (8, 16), (8, 16, 16), False), Timing(1500.5, 20.0), Timing(3000.0, 50.0), 12,
     (Kernel("float32", 1e6, 4096, 1),), (Kernel("float32", 2e6, 4096, 1), Kernel("float32", 1e6, 2048, 1, 3)), "2026-01-02T03:04:05+00:00",
 )  # fmt: skip
+SLOW = Correction("linear", False, 1.25, 40, "gpt", "aa", "2026-01-02T03:04:05+00:00")
+SLOW_BACKWARD, SLOW_UPDATE = replace(SLOW, backward=True, factor=0.5), replace(SLOW, kind=update_family(0), factor=2.0)
 UPDATE = Entry("update", update_key(2, 4096), Timing(900.0, 1.0), None, 9)
 
 sizes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
@@ -58,6 +61,40 @@ def test_keeps_what_was_put(store: Store) -> None:
     again = replace(LINEAR, forward=Timing(1.0, 0.0))
     store.put(HERE, [again])
     assert Store(store.path).entries(HERE) == sorted([UPDATE, again], key=lambda entry: entry.key.text)
+
+
+def test_a_correction_is_the_same_after_json() -> None:
+    assert decode_correction(json.loads(json.dumps(encode_correction(SLOW)))) == SLOW
+    assert [one.name for one in (SLOW, SLOW_BACKWARD, SLOW_UPDATE)] == [
+        "linear forward", "linear backward", "update of optimizers with 0 states",
+    ]  # fmt: skip
+
+
+def test_corrections_are_one_of_each_kind_and_direction_in_each_environment(store: Store) -> None:
+    assert store.corrections(HERE) == [] and not store.path.exists()
+    store.put_corrections(HERE, [SLOW, SLOW_UPDATE, SLOW_BACKWARD])
+    again = replace(SLOW, factor=1.5, tasks=8)
+    store.put_corrections(HERE, [again])
+    assert Store(store.path).corrections(HERE) == [SLOW_BACKWARD, again, SLOW_UPDATE]
+    assert store.corrections(ELSEWHERE) == [] and store.entries(HERE) == [] and store.environments() == {HERE: 0}
+
+
+def test_new_measurements_drop_the_corrections_that_were_made_without_them(store: Store) -> None:
+    for place in (HERE, ELSEWHERE):
+        store.put_corrections(place, [SLOW])
+    store.put(HERE, [])
+    assert store.corrections(HERE) == [SLOW]
+    store.put(HERE, [LINEAR])
+    assert store.corrections(HERE) == [] and store.corrections(ELSEWHERE) == [SLOW]
+
+
+def test_a_store_from_before_there_were_corrections(store: Store) -> None:
+    store.put(HERE, [LINEAR])
+    with closing(sqlite3.connect(store.path)) as base, base:
+        base.execute("DROP TABLE corrections")
+    assert store.corrections(HERE) == [] and store.entries(HERE) == [LINEAR]
+    store.put_corrections(HERE, [SLOW])
+    assert store.corrections(HERE) == [SLOW] and store.entries(HERE) == [LINEAR]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +168,12 @@ def test_a_damaged_or_foreign_store_is_one_line(store: Store, harm: Callable[[Pa
     assert str(store.path) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_damaged_correction_is_one_line(store: Store) -> None:
+    store.put_corrections(HERE, [replace(SLOW, factor=-1.0)])
+    with pytest.raises(ProfileError, match="not as it should be"):
+        store.corrections(HERE)
+
+
 def test_a_damaged_store_is_not_overwritten(store: Store) -> None:
     store.path.parent.mkdir()
     damage_text(store.path)
@@ -167,12 +210,25 @@ def test_a_place_that_cannot_be_is_one_line(tmp_path: Path) -> None:
 def test_json_takes_all_of_it_to_another_store(store: Store, tmp_path: Path) -> None:
     store.put(HERE, [LINEAR, UPDATE])
     store.put(ELSEWHERE, [replace(LINEAR, key=copy_key(64))])
-    assert export_profiles(store, tmp_path / "a.json") == 3
+    store.put_corrections(HERE, [SLOW, SLOW_UPDATE])
+    assert export_profiles(store, tmp_path / "a.json") == 5
     other = Store(tmp_path / "other.sqlite")
-    assert import_profiles(other, tmp_path / "a.json") == 3
+    other.put_corrections(HERE, [SLOW_BACKWARD])
+    assert import_profiles(other, tmp_path / "a.json") == 5
+    assert other.corrections(HERE) == store.corrections(HERE) == [SLOW, SLOW_UPDATE] and other.corrections(ELSEWHERE) == []
     assert other.entries(HERE) == store.entries(HERE) and other.entries(ELSEWHERE) == store.entries(ELSEWHERE)
     export_profiles(other, tmp_path / "b.json")
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_a_file_from_before_there_were_corrections(store: Store, tmp_path: Path) -> None:
+    store.put(HERE, [LINEAR])
+    export_profiles(store, tmp_path / "a.json")
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document["profiles"][0].pop("corrections") == []
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    other = Store(tmp_path / "other.sqlite")
+    assert import_profiles(other, tmp_path / "a.json") == 1 and other.entries(HERE) == [LINEAR]
 
 
 def spoiled(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], str]:
@@ -197,11 +253,14 @@ def spoiled(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]
         (spoiled(lambda d: d["profiles"][0]["entries"][0].update(forward_ns=[0, 1])), "forward_ns"),
         (spoiled(lambda d: d["profiles"][0]["entries"][0].update(lengths=[1.5])), "lengths"),
         (spoiled(lambda d: d["profiles"][0]["entries"][0].update(family="x" * 500)), "family"),
+        (spoiled(lambda d: d["profiles"][0]["corrections"][0].update(factor=0)), "factor"),
+        (spoiled(lambda d: d["profiles"][0]["corrections"][0].pop("model")), "model"),
     ],
 )
 def test_bad_json_is_one_line_and_changes_nothing(make: Callable[[dict[str, Any]], str], words: str, store: Store, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     store.put(HERE, [LINEAR])
+    store.put_corrections(HERE, [SLOW])
     export_profiles(store, path)
     path.write_text(make(json.loads(path.read_text())))
     other = Store(tmp_path / "other.sqlite")
