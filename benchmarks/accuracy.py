@@ -124,17 +124,7 @@ def measure(
         strategies={f"{name}, {number}": (strategies[name], orders[name]) for number in range(rounds) for name in strategies},
         steps=steps,
         seed=0,
-        dtype=None,
         optimizer=OPTIMIZER,
-        learning_rate=None,
-        accumulate=1,
-        clip_norm=None,
-        compiled=False,
-        data=None,
-        backend="auto",
-        device_kind=None,
-        checked=False,
-        traced=False,
         emulated=True,
     )
     outcome = start(job, host_limits(simulator.topology, 1.0, cpu_cores()))

@@ -111,17 +111,8 @@ def measured(
         strategies={name: (strategy, orders[name]) for name, strategy in strategies.items()},
         steps=args.steps,
         seed=args.seed,
-        dtype=None,
         optimizer="sgd",
         learning_rate=0.01,
-        accumulate=1,
-        clip_norm=None,
-        compiled=False,
-        data=None,
-        backend="auto",
-        device_kind=None,
-        checked=False,
-        traced=False,
     )
     outcome = launch(simulator.topology.device_count, train, (job,))[0]
     return {name: times.times_ns for name, times in outcome.measured.items()}

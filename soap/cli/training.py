@@ -51,17 +51,17 @@ class Job:
     strategies: Mapping[str, tuple[Strategy, tuple[int, ...]]]
     steps: int
     seed: int
-    dtype: str | None
     optimizer: str
-    learning_rate: float | None
-    accumulate: int
-    clip_norm: float | None
-    compiled: bool
-    data: str | None
-    backend: str
-    device_kind: DeviceKind | None
-    checked: bool
-    traced: bool
+    dtype: str | None = None
+    learning_rate: float | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    compiled: bool = False
+    data: str | None = None
+    backend: str = "auto"
+    device_kind: DeviceKind | None = None
+    checked: bool = False
+    traced: bool = False
     weighed: bool = False
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     emulated: bool = False

@@ -52,17 +52,7 @@ def verify(outcome: api.SearchOutcome, count: int, model: str, reading: Reading,
         },
         steps=WARM_UP_STEPS + max(1, min(MOST_STEPS, int(TIMED_S * 1e9 / max(1, slowest_ns)))),
         seed=seed,
-        dtype=None,
         optimizer="adam",  # as many states as predictions and memory count
-        learning_rate=None,
-        accumulate=1,
-        clip_norm=None,
-        compiled=False,
-        data=None,
-        backend="auto",
-        device_kind=None,
-        checked=False,
-        traced=False,
     )
     require_devices(job)
     measured = launch(processes=simulator.topology.device_count, entry=train, args=(job,), limit_s=LIMIT_S)[0].measured

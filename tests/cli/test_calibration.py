@@ -212,7 +212,7 @@ def test_a_cluster_without_a_preset_is_given(tmp_path: Path) -> None:
 
 
 def job(topology: Topology, **changes: Any) -> Job:
-    plain = Job("m", {}, topology, {}, 1, 0, None, "sgd", None, 1, None, False, None, "gloo", None, False, True)  # type: ignore[arg-type]
+    plain = Job("m", {}, topology, {}, 1, 0, "sgd", backend="gloo", traced=True)  # type: ignore[arg-type]
     return replace(plain, **changes)
 
 
