@@ -33,7 +33,7 @@ demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy o
 test: lint types  ## everything: lint, types, all tests (with a wheel built and imported)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
-quick: lint types  ## the same without the slow tests: under three minutes
+quick: lint types  ## the same without the slow tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
 
 lint: $(ENVIRONMENT)  ## style
