@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from soap.simulator.simulate import Simulation, costs_hash
 from soap.simulator.tasks import TaskKind
 from soap.simulator.timeline_file import Description, TimedTask, Timeline, dumps
 from soap.topology import Topology
+from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 
 Capsys = pytest.CaptureFixture[str]
@@ -39,12 +39,7 @@ GPU = GPUS.devices[0].type.name
 @pytest.fixture(autouse=True)
 def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each test begins with an empty store; this machine's rates are measured once for all."""
-    soap.load_cluster("local:2")
-    common, own = default_path().parent, tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
-    (own / "soap").mkdir()
-    for path in common.glob("machine-*.json"):
-        shutil.copy(path, own / "soap")
+    use_own_store("local:2", monkeypatch, tmp_path_factory)
 
 
 def todays_hash(topology: Topology = GPUS, optimizer_states: int = 0) -> str:

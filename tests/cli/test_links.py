@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from soap.profiles.link_places import link_place
 from soap.profiles.link_probes import LinkTiming, Operation, Probe, probes_for
 from soap.profiles.store import Store, default_path
 from soap.topology import Topology
+from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 from tests.emulation.conftest import groups
 from tests.profiles.test_link_probes import timed
@@ -38,12 +38,7 @@ Capsys = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each test begins with an empty store; this machine's rates are measured once for all."""
-    soap.load_cluster(CLUSTER)
-    common, own = default_path().parent, tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
-    (own / "soap").mkdir()
-    for path in common.glob("machine-*.json"):
-        shutil.copy(path, own / "soap")
+    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
 
 
 def told(capsys: Capsys, command: Sequence[str]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from soap.profiles.store import Store, default_path
 from soap.runtime import tile_timing, upkeep_timing
 from soap.runtime.neighbours import Neighbours
 from soap.strategies import CLASSICAL
+from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 
 MODEL, CLUSTER = "zoo:rnnlm:tiny", "local:2"
@@ -45,12 +45,7 @@ Capsys = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each test begins with an empty store; this machine's rates are measured once for all."""
-    soap.load_cluster(CLUSTER)
-    common, own = default_path().parent, tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
-    (own / "soap").mkdir()
-    for path in common.glob("machine-*.json"):
-        shutil.copy(path, own / "soap")
+    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
 
 
 @pytest.fixture
