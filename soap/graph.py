@@ -16,6 +16,7 @@ from math import prod
 
 from soap.errors import ModelError
 from soap.regions import Box, Interval
+from soap.row_access import RowAccess
 
 RECURRENT_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Kinds of operators that are recurrent layers."""
@@ -182,7 +183,8 @@ class OperatorGraph:
     ``aliases`` maps further state-dict names of a tied parameter to its canonical name. ``unsplit``: by operator, what the import knows
     of dimensions that no factor follows; for people, and no part of the graph's identity. Neither are ``footprints``: by operator, what
     it takes of memory: whole; with one factor cut, by factor; with all cut. What a tile takes stands there as if it had all points. If
-    only the first is there, it is so for all. For operators left out, ``saved_bytes`` is the bound.
+    only the first is there, it is so for all. For operators left out, ``saved_bytes`` is the bound. Nor is ``sparse``: by parameter,
+    which of its rows a step touches; all others are dense.
     """
 
     name: str
@@ -192,6 +194,7 @@ class OperatorGraph:
     aliases: Mapping[str, str] = field(default_factory=dict)
     unsplit: Mapping[str, tuple[Unsplit, ...]] = field(default_factory=dict)
     footprints: Mapping[str, tuple[Footprint, ...]] = field(default_factory=dict)
+    sparse: Mapping[str, RowAccess] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names: set[str] = set()

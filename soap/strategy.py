@@ -14,10 +14,8 @@ from typing import Literal
 from soap.errors import StrategyError
 from soap.graph import Operator, OperatorGraph
 
-SyncMethod = Literal["allreduce", "parameter_server"]
-SYNC_METHODS: tuple[SyncMethod, ...] = ("allreduce", "parameter_server")
-RUNNABLE_SYNC_METHODS: tuple[SyncMethod, ...] = ("allreduce",)
-"""Those that the runtime has. The others can be simulated, and are not searched."""
+SyncMethod = Literal["allreduce", "allgather", "parameter_server"]
+SYNC_METHODS: tuple[SyncMethod, ...] = ("allreduce", "allgather", "parameter_server")
 
 MAX_PARTITIONS = 4096
 """Bound of a parameter server's partitions: above any host's cores, and few enough to simulate."""
@@ -49,21 +47,28 @@ class OpConfig:
 
 @dataclass(frozen=True, slots=True)
 class SyncConfig:
-    """How the copies of a parameter's shards agree after the backward pass.
+    """How a parameter's shards are kept in step.
 
-    ``allreduce``: gradients are summed over the devices, each of which updates its copy. ``parameter_server``: they are pushed to the
-    host of the shard's first device, whose CPU cores update the parameter, in ``partitions`` parts, and the values are pulled back.
+    ``allreduce``: gradients are summed over the devices, each of which updates its copy.
+    ``allgather``, for sparse parameters: every device gets the others' indices and rows of the gradient, adds them up and updates its copy.
+    ``parameter_server``: each shard is cut by rows into ``partitions``, which the hosts' servers keep and update. Gradients are pushed to
+    them and values pulled from them; of a sparse parameter only the rows that a step touches, and no device has a copy.
+    ``local_aggregation``: the devices of a host push and pull together, through the first of them.
     """
 
     method: SyncMethod = "allreduce"
     partitions: int = 1
+    local_aggregation: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in SYNC_METHODS:
             raise StrategyError(f"synchronization method {self.method!r}: expected one of {', '.join(SYNC_METHODS)}")
-        most = MAX_PARTITIONS if self.method == "parameter_server" else 1
+        served = self.method == "parameter_server"
+        most = MAX_PARTITIONS if served else 1
         if not 1 <= self.partitions <= most:
             raise StrategyError(f"synchronization by {self.method} in {self.partitions} partitions: expected 1 to {most}")
+        if self.local_aggregation and not served:
+            raise StrategyError(f"synchronization by {self.method} with local aggregation: expected it with parameter_server only")
 
 
 @dataclass(frozen=True)
@@ -108,9 +113,17 @@ class Strategy:
         for op in graph.operators:
             check_config(op, self.operators[op.name], device_count, empty_tiles=empty_tiles)
         known = {t.name for t in graph.parameters}
-        for name in self.parameters:
+        for name, sync in self.parameters.items():
             if name not in known:
                 raise StrategyError(f"strategy names parameter {name!r}, which model {graph.name!r} does not have")
+            if sync.method == "allgather" and name not in graph.sparse:
+                raise StrategyError(f"parameter {name!r} is dense; expected allgather for sparse parameters only: {_some(graph)}")
+
+
+def _some(graph: OperatorGraph) -> str:
+    """The sparse parameters in words."""
+    names = list(graph.sparse)
+    return "this model has none" if not names else f"here {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
 
 
 def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_tiles: bool = False) -> None:

@@ -116,7 +116,7 @@ class Program:
 def check_runnable(plan: Plan) -> None:
     """Raise RuntimeFailure if the plan asks for what can only be simulated."""
     if plan.served:
-        name = plan.shards[plan.served[0].shard].parameter
+        name = plan.served[0].parameter
         raise RuntimeFailure(f"parameter {name!r} has a parameter server, which can only be simulated; expected sync 'allreduce' to run it")
 
 

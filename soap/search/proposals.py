@@ -33,10 +33,12 @@ from math import exp, inf, log
 
 from soap.search.alignment import aligned_configs
 from soap.search.space import Space, grid_of, make_config
-from soap.strategy import RUNNABLE_SYNC_METHODS, OpConfig, Strategy, SyncConfig
+from soap.strategy import OpConfig, Strategy, SyncConfig, SyncMethod
 
 INFORMED_SHARE = 0.5
 """Part of the informed move's draws that come from the candidates."""
+
+_METHODS: tuple[SyncMethod, ...] = ("allreduce",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def group(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | No
 def sync(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
     """Another synchronization method of one parameter, of those that can be run."""
     parameter = rng.choice(space.graph.parameters)
-    others = [m for m in RUNNABLE_SYNC_METHODS if m != strategy.sync(parameter.name).method]
+    others = [m for m in _METHODS if m != strategy.sync(parameter.name).method]
     if not others:
         return None
     changed = strategy.with_parameter(parameter.name, SyncConfig(rng.choice(others)))
@@ -148,7 +150,7 @@ def move_weights(space: Space) -> dict[str, float]:
         "split": 1.0 if split_possible else 0.0,
         "informed": 3.0,
         "group": 3.0 if space.groups else 0.0,
-        "sync": 1.0 if len(RUNNABLE_SYNC_METHODS) > 1 and space.graph.parameters else 0.0,
+        "sync": 1.0 if len(_METHODS) > 1 and space.graph.parameters else 0.0,
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from soap.graph import OperatorGraph
 from soap.regions import volume
-from soap.simulator.plan import Bucket, Plan, Served, Shard
+from soap.simulator.plan import Bucket, Plan, Shard
 from soap.simulator.tiling import Tile
 from soap.strategy import SyncConfig
 
@@ -18,17 +18,17 @@ FIRST_BUCKET_BYTES = 2**20
 
 
 def make_buckets(
-    graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], served: Sequence[Served] = ()
+    graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], elsewhere: Sequence[int] = ()
 ) -> tuple[Bucket, ...]:
     """Group the shards that may get a gradient, in the order in which a backward pass through all operators completes their gradients.
 
     A shard's gradient is complete once the lowest operator that uses it has run backward. Shards are taken by that operator's position,
     highest first, then by parameter and index. Each joins the open bucket of its devices and dtype, which is closed at ``BUCKET_BYTES``,
     the first one at ``FIRST_BUCKET_BYTES``. What a single device keeps stays alone: nothing is sent. Buckets are listed by the lowest
-    operator that any of their shards needs, highest first, then by their first shard. What is ``served`` is in none.
+    operator that any of their shards needs, highest first, then by their first shard. Shards whose gradients go ``elsewhere`` are in none.
     """
-    elsewhere = {own.shard for own in served}
-    users = {number: _lowest_user(graph, tiles, shard) for number, shard in enumerate(shards) if number not in elsewhere}
+    others = set(elsewhere)
+    users = {number: _lowest_user(graph, tiles, shard) for number, shard in enumerate(shards) if number not in others}
     lowest = {number: position for number, position in users.items() if position is not None}
     begun: set[tuple[tuple[int, ...], str]] = set()
     open_buckets: dict[tuple[tuple[int, ...], str], list[int]] = {}
@@ -48,22 +48,22 @@ def make_buckets(
     return tuple(Bucket(tuple(numbers), shards[numbers[0]].devices) for numbers in finished)
 
 
-def find_served(
+def find_gathered(
     graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Mapping[str, SyncConfig]
-) -> tuple[Served, ...]:
-    """The shards on several devices that get a gradient and whose parameter is synchronized by a server."""
-    found = []
-    for number, shard in enumerate(shards) if syncs else ():
-        sync = syncs.get(shard.parameter)
-        served = sync is not None and sync.method == "parameter_server" and len(shard.devices) > 1
-        if sync is not None and served and _lowest_user(graph, tiles, shard) is not None:
-            found.append(Served(number, sync.partitions))
-    return tuple(found)
+) -> tuple[int, ...]:
+    """The shards that get a gradient and whose parameter is synchronized by giving each other rows of it."""
+    wanted = {name for name, sync in syncs.items() if sync.method == "allgather"}
+    candidates = (number for number, shard in enumerate(shards) if wanted and shard.parameter in wanted)
+    return tuple(number for number in candidates if _lowest_user(graph, tiles, shards[number]) is not None)
 
 
 def idle_shards(plan: Plan) -> tuple[int, ...]:
     """Trainable shards to which nothing flows although other parts of their parameter have a gradient: theirs is zero, and updates them."""
-    found = {*(number for bucket in plan.buckets for number in bucket.shards), *(own.shard for own in plan.served)}
+    found = {
+        *(number for bucket in plan.buckets for number in bucket.shards),
+        *plan.gathered,
+        *(number for own in plan.served for number in own.shards),
+    }
     parameters = {plan.shards[number].parameter for number in found}
     return tuple(i for i, shard in enumerate(plan.shards) if shard.trainable and shard.parameter in parameters and i not in found)
 

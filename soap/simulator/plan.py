@@ -113,11 +113,12 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A region of a parameter with one owner set: every device of ``devices`` (sorted, distinct) keeps a copy of it.
+    """A region of a parameter with one owner set: every device of ``devices`` (sorted, distinct) keeps a copy of it, and updates that.
 
     Shards of one parameter are disjoint, so that operators that split a shared parameter differently are served alike. Gradients
     are summed over ``uses``, (position in ``Plan.tiles``, parameter position), then over the devices. What no tile reads of a
-    trainable parameter is a shard without uses, on the first device of the parameter's first shard.
+    trainable parameter is a shard without uses, on the first device of the parameter's first shard. Tiles run on devices that have a copy
+    of what they read, unless servers keep it: then the shard is one partition, and ``devices`` its server.
     """
 
     parameter: str
@@ -139,15 +140,30 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A shard (position in ``Plan.shards``) that a parameter server on the host of its first device updates, cut into ``partitions``."""
+    """A region of a parameter that servers keep and update.
 
-    shard: int
-    partitions: int
+    ``shards``: its partitions in order of their rows (positions in ``Plan.shards``), each on the device of its server. ``readers``: devices
+    (sorted, distinct) whose tiles read it. If it is ``sparse`` they get, and give gradients to, the rows that their tiles look up;
+    else each has a copy of the whole region, to which a tile's gradient belongs as a whole. ``index``: its number among the parameter's.
+    ``local_aggregation``: see ``strategy.SyncConfig``.
+    """
+
+    parameter: str
+    index: int
+    box: Box
+    readers: tuple[int, ...]
+    uses: tuple[tuple[int, int], ...]
+    shards: tuple[int, ...]
+    sparse: bool
+    local_aggregation: bool
 
 
 @dataclass(frozen=True)
 class Plan:
     """All of a strategy, lowered. Positions in these tuples are the identities used across them.
+
+    Every trainable shard that gets a gradient is in one of ``buckets``, in ``gathered`` (sparse shards whose rows of the gradient every
+    device gets from every other), or a partition of one of ``served``.
 
     ``first_tile[i]`` is the position of operator i's first tile; its tiles follow in index order.
     """
@@ -163,6 +179,7 @@ class Plan:
     reductions: tuple[Reduction, ...]
     shards: tuple[Shard, ...]
     buckets: tuple[Bucket, ...]
+    gathered: tuple[int, ...]
     served: tuple[Served, ...]
 
     def operator(self, tile: Tile) -> Operator:
@@ -224,23 +241,24 @@ def sync_name(plan: Plan, bucket: Bucket) -> str:
     return f"sync {first.parameter}[{first.index}]{_more(bucket.shards)}"
 
 
-def push_name(plan: Plan, served: Served, device: int) -> str:
-    """Task name of sending a device's gradient to the server."""
-    return f"push {_shard_name(plan, served)} {device}->{plan.shards[served.shard].devices[0]}"
+def pull_name(served: Served) -> str:
+    """Task name of sending a served region's values, or the rows that are looked up, from its servers to its readers."""
+    return f"pull {served.parameter}[{served.index}]"
 
 
-def serve_name(plan: Plan, served: Served, partition: int) -> str:
-    """Task name of adding up gradients of a partition and updating it on the server."""
-    return f"serve {_shard_name(plan, served)}/{partition}"
+def push_name(served: Served) -> str:
+    """Task name of sending the readers' gradients of a served region to its servers."""
+    return f"push {served.parameter}[{served.index}]"
 
 
-def pull_name(plan: Plan, served: Served, device: int) -> str:
-    """Task name of sending new values to a device."""
-    return f"pull {_shard_name(plan, served)} {plan.shards[served.shard].devices[0]}->{device}"
+def serve_name(served: Served, partition: int) -> str:
+    """Task name of adding up the gradients of a partition and updating it on its server."""
+    return f"serve {served.parameter}[{served.index}]/{partition}"
 
 
-def _shard_name(plan: Plan, served: Served) -> str:
-    return f"{plan.shards[served.shard].parameter}[{plan.shards[served.shard].index}]"
+def gather_name(plan: Plan, shard: int) -> str:
+    """Task name of giving each other the rows of a sparse shard's gradient."""
+    return f"gather {plan.shards[shard].parameter}[{plan.shards[shard].index}]"
 
 
 def update_name(device: int) -> str:

@@ -15,13 +15,14 @@ from math import prod
 
 from soap.graph import OperatorGraph, TensorKind
 from soap.regions import Box, cells, contains, subtract, volume, whole
-from soap.simulator.buckets import find_served, make_buckets
+from soap.simulator.buckets import find_gathered, make_buckets
 from soap.simulator.coverage import HolderIndex
 from soap.simulator.delivery import Carriers, LocalFetch, Reader
-from soap.simulator.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction, Shard
+from soap.simulator.placement import cut_rows, first_servers, server_devices, server_of
+from soap.simulator.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction, Served, Shard
 from soap.simulator.scattering import choose_cells
 from soap.simulator.tiling import Tile, tiles_of
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
 
 Use = tuple[int, int]
@@ -71,6 +72,8 @@ class PlanBuilder:
         self._delivery = lru_cache(size)(self._make_delivery)
         self._cells = lru_cache(size)(self._make_cells)
         self._distances = lru_cache(None)(self._make_distances)
+        self._servers = server_devices(topology)
+        self._first_servers = first_servers(graph, len(self._servers))
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -89,8 +92,8 @@ class PlanBuilder:
         first_reduction = _offsets([len(own.reductions) for own in found])
         first_fetch = _offsets([len(own.fetches) for own in found])
         tiles = tuple(tile for own in found for tile in own.tiles)
-        shards = tuple(self._shards(configs, first_tile))
-        served = find_served(self.graph, tiles, shards, strategy.parameters)
+        shards, served = self._keep(configs, first_tile, strategy.parameters)
+        gathered = find_gathered(self.graph, tiles, shards, strategy.parameters)
         return Plan(
             graph=self.graph,
             device_count=self.topology.device_count,
@@ -120,7 +123,8 @@ class PlanBuilder:
                 for r in own.reductions
             ),
             shards=shards,
-            buckets=make_buckets(self.graph, tiles, shards, served),
+            buckets=make_buckets(self.graph, tiles, shards, elsewhere=(*gathered, *(i for own in served for i in own.shards))),
+            gathered=gathered,
             served=served,
         )
 
@@ -174,14 +178,36 @@ class PlanBuilder:
     def _make_distances(self, device: int) -> tuple[int, ...]:
         return tuple(self.topology.distance(source, device) for source in range(self.topology.device_count))
 
-    def _shards(self, configs: Sequence[OpConfig], first_tile: Sequence[int]) -> Iterator[Shard]:
+    def _keep(
+        self, configs: Sequence[OpConfig], first_tile: Sequence[int], syncs: Mapping[str, SyncConfig]
+    ) -> tuple[tuple[Shard, ...], tuple[Served, ...]]:
+        """Who keeps what of the parameters."""
         users = self.graph.parameter_users
+        shards: list[Shard] = []
+        served: list[Served] = []
         for tensor in self.graph.parameters:
             operators = sorted({position for position, _ in users.get(tensor.name, ())})
+            sync, first = syncs.get(tensor.name, SyncConfig()), len(shards)
             parameter_cells = self._cells(tensor.name, tuple((position, configs[position]) for position in operators))
             for index, (box, devices, uses) in enumerate(parameter_cells):
                 places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
-                yield Shard(tensor.name, index, box, devices, places, tensor.requires_grad)
+                if not (sync.method == "parameter_server" and tensor.requires_grad and self._is_served(tensor.name, devices, uses)):
+                    shards.append(Shard(tensor.name, len(shards) - first, box, devices, places, tensor.requires_grad))
+                    continue
+                kept = []
+                for number, part in enumerate(cut_rows(box, sync.partitions)):
+                    server = self._servers[server_of(self._first_servers[tensor.name], index, number, len(self._servers))]
+                    kept.append(len(shards))
+                    shards.append(Shard(tensor.name, len(shards) - first, part, (server,), places, True))
+                sparse = tensor.name in self.graph.sparse
+                served.append(Served(tensor.name, index, box, devices, places, tuple(kept), sparse, sync.local_aggregation))
+        return tuple(shards), tuple(served)
+
+    def _is_served(self, parameter: str, devices: Sequence[int], uses: Sequence[tuple[int, int, int]]) -> bool:
+        """Whether a region of a parameter that has a server is kept there: if it gets a gradient, and, unless rows of it are pulled, from
+        several devices."""
+        gets_gradient = any(operator in self.graph.backward_operators for operator, _, _ in uses)
+        return gets_gradient and (len(devices) > 1 or parameter in self.graph.sparse)
 
     def _make_cells(self, parameter: str, configs: tuple[tuple[int, OpConfig], ...]) -> tuple[Cell, ...]:
         """Cut a parameter along all regions that the tiles of these operators need of it."""

@@ -28,6 +28,7 @@ from soap.tracing.reasons import no_rule, unsplit_dimensions
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
 from soap.tracing.sizes import Shapes, at_sizes, is_dynamic
+from soap.tracing.sparse import find_sparse
 
 BatchNorm = Literal["global", "local"]
 """What training batch norm normalises by: the whole batch, or each tile by its own part of it."""
@@ -137,7 +138,7 @@ class _Builder:
         }
         loss = self.tensor_names[program.loss]
         graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), loss, aliases, self.unsplit)
-        return graph, programs
+        return replace(graph, sparse=find_sparse(graph, programs, program.values)), programs
 
     def _operator(self, group: Group, name: str, outputs: Sequence[str]) -> tuple[Operator, OperatorProgram]:
         partitionable = all(step.rule.known for step in group.steps)

@@ -36,7 +36,8 @@ def embedding(view: View) -> Tiled:
     if view.get("scale_grad_by_freq", False):
         raise NotImplementedError("gradients that depend on how often an index occurs in the batch")
     out = prod(view.output_shapes[0])
-    return einsum(view, "v d, *b -> *b d", run=_run_embedding, flops=out, saved_bytes=17 * prod(view.shapes[1]) + 2 * view.itemsize * out)
+    saved = 17 * prod(view.shapes[1]) + 2 * view.itemsize * out
+    return einsum(view, "v d, *b -> *b d", run=_run_embedding, flops=out, saved_bytes=saved, looks_up=True)
 
 
 def _bags(local: Local) -> tuple[torch.Tensor, torch.Tensor, slice]:
@@ -92,4 +93,5 @@ def embedding_bag(view: View) -> Tiled:
         run=_run_embedding_bag,
         flops=2 * count * columns,
         saved_bytes=(64 + view.itemsize) * (count + bags + rows) + 9 * bags * columns,
+        looks_up=True,
     )

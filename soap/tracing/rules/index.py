@@ -20,7 +20,8 @@ def index_select(view: View) -> Tiled:
     scope = Scope()
     maps = scope.like(out)
     picks = (maps[dim],) * len(view.shapes[1])
-    return Tiled(tuple(scope.factors), ((*maps[:dim], WHOLE, *maps[dim + 1 :]), picks), (maps,), flops=prod(out))
+    operands = ((*maps[:dim], WHOLE, *maps[dim + 1 :]), picks)
+    return Tiled(tuple(scope.factors), operands, (maps,), flops=prod(out), looks_up=dim == 0)
 
 
 @rule("aten.gather")
@@ -31,7 +32,7 @@ def gather(view: View) -> Tiled:
     scope = Scope()
     maps = scope.like(out)
     operand = tuple(WHOLE if i == dim else m if m.factor is not None else DimMap(None, 0, 0, out[i]) for i, m in enumerate(maps))
-    return Tiled(tuple(scope.factors), (operand, maps), (maps,), flops=prod(out))
+    return Tiled(tuple(scope.factors), (operand, maps), (maps,), flops=prod(out), looks_up=dim == 0)
 
 
 @rule("aten.take_along_dim")
@@ -87,7 +88,8 @@ def index(view: View) -> Tiled:
     out = (*kept[:place], *chosen, *kept[place:])
     operand = tuple(rest.get(i, WHOLE) for i in range(len(source)))
     indices = [broadcast(chosen, shape, s) for s in view.shapes[1:]]
-    return Tiled(tuple(scope.factors), (operand, *indices), (out,), flops=prod(view.output_shapes[0]))
+    flops = prod(view.output_shapes[0])
+    return Tiled(tuple(scope.factors), (operand, *indices), (out,), flops=flops, looks_up=picked == [0])
 
 
 @rule("aten.one_hot")

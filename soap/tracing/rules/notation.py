@@ -35,7 +35,7 @@ class Tiled:
     and whose split gives partial sums. ``light``: may be fused into neighbours (views and pointwise calls). ``linear``: commutes with
     summing partial results (views). ``run``: computes the local outputs from a ``Local``; None runs the call's target on the local
     operands. ``flops``: of the whole call. ``saved_bytes``: kept for the backward pass beside operands and outputs. ``known``: False if
-    no rule covers the call.
+    no rule covers the call. ``looks_up``: it reads rows (dimension 0) of its first operand by indices that are its second one, and no more.
     """
 
     factors: tuple[tuple[str, int], ...]
@@ -48,6 +48,7 @@ class Tiled:
     flops: int = 0
     saved_bytes: int = 0
     known: bool = True
+    looks_up: bool = False
 
 
 @dataclass(slots=True)
