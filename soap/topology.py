@@ -126,6 +126,28 @@ class Link:
         _check_not_negative(where, "latency", self.latency_seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Port:
+    """What processors do for communication over a link. ``device``: whose it is, None for a link that none of them sends or receives by.
+
+    For each communication that holds the link, the device is busy for ``fixed_ns`` and a part of its duration: the fewest ``permille`` of
+    all ports whose links it holds, since its bytes, which make the work, go as fast as the slowest of these lets them.
+    """
+
+    link: int
+    device: int | None
+    fixed_ns: int
+    permille: int
+
+    def __post_init__(self) -> None:
+        for what, value in (("fixed time", self.fixed_ns), ("part of the duration", self.permille)):
+            _check_not_negative(f"port of link {self.link}", what, value)
+
+    def busy_ns(self, duration_ns: int, permille: int) -> int:
+        """How long the device is busy with a communication of this duration: fixed_ns + floor(permille * duration_ns / 1000)."""
+        return self.fixed_ns + permille * duration_ns // 1000
+
+
 @dataclass(frozen=True)
 class Topology:
     """Devices, hosts and links of a cluster. Immutable and checked: every device reaches every other.
@@ -135,7 +157,8 @@ class Topology:
     make its strategies another cluster's. ``stated``: numbers of the links of such a cluster whose bandwidth is part of it all the same,
     because whoever asked for the cluster named it. ``described``: the links as the cluster was described, where ``links`` have figures that
     were measured between its ranks: it is still that cluster, and its identity follows from these. ``links_source``: where such figures
-    come from, in one line.
+    come from, in one line. ``ports``: what processors do for communication, where that was measured, at most one per link; no part of the
+    identity.
     """
 
     name: str
@@ -146,9 +169,10 @@ class Topology:
     stated: tuple[int, ...] = ()
     described: tuple[Link, ...] = ()
     links_source: str = ""
+    ports: tuple[Port, ...] = ()
 
     def __post_init__(self) -> None:
-        for attribute in ("devices", "hosts", "links", "described"):
+        for attribute in ("devices", "hosts", "links", "described", "ports"):
             object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
         if not self.devices:
             raise TopologyError(f"cluster {self.name!r} has no devices; expected at least one")
@@ -161,7 +185,7 @@ class Topology:
         self._check_connected()
 
     def __reduce__(self) -> tuple[object, ...]:
-        measured = (self.measured, self.stated, self.described, self.links_source)
+        measured = (self.measured, self.stated, self.described, self.links_source, self.ports)
         return (Topology, (self.name, self.devices, self.hosts, self.links, *measured))
 
     @property

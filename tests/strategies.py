@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from soap.graph import DimMap, Factor, Operator, OperatorGraph
 from soap.regions import Box
 from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Device, DeviceType, Host, Link, Topology
+from soap.topology import Device, DeviceType, Host, Link, Port, Topology
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
 CPU = DeviceType("test-cpu", "cpu", {"float32": 1e10}, 1e10, 2**30, 1e-6, "made up for tests")
@@ -97,9 +98,16 @@ def _sum_scalars(g: GraphBuilder, scalars: list[str]) -> str:
 
 @st.composite
 def topologies(draw: st.DrawFn, *, max_devices: int = 4) -> Topology:
-    """One to three hosts with a switch each, joined by one more, with up to ``max_devices`` devices."""
+    """One to three hosts with a switch each, joined by one more, with up to ``max_devices`` devices, some with ports."""
     counts = draw(st.lists(st.integers(1, max_devices), min_size=1, max_size=3).filter(lambda c: sum(c) <= max_devices))
-    return cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
+    made = cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
+    busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4, unique=True))
+    own = 2 * sum(counts)  # a device's links come first, two for each
+    ports = [
+        Port(link, link // 2 if link < own else None, draw(st.sampled_from((0, 700, 90_000))), draw(st.sampled_from((0, 333, 1000))))
+        for link in busy
+    ]
+    return replace(made, ports=tuple(ports))
 
 
 def cluster(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from soap.emulation.placement import communicate_freely
+from soap.emulation.placement import run_evenly
 from soap.profiles.link_places import LinkPlace
 from soap.profiles.link_probes import LinkTiming, Probe
 from soap.profiles.store import Store
@@ -44,5 +44,5 @@ def measure_and_keep(job: LinkJob) -> int:
             store.put_links(job.place, [replace(timing, seconds=seconds, measured_at=now)])
             done += 1
 
-        measure_links(job.probes, job.device_count, job.kind, job.place.backend, job.seconds_per_probe, keep, communicate_freely)
+        measure_links(job.probes, job.device_count, job.kind, job.place.backend, job.seconds_per_probe, keep, run_evenly)
     return done

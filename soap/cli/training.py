@@ -15,7 +15,7 @@ from soap import api
 from soap.cli.batches import Batches, DrawnBatches, JoinedBatches, UserBatches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
-from soap.emulation.placement import card_counters, communicate_freely
+from soap.emulation.placement import card_counters, run_evenly
 from soap.errors import SoapWarning
 from soap.runtime.check import CheckResult, check
 from soap.runtime.measure import WARM_UP_STEPS, StepTimes, measure_steps
@@ -174,7 +174,7 @@ def _trainer(job: Job, model: TracedModel, name: str) -> Trainer:
         compiled=job.compiled,
     )
     if job.emulated:
-        communicate_freely()  # all groups' threads are there now
+        run_evenly()  # all groups' threads are there now
     return trainer
 
 

@@ -47,7 +47,8 @@ def emulated(hosts: Sequence[HostLimits]) -> Iterator[Emulation]:
                     (rank, host_name(number, i), str(groups.group(number, rank))) for i, host in enumerate(hosts) for rank in host.ranks
                 ]
                 by_rank = tuple((namespace, group) for _, namespace, group in sorted(places))
-                place = Placement(by_rank, cores_by_rank(len(shares), usable_cores()), str(groups.free_group(number)))
+                cores = cores_by_rank(len(shares), usable_cores())
+                place = Placement(by_rank, cores, str(groups.free_group(number)), tuple(shares[rank] for rank in sorted(shares)))
                 signals.let_through()
                 yield Emulation(number, str(box_address(number)), place)
             finally:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from soap import pace
 from soap.emulation.names import INTERFACE, NAMESPACES
 from soap.emulation.quota import join, move_thread, own_group
 from soap.emulation.support import require_support
@@ -18,8 +19,10 @@ from soap.errors import RuntimeFailure
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
-FREE_GROUP = "SOAP_EMULATED_COMMUNICATION"
-"""Environment variable of a placed rank: the control group of the threads that communicate."""
+FREE_GROUP = "SOAP_EMULATED_FREE_GROUP"
+"""Environment variable of a placed rank: the control group without a quota."""
+SHARE = "SOAP_EMULATED_SHARE"
+"""Environment variable of a placed rank: how many cores its device has."""
 COUNTERS = Path("/proc/thread-self/net/dev")
 """Unlike /sys, which shows the namespace in which it was mounted."""
 
@@ -28,13 +31,14 @@ COUNTERS = Path("/proc/thread-self/net/dev")
 class Placement:
     """Puts this process onto the host of its rank; to be called before any thread is made that communicates.
 
-    ``hosts``: (namespace, control group) of each rank. ``cores``: numbers of those that each may use; empty: all. ``free_group``: that of
-    threads which communicate.
+    ``hosts``: (namespace, control group) of each rank. ``cores``: numbers of those that each may use; empty: all. ``free_group``: a group
+    without a quota. ``shares``: how many cores the device of each rank has.
     """
 
     hosts: tuple[tuple[str, str], ...]
     cores: tuple[tuple[int, ...], ...] = ()
     free_group: str = ""
+    shares: tuple[float, ...] = ()
 
     def __call__(self, rank: int) -> None:
         """Join the control group, the cores, and the namespace; gloo takes the network card there. The process ends with its launcher."""
@@ -55,24 +59,28 @@ class Placement:
             os.close(descriptor)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
         os.environ[FREE_GROUP] = self.free_group
+        os.environ[SHARE] = str(self.shares[rank]) if self.shares else ""
 
 
-def communicate_freely() -> None:
-    """The calling thread keeps the rank's share of CPU time; this process's other threads, which communicate, get what they need.
+def run_evenly() -> None:
+    """From now on the calling thread computes at its device's even rate (``soap.pace``) instead of under a quota, and this process's other
+    threads, which communicate, get what they need.
 
-    A device computes and communicates at once, as the simulator has it. Under the quota both would stand still together as soon as the
-    computation has used it up, and a sum would come to a stop at every rank in turn. Where a rank computes with several threads nothing is
-    changed. To be called again when threads have been added.
+    A device computes and communicates at once, as the simulator has it, and evenly. Under the quota both would stand still together as soon
+    as the computation has used it up, and a sum would come to a stop at every rank in turn; and who has waited would be too fast for a
+    while. Where a rank computes with several threads, or has more than a core, nothing is changed. To be called again when threads have
+    been added.
     """
-    group = os.environ.get(FREE_GROUP, "")
-    if not group or os.environ.get("OMP_NUM_THREADS") != "1":
+    group, share = os.environ.get(FREE_GROUP, ""), float(os.environ.get(SHARE) or 0)
+    if not group or not 0 < share <= 1 or os.environ.get("OMP_NUM_THREADS") != "1":
         return
     cores = os.sched_getaffinity(os.getppid())
     for thread in map(int, os.listdir("/proc/self/task")):
+        move_thread(Path(group), thread)
         if thread != threading.get_native_id():
-            move_thread(Path(group), thread)
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(thread, cores)
+    pace.set_share(share)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from itertools import permutations
 from soap.errors import ProfileError
 from soap.profiles.alpha_beta import AlphaBeta, fit
 from soap.simulator.communication import Communication
-from soap.topology import Topology
+from soap.topology import Port, Topology
 
 SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)
@@ -128,9 +128,10 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
 
     Of a route between two devices of one host, each link has the bandwidth of an exchange between two of them and an equal part of the
     message's latency. Links that only routes between hosts use have an exchange's between hosts, and an equal part of what remains of that
-    message's latency. What was not measured stays.
+    message's latency. What was not measured stays. Devices that are processors have ports: see ``_port``.
     """
-    found = fits(timings)
+    found, busy = fits(timings), cpu_fits(timings)
+    ports: dict[int, Port] = {}
     inside: dict[int, tuple[float, float]] = {}
     across: dict[int, tuple[float, float]] = {}
     for figures, same_host in ((inside, True), (across, False)):
@@ -146,11 +147,25 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
             each = max(left / max(1, len(route) - len(known)), LEAST_LATENCY_SECONDS)
             for link in _alike(topology, [link for link in route if link not in known], same_host):
                 figures[link] = 1 / exchange.beta_seconds_per_byte, each
+                ports[link] = _port(topology, link, busy[operation, devices], exchange)
     measured = {**across, **inside}
     links = list(topology.links)
     for link, (bandwidth, latency) in measured.items():
         links[link] = replace(links[link], bandwidth_bytes_per_second=bandwidth, latency_seconds=latency)
-    return replace(topology, links=tuple(links), described=topology.described or topology.links, links_source=source)
+    described = topology.described or topology.links
+    if any(device.type.kind != "cpu" for device in topology.devices):
+        ports.clear()  # what sends there is not what computes
+    return replace(topology, links=tuple(links), described=described, links_source=source, ports=tuple(ports[i] for i in sorted(ports)))
+
+
+def _port(topology: Topology, link: int, busy: AlphaBeta, exchange: AlphaBeta) -> Port:
+    """What a device at an end of a link is busy with messages over it: seconds per byte as a part of an exchange's, and what a message of
+    no bytes takes beside that."""
+    names = {device.name: device.index for device in topology.devices}
+    ends = (topology.links[link].source, topology.links[link].target)
+    device = next((names[end] for end in ends if end in names), None)
+    permille = round(1000 * busy.beta_seconds_per_byte / exchange.beta_seconds_per_byte)
+    return Port(link, device, max(0, round(1e9 * busy.alpha_seconds)), max(0, permille))
 
 
 def _alike(topology: Topology, links: Sequence[int], same_host: bool) -> list[int]:

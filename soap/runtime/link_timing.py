@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 
+from soap import pace
 from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
 from soap.runtime.redistribute import Communicator
 from soap.runtime.world import close_world, open_world
@@ -70,12 +71,20 @@ def _measure(comm: Communicator, probe: Probe, seconds_per_probe: float) -> Link
 
 
 def _timed(comm: Communicator, once: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of a round, and processor seconds of this process in it, the backend's threads included."""
-    busy, start = time.process_time(), time.perf_counter()
+    """Seconds of a round, and for how many of them this device could not compute."""
+    busy, start = _busy_seconds(), time.perf_counter()
     once()
     if comm.device.type == "cuda":
         torch.cuda.synchronize(comm.device)
-    return max(time.perf_counter() - start, 1e-9), time.process_time() - busy
+    busy = _busy_seconds() - busy
+    return max(time.perf_counter() - start, 1e-9), busy
+
+
+def _busy_seconds() -> float:
+    """What this process has computed so far, the backend's threads included; of a device of an emulated cluster without them, which work
+    beside it."""
+    paced = pace.busy_ns()
+    return time.process_time() if paced is None else paced / 1e9
 
 
 def _round(comm: Communicator, probe: Probe) -> Callable[[], None]:

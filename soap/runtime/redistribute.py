@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from soap import pace
 from soap.regions import Box, lengths, relative
 from soap.runtime.packing import pack
 from soap.simulator.transit import SENT_BYTES
@@ -64,10 +65,13 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """The tensor, once it is complete."""
-        if self._watched is not None:
-            self._watched.result()
-        else:
-            self._wait_works()
+        if self._works or self._watched is not None:
+            pace.catch_up()
+            if self._watched is not None:
+                self._watched.result()
+            else:
+                self._wait_works()
+            pace.resume()
         steps, self._steps = self._steps, []
         for step in steps:
             step()
@@ -229,7 +233,8 @@ class Communicator:
         return values
 
     def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What can be sent of a contiguous tensor: itself, or a copy in host memory."""
+        """What can be sent of a contiguous tensor, now: itself, or a copy in host memory."""
+        pace.catch_up()
         if not self._staged:
             return tensor
         staged = _host_memory(tensor)

@@ -13,6 +13,7 @@ from time import perf_counter_ns
 
 import torch
 
+from soap import pace
 from soap.runtime.redistribute import Communicator, Pending
 from soap.simulator.tasks import TaskKind
 
@@ -52,6 +53,7 @@ class Recorder:
         start = self._now()
         yield
         self._synchronize()
+        pace.catch_up()
         self.events.append(Event(self.comm.rank, name, kind, start, self._now()))
 
     def watch(self, name: str, kind: TaskKind, pending: Pending) -> None:

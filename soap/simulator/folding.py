@@ -132,6 +132,8 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Foldin
     """The strategy folded over as many copies as possible, or why it cannot be, in one line. It must be legal."""
     if any(sync.method != "allreduce" for sync in strategy.parameters.values()):
         return "parameters on servers"
+    if topology.ports:
+        return "devices are busy with communication"
     no_copies: list[str] = []
     unlike_copies: list[str] = []
     for count in candidates(strategy):

@@ -2,7 +2,8 @@
 
 A task is ready when its last predecessor ends. Tasks are taken in the order of (ready time, id); a taken task starts when all its
 resources are free and holds them to its end. So every device and every link serves in the order of readiness, and ties are
-decided by the stable id.
+decided by the stable id. A communication over a link with a port keeps that port's device busy for a while from its start on, or from when
+the device is free: what the device computes later starts later, the communication itself does not.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def simulate(tasks: TaskGraph) -> Schedule:
     waiting = [len(task.predecessors) for task in todo]
     ready, start, end = [0] * len(todo), [0] * len(todo), [0] * len(todo)
     free: dict[int, int] = {}
+    ports = {tasks.topology.device_count + port.link: port for port in tasks.topology.ports}
     queue = [(0, task.id, position) for position, task in enumerate(todo) if not task.predecessors]
     heapq.heapify(queue)
     while queue:
@@ -33,6 +35,11 @@ def simulate(tasks: TaskGraph) -> Schedule:
         end[position] = start[position] + task.duration_ns
         for resource in task.resources:
             free[resource] = end[position]
+        held = [ports[resource] for resource in task.resources if resource in ports]
+        for port in held:
+            if port.device is not None:
+                busy_ns = port.busy_ns(task.duration_ns, min(own.permille for own in held))
+                free[port.device] = max(free.get(port.device, 0), start[position]) + busy_ns
         for successor in successors[position]:
             ready[successor] = max(ready[successor], end[position])
             waiting[successor] -= 1

@@ -260,7 +260,9 @@ def _reason(task: Task, start_ns: int, ends: Sequence[int], holders: Mapping[tup
         if ends[predecessor] == start_ns:
             return predecessor
     found = [holders[resource, start_ns] for resource in task.resources if (resource, start_ns) in holders]
-    return min(found, default=None)
+    if found or not task.predecessors:
+        return min(found, default=None)
+    return max(task.predecessors, key=lambda predecessor: (ends[predecessor], -predecessor))  # the device was busy with a communication
 
 
 def _process_events(process_name: str, threads: Mapping[int, str]) -> list[dict[str, Any]]:

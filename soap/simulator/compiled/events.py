@@ -17,7 +17,18 @@ import numpy as np
 
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.jit import compiled, entry
-from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, State
+from soap.simulator.compiled.state import (
+    BACKWARD_TILE,
+    FORWARD_TILE,
+    NO_PORT,
+    OTHER,
+    SLOTS,
+    SYNC_BUCKET,
+    SYNCS,
+    UPDATE_DEVICE,
+    Groups,
+    State,
+)
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
 
 IN_RUN = -1
@@ -186,21 +197,35 @@ def is_late(T: Trial, at_most: int) -> bool:
 
 
 @compiled
+def hold(free, held, first, count, start, duration, port_device, port_fixed, port_permille):  # type: ignore[no-untyped-def]
+    """Something that is no tile holds ``count`` resources; the devices of their ports are busy with it as well."""
+    permille = NO_PORT
+    for i in range(first, first + count):
+        free[held[i]] = start + duration
+        permille = min(permille, port_permille[held[i]])
+    if permille < NO_PORT:
+        for i in range(first, first + count):
+            device = port_device[held[i]]
+            if device >= 0:
+                free[device] = max(free[device], start) + port_fixed[held[i]] + permille * duration // 1000
+
+
+@compiled
 def play(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, at_most: int, pause: bool) -> int:
     """Take tasks until none is left, and return the makespan in ns; or STOPPED if that would exceed ``at_most``; or PAUSED, if
     ``pause``, before the first backward pass of a tile."""
     return _play(
         T.size, T.left, T.ready, T.start, T.end, T.order, T.free, T.rest, T.heap_ready, T.heap_key, T.heap_slot, P.order, P.place, P.ready,
         C.key, C.duration, C.resource, C.resource_n, C.kind, C.owner, C.index, C.alive, C.alias, C.arena, C.row, C.back_row, C.sync_row,
-        C.tiles, G.source_ptr, G.source, R.static, R.sets.ptr, R.sets.item, at_most, pause,
+        C.tiles, G.source_ptr, G.source, R.static, R.port_device, R.port_fixed_ns, R.port_permille, R.sets.ptr, R.sets.item, at_most, pause,
     )  # fmt: skip
 
 
 @compiled
 def _play(  # type: ignore[no-untyped-def]
     size, left, ready, starts, ends, order, free, rest, heap_ready, heap_key, heap_slot, run, place, before, key, durations, resources,
-    resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles, source_ptr, source, static, set_ptr, set_item,
-    at_most, pause,
+    resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles, source_ptr, source, static, port_device,
+    port_fixed, port_permille, set_ptr, set_item, at_most, pause,
 ):  # fmt: skip
     """``play`` on plain arrays: without reference counts, which would cost more than everything else."""
     while True:
@@ -245,14 +270,12 @@ def _play(  # type: ignore[no-untyped-def]
                 for i in range(resource, resource + count):
                     start = max(start, free[static[i]])
                 end = start + duration
-                for i in range(resource, resource + count):
-                    free[static[i]] = end
+                hold(free, static, resource, count, start, duration, port_device, port_fixed, port_permille)
             else:
                 for i in range(-1 - resource, count - 1 - resource):
                     start = max(start, free[arena[i]])
                 end = start + duration
-                for i in range(-1 - resource, count - 1 - resource):
-                    free[arena[i]] = end
+                hold(free, arena, -1 - resource, count, start, duration, port_device, port_fixed, port_permille)
         starts[slot], ends[slot] = start, end
         if end > size[MAKESPAN]:
             size[MAKESPAN] = end

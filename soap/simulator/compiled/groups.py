@@ -7,8 +7,10 @@ import numpy as np
 from soap.simulator.communication import Communication
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists
-from soap.simulator.compiled.state import Groups
-from soap.simulator.compiled.tables import ClusterTables
+from soap.simulator.compiled.state import NO_PORT, Groups
+from soap.simulator.compiled.tables import ClusterTables, Ints, Longs
+from soap.simulator.servers import core_names
+from soap.topology import Topology
 
 
 class DeviceGroups:
@@ -23,6 +25,7 @@ class DeviceGroups:
         self._way_ptr, self._latency, self._per_byte = Growing(np.int64), Growing(np.float64), Growing(np.float64)
         self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
         self._way_ptr.add([0])
+        self._ports = _ports(communication.topology)
         self.tables = self._make()
 
     def add(self, devices: tuple[int, ...]) -> None:
@@ -39,4 +42,15 @@ class DeviceGroups:
 
     def _make(self) -> Groups:
         figures = (self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static)
-        return Groups(self._sets.tables(), *(figure.array() for figure in figures))
+        return Groups(self._sets.tables(), *(figure.array() for figure in figures), *self._ports)
+
+
+def _ports(topology: Topology) -> tuple[Ints, Longs, Longs]:
+    """By resource: the port's device or -1, its ``fixed_ns`` and its ``permille``, or ``NO_PORT``."""
+    count = topology.device_count + len(topology.links) + len(core_names(topology))
+    device, fixed, permille = np.full(count, -1, np.int32), np.zeros(count, np.int64), np.full(count, NO_PORT, np.int64)
+    for port in topology.ports:
+        place = topology.device_count + port.link
+        device[place] = -1 if port.device is None else port.device
+        fixed[place], permille[place] = port.fixed_ns, port.permille
+    return device, fixed, permille

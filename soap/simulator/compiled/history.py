@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, OPERATORS, REPLACED, Edit, Undo
-from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, push
+from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, hold, push
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
@@ -112,8 +112,8 @@ def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, la
         k = H.at[MADE]
         H.at[LATEST] = _advance(
             C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
-            C.waits, G.source_ptr, G.source, R.static, R.sets.ptr, R.sets.item, P.order, P.end, H.met_now, H.ready_now, H.free_now,
-            H.gone_now, H.at, H.place[k], H.at[LATEST],
+            C.waits, G.source_ptr, G.source, R.static, R.port_device, R.port_fixed_ns, R.port_permille, R.sets.ptr, R.sets.item, P.order,
+            P.end, H.met_now, H.ready_now, H.free_now, H.gone_now, H.at, H.place[k], H.at[LATEST],
         )  # fmt: skip
         H.makespan[k] = H.at[LATEST]
         copy(H.met[k], 0, H.met_now, 0, slots)
@@ -140,7 +140,7 @@ def _pending(waits, order, met, pending, taken, count):  # type: ignore[no-untyp
 @compiled
 def _advance(  # type: ignore[no-untyped-def]
     kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, waits, source_ptr, source,
-    static, set_ptr, set_item, order, ends, met, ready, free, gone, at, last, makespan,
+    static, port_device, port_fixed, port_permille, set_ptr, set_item, order, ends, met, ready, free, gone, at, last, makespan,
 ):  # fmt: skip
     """Take the tasks before the place ``last`` again; the latest end so far."""
     ready_n = at[READY]
@@ -153,13 +153,11 @@ def _advance(  # type: ignore[no-untyped-def]
             if kind != UPDATE_DEVICE:
                 gone[resource] += durations[slot]
         else:
-            count = resource_n[slot]
+            count, start = resource_n[slot], end - durations[slot]
             if resource >= 0:
-                for i in range(resource, resource + count):
-                    free[static[i]] = end
+                hold(free, static, resource, count, start, durations[slot], port_device, port_fixed, port_permille)
             else:
-                for i in range(-1 - resource, count - 1 - resource):
-                    free[arena[i]] = end
+                hold(free, arena, -1 - resource, count, start, durations[slot], port_device, port_fixed, port_permille)
         first_row, last_row, own = 0, 1, -1
         if kind == FORWARD_TILE:
             own = slot + tiles[op]

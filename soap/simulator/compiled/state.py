@@ -85,10 +85,15 @@ class Lists(NamedTuple):
     missing: Ints
 
 
+NO_PORT = 1 << 40
+"""More permille than any port has."""
+
+
 class Groups(NamedTuple):
     """Sets of devices that sum together (``Lists``, ascending). Group g may do so in the ways ``way_ptr[g]:way_ptr[g + 1]``, each of which
     takes ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with
-    the devices one by one and the routes of messages.
+    the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none), ``port_fixed_ns``,
+    ``port_permille`` (``NO_PORT``: no port).
     """
 
     sets: Lists
@@ -98,6 +103,9 @@ class Groups(NamedTuple):
     resource: Longs
     resource_n: Ints
     static: Ints
+    port_device: Ints
+    port_fixed_ns: Longs
+    port_permille: Longs
 
 
 class ShardTables(NamedTuple):

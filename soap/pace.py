@@ -1,0 +1,68 @@
+"""A processor that is slower than this one: what a process has computed takes effect as late as on a device with a part of a core.
+
+A device of an emulated cluster computes at an even rate. A CPU quota alone does not: a process that has waited may use a whole period's
+time at once, and one that has used it up stands still, messages or not. So a process keeps a clock of its own, at which its device is free:
+its thread's processor time, divided by the share, is added to it; and before it communicates, which is when others can notice, it sleeps
+until then. Waiting for others adds nothing: a device that waits computes nothing. Without ``set_share`` all of this does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+LEAST_SLEEP_NS = 50_000
+"""Less is not slept for at once, but with what follows."""
+
+
+class Pace:
+    """The clock of the calling thread. ``share``: cores that its device has, at most 1. ``busy_ns``: how long it has computed."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.busy_ns = 0
+        self._free_ns = time.perf_counter_ns()
+        self._used_ns = time.thread_time_ns()
+
+    def catch_up(self) -> None:
+        """Return when the device would have come so far."""
+        used, now = time.thread_time_ns(), time.perf_counter_ns()
+        computed_ns = int((used - self._used_ns) / self.share)
+        self._used_ns = used
+        self.busy_ns += computed_ns
+        self._free_ns += computed_ns
+        if self._free_ns - now >= LEAST_SLEEP_NS:
+            time.sleep((self._free_ns - now) / 1e9)
+
+    def resume(self) -> None:
+        """Something that the device has waited for has come: it goes on now, or when it has done what it had begun."""
+        self._used_ns = time.thread_time_ns()
+        self._free_ns = max(self._free_ns, time.perf_counter_ns())
+
+
+_pace: Pace | None = None
+
+
+def set_share(share: float | None) -> None:
+    """From now on the calling thread is such a device; None: no longer."""
+    global _pace
+    _pace = None if share is None else Pace(share)
+
+
+def busy_ns() -> int | None:
+    """How long the calling thread's device has computed; None if it is no such device."""
+    if _pace is None:
+        return None
+    _pace.catch_up()
+    return _pace.busy_ns
+
+
+def catch_up() -> None:
+    """Before something that others notice."""
+    if _pace is not None:
+        _pace.catch_up()
+
+
+def resume() -> None:
+    """After waiting for others."""
+    if _pace is not None:
+        _pace.resume()
