@@ -148,6 +148,28 @@ class Port:
         return self.fixed_ns + permille * duration_ns // 1000
 
 
+Factors = tuple[tuple[int, float], ...]
+"""(number of devices, factor), numbers ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crowding:
+    """How many times a message's latency the latency of a collective's step is, since devices, or what serves them, wait for each other:
+    by the number of devices, of all-reduces and of exchanges. Between these numbers linearly, beyond them as at the nearest; 1 if there are
+    none."""
+
+    all_reduce: Factors = ()
+    exchange: Factors = ()
+
+    def of_all_reduce(self, devices: int) -> float:
+        """The factor for so many devices."""
+        return _between(self.all_reduce, devices)
+
+    def of_exchange(self, devices: int) -> float:
+        """The factor for so many devices, of which each sends the others something."""
+        return _between(self.exchange, devices)
+
+
 @dataclass(frozen=True)
 class Topology:
     """Devices, hosts and links of a cluster. Immutable and checked: every device reaches every other.
@@ -157,8 +179,8 @@ class Topology:
     make its strategies another cluster's. ``stated``: numbers of the links of such a cluster whose bandwidth is part of it all the same,
     because whoever asked for the cluster named it. ``described``: the links as the cluster was described, where ``links`` have figures that
     were measured between its ranks: it is still that cluster, and its identity follows from these. ``links_source``: where such figures
-    come from, in one line. ``ports``: what processors do for communication, where that was measured, at most one per link; no part of the
-    identity.
+    come from, in one line. ``ports``: what processors do for communication, at most one per link, and ``crowding``: what is longer in
+    collectives, where that was measured; no part of the identity.
     """
 
     name: str
@@ -170,6 +192,7 @@ class Topology:
     described: tuple[Link, ...] = ()
     links_source: str = ""
     ports: tuple[Port, ...] = ()
+    crowding: Crowding = Crowding()
 
     def __post_init__(self) -> None:
         for attribute in ("devices", "hosts", "links", "described", "ports"):
@@ -185,7 +208,7 @@ class Topology:
         self._check_connected()
 
     def __reduce__(self) -> tuple[object, ...]:
-        measured = (self.measured, self.stated, self.described, self.links_source, self.ports)
+        measured = (self.measured, self.stated, self.described, self.links_source, self.ports, self.crowding)
         return (Topology, (self.name, self.devices, self.hosts, self.links, *measured))
 
     @property
@@ -343,3 +366,13 @@ def _check_positive(where: str, what: str, value: float) -> None:
 def _check_not_negative(where: str, what: str, value: float) -> None:
     if not (isfinite(value) and value >= 0):
         raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number of at least 0")
+
+
+def _between(factors: Factors, devices: int) -> float:
+    before = (0, 1.0) if not factors else factors[0]
+    for count, factor in factors:
+        if count >= devices:
+            low, at_low = before
+            return factor if count <= low else at_low + (factor - at_low) * (max(devices, low) - low) / (count - low)
+        before = (count, factor)
+    return before[1]

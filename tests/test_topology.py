@@ -10,7 +10,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from soap.errors import TopologyError
-from soap.topology import Device, DeviceType, Host, Link, Topology
+from soap.topology import Crowding, Device, DeviceType, Host, Link, Topology
 
 CPU = DeviceType("core", "cpu", {"float32": 32e9}, 8e9, 2**32, 5e-6, "a test")
 HOST = Host("h", 4, 2**34)
@@ -182,3 +182,9 @@ def test_measured_figures_are_no_part_of_the_identity():
     assert measured.hash == again.hash != topology(2, wires).hash
     assert measured.hash != replace(topology(3, both("d0", "d1") + both("d1", "d2")), measured=True).hash
     assert pickle.loads(pickle.dumps(measured)).measured
+
+
+def test_crowding_between_and_beyond_what_was_measured() -> None:
+    found = Crowding(all_reduce=((2, 1.0), (4, 3.0)))
+    assert [found.of_all_reduce(devices) for devices in (1, 2, 3, 4, 9)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    assert found.of_exchange(4) == 1.0

@@ -7,7 +7,7 @@ ranks; ``fits`` makes a line of each kind's times, and ``with_measured_links`` a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import permutations
@@ -15,7 +15,7 @@ from itertools import permutations
 from soap.errors import ProfileError
 from soap.profiles.alpha_beta import AlphaBeta, fit
 from soap.simulator.communication import Communication
-from soap.topology import Port, Topology
+from soap.topology import Crowding, Port, Topology
 
 SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)
@@ -155,7 +155,20 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
     described = topology.described or topology.links
     if any(device.type.kind != "cpu" for device in topology.devices):
         ports.clear()  # what sends there is not what computes
-    return replace(topology, links=tuple(links), described=described, links_source=source, ports=tuple(ports[i] for i in sorted(ports)))
+    made = replace(topology, links=tuple(links), described=described, links_source=source, ports=tuple(ports[i] for i in sorted(ports)))
+    return replace(made, crowding=_crowding(made, found))
+
+
+def _crowding(topology: Topology, found: Mapping[tuple[Operation, tuple[int, ...]], AlphaBeta]) -> Crowding:
+    """From the latencies of collectives that were measured, beside what the links' latencies make of them: of each number of devices those
+    over most hosts. Never less than 1: no step of theirs is faster than a message."""
+    communication = Communication(topology)
+    factors: dict[Operation, dict[int, float]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
+    for (operation, devices), line in sorted(found.items(), key=lambda entry: len({topology.devices[d].host for d in entry[0][1]})):
+        if operation in factors:
+            modelled = modelled_seconds(communication, Probe(operation, devices, 0))
+            factors[operation][len(devices)] = max(1.0, line.alpha_seconds / modelled)
+    return Crowding(*(tuple(sorted(own.items())) for own in factors.values()))
 
 
 def _port(topology: Topology, link: int, busy: AlphaBeta, exchange: AlphaBeta) -> Port:

@@ -3,10 +3,10 @@
 All-to-all, all-gather, reduce-scatter: the direct exchange, which is gloo's and NCCL's all-to-all. Every device sends each other one its
 part, all at once. With m messages on the busiest port, the load of each link, and R bytes that a device adds up:
 
-    seconds = m * latency  +  max over links (bytes / bandwidth)  +  R * REDUCE_TRAFFIC / memory bandwidth
+    seconds = m * latency * c  +  max over links (bytes / bandwidth)  +  R * REDUCE_TRAFFIC / memory bandwidth
 
-in this order of operations, with the latency of the slowest flow and the memory of the slowest target. On one switch a reduce-scatter
-takes exactly a ring all-reduce's first half, and an all-gather its second.
+in this order of operations, with the latency of the slowest flow, the memory of the slowest target, and c from ``Topology.crowding`` (1
+where nothing was measured). On one switch a reduce-scatter takes exactly a ring all-reduce's first half, and an all-gather its second.
 
 Broadcast: a binomial tree (gloo's, and Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
 for short messages), whose ceil(log2 n) rounds are direct exchanges one after the other. Its transpose, a sum at one device, is the
@@ -49,7 +49,7 @@ def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: i
     carried = flow_links(topology, flows)
     moving = max((size / topology.links[link].bandwidth_bytes_per_second for link, size in carried.items()), default=0.0)
     memory = min(topology.devices[target].type.memory_bandwidth_bytes_per_second for target in received)
-    return messages * latency + moving + reduced_bytes * REDUCE_TRAFFIC / memory
+    return messages * latency * topology.crowding.of_exchange(messages + 1) + moving + reduced_bytes * REDUCE_TRAFFIC / memory
 
 
 def tree_rounds(devices: Sequence[int], size: int) -> list[list[Flow]]:

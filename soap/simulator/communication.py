@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from soap.simulator.allreduce import AllReduceOption, allreduce_bytes, allreduce_options, fastest
 from soap.simulator.collectives import REDUCE_TRAFFIC, Flow, exchange_seconds
@@ -17,7 +18,7 @@ from soap.topology import Topology
 
 CACHE_ENTRIES = 2**18
 
-VERSION = 2
+VERSION = 3
 """To be raised whenever a formula changes."""
 
 
@@ -35,7 +36,8 @@ class Communication:
         """16 hex digits over every figure that enters an answer."""
         links = [[float(link.bandwidth_bytes_per_second), float(link.latency_seconds)] for link in self.topology.links]
         devices = [[device.type.kind, float(device.type.memory_bandwidth_bytes_per_second)] for device in self.topology.devices]
-        text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices])
+        ports, crowding = [asdict(port) for port in self.topology.ports], asdict(self.topology.crowding)
+        text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices, ports, crowding])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def transfer_ns(self, transfer_bytes: int, source: int, target: int) -> int:

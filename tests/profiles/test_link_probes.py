@@ -105,3 +105,30 @@ def test_messages_that_cost_nothing_per_byte_are_refused() -> None:
     assert fits(timings)[Operation.MESSAGE, (0, 1)].beta_seconds_per_byte == 0.0
     with pytest.raises(ProfileError, match="take no longer the larger they are; measure again"):
         with_measured_links(topology, timings)
+
+
+def test_ports_and_crowding_follow_from_what_was_measured() -> None:
+    """Messages keep a device busy for 20 us and half of the time that their bytes take; all-reduces have three times a ring's latency."""
+    topology = cluster([1, 1, 1, 1], CPU)  # 1 GB/s at the device, 100 MB/s between hosts, 10 us per link
+    communication = Communication(topology)
+    timings = []
+    for probe in probes_for(topology):
+        seconds = modelled_seconds(communication, probe)
+        if probe.operation is Operation.ALL_REDUCE:
+            seconds += 2 * modelled_seconds(communication, replace(probe, size_bytes=0))
+        timings.append(LinkTiming(probe, (seconds,) * 5, 2e-5 + 0.5 * probe.size_bytes / 1e8))
+    measured = with_measured_links(topology, timings)
+    devices = {port.link: port.device for port in measured.ports}
+    assert devices == {link.index: link.index // 2 if link.index < 8 else None for link in topology.links}  # a device's links come first
+    for port in measured.ports:
+        assert (port.fixed_ns, port.permille) == (pytest.approx(20_000, abs=2), pytest.approx(500, abs=1))
+    assert dict(measured.crowding.all_reduce) == {2: pytest.approx(3.0, rel=1e-3), 4: pytest.approx(3.0, rel=1e-3)}
+    assert dict(measured.crowding.exchange) == {2: pytest.approx(1.0, rel=1e-3), 4: pytest.approx(1.0, rel=1e-3)}
+    found = Communication(measured)
+    for timing in timings:
+        assert modelled_seconds(found, timing.probe) == pytest.approx(timing.typical_seconds, rel=0.01)
+
+
+def test_what_sends_for_gpus_does_not_keep_them_busy() -> None:
+    topology = cluster([1, 1])
+    assert with_measured_links(topology, timed(topology)).ports == ()

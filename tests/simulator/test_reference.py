@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
+from soap.topology import Port
 from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 
 TWO = pairwise_cluster(1, 1)
@@ -111,3 +114,29 @@ def test_execution_order_follows_the_simulated_starts() -> None:
     crossed = strategy(l1=on(0, 1, degrees=(2, 1, 1)), l2=on(1, 1, degrees=(2, 1, 1)), loss=on(1, degrees=(1,)))
     tasks = lower(build_plan(chain(4, 2, 8, 8), crossed, TWO), TWO, PointCosts())
     assert execution_order(tasks, simulate(tasks)) == [0, 1, 3, 2, 4]
+
+
+def test_a_port_keeps_its_device_busy() -> None:
+    """From the start of a communication, or from when the device is free; the communication itself and its end do not move."""
+    first, second = 4, 5  # resources of two links of ``TWO``
+    ports = (Port(first - 2, 0, 10, 500), Port(second - 2, None, 0, 250))
+    tasks = TaskGraph(
+        by_hand().plan,
+        replace(TWO, ports=ports),
+        (
+            task("before", 0, 100, 0),
+            task("over both", 1, 80, first, second, after=(0,)),
+            task("behind", 2, 5, 0, after=(0,)),
+            task("over one", 3, 80, first, after=(1,)),
+            task("last", 4, 5, 0, after=(3,)),
+            task("elsewhere", 5, 5, 1, after=(0,)),
+        ),
+    )
+    assert times(tasks, simulate(tasks)) == {
+        "before": (0, 100),
+        "over both": (100, 180),
+        "behind": (130, 135),  # the device has 10 ns and a quarter of 80 to do for it
+        "over one": (180, 260),
+        "last": (260, 265),  # the device was busy until 180 + 10 + 40
+        "elsewhere": (100, 105),
+    }

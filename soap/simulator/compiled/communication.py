@@ -162,7 +162,7 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int) -> int:
         for at in range(K.route_ptr[pair], K.route_ptr[pair + 1]):
             link = K.route[at] - devices
             moving = max(moving, S.load[link] / K.link_bandwidth[link])
-    return nanoseconds(messages * latency + moving + reduced * REDUCE_TRAFFIC / memory)
+    return nanoseconds(messages * latency * K.crowding[min(messages, len(K.crowding) - 1)] + moving + reduced * REDUCE_TRAFFIC / memory)
 
 
 @compiled

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from soap.simulator.communication import Communication
 from soap.simulator.compiled.growing import Growing
@@ -41,8 +44,9 @@ class DeviceGroups:
         self.tables = self._make()
 
     def _make(self) -> Groups:
-        figures = (self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static)
-        return Groups(self._sets.tables(), *(figure.array() for figure in figures), *self._ports)
+        growing = (self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static)
+        figures: list[NDArray[Any]] = [*(figure.array() for figure in growing), *self._ports]
+        return Groups(self._sets.tables(), *figures)
 
 
 def _ports(topology: Topology) -> tuple[Ints, Longs, Longs]:

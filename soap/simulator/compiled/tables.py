@@ -63,6 +63,7 @@ class ClusterTables(NamedTuple):
     ``seconds_per_byte[s, t]`` at its narrowest. ``link_bandwidth``: by link, bytes per second. By device: ``memory_bandwidth`` in bytes per
     second, ``device_type``; of its host the lowest device (``host_device``), first core (``core``, a resource) and number of cores
     (``cores``); ``core_bandwidth`` of such a core in bytes per second, and the first host whose cores are of the same type (``core_host``).
+    ``crowding``: by how many messages a device has in an exchange, ``Topology.crowding``; the last for all further numbers.
     """
 
     distance: NDArray[np.int8]
@@ -78,6 +79,7 @@ class ClusterTables(NamedTuple):
     cores: Ints
     core_bandwidth: Floats
     core_host: Ints
+    crowding: Floats
 
 
 def graph_tables(graph: OperatorGraph) -> GraphTables:
@@ -181,6 +183,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         np.array([topology.hosts[host].cpu_cores for host in places], np.int32),
         np.array([cores[host].memory_bandwidth_bytes_per_second for host in places], np.float64),
         np.array([cores.index(cores[host]) for host in places], np.int32),
+        np.array([topology.crowding.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
     )
 
 

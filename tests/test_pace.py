@@ -1,0 +1,79 @@
+"""The clock of a slower device, against a made-up processor's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from soap import pace
+
+
+class Machine:
+    """Wall and processor time in ns, which pass when the test says so, and by sleeping."""
+
+    def __init__(self) -> None:
+        self.wall = self.used = 0
+        self.slept: list[int] = []
+
+    def compute(self, ns: int, beside: int = 0) -> None:
+        """``beside``: another process has the core for so long."""
+        self.wall += ns + beside
+        self.used += ns
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(round(seconds * 1e9))
+        self.wall += self.slept[-1]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    made = Machine()
+    monkeypatch.setattr(pace.time, "perf_counter_ns", lambda: made.wall)
+    monkeypatch.setattr(pace.time, "thread_time_ns", lambda: made.used)
+    monkeypatch.setattr(pace.time, "sleep", made.sleep)
+    pace.set_share(0.25)
+    yield made
+    pace.set_share(None)
+
+
+def test_computing_takes_as_long_as_on_a_part_of_a_core(machine: Machine) -> None:
+    machine.compute(1_000_000)
+    pace.catch_up()
+    assert machine.wall == 4_000_000
+    machine.compute(2_000_000, beside=3_000_000)
+    pace.catch_up()
+    assert machine.wall == 12_000_000
+    assert pace.busy_ns() == 12_000_000
+
+
+def test_waiting_saves_nothing_up(machine: Machine) -> None:
+    pace.catch_up()
+    machine.wall += 50_000_000  # for a message
+    pace.resume()
+    machine.compute(1_000_000)
+    pace.catch_up()
+    assert machine.wall == 54_000_000
+
+
+def test_being_late_is_made_up_for(machine: Machine) -> None:
+    machine.compute(1_000_000, beside=9_000_000)  # 6 ms later than it should be
+    pace.catch_up()
+    machine.compute(2_000_000)
+    pace.catch_up()
+    assert machine.wall == 12_000_000 and machine.slept == []
+
+
+def test_short_sleeps_are_joined(machine: Machine) -> None:
+    for _ in range(4):
+        machine.compute(10_000)
+        pace.catch_up()
+    assert machine.slept == [60_000, 60_000]
+
+
+def test_without_a_share_nothing_happens(machine: Machine) -> None:
+    pace.set_share(None)
+    machine.compute(1_000_000)
+    pace.catch_up()
+    pace.resume()
+    assert machine.slept == [] and pace.busy_ns() is None
