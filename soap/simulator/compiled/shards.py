@@ -16,7 +16,7 @@ from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import LOW_BITS, ShardTables
 from soap.simulator.costs import CostModel
-from soap.simulator.servers import core_type
+from soap.simulator.servers import server_type
 from soap.topology import DeviceType, Topology
 
 Need = tuple[int, int, Box]
@@ -82,7 +82,7 @@ class Geometries:
         """Find out what updates on hosts' cores take; ``missing``: entries of ``core_size``, one after the other."""
         for host, high, low in dict.fromkeys(zip(missing[::3], missing[1::3], missing[2::3], strict=True)):
             self._core_sizes.add((host, high, low))
-            self._core_updates.add([self._costs.update_ns((high << LOW_BITS) + low, core_type(self._topology, host))])
+            self._core_updates.add([self._costs.update_ns((high << LOW_BITS) + low, server_type(self._topology, host))])
 
     def tables(self) -> ShardTables:
         """All of them as arrays."""

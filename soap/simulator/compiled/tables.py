@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from soap.graph import OperatorGraph, TensorKind
 from soap.simulator.communication import Communication
-from soap.simulator.servers import core_type, first_cores
+from soap.simulator.placement import server_devices
+from soap.simulator.servers import first_cores, server_type
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 
@@ -165,7 +166,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         latency += latencies[column]
     types = device_types(topology)
     places, first_core = [device.host for device in topology.devices], first_cores(topology)
-    cores = [core_type(topology, host) for host in range(len(topology.hosts))]
+    cores = {topology.devices[server].host: server_type(topology, server) for server in server_devices(topology)}
     host = np.array(places)
     return ClusterTables(
         np.where(host[:, None] == host, 1 - np.eye(count, dtype=np.int8), 2).astype(np.int8),
@@ -180,7 +181,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         np.array([first_core[host] for host in places], np.int32),
         np.array([topology.hosts[host].cpu_cores for host in places], np.int32),
         np.array([cores[host].memory_bandwidth_bytes_per_second for host in places], np.float64),
-        np.array([cores.index(cores[host]) for host in places], np.int32),
+        np.array([list(cores.values()).index(cores[host]) for host in places], np.int32),
     )
 
 
