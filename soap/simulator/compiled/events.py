@@ -17,7 +17,7 @@ import numpy as np
 
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.jit import compiled, entry
-from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, State
+from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, PULLS, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
 
 IN_RUN = -1
@@ -145,6 +145,8 @@ def begin(G: GraphTables, C: State, P: Trial, T: Trial, run: int, sums: bool) ->
     fill(T.ready, 0, slots, 0)
     fill(T.size, 0, len(T.size), 0)
     T.size[RUN] = run
+    for slot in range(C.pull_slot[0], C.pull_slot[0] + C.used[PULLS]):
+        make_ready(C, P, T, slot)
     for op in range(len(G.backward)):
         if C.loose[op]:
             for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):
