@@ -49,9 +49,9 @@ class RowAccess:
 
     def __post_init__(self) -> None:
         steps = zip((self.rows, *self.touched), self.touched, strict=False)
-        if not self.touched or any(not 0 <= fewer <= more for more, fewer in steps) or self.touched[0] > self.indices:
+        if not self.touched or any(not 1 <= fewer <= more for more, fewer in steps) or self.touched[0] > self.indices:
             raise ModelError(
-                f"rows touched by a batch, its half, … {list(self.touched)}: expected whole numbers that do not grow, "
+                f"rows touched by a batch, its half, … {list(self.touched)}: expected whole numbers of at least 1 that do not grow, "
                 f"at most {min(self.rows, self.indices)}"
             )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from soap.graph import WHOLE, DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
+from soap.row_access import Lookup, scaled, uniform
 
 SAMPLE, ATTRIBUTE = FactorKind.SAMPLE, FactorKind.ATTRIBUTE
 PARAMETER, REDUCTION = FactorKind.PARAMETER, FactorKind.REDUCTION
@@ -20,9 +21,16 @@ class GraphBuilder:
         self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
         self.operators: list[Operator] = []
+        self.lookups: dict[str, list[Lookup]] = {}
 
-    def build(self, loss: str) -> OperatorGraph:
-        return OperatorGraph(self.name, tuple(self.operators), dict(self.tensors), loss)
+    def build(self, loss: str, alpha: float | None = None) -> OperatorGraph:
+        """``alpha``: share of the rows of each sparse parameter that a batch touches, as far as it looks up so many."""
+        sparse = {}
+        for name, lookups in self.lookups.items():
+            if len(lookups) == sum(operand.tensor == name for op in self.operators for operand in op.parameters):
+                access = uniform(self.shape(name)[0], lookups)
+                sparse[name] = access if alpha is None else scaled(access, min(alpha, access.indices / access.rows))
+        return OperatorGraph(self.name, tuple(self.operators), dict(self.tensors), loss, sparse=sparse)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].shape
@@ -128,6 +136,7 @@ class GraphBuilder:
         vocabulary, width = DimMap(len(outer)), DimMap(len(outer) + 1)
         weight = weight or self.parameter(f"{name}.weight", v, d)
         parameters, outputs = [(weight, [vocabulary, width])], [((*outer, d), [*rows, width])]
+        self.lookups.setdefault(weight, []).append(Lookup(len(self.operators), 0, (0,), prod(outer)))
         return self.operator("embedding", factors, [(ids, rows)], parameters, outputs, flops=prod(outer) * d, name=name)[0]
 
     def attention(self, q: str, k: str, v: str, heads: int, *, offsets: tuple[int, int, int] = (0, 0, 0), d: int | None = None) -> str:

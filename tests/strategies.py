@@ -42,7 +42,7 @@ def graphs(
         _move(g, values, draw, moves)
     read = {operand.tensor for op in g.operators for operand in op.inputs}
     losses = [g.mean(value) for value in values if value not in read]
-    return g.build(losses[0] if len(losses) == 1 else _sum_scalars(g, losses))
+    return g.build(losses[0] if len(losses) == 1 else _sum_scalars(g, losses), draw(st.sampled_from((None, 0.2, 0.7))))
 
 
 def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn, moves: Sequence[str]) -> None:
@@ -62,7 +62,9 @@ def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn, moves: Sequence[s
             values.append(g.conv(x, draw(st.integers(1, 4)), draw(st.sampled_from((1, 3))), draw(st.integers(1, 2))))
         case "embedding":
             ids = g.input(f"ids{len(g.operators)}", b, s, dtype="int64")
-            values.append(g.elementwise(x, g.embedding(ids, draw(st.integers(2, 9)), d)))
+            known = draw(st.sampled_from([None, *(name for name in g.lookups if g.shape(name)[1] == d)]))
+            rows = draw(st.integers(2, 9)) if known is None else g.shape(known)[0]
+            values.append(g.elementwise(x, g.embedding(ids, rows, d, weight=known)))
         case "attention":
             heads = draw(st.sampled_from([h for h in (1, 2, 4) if d % h == 0]))
             values.append(g.attention(x, x, draw(st.sampled_from([y for y in values if g.shape(y) == (b, s, d)])), heads))
@@ -143,11 +145,17 @@ def configs(draw: st.DrawFn, op: Operator, device_count: int, *, max_tiles: int 
 def strategies_for(
     draw: st.DrawFn, graph: OperatorGraph, device_count: int, *, max_tiles: int = 8, servers: bool = False
 ) -> Strategy:
-    """Any legal strategy for this graph; with parameter servers for some parameters if ``servers``, which cannot be run."""
+    """Any legal strategy for this graph; with ``servers`` any synchronization of its parameters, too."""
     operators = {op.name: draw(configs(op, device_count, max_tiles=max_tiles)) for op in graph.operators}
-    names = [parameter.name for parameter in graph.parameters] if servers else []
-    counts = {name: draw(st.sampled_from((0, 1, 3))) for name in names}
-    return Strategy(operators, {name: SyncConfig("parameter_server", count) for name, count in counts.items() if count})
+    chosen = {parameter.name: draw(syncs(graph, parameter.name)) for parameter in graph.parameters} if servers else {}
+    return Strategy(operators, {name: sync for name, sync in chosen.items() if sync != SyncConfig()})
+
+
+def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]:
+    """Any synchronization of a parameter."""
+    servers = [SyncConfig("parameter_server", partitions, local) for partitions in (1, 3) for local in (False, True)]
+    gathered = [SyncConfig("allgather")] if parameter in graph.sparse else []
+    return st.sampled_from([SyncConfig(), *gathered, *servers])
 
 
 @st.composite

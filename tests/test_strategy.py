@@ -36,7 +36,7 @@ def test_config_needs_device_numbers() -> None:
 
 
 def test_unknown_synchronization() -> None:
-    with pytest.raises(StrategyError, match=r"^synchronization method 'gossip': expected one of allreduce, parameter_server$"):
+    with pytest.raises(StrategyError, match=r"^synchronization method 'gossip': expected one of allreduce, allgather, parameter_server$"):
         SyncConfig("gossip")  # type: ignore[arg-type]
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from soap.simulator.buckets import idle_shards, shard_bytes
-from soap.simulator.lowering import BACKWARD, FORWARD
 from soap.simulator.plan import Plan, sync_name
+from soap.simulator.task_list import BACKWARD, FORWARD, UPDATE
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
 Shares = Mapping[int, float]
@@ -51,11 +51,11 @@ def task_shares(tasks: TaskGraph) -> list[Shares]:
             found.append({task.id[1]: 1.0})
         elif task.id[0] == BACKWARD:
             found.append({last - task.id[1]: 1.0})
-        elif task.kind is TaskKind.UPDATE and task.resources[0] < plan.device_count:
+        elif task.id[0] == UPDATE:
             found.append(updates[task.resources[0]])
         elif task.name in buckets:
             found.append(buckets[task.name])
-        else:  # of a parameter server
+        else:  # of servers, or gathered
             parameter = plan.graph.parameters[task.id[1]].name
             found.append(_by_bytes(plan, [i for i, shard in enumerate(plan.shards) if shard.parameter == parameter]))
     return found
@@ -94,7 +94,7 @@ def _by_bytes(plan: Plan, shards: Iterable[int]) -> Shares:
 def _updates(plan: Plan) -> Sequence[Shares]:
     """By device: the operators whose parameters it updates."""
     own: list[list[int]] = [[] for _ in range(plan.device_count)]
-    for number in (*(number for bucket in plan.buckets for number in bucket.shards), *idle_shards(plan)):
+    for number in (*(number for bucket in plan.buckets for number in bucket.shards), *plan.gathered, *idle_shards(plan)):
         for device in plan.shards[number].devices:
             own[device].append(number)
     return [_by_bytes(plan, numbers) for numbers in own]

@@ -23,6 +23,7 @@ from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, Scratch, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, make_state
+from soap.simulator.compiled.sync_codes import sync_code, sync_codes, sync_of
 from soap.simulator.compiled.tables import (
     ClusterTables,
     GraphTables,
@@ -30,9 +31,6 @@ from soap.simulator.compiled.tables import (
     Longs,
     cluster_tables,
     graph_tables,
-    partitions_of,
-    served_partitions,
-    sync_of,
 )
 from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
@@ -99,7 +97,7 @@ class Engine:
         """``communication``: of this topology, if it is a special one."""
         self.graph, self.topology = graph, topology
         communication = communication or Communication(topology)
-        self._graph, self._cluster = graph_tables(graph), cluster_tables(communication)
+        self._graph, self._cluster = graph_tables(graph, topology), cluster_tables(communication)
         self._fixed = (handle(self._graph), handle(self._cluster))
         self.variants = Variants(graph, topology, costs)
         self._groups = DeviceGroups(communication, self._cluster)
@@ -120,7 +118,7 @@ class Engine:
         """Take a strategy and lower it. StrategyError if it does not fit the graph or the cluster."""
         strategy.validate(self.graph, self.topology.device_count)
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
-        self._syncs, self._partitions = dict(strategy.parameters), served_partitions(self.graph, strategy)
+        self._syncs, self._codes = dict(strategy.parameters), sync_codes(self.graph, strategy)
         self._make_room(2 * sum(len(config.devices) for config in self._configs))  # each tile has two slots at least
         variants = np.array([self.variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
         replicas = np.array([config.replicas for config in self._configs], np.int32)
@@ -173,17 +171,17 @@ class Engine:
         for position, config in zip(positions, operators.values(), strict=True):
             check_config(self.graph.operators[position], config, self.topology.device_count)
         numbers = [self._parameters[name] for name in parameters]
-        partitions = [partitions_of(sync) for sync in parameters.values()]
+        codes = [sync_code(sync) for sync in parameters.values()]
         variants = [self.variant(position, config.degrees) for position, config in zip(positions, operators.values(), strict=True)]
-        self._write_edit(positions, variants, list(operators.values()), numbers, partitions)
+        self._write_edit(positions, variants, list(operators.values()), numbers, codes)
         found = int(self._try(lambda: self._whole(lambda: evaluate(*self.handles(), self.dtypes, at_most_ns)), self._renew_state))
         configs = dict(zip(positions, operators.values(), strict=True))
-        self._proposed = configs, dict(parameters), dict(zip(numbers, partitions, strict=True))
+        self._proposed = configs, dict(parameters), dict(zip(numbers, codes, strict=True))
         self._proposed_ns = None if found == STOPPED else found
         return self._proposed_ns
 
     def _write_edit(
-        self, positions: list[int], variants: list[int], configs: list[OpConfig], numbers: list[int], partitions: list[int]
+        self, positions: list[int], variants: list[int], configs: list[OpConfig], numbers: list[int], codes: list[int]
     ) -> None:
         devices = [device for config in configs for device in config.devices]
         self.make_edit_room(len(devices))
@@ -193,18 +191,18 @@ class Engine:
         E.replicas[:count] = [config.replicas for config in configs]
         E.dev_ptr[1 : count + 1] = np.cumsum([len(config.devices) for config in configs])
         E.dev[: len(devices)] = devices
-        E.parameter[: len(numbers)], E.partitions[: len(numbers)] = numbers, partitions
+        E.parameter[: len(numbers)], E.sync[: len(numbers)] = numbers, codes
 
     def accept(self) -> None:
         """Keep what was proposed."""
         if self._proposed_ns is None:
             raise ValueError("nothing to accept: the proposal exceeds its bound, or there is none")
-        configs, syncs, partitions = self._proposed
+        configs, syncs, codes = self._proposed
         for position, config in configs.items():
             self._configs[position] = config
         self._syncs.update(syncs)
-        for parameter, count in partitions.items():
-            self._partitions[parameter] = count
+        for parameter, code in codes.items():
+            self._codes[parameter] = code
         confirm(self._state, self._undo, self._trial, self._other)
         self.trial, self.other = self.other, self.trial
         self._trial, self._other = self._other, self._trial
@@ -293,13 +291,13 @@ class Engine:
             first, tiles = int(C.dev_ptr[position]), int(C.tiles[position])
             devices = tuple(C.dev[first : first + tiles].tolist())
             self._configs[position] = OpConfig(self.variants.degrees[C.variant[position]], devices, int(C.replicas[position]))
-        if not np.array_equal(C.partitions[: len(self._partitions)], self._partitions):
-            self._syncs, self._partitions = self.syncs(C.partitions), C.partitions[: len(self._partitions)].copy()
+        if not np.array_equal(C.sync[: len(self._codes)], self._codes):
+            self._syncs, self._codes = self.syncs(C.sync), C.sync[: len(self._codes)].copy()
 
-    def syncs(self, partitions: Ints) -> dict[str, SyncConfig]:
-        """[parameter] as ``tables.partitions_of`` -> how parameters are synchronized, those that are not all-reduced."""
+    def syncs(self, codes: Ints) -> dict[str, SyncConfig]:
+        """[parameter] as ``sync_codes`` -> how parameters are synchronized, those that are not all-reduced."""
         names = [tensor.name for tensor in self.graph.parameters]
-        return {name: sync_of(count) for name, count in zip(names, partitions.tolist(), strict=False) if count}
+        return {name: sync_of(code) for name, code in zip(names, codes.tolist(), strict=False) if code}
 
     def variant(self, position: int, degrees: tuple[int, ...]) -> int:
         """The number of an operator's variant, for compiled work that begins afterwards."""
@@ -342,7 +340,7 @@ class Engine:
             yield PlayedTask(key, duration, resources, int(T.start[slot]), int(T.end[slot]), moved)
 
     def _lower_all(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
-        self.state.partitions[: len(self._partitions)] = self._partitions
+        self.state.sync[: len(self._codes)] = self._codes
         lower_all(
             self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
             variants, replicas, devices, self.dtypes,
@@ -389,15 +387,15 @@ class Engine:
                 ) from None
 
     def _find_missing(self) -> None:
-        sets, tied, core_size = self._groups.tables.sets, self._shards.tied, self._shards.core_size
+        sets, tied, price = self._groups.tables.sets, self._shards.tied, self._shards.price
         if sets.missing[0]:
             self._groups.add(missing_entry(sets))
             self._group_handle = handle(self._groups.tables)
         elif tied.missing[0]:
             self.variants.tie(missing_entry(tied))
             self._renew_tables()
-        elif core_size.missing[0]:
-            self.variants.geometries.price(missing_entry(core_size))
+        elif price.missing[0]:
+            self.variants.geometries.price(missing_entry(price))
             self._renew_tables()
 
     def _renew_tables(self) -> None:

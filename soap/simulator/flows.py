@@ -19,7 +19,7 @@ def exchange_rounds(plan: Plan, exchange: Exchange, parts: Sequence[Part], *, gr
     """Rounds that move ``parts`` of an exchange, or their gradients: all at once, or for a broadcast along a tree."""
     moved = [(source, target, box_bytes(plan, exchange.tensor, box)) for source, target, box, _ in remote_parts(plan, parts)]
     if exchange.pattern is not Pattern.BROADCAST:
-        return [(_joined(_turned(flow) for flow in moved) if gradient else _joined(moved), 0)]
+        return [(joined(_turned(flow) for flow in moved) if gradient else joined(moved), 0)]
     source, _, size = moved[0]
     rounds = tree_rounds((source, *(device for device in exchange.devices if device != source)), size)
     if not gradient:
@@ -52,9 +52,9 @@ def _turned(flow: Flow) -> Flow:
     return target, source, size
 
 
-def _joined(flows: Iterable[Flow]) -> tuple[Flow, ...]:
+def joined(flows: Iterable[Flow]) -> tuple[Flow, ...]:
     """One flow for each pair of devices, in order."""
-    joined: dict[tuple[int, int], int] = {}
+    found: dict[tuple[int, int], int] = {}
     for source, target, size in flows:
-        joined[source, target] = joined.get((source, target), 0) + size
-    return tuple((source, target, size) for (source, target), size in sorted(joined.items()))
+        found[source, target] = found.get((source, target), 0) + size
+    return tuple((source, target, size) for (source, target), size in sorted(found.items()))

@@ -8,7 +8,7 @@ are *local* to a copy, or *common*: sums over all copies. ``fold`` checks, and e
    in place of each other; no two copies share such a local link;
 2. activations that have no folded dimension are read where they lie, so that nothing travels between copies but common sums;
 3. a common sum (by any algorithm) holds a local link of copy 1 exactly if it holds those in its place of all other copies j > 1;
-4. no parameter servers are used: they belong to the host of one device.
+4. no parameter servers are used: they belong to the host of one device. Nor are rows of gradients gathered.
 
 Then let F be the simulation of two copies, in which a common sum takes what it takes over the devices of all D. The claim: a task of copy
 j > 1 is ready, starts and ends when the one in its place in copy 1 does in F, all others when they do themselves. By induction on the ready
@@ -130,8 +130,11 @@ class Folding:
 
 def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Folding | str:
     """The strategy folded over as many copies as possible, or why it cannot be, in one line. It must be legal."""
-    if any(sync.method != "allreduce" for sync in strategy.parameters.values()):
+    methods = {sync.method for sync in strategy.parameters.values()}
+    if "parameter_server" in methods:
         return "parameters on servers"
+    if "allgather" in methods:
+        return "gradients are gathered by rows"
     if topology.ports:
         return "devices are busy with communication"
     no_copies: list[str] = []

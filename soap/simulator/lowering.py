@@ -1,8 +1,9 @@
 """From a plan to timed tasks: what each tile, message, exchange, reduction, bucket and update takes, where, and after what.
 
-``lower`` walks the operators forward, then backward, then the buckets, then the devices. Task ids are (phase, position, stage, a, b, c),
-made only of places in the operator, parameter or device that a task belongs to, so that editing another operator leaves them alone; they
-order tasks of equal ready time as the iteration does: forward operators first to last, backward last to first, synchronization, update.
+``lower`` pulls what servers have of sparse parameters, walks the operators forward, then backward, then keeps the parameters in step
+(``synchronizing``). Task ids are (phase, position, stage, a, b, c), made only of places in the operator, parameter or device that a task
+belongs to, so that editing another operator leaves them alone; they order tasks of equal ready time as the iteration does: forward
+operators first to last, backward last to first, synchronization, update.
 
 Order in the runtime. ``reference.execution_order`` gives one total order of all tiles, which every rank follows for its own part of it.
 Forward: before a tile its fetches that are not there yet, and after the last tile of a group its reduction; a message leaves as soon as
@@ -14,14 +15,12 @@ The simulator, where a device takes what is ready first, may swap backward tiles
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from soap.regions import Box
-from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
-from soap.simulator.collectives import Flow, flow_links
 from soap.simulator.communication import Communication
 from soap.simulator.costs import CostModel
-from soap.simulator.flows import Round, box_bytes, exchange_rounds, reduced_tensor, scatter_rounds
+from soap.simulator.flows import box_bytes, exchange_rounds, reduced_tensor, scatter_rounds
 from soap.simulator.places import PlanPlaces
 from soap.simulator.plan import (
     Exchange,
@@ -35,68 +34,59 @@ from soap.simulator.plan import (
     exchange_name,
     forward_name,
     message_name,
-    pull_name,
-    push_name,
     reduce_name,
     remote_parts,
-    serve_name,
-    sync_name,
-    update_name,
 )
 from soap.simulator.planning import PlanBuilder, build_plan
-from soap.simulator.servers import Partition, core_type, partitions, serve_ns
-from soap.simulator.tasks import Task, TaskGraph, TaskKind
+from soap.simulator.synchronizing import Synchronization
+from soap.simulator.task_list import BACKWARD, FORWARD, TaskList
+from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.simulator.tiling import Tile
 from soap.topology import Topology
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
 
-FORWARD, BACKWARD, SYNC, UPDATE = range(4)
-"""Phases, the first part of a task's id."""
-
 
 def lower(plan: Plan, topology: Topology, costs: CostModel, communication: Communication | None = None) -> TaskGraph:
     """The timed tasks of one training iteration, predecessors first. ``communication``: of this topology, to keep its answers."""
-    lowering = _Lowering(plan, costs, communication or Communication(topology))
-    lowering.forward()
+    tasks = TaskList(communication or Communication(topology))
+    lowering = _Lowering(plan, costs, tasks)
+    synchronization = Synchronization(plan, costs, tasks)
+    lowering.forward(synchronization.pull())
     lowering.backward()
-    lowering.synchronize()
-    return TaskGraph(plan, topology, tuple(lowering.tasks))
+    synchronization.synchronize(lowering.backward_tasks)
+    return TaskGraph(plan, topology, tuple(tasks.tasks))
 
 
 class _Lowering:
-    """The state of one lowering. Tasks are named by their positions in ``tasks``.
+    """The state of one lowering.
 
-    ``_forward``, ``_backward``: tile -> its task. ``_reduced``: reduction -> the tasks after which its sum is there. ``_brought``: part ->
-    the task that brings it. ``_arrivals``: tile -> the tasks that bring its inputs. ``_gradients``: holding -> the tasks that bring a
-    part of its gradient; empty if nobody sends one.
+    ``_forward``, ``backward_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks after which its sum is there. ``_brought``:
+    part -> the task that brings it. ``_arrivals``: tile -> the tasks that bring what it reads. ``_gradients``: holding -> the tasks that
+    bring a part of its gradient; empty if nobody sends one.
     """
 
-    def __init__(self, plan: Plan, costs: CostModel, communication: Communication) -> None:
-        self.plan = plan
-        self.topology = communication.topology
-        self.costs = costs
-        self.communication = communication
-        self.tasks: list[Task] = []
+    def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList) -> None:
+        self.plan, self.costs, self._list = plan, costs, tasks
         self._forward: list[int] = []
-        self._backward: dict[int, int] = {}
+        self.backward_tasks: dict[int, int] = {}
         self._reduced: dict[int, tuple[int, ...]] = {}
         self._gradients: list[list[int]] = [[] for _ in plan.holdings]
         self._brought: dict[Part, int] = {}
         self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
-        self._exchange_links: dict[frozenset[tuple[int, int]], tuple[int, ...]] = {}
         self._index = PlanPlaces(plan)
 
-    def forward(self) -> None:
-        """Transfers, tiles and reductions, operator by operator."""
+    def forward(self, pulled: Iterable[tuple[int, int]]) -> None:
+        """Transfers, tiles and reductions, operator by operator. ``pulled``: (tile, a task that brings what it reads of parameters)."""
+        for tile, task in pulled:
+            self._arrivals[tile].append(task)
         for position in range(len(self.plan.graph.operators)):
             for carrier in self._index.carriers[position]:
                 self._carry(carrier)
             for fetch in self._index.fetches[position]:
                 self._fetch(fetch)
-            for tile in self._tiles(position):
-                task = self._compute(tile, TaskKind.FORWARD, self._arrivals[self._place(tile)])
-                self._forward.append(task)
+            for own in self._tiles(position):
+                self._forward.append(self._compute(own, TaskKind.FORWARD, self._arrivals[self._place(own)]))
             for place in self._index.reductions[position]:
                 self._reduce(place)
 
@@ -122,64 +112,7 @@ class _Lowering:
             own = [task for held in self._index.of_tile[index] for task in self._gradients[held]]
             gradient = [*own, *arrivals.get(index, ()), *self._loss_start(tile)]
             if gradient:
-                self._backward[index] = self._compute(tile, TaskKind.BACKWARD, [self._forward[index], *gradient])
-
-    def synchronize(self) -> None:
-        """One all-reduce per bucket that several devices share, then one update per device, as the optimizer makes it."""
-        positions = {tensor.name: position for position, tensor in enumerate(self.plan.graph.parameters)}
-        ready: list[list[int]] = [[] for _ in range(self.plan.device_count)]
-        for tile, task in self._backward.items():
-            ready[self.plan.tiles[tile].device].append(task)
-        for bucket in self.plan.buckets:
-            if len(bucket.devices) == 1:
-                continue
-            first = self.plan.shards[bucket.shards[0]]
-            after = [self._backward[tile] for i in bucket.shards for tile, _ in self.plan.shards[i].uses if tile in self._backward]
-            place, size = (SYNC, positions[first.parameter], 0, first.index, 0, 0), bucket_bytes(self.plan, bucket)
-            task = self._all_reduce(place, sync_name(self.plan, bucket), TaskKind.SYNC, size, bucket.devices, after)
-            for device in bucket.devices:
-                ready[device].append(task)
-        self._serve(positions)
-        for device, duration in self._updates().items():
-            self._add((UPDATE, device, 0, 0, 0, 0), update_name(device), TaskKind.UPDATE, (device,), duration, ready[device])
-
-    def _serve(self, positions: Mapping[str, int]) -> None:
-        """Push, update and pull of what parameter servers keep."""
-        plan = self.plan
-        todo: dict[int, list[Partition]] = {}
-        for part in partitions(plan, self.topology):
-            todo.setdefault(part.served, []).append(part)
-        for number, served in enumerate(plan.served):
-            shard = plan.shards[served.shard]
-            place, home = (positions[shard.parameter], shard.index), shard.devices[0]
-            size = shard_bytes(plan.graph, shard)
-            pushed: dict[int, list[int]] = {}
-            for tile, _ in shard.uses:
-                if tile in self._backward:
-                    pushed.setdefault(plan.tiles[tile].device, []).append(self._backward[tile])
-            for device in sorted(pushed.keys() - {home}):
-                name = push_name(plan, served, device)
-                pushed[device] = [self._move((SYNC, place[0], 1, place[1], 0, device), name, device, home, size, pushed[device])]
-            arrived = [task for tasks in pushed.values() for task in tasks]
-            updates = []
-            for part in todo[number]:
-                duration = serve_ns(self.costs, part.size, len(pushed), core_type(self.topology, part.host))
-                own = (SYNC, place[0], 2, place[1], 0, part.index)
-                updates.append(self._add(own, serve_name(plan, served, part.index), TaskKind.UPDATE, (part.resource,), duration, arrived))
-            for device in shard.devices[1:]:
-                self._move((SYNC, place[0], 3, place[1], 0, device), pull_name(plan, served, device), home, device, size, updates)
-
-    def _move(self, place: tuple[int, ...], name: str, source: int, target: int, size: int, after: Iterable[int]) -> int:
-        """A message that keeps parameters in step."""
-        resources = self._link_resources(self.topology.route(source, target))
-        return self._add(place, name, TaskKind.SYNC, resources, self.communication.transfer_ns(size, source, target), after, size)
-
-    def _updates(self) -> dict[int, int]:
-        """Device -> how long the updates of its shards take together, where there are any."""
-        found: dict[int, int] = {}
-        for device, size in device_updates(self.plan):
-            found[device] = found.get(device, 0) + self.costs.update_ns(size, self.topology.devices[device].type)
-        return dict(sorted(found.items()))
+                self.backward_tasks[index] = self._compute(tile, TaskKind.BACKWARD, [self._forward[index], *gradient])
 
     def _tiles(self, position: int) -> tuple[Tile, ...]:
         first = self.plan.first_tile
@@ -217,7 +150,7 @@ class _Lowering:
         """The tasks after which the region's gradient is complete; empty if it has none."""
         if not self.plan.graph.tensors[fetch.tensor].requires_grad:
             return []
-        return [self._backward[tile] for tile, _ in fetch.consumers if tile in self._backward]
+        return [self.backward_tasks[tile] for tile, _ in fetch.consumers if tile in self.backward_tasks]
 
     def _carry(self, carrier: Message | Exchange) -> None:
         """The task of a message or exchange."""
@@ -247,30 +180,21 @@ class _Lowering:
         if isinstance(carrier, Exchange):
             rounds = exchange_rounds(self.plan, carrier, parts, gradient=gradient)
             name = exchange_name(self.plan, carrier, gradient=gradient)
-            return self._exchange(place, name, TaskKind.EXCHANGE, rounds, after)
+            return self._list.exchange(place, name, TaskKind.EXCHANGE, rounds, after)
         source, target = (carrier.target, carrier.source) if gradient else (carrier.source, carrier.target)
         moved = remote_parts(self.plan, parts)
         size = sum(self._bytes(self.plan.fetches[n].tensor, box) for (n, _), (_, _, box, _) in zip(parts, moved, strict=True))
-        resources = self._link_resources(self.topology.route(source, target))
-        duration = self.communication.transfer_ns(size, source, target)
-        return self._add(place, message_name(self.plan, carrier, gradient=gradient), TaskKind.TRANSFER, resources, duration, after, size)
-
-    def _exchange(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
-        flows = tuple(flow for own, _ in rounds for flow in own)
-        duration = sum(self.communication.exchange_ns(own, reduced) for own, reduced in rounds)
-        pairs = frozenset((source, target) for source, target, _ in flows)
-        if pairs not in self._exchange_links:
-            self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
-        return self._add(place, name, kind, self._exchange_links[pairs], duration, after, sum(size for *_, size in flows), flows=flows)
+        name = message_name(self.plan, carrier, gradient=gradient)
+        return self._list.message(place, name, TaskKind.TRANSFER, source, target, size, after)
 
     def _compute(self, tile: Tile, kind: TaskKind, after: Iterable[int]) -> int:
-        graph, device = self.plan.graph, self.topology.devices[tile.device].type
+        graph, device = self.plan.graph, self._list.topology.devices[tile.device].type
         if kind is TaskKind.FORWARD:
             name, duration = forward_name(self.plan.operator(tile), tile), self.costs.forward_ns(graph, tile, device)
         else:
             name, duration = backward_name(self.plan.operator(tile), tile), self.costs.backward_ns(graph, tile, device)
         place = self._id(tile.operator, 1, tile.index, gradient=kind is TaskKind.BACKWARD)
-        return self._add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile))
+        return self._list.add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile))
 
     def _reduce(self, place: int) -> None:
         """Sum partial results; on a single device that is part of running its tiles."""
@@ -294,9 +218,9 @@ class _Lowering:
         place = self._id(reduction.operator, 0 if gradient else 2, first, reduction.output, gradient=gradient)
         name = reduce_name(op, reduction, gradient=gradient)
         if reduction.cells:
-            return self._exchange(place, name, TaskKind.REDUCE, scatter_rounds(self.plan, reduction, gradient=gradient), after)
+            return self._list.exchange(place, name, TaskKind.REDUCE, scatter_rounds(self.plan, reduction, gradient=gradient), after)
         size = self._bytes(reduced_tensor(self.plan, reduction), reduction.box)
-        return self._all_reduce(place, name, TaskKind.REDUCE, size, reduction.devices, after)
+        return self._list.all_reduce(place, name, TaskKind.REDUCE, size, reduction.devices, after)
 
     def _loss_start(self, tile: Tile) -> tuple[int, ...]:
         """The task after which a tile of the loss starts the backward pass with gradient 1: the loss itself. Replica 0 only."""
@@ -310,38 +234,7 @@ class _Lowering:
                 return self._reduced[place]
         return (self._forward[self._place(tile)],)
 
-    def _all_reduce(
-        self, place: tuple[int, ...], name: str, kind: TaskKind, size: int, devices: tuple[int, ...], after: Iterable[int]
-    ) -> int:
-        duration, links = self.communication.allreduce(size, devices)
-        return self._add(place, name, kind, self._link_resources(links), duration, after, self.communication.allreduce_bytes(size, devices))
-
-    def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self.plan.device_count + link for link in links)
-
     def _id(self, position: int, stage: int, a: int, b: int = 0, c: int = 0, *, gradient: bool) -> tuple[int, ...]:
         if gradient:
             return (BACKWARD, len(self.plan.graph.operators) - 1 - position, stage, a, b, c)
         return (FORWARD, position, stage, a, b, c)
-
-    def _add(
-        self,
-        place: tuple[int, ...],
-        name: str,
-        kind: TaskKind,
-        resources: tuple[int, ...],
-        duration_ns: int,
-        after: Iterable[int],
-        size: int = 0,
-        tile: int | None = None,
-        flows: tuple[Flow, ...] = (),
-    ) -> int:
-        self.tasks.append(Task(place, name, kind, resources, duration_ns, tuple(sorted(set(after))), size, tile, flows))
-        return len(self.tasks) - 1
-
-
-def device_updates(plan: Plan) -> Iterator[tuple[int, int]]:
-    """(device, bytes) of every shard that a device's optimizer updates."""
-    for i in (*(i for bucket in plan.buckets for i in bucket.shards), *idle_shards(plan)):
-        for device in plan.shards[i].devices:
-            yield device, shard_bytes(plan.graph, plan.shards[i])

@@ -9,7 +9,6 @@ libraries' workspaces are not counted, nor are a model's buffers (running statis
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +16,7 @@ from math import prod
 from soap.graph import RECURRENT_KINDS, Footprint, Operator, OperatorGraph, TensorKind
 from soap.regions import Box, Interval, in_one_piece, volume, whole
 from soap.simulator.flows import reduced_tensor
+from soap.simulator.parameter_memory import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters
 from soap.simulator.plan import Plan
 from soap.simulator.tiling import Tile, is_window, iteration_points, windows
 from soap.simulator.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
@@ -51,16 +51,15 @@ class MemoryUse:
 
 def memory_use(plan: Plan, optimizer_states: int = 2) -> tuple[MemoryUse, ...]:
     """Upper bound of each device's use. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
-    parameters, trainable = _shard_bytes(plan)
-    served = _served_bytes(plan)
-    activations = _sum((_tile_bytes(plan), _read_bytes(plan), fetched_bytes(plan), _summed_bytes(plan), _assembled_bytes(plan)))
-    gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan), _parameter_gradient_bytes(plan)))
-    backward = _sum((gradients, sent_bytes(plan), largest_sum_bytes(plan)))
+    parameters, trainable, updated = kept_parameters(plan)
+    activations = _sum((_tile_bytes(plan), _read_bytes(plan), fetched_bytes(plan), _summed_bytes(plan), assembled_bytes(plan)))
+    gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan), gradient_bytes(plan)))
+    backward = _sum((gradients, sent_bytes(plan), largest_sum_bytes(plan), exchanged_bytes(plan)))
     return tuple(
         MemoryUse(
             parameters=parameters[d],
             gradients=trainable[d],
-            optimizer=optimizer_states * (trainable[d] - served[d]),
+            optimizer=optimizer_states * updated[d],
             activations=activations[d],
             # An optimizer that updates many tensors in one call needs as much again as it updates; by then the activations are free.
             buffers=max(backward[d], trainable[d] - activations[d]),
@@ -136,27 +135,6 @@ def work_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]
 
 def _share(size: int, op: Operator, points: int) -> int:
     return -(-size * points // iteration_points(op))
-
-
-def _shard_bytes(plan: Plan) -> tuple[list[int], list[int]]:
-    """(all, trainable) parameter bytes of each device."""
-    held, trainable = [0] * plan.device_count, [0] * plan.device_count
-    for shard in plan.shards:
-        size = _box_bytes(plan.graph, shard.parameter, shard.box)
-        for device in shard.devices:
-            held[device] += size
-            trainable[device] += size if shard.trainable else 0
-    return held, trainable
-
-
-def _served_bytes(plan: Plan) -> list[int]:
-    """Parameter bytes of each device that a server updates: the states are there."""
-    result = [0] * plan.device_count
-    for served in plan.served:
-        shard = plan.shards[served.shard]
-        for device in shard.devices:
-            result[device] += _box_bytes(plan.graph, shard.parameter, shard.box)
-    return result
 
 
 def _tile_bytes(plan: Plan) -> list[int]:
@@ -236,18 +214,6 @@ def _summed_bytes(plan: Plan) -> list[int]:
     return result
 
 
-def _assembled_bytes(plan: Plan) -> list[int]:
-    """Parameter regions that tiles read and that are not one shard: they are put together, and kept for the backward pass."""
-    shards = {(shard.parameter, shard.box) for shard in plan.shards}
-    assembled = (
-        (tile.device, operand.tensor, box)
-        for tile in plan.tiles
-        for operand, box in zip(plan.operator(tile).parameters, tile.parameters, strict=True)
-        if (operand.tensor, box) not in shards
-    )
-    return _total(plan, assembled)
-
-
 def _total(plan: Plan, regions: Iterable[tuple[int, str, Box]]) -> list[int]:
     result = [0] * plan.device_count
     for device, tensor, box in regions:
@@ -323,23 +289,3 @@ def _tile_gradient_bytes(plan: Plan) -> list[int]:
         if graph.tensors[holding.tensor].requires_grad:
             added[holding.device] = max(added[holding.device], ADDING_COPIES * _box_bytes(graph, holding.tensor, holding.box))
     return _sum((result, added))
-
-
-def _parameter_gradient_bytes(plan: Plan) -> list[int]:
-    """Parameter gradients as autograd makes them, before they are added up where they stay.
-
-    The largest tile's exist twice: where tiles put together more than there are shards, the gradient of such a region and its parts lie
-    beside each other. Where several tiles of a device use a shard, autograd collects their gradients first.
-    """
-    graph = plan.graph
-    largest, collected = [0] * plan.device_count, [0] * plan.device_count
-    for tile in plan.tiles:
-        operands = zip(plan.operator(tile).parameters, tile.parameters, strict=True)
-        size = sum(_box_bytes(graph, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
-        largest[tile.device] = max(largest[tile.device], size)
-    for shard in plan.shards:
-        users = Counter(plan.tiles[tile].device for tile, _ in shard.uses) if shard.trainable else {}
-        for device, count in users.items():
-            if count > 1:
-                collected[device] += _box_bytes(graph, shard.parameter, shard.box)
-    return [2 * size + held for size, held in zip(largest, collected, strict=True)]

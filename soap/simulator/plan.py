@@ -165,11 +165,14 @@ class Plan:
     Every trainable shard that gets a gradient is in one of ``buckets``, in ``gathered`` (sparse shards whose rows of the gradient every
     device gets from every other), or a partition of one of ``served``.
 
-    ``first_tile[i]`` is the position of operator i's first tile; its tiles follow in index order.
+    ``first_tile[i]`` is the position of operator i's first tile; its tiles follow in index order. ``hosts``: by device, the number of its
+    host. ``accelerators``: devices that are no CPUs: what servers keep beside them lies in the memory of their host.
     """
 
     graph: OperatorGraph
     device_count: int
+    hosts: tuple[int, ...]
+    accelerators: frozenset[int]
     tiles: tuple[Tile, ...]
     first_tile: tuple[int, ...]
     holdings: tuple[Holding, ...]

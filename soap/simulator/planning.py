@@ -72,6 +72,8 @@ class PlanBuilder:
         self._delivery = lru_cache(size)(self._make_delivery)
         self._cells = lru_cache(size)(self._make_cells)
         self._distances = lru_cache(None)(self._make_distances)
+        self._hosts = tuple(device.host for device in topology.devices)
+        self._accelerators = frozenset(number for number, device in enumerate(topology.devices) if device.type.kind != "cpu")
         self._servers = server_devices(topology)
         self._first_servers = first_servers(graph, len(self._servers))
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
@@ -97,6 +99,8 @@ class PlanBuilder:
         return Plan(
             graph=self.graph,
             device_count=self.topology.device_count,
+            hosts=self._hosts,
+            accelerators=self._accelerators,
             tiles=tiles,
             first_tile=first_tile,
             holdings=tuple(

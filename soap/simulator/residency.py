@@ -20,9 +20,31 @@ from numpy.typing import NDArray
 from soap.graph import TensorKind
 from soap.regions import Box, in_one_piece, whole
 from soap.simulator import memory
-from soap.simulator.buckets import idle_shards, shard_bytes
+from soap.simulator.buckets import idle_shards
 from soap.simulator.flows import box_bytes, reduced_tensor
-from soap.simulator.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name
+from soap.simulator.parameter_memory import (
+    assembled_regions,
+    compact_parameters,
+    gathered_bytes,
+    kept_shards,
+    operand_bytes,
+    reader_bytes,
+    served_gradients,
+)
+from soap.simulator.plan import (
+    Exchange,
+    Fetch,
+    Message,
+    Part,
+    Reduction,
+    exchange_name,
+    gather_name,
+    message_name,
+    pull_name,
+    push_name,
+    reduce_name,
+    serve_name,
+)
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.transit import SENT_BYTES, copied_to_send, is_remote, received_apart
 
@@ -51,6 +73,7 @@ def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int
     """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
     held = _Held(tasks, schedule)
     held.always(optimizer_states)
+    held.synchronized()
     held.values()
     held.fetched()
     held.summed()
@@ -104,18 +127,34 @@ class _Held:
         batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given)
         for device in range(self.plan.device_count):
             self.hold(device, 0, self.end_ns, batch)
-        served = [own.shard for own in self.plan.served]
-        for number, shard in enumerate(self.plan.shards):
-            states = optimizer_states if shard.trainable and number not in served else 0
-            counted = COUNT_BYTES if states > 1 else 0
-            for device in shard.devices:
-                self.hold(device, 0, self.end_ns, (1 + states) * shard_bytes(graph, shard) + counted)
+        partitions = {number for served in self.plan.served for number in served.shards}
         alone = {bucket.shards[0] for bucket in self.plan.buckets if len(bucket.devices) == 1}
-        for number in (*(i for bucket in self.plan.buckets for i in bucket.shards), *served, *idle_shards(self.plan)):
-            shard = self.plan.shards[number]
-            begins = [self._backward[tile][0] for tile, _ in shard.uses if tile in self._backward] if number in alone else [0]
-            for device in shard.devices:
-                self.hold(device, min(begins, default=self.end_ns), self.end_ns, shard_bytes(graph, shard))
+        summed = {*(i for bucket in self.plan.buckets for i in bucket.shards), *self.plan.gathered, *idle_shards(self.plan), *partitions}
+        for number, device, size, trainable in kept_shards(self.plan):
+            states = optimizer_states if trainable else 0
+            self.hold(device, 0, self.end_ns, (1 + states) * size + (COUNT_BYTES if states > 1 else 0))
+            if number in summed:
+                uses = self.plan.shards[number].uses
+                begins = [self._backward[tile][0] for tile, _ in uses if tile in self._backward] if number in alone else [0]
+                self.hold(device, min(begins, default=self.end_ns), self.end_ns, size)
+
+    def synchronized(self) -> None:
+        """What devices have of parameters that servers keep, and what they exchange of these and of gathered rows."""
+        for served in self.plan.served:
+            begun = self._named.get(pull_name(served), (0, 0))[0] if served.sparse else 0
+            done = self._named.get(push_name(served), (0, 0))[1] if served.sparse else self.end_ns
+            ends = [self._last(tile) for tile, _ in served.uses]
+            for device, size in reader_bytes(self.plan, served).items():
+                self.hold(device, begun, max(done, *ends), 2 * size)
+            if push_name(served) in self._named:
+                start = self._named[push_name(served)][0]
+                served_ns = [self._named[serve_name(served, index)][1] for index in range(len(served.shards))]
+                for (device, size), end in zip(served_gradients(self.plan, served), served_ns, strict=True):
+                    self.hold(device, start, end, size)
+        for number in self.plan.gathered:
+            start, _ = self._named.get(gather_name(self.plan, number), (self.end_ns, 0))
+            for device in self.plan.shards[number].devices:
+                self.hold(device, start, self.end_ns, gathered_bytes(self.plan, number))
 
     def values(self) -> None:
         """What tiles make and keep, and their copies of parts of the batch and of parameters."""
@@ -129,7 +168,7 @@ class _Held:
             summed.update({(tile, reduction.output): max(begins, self._begun.get(self._segment[tile], 0)) for tile in reduction.tiles})
         ends = {(held.tile, held.tensor): read.get(i, 0) for i, held in enumerate(plan.holdings) if held.reduction is None}
         given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
-        shards = {(shard.parameter, shard.box) for shard in plan.shards}
+        assembled = assembled_regions(plan)
         copies: dict[tuple[int, str, Box], Span] = {}
         for number, (tile, kept) in enumerate(zip(plan.tiles, memory.kept_bytes(plan), strict=True)):
             start, last = self._forward[number][0], self._last(number)
@@ -142,14 +181,15 @@ class _Held:
             self.hold(tile.device, start, last, kept)
             self.hold(tile.device, *self._forward[number], memory.passing_bytes(plan, tile)[0])
             reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
-            reads += [(o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True) if (o.tensor, box) not in shards]
+            parameters = ((o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True))
+            reads += [(name, box) for name, box in parameters if (tile.device, name, box) in assembled]
             for tensor, box in reads:
                 own = self._needed(number, tensor)
                 before = copies.get((tile.device, tensor, box), (start, own))
                 copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], own))
         for (device, tensor, box), (start, end) in copies.items():
             if tensor not in given or not in_one_piece(box, graph.tensors[tensor].shape):
-                self.hold(device, start, end, box_bytes(plan, tensor, box))
+                self.hold(device, start, end, assembled.get((device, tensor, box), box_bytes(plan, tensor, box)))
 
     def fetched(self) -> None:
         """Regions that are put together or received, and what comes for them apart."""
@@ -214,10 +254,12 @@ class _Held:
             makers = [held.tile] if held.reduction is None else plan.reductions[held.reduction].tiles
             own = [self._backward[tile][1] for tile in makers if plan.tiles[tile].device == held.device and tile in self._backward]
             self.hold(held.device, start, max(own, default=start), box_bytes(plan, held.tensor, held.box))
+        compact = compact_parameters(plan)
         for number, (start, end) in self._backward.items():
             tile = plan.tiles[number]
             operands = zip(plan.operator(tile).parameters, tile.parameters, strict=True)
-            made = sum(box_bytes(plan, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
+            trained = ((o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
+            made = sum(operand_bytes(plan, compact, tile, name, box) for name, box in trained)
             self.hold(tile.device, start, end, made + memory.passing_bytes(plan, tile)[1])
 
     def sent(self) -> None:

@@ -1,4 +1,4 @@
-"""How many rows of sparse parameters tiles look up, and how many different ones a device's tiles touch."""
+"""How many rows of sparse parameters tiles look up, and how many different ones these touch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from soap.graph import OperatorGraph
-from soap.regions import Box
+from soap.regions import Box, volume
 from soap.row_access import Lookup, RowAccess
 from soap.simulator.tiling import Tile
 
@@ -20,23 +20,29 @@ def looked_up(graph: OperatorGraph, lookup: Lookup, tile: Tile) -> int:
     return -(-lookup.indices * prod(length for length, _ in others) // prod(size for _, size in others))
 
 
-def touched_rows(
-    graph: OperatorGraph, parameter: str, box: Box, tiles: Sequence[Tile], uses: Iterable[tuple[int, int]]
-) -> dict[int, int]:
-    """Device -> how many different rows of a region of a sparse parameter its tiles touch in a step; devices ascend.
+def tile_lookups(graph: OperatorGraph, parameter: str, tile: Tile) -> int:
+    """How many rows of a sparse parameter a tile looks up, repeated ones counted, by all of its operands that are that parameter."""
+    return sum(looked_up(graph, lookup, tile) for lookup in graph.sparse[parameter].lookups if lookup.operator == tile.operator)
 
-    ``uses``: (position in ``tiles``, parameter position). Rows are taken to be spread evenly over the regions of a parameter.
+
+def device_lookups(graph: OperatorGraph, parameter: str, tiles: Sequence[Tile], uses: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Device -> how many rows of a sparse parameter its tiles look up, repeated ones counted; devices ascend.
+
+    ``uses``: (position in ``tiles``, parameter position).
     """
-    access = graph.sparse[parameter]
-    lookups = {(lookup.operator, lookup.parameter): lookup for lookup in access.lookups}
-    indices: dict[int, int] = {}
-    for tile, place in uses:
-        own = tiles[tile]
-        indices[own.device] = indices.get(own.device, 0) + looked_up(graph, lookups[own.operator, place], own)
-    return {device: part_of_rows(access, box, access.touched_by(count)) for device, count in sorted(indices.items())}
+    found: dict[int, int] = {}
+    for number in sorted({tile for tile, _ in uses}):
+        tile = tiles[number]
+        found[tile.device] = found.get(tile.device, 0) + tile_lookups(graph, parameter, tile)
+    return dict(sorted(found.items()))
 
 
-def part_of_rows(access: RowAccess, box: Box, rows: int) -> int:
-    """Of so many of a parameter's rows, how many lie in a region, rounded up."""
+def touched_rows(access: RowAccess, box: Box, lookups: int) -> int:
+    """How many different rows of a region so many look-ups of its parameter touch, rounded up: rows are taken to be spread evenly."""
     start, stop = box[0]
-    return -(-rows * (stop - start) // access.rows)
+    return -(-access.touched_by(lookups) * (stop - start) // access.rows)
+
+
+def row_bytes(graph: OperatorGraph, parameter: str, box: Box) -> int:
+    """Size of one row of a region of a parameter."""
+    return volume(box[1:]) * graph.tensors[parameter].itemsize

@@ -55,8 +55,10 @@ class Simulation:
         """Time of a step of several iterations of which only the last synchronizes gradients and updates parameters."""
         if micro_batches == 1:
             return self.makespan_ns
-        skipped = (TaskKind.SYNC, TaskKind.UPDATE)
-        kept = tuple(replace(task, duration_ns=0) if task.kind in skipped else task for task in self.tasks.tasks)
+        skipped = (TaskKind.SYNC, TaskKind.UPDATE)  # but rows that are pulled before the forward pass, which waits for nothing
+        kept = tuple(
+            replace(task, duration_ns=0) if task.kind in skipped and task.predecessors else task for task in self.tasks.tasks
+        )
         return (micro_batches - 1) * simulate(replace(self.tasks, tasks=kept)).makespan_ns + self.makespan_ns
 
     @cached_property

@@ -10,6 +10,7 @@ from soap.simulator import residency
 from soap.simulator.flows import box_bytes
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import kept_bytes, peak_bytes
+from soap.simulator.parameter_memory import kept_shards, reader_bytes
 from soap.simulator.reference import simulate
 from soap.simulator.residency import MemoryCurve, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph
@@ -71,15 +72,14 @@ def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topolo
     for curve, bound in zip(curves, peak_bytes(plan, 2), strict=True):
         assert curve.times_ns[0] == 0 and (curve.times_ns[1:] > curve.times_ns[:-1]).all()
         assert (curve.bytes_held >= 0).all() and curve.peak_bytes <= bound
-    served = {own.shard for own in plan.served}
     kept, lives = kept_bytes(plan), lives_of(tasks, schedule)
     for time, device, needed in working_sets(tasks, schedule):
         curve = curves[device]
         held = curve.bytes_held[curve.times_ns.searchsorted(time, side="right") - 1]
         alive = sum(kept[tile] for tile, (start, end) in lives.items() if plan.tiles[tile].device == device and start <= time < end)
-        own = [(shard, 3 if shard.trainable and i not in served else 1) for i, shard in enumerate(plan.shards) if device in shard.devices]
-        shards = sum(box_bytes(plan, shard.parameter, shard.box) * copies for shard, copies in own)
-        assert held >= alive + shards + needed
+        shards = sum((3 if trained else 1) * size for _, keeper, size, trained in kept_shards(plan) if keeper == device)
+        copies = sum(reader_bytes(plan, served).get(device, 0) for served in plan.served if not served.sparse)
+        assert held >= alive + shards + copies + needed
 
 
 def lives_of(tasks: TaskGraph, schedule: Schedule) -> dict[int, tuple[int, int]]:

@@ -1,8 +1,7 @@
-"""Parameter servers: which tasks there are, where they run, and how long they take."""
+"""Parameter servers and gathered rows: which tasks there are, where they run, what they move, and how long they take."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,50 +12,111 @@ from soap.graph import OperatorGraph
 from soap.simulator.buckets import shard_bytes
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import memory_use
-from soap.simulator.plan import Served, pull_name, push_name, serve_name
+from soap.simulator.plan import gather_name, pull_name, push_name, serve_name
 from soap.simulator.reference import simulate
-from soap.simulator.servers import HOST_CORE, core_names, core_type, first_cores, partitions
+from soap.simulator.row_counts import device_lookups, row_bytes, touched_rows
+from soap.simulator.servers import HOST_CORE, core_names, first_cores, server_resources, server_type
+from soap.simulator.serving import INDEX_BYTES
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.simulator.timeline import busy_time_ns, chrome_trace, link_bytes, resource_names
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
-from tests.simulator.examples import UNIT_NS, PointCosts, batch_split, by_name, chain, on, pairwise_cluster, predecessors, strategy, units
+from tests.graph_builder import GraphBuilder
+from tests.simulator.examples import (
+    UNIT_NS,
+    PointCosts,
+    batch_split,
+    by_name,
+    chain,
+    finish,
+    on,
+    pairwise_cluster,
+    predecessors,
+    strategy,
+    units,
+)
 from tests.strategies import CPU, GPU, cases, cluster
 
 TWO = pairwise_cluster(1, 1)
 SERVER = SyncConfig("parameter_server")
+GATHER = SyncConfig("allgather")
 
 
 def lowered(graph: OperatorGraph, chosen: Strategy, topology: Topology = TWO) -> TaskGraph:
     return lower(build_plan(graph, chosen, topology), topology, PointCosts())
 
 
+def looked_up(rows: int, width: int, batch: int) -> OperatorGraph:
+    """``batch`` samples look up a row each in ``table``; no row twice."""
+    g = GraphBuilder()
+    return finish(g, g.embedding(g.input("ids", batch, dtype="int64"), rows, width, weight=g.parameter("table", rows, width), name="find"))
+
+
 def test_gradients_are_pushed_and_values_pulled() -> None:
     graph = chain(4, 2, 3)
     tasks = lowered(graph, batch_split(graph, [0, 1]).with_parameter("l1.weight", SERVER))
-    assert (tasks.plan.buckets, tasks.plan.served) == ((), (Served(0, 1),))
+    (served,) = tasks.plan.served
+    assert (tasks.plan.buckets, served.readers, served.shards, served.sparse) == ((), (0, 1), (0,), False)
     schedule = simulate(tasks)
     spans = {task.name: (units(a), units(b)) for task, a, b in zip(tasks.tasks, schedule.start_ns, schedule.end_ns, strict=True)}
     assert spans["backward l1[1]"] == (24, 48)
-    assert spans["push l1.weight[0] 1->0"] == (48, 72)
+    assert spans["push l1.weight[0]"] == (48, 72)
     assert spans["serve l1.weight[0]/0"] == (72, 72 + 24 + 1)  # 24 bytes are added, one update
-    assert spans["pull l1.weight[0] 0->1"] == (97, 121)
+    assert spans["pull l1.weight[0]"] == (97, 121)
     assert units(schedule.makespan_ns) == 121
     named, names = by_name(tasks), resource_names(tasks)
-    assert [names[r] for r in named["push l1.weight[0] 1->0"].resources] == ["d1->d0"]
-    assert [names[r] for r in named["serve l1.weight[0]/0"].resources] == ["h0/core0"]
-    assert predecessors(tasks, "serve l1.weight[0]/0") == {"backward l1[0]", "push l1.weight[0] 1->0"}
+    assert named["push l1.weight[0]"].flows == ((1, 0, 24),) and named["pull l1.weight[0]"].flows == ((0, 1, 24),)
+    assert [names[r] for r in named["push l1.weight[0]"].resources] == ["d1->d0"]
+    assert [names[r] for r in named["serve l1.weight[0]/0"].resources] == ["d0"]  # a CPU serves itself
+    assert predecessors(tasks, "push l1.weight[0]") == {"backward l1[0]", "backward l1[1]"}
+    assert predecessors(tasks, "serve l1.weight[0]/0") == {"push l1.weight[0]"}
     assert not any(name.startswith(("sync", "update")) for name in named)
     assert link_bytes(tasks) == {"d0->d1": 24 + 4, "d1->d0": 24 + 4}  # beside the loss
-    assert busy_time_ns(tasks)["h0/core0"] == 25 * UNIT_NS and "h1/core0" not in busy_time_ns(tasks)
-    threads = [e["args"]["name"] for e in chrome_trace(tasks, schedule)["traceEvents"] if e["name"] == "thread_name"]
-    assert threads == ["d0", "d1", "d0->d1", "d1->d0", "h0/core0"]
+
+
+def test_rows_are_pulled_before_the_step_and_pushed_behind_it() -> None:
+    graph = looked_up(rows=8, width=3, batch=4)
+    tasks = lowered(graph, batch_split(graph, [0, 1]).with_parameter("table", SyncConfig("parameter_server", 2)))
+    assert graph.sparse["table"].touched_by(2) == 2
+    (served,) = tasks.plan.served
+    assert [tasks.plan.shards[i].devices for i in served.shards] == [(0,), (1,)] and served.sparse
+    schedule = simulate(tasks)
+    spans = {task.name: (units(a), units(b)) for task, a, b in zip(tasks.tasks, schedule.start_ns, schedule.end_ns, strict=True)}
+    named = by_name(tasks)
+    # each looks up two rows, one of them in each partition: 12 bytes come, 8 bytes say which
+    assert named["pull table[0]"].flows == ((0, 1, 12 + 8), (1, 0, 12 + 8)) and named["pull table[0]"].predecessors == ()
+    assert named["push table[0]"].flows == ((0, 1, 12), (1, 0, 12))
+    assert spans["pull table[0]"] == (0, 20) and spans["forward find[0]"][0] == 20
+    assert predecessors(tasks, "forward find[1]") == {"pull table[0]"}
+    assert predecessors(tasks, "push table[0]") == {"backward find[0]", "backward find[1]"}
+    assert predecessors(tasks, "serve table[0]/1") == {"push table[0]"}
+    assert units(named["serve table[0]/1"].duration_ns) == 2 * 12 + 1
+    assert not any(name.startswith(("sync", "update")) for name in named)
+
+
+def test_rows_that_the_server_has_itself_do_not_travel() -> None:
+    graph = looked_up(rows=8, width=3, batch=4)
+    tasks = lowered(graph, batch_split(graph, [0]).with_parameter("table", SERVER))
+    assert set(by_name(tasks)) == {"forward find[0]", "forward loss[0]", "backward find[0]", "backward loss[0]", "serve table[0]/0"}
+    assert predecessors(tasks, "serve table[0]/0") == {"backward find[0]"}
+
+
+def test_gathered_rows_update_every_copy() -> None:
+    graph = looked_up(rows=100, width=3, batch=4)
+    tasks = lowered(graph, batch_split(graph, [0, 1]).with_parameter("table", GATHER))
+    gather = by_name(tasks)["gather table[0]"]
+    assert gather.flows == ((0, 1, 2 * (12 + 8)), (1, 0, 2 * (12 + 8)))
+    assert units(gather.duration_ns) == 40 + 24  # and what came is added
+    assert predecessors(tasks, "gather table[0]") == {"backward find[0]", "backward find[1]"}
+    assert predecessors(tasks, "update @1") == {"gather table[0]", "backward find[1]", "backward loss[1]"}
+    alone = lowered(graph, batch_split(graph, [1]).with_parameter("table", GATHER))
+    assert "gather table[0]" not in by_name(alone) and "update @1" in by_name(alone)
 
 
 def test_other_parameters_are_summed_as_ever() -> None:
     graph = chain(4, 2, 3, 5)
-    chosen = batch_split(graph, [0, 1])
-    tasks, plain = lowered(graph, chosen.with_parameter("l1.weight", SERVER)), lowered(graph, chosen)
+    chosen, topology = batch_split(graph, [0, 1]), cluster([1, 1], GPU)
+    tasks, plain = lowered(graph, chosen.with_parameter("l1.weight", SERVER), topology), lowered(graph, chosen, topology)
     assert set(by_name(plain)) - set(by_name(tasks)) == {"sync l2.weight[0]+1"}
     assert predecessors(tasks, "update @1") >= {"sync l2.weight[0]"}
     assert units(by_name(tasks)["update @1"].duration_ns) == 1
@@ -65,38 +125,50 @@ def test_other_parameters_are_summed_as_ever() -> None:
     assert [use.gradients for use in memory] == [use.gradients for use in usual]
 
 
+def test_a_sparse_table_takes_no_memory_of_accelerators() -> None:
+    graph, topology = looked_up(rows=1000, width=3, batch=4), cluster([1, 1], GPU)
+    plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", SyncConfig("parameter_server", 3)), topology)
+    assert [(use.parameters, use.gradients, use.optimizer) for use in memory_use(plan, 2)] == [(24, 24, 0)] * 2  # two rows
+    assert all(use.total < 1000 * 12 for use in memory_use(plan, 2))
+    on_cpus = memory_use(build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", SERVER), TWO), 2)
+    assert [use.optimizer for use in on_cpus] == [2 * 12000, 0]
+
+
 def test_cores_of_the_host_take_partitions_in_turn() -> None:
-    topology, graph = cluster([2, 1], CPU), chain(6, 4, 4, 4)
-    server = SyncConfig("parameter_server", 3)
-    plan = build_plan(graph, batch_split(graph, [0, 2]).with_parameter("l1.weight", server).with_parameter("l2.weight", server), topology)
+    topology, graph = cluster([2, 1], GPU), chain(6, 4, 4, 6)
+    server = SyncConfig("parameter_server", 4)
+    chosen = batch_split(graph, [0, 2]).with_parameter("l1.weight", server).with_parameter("l2.weight", server)
+    plan = build_plan(graph, chosen, topology)
     first = first_cores(topology)
     assert first == [3 + len(topology.links), 3 + len(topology.links) + 4]
-    found = list(partitions(plan, topology))
-    assert [(part.served, part.index, part.resource - first[0]) for part in found] == [
-        (0, 0, 0), (0, 1, 1), (0, 2, 2), (1, 0, 3), (1, 1, 0), (1, 2, 1),
-    ]  # fmt: skip
-    assert [part.size for part in found] == [24, 20, 20] * 2
+    assert [[plan.shards[i].devices for i in own.shards] for own in plan.served] == [[(2,), (0,)] * 2, [(0,), (2,)] * 2]
+    held = zip(server_resources(plan, topology), [(1, 0) * 2, (0, 1) * 2], strict=True)
+    cores = [[resource - first[host] for resource, host in zip(own, hosts, strict=True)] for own, hosts in held]
+    assert cores == [[0, 0, 1, 1], [2, 2, 3, 3]]
     assert core_names(topology)[:5] == ["host0/core0", "host0/core1", "host0/core2", "host0/core3", "host1/core0"]
+    tasks = lower(plan, topology, PointCosts())
+    assert busy_time_ns(tasks)["host1/core3"] > UNIT_NS
+    threads = [e["args"]["name"] for e in chrome_trace(tasks, simulate(tasks))["traceEvents"] if e["name"] == "thread_name"]
+    assert [name for name in threads if "core" in name] == core_names(topology)
 
 
 def test_no_partition_is_empty() -> None:
     graph = chain(4, 2, 3)
-    chosen = batch_split(graph, [0, 1]).with_parameter("l1.weight", SyncConfig("parameter_server", 4096))
-    assert [part.size for part in partitions(build_plan(graph, chosen, TWO), TWO)] == [4] * 6
+    plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("l1.weight", SyncConfig("parameter_server", 4096)), TWO)
+    assert [shard_bytes(graph, plan.shards[i]) for i in plan.served[0].shards] == [8] * 3
 
 
-def test_a_device_without_gradient_only_pulls() -> None:
+def test_a_device_without_gradient_pulls_and_pushes_zeros() -> None:
     split = strategy(l1=on(0, 1, degrees=(1, 1, 1), replicas=2), loss=on(1, 0, degrees=(1,), replicas=2))
     tasks = lowered(chain(4, 2, 6), split.with_parameter("l1.weight", SERVER))
-    assert predecessors(tasks, "push l1.weight[0] 1->0") == {"backward l1[1]"}
-    assert predecessors(tasks, "serve l1.weight[0]/0") == {"push l1.weight[0] 1->0"}
-    assert units(by_name(tasks)["serve l1.weight[0]/0"].duration_ns) == 1  # nothing to add
-    assert "pull l1.weight[0] 0->1" in by_name(tasks)
+    assert predecessors(tasks, "push l1.weight[0]") == {"backward l1[1]"}
+    assert predecessors(tasks, "serve l1.weight[0]/0") == {"push l1.weight[0]"}
+    assert by_name(tasks)["push l1.weight[0]"].flows == ((1, 0, 48),)
 
 
 def test_figures_of_a_core() -> None:
-    assert core_type(cluster([1, 1], CPU), 1) is CPU
-    assert core_type(cluster([1, 1], GPU), 1) is HOST_CORE
+    assert server_type(cluster([1, 1], CPU), 1) is CPU
+    assert server_type(cluster([1, 1], GPU), 1) is HOST_CORE
 
 
 def test_what_one_device_keeps_needs_no_server() -> None:
@@ -114,28 +186,122 @@ def test_impossible_numbers_of_partitions(count: int) -> None:
         SyncConfig("allreduce", 2)
 
 
-@settings(max_examples=80, deadline=None)
+WIDTH = 6
+ROW_BYTES = 4 * WIDTH
+
+
+def machine_bytes(tasks: TaskGraph, machine: int, *names: str) -> tuple[int, int]:
+    """(values, indices): bytes in and out of a machine of one device by the tasks that synchronize sparse parameters."""
+    values = indices = 0
+    for task in tasks.tasks:
+        if task.name.startswith(names):
+            assert task.flows and task.kind is TaskKind.SYNC
+            moved = sum(size for source, target, size in task.flows if machine in (source, target))
+            with_indices = not task.name.startswith("push")
+            rows = moved // (ROW_BYTES + INDEX_BYTES * with_indices)
+            assert rows * (ROW_BYTES + INDEX_BYTES * with_indices) == moved
+            values, indices = values + rows * ROW_BYTES, indices + rows * INDEX_BYTES * with_indices
+    return values, indices
+
+
+def tables(machines: int, variables: int, rows: int, batch: int) -> OperatorGraph:
+    """Tables of which each machine looks up ``batch`` rows, none of them twice."""
+    g = GraphBuilder()
+    found = []
+    for i in range(variables):
+        ids = g.input(f"ids{i}", batch * machines, dtype="int64")
+        found.append(g.embedding(ids, rows, WIDTH, weight=g.parameter(f"table{i}", rows, WIDTH), name=f"find{i}"))
+    return finish(g, *found)
+
+
+@pytest.mark.parametrize("machines", [2, 4, 8])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_bytes_on_the_wire_are_those_of_parallax(machines: int, balanced: bool) -> None:
+    """Kim et al. 2019, Table 3: per machine, in and out, and iteration; w: bytes of a variable, alpha: share that one worker touches."""
+    rows, batch, variables = 5760, 12, machines if balanced else 1
+    graph, topology = tables(machines, variables, rows, batch), pairwise_cluster(*[1] * machines)
+    touched = graph.sparse["table0"].touched_by(batch)
+    assert touched == batch
+    w, alpha_w, count = rows * ROW_BYTES, touched * ROW_BYTES, machines
+    split, names = batch_split(graph, range(machines)), [f"table{i}" for i in range(variables)]
+    served, gathered = (replace(split, parameters=dict.fromkeys(names, sync)) for sync in (SERVER, GATHER))
+    server, gather = lowered(graph, served, topology), lowered(graph, gathered, topology)
+    owner = server.plan.shards[0].devices[0]
+    values, indices = machine_bytes(server, owner, "push", "pull")
+    if balanced:
+        assert values == 4 * alpha_w * variables * (count - 1) / count
+        assert {machine_bytes(server, machine, "push", "pull") for machine in range(machines)} == {(values, indices)}
+        assert machine_bytes(gather, 0, "gather")[0] == 2 * alpha_w * variables * (count - 1)
+    else:
+        assert values == 2 * alpha_w * (count - 1)
+        assert machine_bytes(gather, 0, "gather")[0] == 2 * alpha_w * (count - 1)
+    assert indices == values // (2 * ROW_BYTES) * INDEX_BYTES  # of rows that are pulled; rows come in the same order when they are pushed
+    dense = replace(graph, sparse={})
+    tasks = [task for task in lowered(dense, served, topology).tasks if task.name.startswith(("push", "pull"))]
+    found = sum(size for task in tasks for source, target, size in task.flows if owner in (source, target))
+    assert found == (4 * w * variables * (count - 1) / count if balanced else 2 * w * (count - 1))
+    whole = sum(task.bytes for task in lowered(dense, split, topology).tasks if task.name.startswith("sync"))
+    assert 2 * whole / count == 4 * w * variables * (count - 1) / count
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_local_aggregation_cuts_bytes_between_hosts_as_rows_overlap(workers: int) -> None:
+    hosts, batch = 3, 16
+    graph, topology = looked_up(rows=48, width=WIDTH, batch=batch * hosts * workers), cluster([workers] * hosts, GPU)
+    access = graph.sparse["table"]
+    alone, together = access.touched_by(batch), access.touched_by(batch * workers)
+    assert alone < together < workers * alone
+
+    def crossing(local: bool) -> tuple[int, int]:
+        """Bytes between hosts by (pull, push)."""
+        chosen = batch_split(graph, range(hosts * workers)).with_parameter("table", SyncConfig("parameter_server", 1, local))
+        named, place = by_name(lowered(graph, chosen, topology)), [device.host for device in topology.devices]
+        pull, push = (named[f"{name} table[0]"].flows for name in ("pull", "push"))
+        return sum(n for a, b, n in pull if place[a] != place[b]), sum(n for a, b, n in push if place[a] != place[b])
+
+    for local, rows in ((False, workers * alone), (True, together)):
+        assert crossing(local) == ((hosts - 1) * rows * (ROW_BYTES + INDEX_BYTES), (hosts - 1) * rows * ROW_BYTES)
+
+
+@settings(max_examples=150, deadline=None)
 @given(cases(servers=True))
 def test_what_holds_for_every_plan(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case
     tasks = lowered(graph, chosen, topology)
     plan, named = tasks.plan, by_name(tasks)
-    plain = build_plan(graph, replace(chosen, parameters={}), topology)
-    in_buckets = {i for bucket in plan.buckets for i in bucket.shards}
-    served = {own.shard for own in plan.served}
-    assert in_buckets | served == {i for bucket in plain.buckets for i in bucket.shards} and not in_buckets & served
-    sizes: Counter[int] = Counter()
-    for part in partitions(plan, topology):
-        sizes[part.served] += part.size
-        task = named[serve_name(plan, plan.served[part.served], part.index)]
-        assert (task.resources, task.kind, task.bytes) == ((part.resource,), TaskKind.UPDATE, 0)
-        first = plan.shards[plan.served[part.served].shard].devices[0]
-        assert resource_names(tasks)[part.resource].startswith(f"{topology.hosts[topology.devices[first].host].name}/core")
+    assert len(named) == len(tasks.tasks) == len({task.id for task in tasks.tasks})
+    resources = server_resources(plan, topology)
     active = {task.tile for task in tasks.tasks if task.kind is TaskKind.BACKWARD}
     for number, own in enumerate(plan.served):
-        shard = plan.shards[own.shard]
-        assert sizes[number] == shard_bytes(graph, shard) and len(shard.devices) > 1
-        assert chosen.sync(shard.parameter).method == "parameter_server"
-        pushing = {plan.tiles[tile].device for tile, _ in shard.uses if tile in active} - {shard.devices[0]}
-        assert {d for d in shard.devices if push_name(plan, own, d) in named} == pushing
-        assert {d for d in shard.devices if pull_name(plan, own, d) in named} == set(shard.devices[1:])
+        assert chosen.sync(own.parameter).method == "parameter_server"
+        push, pull = named.get(push_name(own)), named.get(pull_name(own))
+        servers = {plan.shards[i].devices[0] for i in own.shards}
+        assert (push is None) == (pull is None) == (servers == set(own.readers) and len(servers) == 1)
+        for index, (shard, resource) in enumerate(zip(own.shards, resources[number], strict=True)):
+            task = named[serve_name(own, index)]
+            assert (task.resources, task.kind, task.bytes) == ((resource,), TaskKind.UPDATE, 0)
+            device = topology.devices[plan.shards[shard].devices[0]]
+            host = topology.hosts[device.host].name
+            assert resource_names(tasks)[resource].startswith(device.name if device.type.kind == "cpu" else f"{host}/core")
+        if push is None or pull is None:
+            continue
+        assert predecessors(tasks, push_name(own)) == {
+            task.name for task in tasks.tasks if task.kind is TaskKind.BACKWARD and task.tile in {tile for tile, _ in own.uses} & active
+        }
+        for flows, ends in ((push.flows, servers), (tuple((b, a, n) for a, b, n in pull.flows), servers)):
+            assert {a for a, _, _ in flows} | ends >= set(own.readers)
+        if own.sparse:
+            assert pull.predecessors == ()
+            after = tasks.tasks.index(pull)
+            assert {task.tile for task in tasks.tasks if after in task.predecessors} == {tile for tile, _ in own.uses}
+        else:
+            assert predecessors(tasks, pull_name(own)) == {serve_name(own, index) for index in range(len(own.shards))}
+    for number in plan.gathered:
+        shard = plan.shards[number]
+        task = named.get(gather_name(plan, number))
+        assert (task is None) == (len(shard.devices) == 1)
+        lookups = device_lookups(graph, shard.parameter, plan.tiles, shard.uses)
+        size = row_bytes(graph, shard.parameter, shard.box) + INDEX_BYTES
+        rows = {device: touched_rows(graph.sparse[shard.parameter], shard.box, lookups[device]) for device in shard.devices}
+        if task is not None:
+            assert set(task.flows) == {(a, b, rows[a] * size) for a in shard.devices for b in shard.devices if a != b}

@@ -176,7 +176,7 @@ def _keep_best(C, W):  # type: ignore[no-untyped-def]
         copy(W.best_dev, at, C.dev, C.dev_ptr[op], C.dev_ptr[op] + C.tiles[op])
         at += C.tiles[op]
     W.best_dev_ptr[len(W.grid) - 1] = at
-    copy(W.best_partitions, 0, C.partitions, 0, len(W.best_partitions) - 1)
+    copy(W.best_sync, 0, C.sync, 0, len(W.best_sync) - 1)
 
 
 @entry

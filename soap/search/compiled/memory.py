@@ -33,7 +33,7 @@ class ChainTables(NamedTuple):
     """``grid``: by operator, its current one (-1: outside of the space); ``structured``: whether it is placed so. ``variant``: as
     ``GridTables.estimate``, -1 where none is made yet. ``weight``: of the moves. ``proposed``, ``accepted``, ``idle`` (without effect):
     by move. ``gained``: by move, ns by which what was accepted has improved the chain's best. ``best_…``: the best strategy, as in
-    ``State`` (``best_partitions``: by parameter).
+    ``State`` (``best_sync``: by parameter).
 
     The log, per evaluated proposal: ``log_move``, ``log_operator`` (first one; -1 - parameter if that is what changes), ``log_count``,
     ``log_cost`` (-1: over the bound), ``log_accepted``.
@@ -60,7 +60,7 @@ class ChainTables(NamedTuple):
     best_replicas: Ints
     best_dev_ptr: Ints
     best_dev: Ints
-    best_partitions: Ints
+    best_sync: Ints
     log_move: Ints
     log_operator: Ints
     log_count: Ints
@@ -85,7 +85,7 @@ class ChainTables(NamedTuple):
 def make_chain(operators: int, parameters: int, devices: int, configurations: int, tiles: int, log: int) -> ChainTables:
     """``configurations``: length of ``GridTables.estimate``; ``tiles``: room for those of any strategy; ``log``: proposals at most."""
     slots = 1 + CANDIDATES + MOST_LISTED
-    sizes = {"at": 16, "variant": configurations, "best_dev_ptr": operators + 1, "best_dev": tiles, "best_partitions": parameters}
+    sizes = {"at": 16, "variant": configurations, "best_dev_ptr": operators + 1, "best_dev": tiles, "best_sync": parameters}
     sizes |= {"c_dev": slots * devices}
     sizes |= dict.fromkeys(("weight", "proposed", "accepted", "idle", "gained"), len(MOVES))
     sizes |= dict.fromkeys(("c_grid", "c_log", "c_weight"), slots)

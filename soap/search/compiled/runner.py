@@ -31,7 +31,7 @@ from soap.search.compiled.tables import grid_tables, group_tables, neighbour_tab
 from soap.search.space import Grid, Space, grid_of
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS
 from soap.simulator.compiled.handles import handle
-from soap.simulator.compiled.tables import sync_of
+from soap.simulator.compiled.sync_codes import sync_of
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.memory_bound import NO_TABLES, MemoryBound
@@ -178,7 +178,7 @@ class CompiledChain:
             changed[graph.operators[E.operator[i]].name] = OpConfig(self.engine.degrees(int(E.variant[i])), devices, int(E.replicas[i]))
         parameters = dict(strategy.parameters)
         for i in range(int(E.count[PARAMETERS])):
-            parameters[graph.parameters[E.parameter[i]].name] = sync_of(int(E.partitions[i]))
+            parameters[graph.parameters[E.parameter[i]].name] = sync_of(int(E.sync[i]))
         return Strategy(changed, parameters)
 
     @property
@@ -220,7 +220,7 @@ class CompiledChain:
             devices = tuple(W.best_dev[W.best_dev_ptr[position] : W.best_dev_ptr[position + 1]].tolist())
             degrees = self.engine.degrees(int(W.best_variant[position]))
             found[op.name] = OpConfig(degrees, devices, int(W.best_replicas[position]))
-        return Strategy(found, self.engine.syncs(W.best_partitions))
+        return Strategy(found, self.engine.syncs(W.best_sync))
 
     @property
     def moves(self) -> Mapping[str, Counts]:

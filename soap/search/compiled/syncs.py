@@ -21,10 +21,10 @@ def propose_sync(Q: GridTables, C: State, W: ChainTables, E: Edit) -> float:
     parameter = Q.sync_parameter[below(W, len(Q.sync_parameter))]
     current = -1
     for i in range(count):
-        current = i if Q.sync_choice[i] == C.partitions[parameter] else current
+        current = i if Q.sync_choice[i] == C.sync[parameter] else current
     chosen = below(W, count - 1) if current >= 0 else below(W, count)
     if current >= 0 and chosen >= current:
         chosen += 1
-    E.parameter[0], E.partitions[0] = parameter, Q.sync_choice[chosen]
+    E.parameter[0], E.sync[0] = parameter, Q.sync_choice[chosen]
     E.count[PARAMETERS] = 1
     return 0.0

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from soap.search.compiled.estimates import rough_ns
 from soap.search.compiled.segments import find_segments
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
-from soap.simulator.compiled.tables import Floats, Ints, Longs, partitions_of
+from soap.simulator.compiled.sync_codes import sync_code
+from soap.simulator.compiled.tables import Floats, Ints, Longs
 from soap.simulator.costs import CostModel
 from soap.strategy import OpConfig
 from soap.topology import Topology
@@ -41,7 +42,7 @@ class GridTables(NamedTuple):
 
     A set of placements: ``place_count`` lists of as many devices as tiles, from ``place[place_ptr[set]]`` on.
     ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: ns, as ``estimates.rough_ns``. ``size``: of the factors of an operator (1 where
-    it cannot be split). ``sync_parameter``: trainable parameters; ``sync_choice``: how they may be synchronized (``partitions_of``).
+    it cannot be split). ``sync_parameter``: trainable parameters; ``sync_choice``: how they may be synchronized (``sync_codes``).
     """
 
     movable: Ints
@@ -131,7 +132,7 @@ def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTable
         [device in own.devices for own in spaces for device in range(space.device_count)],
         _pointers(estimates), np.concatenate(estimates), _pointers(op.factors for op in graph.operators),
         [factor.size if op.partitionable else 1 for op in graph.operators for factor in op.factors],
-        [number for number, tensor in enumerate(graph.parameters) if tensor.requires_grad], [partitions_of(sync) for sync in space.syncs],
+        [number for number, tensor in enumerate(graph.parameters) if tensor.requires_grad], [sync_code(sync) for sync in space.syncs],
     ])  # fmt: skip
 
 

@@ -14,17 +14,20 @@ import numpy as np
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.fragment import CROWDED, count_edges, lower_operator, place_tiles
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import STAMP, Scratch
-from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, SLOTS, SYNCS, Groups, ShardTables, State
+from soap.simulator.compiled.serving import count_pulls, make_pulls
+from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, Groups, ShardTables, State
+from soap.simulator.compiled.sync_codes import has_server
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Longs
 from soap.simulator.compiled.variants import CELLS, VariantTables
 
 UNDER_WAY, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
-REPLACED, RESYNCED = 10, 11
+REPLACED, RESYNCED, REPULLED, OLD_PULLS, OLD_PULL_SLOT = 10, 11, 12, 13, 14
 """Places in ``Undo.what``: whether anything is changed, number of blocks, whether gradients' sums were made anew, what was taken before,
 how much of ``alive`` and ``rows`` is taken; how many of the blocks (the first ones) are those of operators with another configuration;
-number of parameters that are synchronized in another way."""
+number of parameters that are synchronized in another way; whether pulls were made anew (2: completely), and which they were."""
 
 OPERATORS, EDIT_DEVICES, PARAMETERS = range(3)
 """Places in ``Edit.count``: how many there are of each."""
@@ -32,7 +35,7 @@ OPERATORS, EDIT_DEVICES, PARAMETERS = range(3)
 
 class Edit(NamedTuple):
     """What is to be changed: operators (``operator``, each once; ``variant``, ``replicas``, devices ``dev[dev_ptr[i]:dev_ptr[i + 1]]``)
-    and parameters (``parameter``, each once; ``partitions``: as in ``State``)."""
+    and parameters (``parameter``, each once; ``sync``: as in ``State``)."""
 
     count: Longs  # type: ignore[assignment]  # not tuple's method
     operator: Ints
@@ -41,7 +44,7 @@ class Edit(NamedTuple):
     dev_ptr: Ints
     dev: Ints
     parameter: Ints
-    partitions: Ints
+    sync: Ints
 
 
 def make_edit(operators: int, parameters: int, devices: int) -> Edit:
@@ -61,7 +64,7 @@ class Undo(NamedTuple):
     replicas,
     dev_ptr, where its ``back_row`` begin in ``rows``, ``DONE``). ``alive``: of the changed operators' backward tiles. ``sync_row``,
     ``update_ns``, ``update_alive``: of all. ``dirty``: stamps of operators to be lowered; ``entry``: which of the changed blocks is theirs;
-    ``saved``: stamps of those that have one. ``parameter``, ``partitions``: how parameters were synchronized."""
+    ``saved``: stamps of those that have one. ``parameter``, ``sync``: how parameters were synchronized."""
 
     what: Longs
     fields: Ints
@@ -75,7 +78,7 @@ class Undo(NamedTuple):
     entry: Ints
     saved: Longs
     parameter: Ints
-    partitions: Ints
+    sync: Ints
 
 
 def make_undo(operators: int, readers: int, parameters: int, devices: int, slots: int) -> Undo:
@@ -100,20 +103,32 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
 
 @compiled
 def change(
-    G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, C: State, S: Scratch, U: Undo, E: Edit
+    G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D: ShardTables, C: State, S: Scratch, U: Undo, E: Edit
 ) -> None:
     """Do what an edit says. Gradients' sums are left as they were: ``change_sums``, if ``needs_sums``."""
     what = U.what
     what[UNDER_WAY], what[CHANGED], what[SYNCHRONIZED], what[ALIVE_SAVED], what[LIST_SAVED] = 1, 0, 0, 0, 0
-    what[REPLACED] = what[RESYNCED] = 0
+    what[REPLACED] = what[RESYNCED] = what[REPULLED] = 0
     what[OLD_SLOTS], what[OLD_ARENA], what[OLD_DEVICES] = C.used[SLOTS], C.used[ARENA], C.used[DEVICES]
+    pulls = False
     for i in range(E.count[PARAMETERS]):
         parameter = E.parameter[i]
-        U.parameter[i], U.partitions[i] = parameter, C.partitions[parameter]
-        C.partitions[parameter] = E.partitions[i]
+        pulls |= is_sparse(G, parameter) and (has_server(C.sync[parameter]) or has_server(E.sync[i]))
+        U.parameter[i], U.sync[i] = parameter, C.sync[parameter]
+        C.sync[parameter] = E.sync[i]
         what[RESYNCED] = i + 1
+    for i in range(E.count[OPERATORS]):
+        for k in range(G.parameter_ptr[E.operator[i]], G.parameter_ptr[E.operator[i] + 1]):
+            pulls |= is_sparse(G, G.parameter[k]) and has_server(C.sync[G.parameter[k]])
+    if pulls:
+        what[REPULLED], what[OLD_PULLS], what[OLD_PULL_SLOT] = 1, C.used[PULLS], C.pull_slot[0]
+        count_pulls(C, -1)
     if E.count[OPERATORS] > 0:
         _change_operators(G, V, K, R, C, S, U, E)
+    if pulls:
+        make_pulls(G, V, K, D, C, S)
+        count_pulls(C, 1)
+        what[REPULLED] = 2
 
 
 @compiled
@@ -224,7 +239,9 @@ def undo(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
     if not U.what[UNDER_WAY]:
         return
     for i in range(U.what[RESYNCED]):
-        C.partitions[U.parameter[i]] = U.partitions[i]
+        C.sync[U.parameter[i]] = U.sync[i]
+    if U.what[REPULLED] == 2:
+        count_pulls(C, -1)
     if U.what[SYNCHRONIZED]:
         if U.what[SYNCHRONIZED] == 2:
             count_sums(R, C, -1)
@@ -253,4 +270,7 @@ def undo(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
         count_edges(C, op, 1)
         count_backward(G, C, op, 1)
     C.used[SLOTS], C.used[ARENA], C.used[DEVICES] = U.what[OLD_SLOTS], U.what[OLD_ARENA], U.what[OLD_DEVICES]
+    if U.what[REPULLED]:
+        C.pull_slot[0], C.used[PULLS] = U.what[OLD_PULL_SLOT], U.what[OLD_PULLS]
+        count_pulls(C, 1)
     U.what[UNDER_WAY] = 0

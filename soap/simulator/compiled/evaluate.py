@@ -55,7 +55,7 @@ def evaluate(
     if at_most < NO_BOUND and overworked(G, V, K, C, S, E, at_most):
         return STOPPED
     take_snapshots(G, C, R, P, H, first_tile(C, P, E) if E.count[OPERATORS] > 0 else H.first_sum[0])
-    change(G, V, K, R, C, S, U, E)
+    change(G, V, K, R, D, C, S, U, E)
     return _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most)
 
 

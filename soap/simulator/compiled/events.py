@@ -22,6 +22,7 @@ from soap.simulator.compiled.state import (
     FORWARD_TILE,
     NO_PORT,
     OTHER,
+    PULLS,
     SLOTS,
     SYNC_BUCKET,
     SYNCS,
@@ -156,6 +157,8 @@ def begin(G: GraphTables, C: State, P: Trial, T: Trial, run: int, sums: bool) ->
     fill(T.ready, 0, slots, 0)
     fill(T.size, 0, len(T.size), 0)
     T.size[RUN] = run
+    for slot in range(C.pull_slot[0], C.pull_slot[0] + C.used[PULLS]):
+        make_ready(C, P, T, slot)
     for op in range(len(G.backward)):
         if C.loose[op]:
             for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.simulator.compiled.arrays import copy, fill
-from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, OPERATORS, REPLACED, Edit, Undo
+from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, OPERATORS, REPLACED, REPULLED, Edit, Undo
 from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, hold, push
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
@@ -209,6 +209,8 @@ def first_tile(C: State, P: Trial, E: Edit) -> int:
 def first_difference(G: GraphTables, C: State, U: Undo, P: Trial) -> int:
     """A place of the order of ``P`` before which a change makes no difference: no source of an edge of a changed block is taken before."""
     place = P.size[TAKEN]
+    if U.what[REPULLED]:
+        return 0
     for n in range(U.what[CHANGED]):
         at = n * FIELDS
         op = U.fields[at]

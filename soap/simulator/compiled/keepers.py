@@ -5,10 +5,12 @@ from __future__ import annotations
 from soap.simulator.compiled.arrays import sort
 from soap.simulator.compiled.communication import find_list
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, USES, Scratch
 from soap.simulator.compiled.state import ShardTables, State
+from soap.simulator.compiled.sync_codes import has_server
 from soap.simulator.compiled.tables import GraphTables
-from soap.simulator.compiled.variants import CELLS, GEOMETRIES, VariantTables
+from soap.simulator.compiled.variants import CELLS, GEOMETRIES, LOOKUPS, VariantTables
 
 
 @compiled
@@ -53,7 +55,8 @@ def first_user_with_gradient(D: ShardTables, geometry: int) -> int:
 
 @compiled
 def find_keepers(G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: Scratch, parameter: int, shard: int) -> None:
-    """``use_slot``, ``use_device``: the tiles that use a shard. ``members``: number of its keepers, then these devices, ascending."""
+    """``use_slot`` (backward), ``use_device``, ``use_lookups``: the tiles that use a shard. ``members``: number of its keepers, then these
+    devices, ascending."""
     first = D.ptr[S.geometry[parameter]]
     unread = D.use_ptr[shard] == D.use_ptr[shard + 1]  # is kept by the first device of the first shard
     _gather_uses(G, V, D, C, S, parameter, first if unread else shard)
@@ -76,30 +79,34 @@ def _gather_uses(G, V, D, C, S, parameter, shard):  # type: ignore[no-untyped-de
     alone = G.user_ptr[parameter + 1] - first == 1
     for i in range(D.use_ptr[shard], D.use_ptr[shard + 1]):
         if alone:
-            _add_use(V, C, S, G.user[first], D.use_place[i])
+            _add_use(G, V, C, S, first, D.use_place[i])
             continue
         use = first + D.use_user[i]
         own = D.ptr[_own_geometry(G, V, C, use)] + D.use_place[i]
         for j in range(D.use_ptr[own], D.use_ptr[own + 1]):
-            _add_use(V, C, S, G.user[use], D.use_place[j])
+            _add_use(G, V, C, S, use, D.use_place[j])
 
 
 @compiled
-def _add_use(V, C, S, op, first):  # type: ignore[no-untyped-def]
-    """The tile ``first`` of all replicas of an operator."""
+def _add_use(G, V, C, S, use, first):  # type: ignore[no-untyped-def]
+    """The tile ``first`` of all replicas of an operator; ``use``: place in ``GraphTables.user``."""
+    op = G.user[use]
+    lookups = V.rows[C.variant[op], LOOKUPS]
+    rows = V.data[lookups + G.user_place[use] * V.rows[C.variant[op], CELLS] + first] if lookups >= 0 else 0
     count, cells, n = C.tiles[op], V.rows[C.variant[op], CELLS], S.count[USES]
     if n + count // cells > len(S.use_slot):
         raise MemoryError(FULL)
     for tile in range(first, count, cells):
         S.use_slot[n], S.use_device[n] = C.tile_slot[op] + count + tile, C.dev[C.dev_ptr[op] + tile]
+        S.use_lookups[n] = rows
         n += 1
     S.count[USES] = n
 
 
 @compiled
-def is_served(C: State, S: Scratch, parameter: int) -> bool:
-    """Whether a parameter server updates a shard that gets a gradient, after ``find_keepers``. What one device keeps needs none."""
-    return C.partitions[parameter] > 0 and S.members[0] > 1
+def is_served(G: GraphTables, C: State, S: Scratch, parameter: int) -> bool:
+    """Whether servers keep a shard that gets a gradient, after ``find_keepers``. What one device reads needs none, unless by rows."""
+    return has_server(C.sync[parameter]) and (S.members[0] > 1 or is_sparse(G, parameter))
 
 
 @compiled

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, OLD_SYNC_SLOT, OLD_SYNCS, SYNCHRONIZED, Undo
+from soap.simulator.compiled.change import (
+    CHANGED,
+    FIELDS,
+    OLD_PULL_SLOT,
+    OLD_PULLS,
+    OLD_SLOTS,
+    OLD_SYNC_SLOT,
+    OLD_SYNCS,
+    REPULLED,
+    SYNCHRONIZED,
+    Undo,
+)
 from soap.simulator.compiled.events import Trial
 from soap.simulator.compiled.hashing import hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, Scratch
-from soap.simulator.compiled.state import SLOTS, SYNCS, State
+from soap.simulator.compiled.state import PULLS, SLOTS, SYNCS, State
 
 NOWHERE = -1
 
@@ -24,6 +35,8 @@ def match_slots(C: State, S: Scratch, U: Undo, P: Trial) -> None:
         if C.tile_slot[op] != U.fields[at + 6]:
             _match(C, S, P, U.fields[at + 6], 2 * U.fields[at + 7], C.tile_slot[op], 2 * C.tiles[op])
         _match(C, S, P, U.fields[at + 2], U.fields[at + 3], C.own_slot[op], C.own_count[op])
+    if U.what[REPULLED]:
+        _match(C, S, P, U.what[OLD_PULL_SLOT], U.what[OLD_PULLS], C.pull_slot[0], C.used[PULLS])
 
 
 @compiled
@@ -76,6 +89,9 @@ def forget_matches(C: State, U: Undo) -> None:
         for slot in range(U.fields[at + 6], U.fields[at + 6] + 2 * U.fields[at + 7]):
             C.alias[slot] = slot
         for slot in range(U.fields[at + 2], U.fields[at + 2] + U.fields[at + 3]):
+            C.alias[slot] = slot
+    if U.what[REPULLED]:
+        for slot in range(U.what[OLD_PULL_SLOT], U.what[OLD_PULL_SLOT] + U.what[OLD_PULLS]):
             C.alias[slot] = slot
     if U.what[SYNCHRONIZED]:
         for slot in range(U.what[OLD_SYNC_SLOT], U.what[OLD_SYNC_SLOT] + U.what[OLD_SYNCS]):

@@ -62,7 +62,7 @@ def bound_memory(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S
         add_holdings(G, V, S, M, op)
     served = False
     for parameter in range(len(M.user_ptr) - 1):
-        served |= C.partitions[parameter] > 0
+        served |= C.sync[parameter] > 0
     fits, lacking = True, False
     for device in range(devices):
         _sum_up(M, operators, device, served)

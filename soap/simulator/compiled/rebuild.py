@@ -6,6 +6,7 @@ from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.fragment import CROWDED, lower_operator, place_tiles
 from soap.simulator.compiled.jit import entry
 from soap.simulator.compiled.scratch import Scratch
+from soap.simulator.compiled.serving import count_pulls, make_pulls
 from soap.simulator.compiled.state import ARENA, DEVICES, Groups, ShardTables, State
 from soap.simulator.compiled.synchronization import begin_updates, count_backward, synchronize
 from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints
@@ -45,6 +46,8 @@ def lower_all(
     for op in range(operators - 1, -1, -1):
         lower_operator(G, V, K, R, C, S, op)
         count_backward(G, C, op, 1)
+    make_pulls(G, V, K, D, C, S)
+    count_pulls(C, 1)
     synchronize(G, V, K, R, D, C, S, dtypes)
     for slot in range(len(C.alias)):
         C.alias[slot] = slot

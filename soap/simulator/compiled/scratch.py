@@ -12,7 +12,7 @@ import numpy as np
 from soap.simulator.compiled.tables import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
-EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED = range(8, 18)
+EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES = range(8, 19)
 """Places in ``Scratch.count``: how much of each kind there is; what is stamped with ``count[STAMP]`` is current."""
 
 FULL = "scratch is full"
@@ -26,9 +26,9 @@ class Scratch(NamedTuple):
     (``p_id``: equal for equal regions of one holding). ``k_``: carriers, with ``part`` their pieces. ``t_``: tasks. ``e_``: edges. ``res``:
     resources of exchanges. ``cell``: bounds of cells and of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table. By device:
     ``update`` in ns; ``floor``, the least that it takes whatever becomes of the operator that is changed; ``taken``, partitions on the
-    cores of the host whose lowest device it is; ``pushed``, slots of pushes.
-    ``geometry``, ``expected`` (a stamp): by parameter. ``use_slot``, ``use_device``: the tiles that use a shard. The rest:
-    lists under work.
+    cores of the host whose lowest device it is. ``geometry``, ``expected`` (a stamp): by parameter. ``use_slot``, ``use_device``,
+    ``use_lookups``: the tiles that use a shard; ``lookups``, ``leader``, ``touched``, ``together``, ``received``: by place in ``members``
+    (from 0 on), and ``p_rows``, ``p_server``: by partition, as in ``traffic``. The rest: lists under work.
     """
 
     count: Longs  # type: ignore[assignment]  # not tuple's method
@@ -102,12 +102,19 @@ class Scratch(NamedTuple):
     update: Longs
     floor: Longs
     taken: Longs
-    pushed: Ints
     members: Ints
     geometry: Ints
     expected: Longs
     use_slot: Ints
     use_device: Ints
+    use_lookups: Longs
+    lookups: Longs
+    leader: Ints
+    touched: Longs
+    together: Longs
+    received: Longs
+    p_rows: Longs
+    p_server: Ints
     bucket_stamp: Longs
     bucket_of: Ints
     bucket_limit: Longs
@@ -124,7 +131,8 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("mark", "mark_value"), max(devices, size))
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "cell": 16 * size, "flow": 3 * size}
-    sizes |= dict.fromkeys(("update", "floor", "taken", "pushed"), devices)
+    sizes |= dict.fromkeys(("update", "floor", "taken"), devices)
+    sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: list[Any] = [np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds]

@@ -1,140 +1,213 @@
-"""Parameter servers: pushes, updates on hosts' cores, and pulls (compiled). The counterpart of ``servers`` and ``lowering._serve``.
+"""Pulls, pushes and updates of what parameter servers keep, and gathered rows (compiled). The counterpart of ``synchronizing``.
 
-The tasks of one shard stand together in ``State``: first its pushes, then its updates, then its pulls. All pushes have one row in the
-arena (the updates), and so have all updates (the pulls). Pulls are waited for by nobody.
+Rows of sparse parameters are pulled before the forward pass: these tasks (``make_pulls``) are made anew where the operators that look them
+up change. All others stand together behind the sums of gradients, each region's push, updates and pull one after the other.
 """
 
 from __future__ import annotations
 
 from soap.simulator.compiled.arrays import fill
-from soap.simulator.compiled.communication import MISSING, REDUCE_TRAFFIC, nanoseconds, seek_list, transfer_ns
+from soap.simulator.compiled.communication import MISSING, REDUCE_TRAFFIC, begin_links, find_list, nanoseconds, seek_list
 from soap.simulator.compiled.fragment import CROWDED, SYNC, task_key
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.keepers import add_sync_edge, find_keepers, is_served
-from soap.simulator.compiled.scratch import STAMP, TASKS, USES, Scratch
-from soap.simulator.compiled.state import ARENA, LOW_BITS, OTHER, ShardTables, State
+from soap.simulator.compiled.keepers import add_sync_edge, find_geometry, find_keepers, is_served
+from soap.simulator.compiled.rows import is_sparse
+from soap.simulator.compiled.scratch import PRICES, RESOURCES, TASKS, USES, Scratch
+from soap.simulator.compiled.state import ARENA, LOW_BITS, OTHER, PULLS, SLOTS, SYNC_BUCKET, Groups, ShardTables, State
+from soap.simulator.compiled.sync_codes import GATHERED, has_server
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
+from soap.simulator.compiled.traffic import added_bytes, gather_ns, prepare, pull_ns, push_ns, updated_bytes
 from soap.simulator.compiled.variants import VariantTables
 
-PUSH, UPDATE_PARTITION, PULL = 1, 2, 3
-"""Stages of a task's id, as in ``lowering``."""
+SUM, PUSH, SERVE, PULL = range(4)
+"""Stages of a task's id, as in ``synchronizing``."""
 
 
 @compiled
-def serve(G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C: State, S: Scratch, slot0: int) -> None:
-    """Add the tasks of all served shards behind the ``count[TASKS]`` that stand from ``slot0`` on, in the order of the parameters, whose
-    geometries are known.
-
-    LookupError if updates on cores are not known yet; all of them are then in ``core_size.missing``.
-    """
+def serve(
+    G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D: ShardTables, C: State, S: Scratch, slot0: int
+) -> None:
+    """Add the tasks of all regions on servers, and of all gathered shards, behind the ``count[TASKS]`` that stand from ``slot0`` on, in the
+    order of the parameters, whose geometries are known."""
     fill(S.taken, 0, len(S.taken), 0)
-    missing = 0
     for parameter in range(len(G.parameter_dtype)):
-        if C.partitions[parameter] == 0 or G.user_ptr[parameter] == G.user_ptr[parameter + 1] or G.user_place[G.user_ptr[parameter]] < 0:
+        if C.sync[parameter] == 0 or not _is_trained(G, parameter):
             continue
         geometry = S.geometry[parameter]
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-            if D.lowest[shard] >= 0:
-                find_keepers(G, V, D, C, S, parameter, shard)
-                if is_served(C, S, parameter):
-                    missing = _serve_shard(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry], slot0, missing)
-    if missing > 0:
-        D.core_size.missing[0] = missing
-        raise LookupError(MISSING)
+            if D.lowest[shard] < 0:
+                continue
+            find_keepers(G, V, D, C, S, parameter, shard)
+            if is_served(G, C, S, parameter):
+                _serve_shard(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry], slot0)
+            elif C.sync[parameter] == GATHERED and S.members[0] > 1:
+                _gather(G, K, R, D, C, S, parameter, shard, shard - D.ptr[geometry], slot0 + S.count[TASKS])
+                S.count[TASKS] += 1
 
 
 @compiled
-def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0, missing):  # type: ignore[no-untyped-def]
-    """The tasks of one shard, of whose keepers (``members``) the first one's host serves."""
-    size, home = D.bytes[shard], S.members[1]
-    itemsize = G.parameter_itemsize[parameter]
-    elements = size // itemsize
-    count = min(C.partitions[parameter], elements)
-    first_push = slot0 + S.count[TASKS]
-    first_update, gradients = _number_pushes(C, S, first_push)
-    first_pull, end = first_update + count, first_update + count + S.members[0] - 1
-    base = C.used[ARENA]  # rows of pushes, updates and pulls; the updates, the pulls, the updates' cores
-    updates, pulls, cores = base + 6, base + 6 + count, base + 6 + count + end - first_pull
-    if end + 1 > len(C.key) or cores + count > len(C.arena):
+def _is_trained(G, parameter):  # type: ignore[no-untyped-def]
+    first = G.user_ptr[parameter]
+    return first < G.user_ptr[parameter + 1] and G.user_place[first] >= 0
+
+
+@compiled
+def _gather(G, K, R, D, C, S, parameter, shard, number, slot):  # type: ignore[no-untyped-def]
+    """The task of giving each other rows, which the keepers' updates wait for."""
+    group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
+    _begin_exchange(S)
+    duration, moved = gather_ns(G, K, D, S, parameter, shard)
+    _exchange(C, S, slot, task_key(SYNC, parameter, SUM, number, 0, 0), duration, moved)
+    C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = SYNC_BUCKET, -1, group, 0
+    _after_tiles(C, S, slot, slot + 1)
+
+
+@compiled
+def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0):  # type: ignore[no-untyped-def]
+    """The tasks of one region: its push, the updates of its partitions, and the pull of a dense parameter."""
+    count, sparse = prepare(G, K, D, S, parameter, shard, number, C.sync[parameter]), is_sparse(G, parameter)
+    first = slot0 + S.count[TASKS]
+    base = C.used[ARENA]  # rows of the push, the updates and the pull; the updates, the pull, the updates' cores
+    updates, pulls, cores = base + 6, base + 6 + count, base + 7 + count
+    if first + count + 3 > len(C.key) or cores + count > len(C.arena):
         raise MemoryError(CROWDED)
-    C.arena[base], C.arena[base + 1] = updates, pulls
-    C.arena[base + 2], C.arena[base + 3] = pulls, cores
-    C.arena[base + 4], C.arena[base + 5] = cores, cores
     C.used[ARENA] = cores + count
-    S.count[TASKS] += end - first_push
-    for i in range(1, S.members[0]):
-        device = S.members[1 + i]
-        if S.mark[device] == S.count[STAMP]:
-            _message(K, C, S.pushed[device], task_key(SYNC, parameter, PUSH, number, 0, device), device, home, size, base, 0)
-        pull = first_pull + i - 1
-        C.arena[pulls + i - 1] = pull
-        _message(K, C, pull, task_key(SYNC, parameter, PULL, number, 0, device), home, device, size, base + 4, count)
-    for index in range(count):
-        slot = first_update + index
-        part = (elements // count + (1 if index < elements % count else 0)) * itemsize
-        duration, missing = _serve_ns(K, D, home, part, gradients, missing)
-        C.arena[updates + index] = slot
-        C.arena[cores + index] = K.core[home] + S.taken[K.host_device[home]] % K.cores[home]
-        S.taken[K.host_device[home]] += 1
-        C.key[slot], C.duration[slot] = task_key(SYNC, parameter, UPDATE_PARTITION, number, 0, index), duration
-        C.resource[slot], C.resource_n[slot] = -1 - (cores + index), 1
-        C.waits[slot], C.index[slot], C.moved[slot] = first_update - first_push, base + 2, 0
-    for slot in range(first_push, end):
+    _begin_exchange(S)
+    duration, moved = push_ns(G, K, D, S, parameter, shard, count)
+    pushes = 1 if duration > 0 else 0
+    if pushes:
+        _exchange(C, S, first, task_key(SYNC, parameter, PUSH, number, 0, 0), duration, moved)
+        C.kind[first], C.owner[first], C.index[first], C.waits[first] = OTHER, -1, base, 0
+    served = first + pushes
+    for part in range(count):
+        slot, server = served + part, S.p_server[part]
+        C.arena[updates + part] = slot
+        C.key[slot] = task_key(SYNC, parameter, SERVE, number, 0, part)
+        C.duration[slot] = _serve_ns(G, K, D, S, parameter, shard, part)
+        C.resource[slot], C.resource_n[slot] = server, 1
+        if not K.serves_itself[server]:
+            C.arena[cores + part] = K.core[server] + S.taken[K.host_device[server]] % K.cores[server]
+            S.taken[K.host_device[server]] += 1
+            C.resource[slot] = -1 - (cores + part)
+        C.waits[slot], C.index[slot], C.moved[slot] = pushes, base + 2, 0
         C.alive[slot], C.kind[slot], C.owner[slot] = 1, OTHER, -1
-    _wait_for_gradients(C, S, home, first_update, count)
-    return missing
+    end, pull = served + count, 0
+    if not sparse:
+        _begin_exchange(S)
+        duration, moved = pull_ns(G, K, D, S, parameter, shard, count)
+        if duration > 0:
+            _exchange(C, S, end, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
+            C.kind[end], C.owner[end], C.index[end], C.waits[end] = OTHER, -1, base + 4, count
+            C.arena[pulls] = end
+            pull = 1
+    C.arena[base], C.arena[base + 1] = updates, pulls
+    C.arena[base + 2], C.arena[base + 3] = pulls, pulls + pull
+    C.arena[base + 4], C.arena[base + 5] = cores, cores
+    S.count[TASKS] += pushes + count + pull
+    _after_tiles(C, S, first, first + 1 if pushes else end)
 
 
 @compiled
-def _number_pushes(C, S, slot):  # type: ignore[no-untyped-def]
-    """Slots of the pushes (``pushed``) of the devices that have a gradient: they are marked. The next slot, and the number of gradients."""
-    S.count[STAMP] += 1
-    stamp = S.count[STAMP]
+def _after_tiles(C, S, first, last):  # type: ignore[no-untyped-def]
+    """What waits for the backward passes of the shard's uses."""
     for i in range(S.count[USES]):
         if C.alive[S.use_slot[i]]:
-            S.mark[S.use_device[i]] = stamp
-    gradients = 0
-    for i in range(S.members[0]):
-        device = S.members[1 + i]
-        if S.mark[device] == stamp:
-            gradients += 1
-            if i > 0:
-                S.pushed[device] = slot
-                slot += 1
-    return slot, gradients
-
-
-@compiled
-def _wait_for_gradients(C, S, home, first_update, updates):  # type: ignore[no-untyped-def]
-    """Pushes wait for their devices' tiles; gradients on the server's own device are waited for by the updates."""
-    for i in range(S.count[USES]):
-        device = S.use_device[i]
-        if C.alive[S.use_slot[i]]:
-            first, last = (first_update, first_update + updates) if device == home else (S.pushed[device], S.pushed[device] + 1)
             for slot in range(first, last):
                 add_sync_edge(S, S.use_slot[i], slot)
 
 
 @compiled
-def _message(K, C, slot, key, source, target, size, row, waits):  # type: ignore[no-untyped-def]
-    devices = len(K.device_type)
-    pair = source * devices + target
-    C.key[slot], C.duration[slot] = key, transfer_ns(K, source, target, size)
-    C.resource[slot], C.resource_n[slot] = devices + K.route_ptr[pair], K.route_ptr[pair + 1] - K.route_ptr[pair]
-    C.waits[slot], C.index[slot], C.moved[slot] = waits, row, size
+def _begin_exchange(S):  # type: ignore[no-untyped-def]
+    begin_links(S)
+    S.count[RESOURCES] = 0
 
 
 @compiled
-def _serve_ns(K, D, home, size, gradients, missing):  # type: ignore[no-untyped-def]
-    """``servers.serve_ns``, and how much of ``core_size.missing`` is taken: by updates of a size that is not known yet."""
-    if missing + 4 > len(D.core_size.missing):
-        return 0, missing
-    entry = D.core_size.missing[1 + missing : 4 + missing]  # where it is to stand if it is missing
-    entry[0], entry[1], entry[2] = K.core_host[home], size >> LOW_BITS, size & ((1 << LOW_BITS) - 1)
-    found = seek_list(D.core_size, entry)
-    if found < 0:
-        return 0, missing + 3
-    if gradients < 2:
-        return D.core_update_ns[found], missing
-    adding = nanoseconds((gradients - 1) * size * REDUCE_TRAFFIC / K.core_bandwidth[home])
-    return adding + D.core_update_ns[found], missing
+def _exchange(C, S, slot, key, duration, moved):  # type: ignore[no-untyped-def]
+    """A collective, whose links are ``res``."""
+    at, count = C.used[ARENA], S.count[RESOURCES]
+    if at + count > len(C.arena) or slot + 1 > len(C.key):
+        raise MemoryError(CROWDED)
+    for i in range(count):
+        C.arena[at + i] = S.res[i]
+    C.used[ARENA] = at + count
+    C.key[slot], C.duration[slot], C.moved[slot], C.alive[slot] = key, duration, moved, 1
+    C.resource[slot], C.resource_n[slot] = -1 - at, count
+
+
+@compiled
+def _serve_ns(G, K, D, S, parameter, shard, part):  # type: ignore[no-untyped-def]
+    """``servers.serve_ns``."""
+    server = S.p_server[part]
+    update = price_ns(D, S, K.core_host[server], updated_bytes(G, D, S, parameter, shard, part))
+    added = added_bytes(G, D, S, parameter, shard, part)
+    return update if added == 0 else nanoseconds(added * REDUCE_TRAFFIC / K.core_bandwidth[server]) + update
+
+
+@compiled
+def price_ns(D: ShardTables, S: Scratch, owner: int, size: int) -> int:
+    """What updating so many bytes takes; ``owner``: as in ``ShardTables.price``. If that is not known yet, 0, and ``count[PRICES]`` grows:
+    ``ask_prices`` is to be called."""
+    missing = S.count[PRICES]
+    if missing + 4 > len(D.price.missing):
+        return 0
+    entry = D.price.missing[1 + missing : 4 + missing]  # where it is to stand if it is missing
+    entry[0], entry[1], entry[2] = owner, size >> LOW_BITS, size & ((1 << LOW_BITS) - 1)
+    found = seek_list(D.price, entry)
+    if found >= 0:
+        return D.price_ns[found]
+    S.count[PRICES] = missing + 3
+    return 0
+
+
+@compiled
+def ask_prices(D: ShardTables, S: Scratch) -> None:
+    """LookupError if prices were not known; all of them are then in ``price.missing``."""
+    if S.count[PRICES] > 0:
+        D.price.missing[0] = S.count[PRICES]
+        S.count[PRICES] = 0
+        raise LookupError(MISSING)
+
+
+@compiled
+def make_pulls(G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C: State, S: Scratch) -> None:
+    """Make the tasks anew that bring rows of sparse parameters. What waits for them is not counted: ``count_pulls``."""
+    C.pull_slot[0], C.used[PULLS] = C.used[SLOTS], 0
+    for parameter in range(len(G.parameter_dtype)):
+        if not (has_server(C.sync[parameter]) and is_sparse(G, parameter) and _is_trained(G, parameter)):
+            continue
+        find_geometry(G, V, D, C, S, parameter)
+        geometry = S.geometry[parameter]
+        for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+            if D.lowest[shard] >= 0:
+                find_keepers(G, V, D, C, S, parameter, shard)
+                _pull(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry])
+
+
+@compiled
+def _pull(G, K, D, C, S, parameter, shard, number):  # type: ignore[no-untyped-def]
+    count = prepare(G, K, D, S, parameter, shard, number, C.sync[parameter])
+    _begin_exchange(S)
+    duration, moved = pull_ns(G, K, D, S, parameter, shard, count)
+    if duration == 0:
+        return
+    slot, row, uses = C.used[SLOTS], C.used[ARENA], S.count[USES]
+    if row + 2 + uses > len(C.arena):
+        raise MemoryError(CROWDED)
+    C.arena[row], C.arena[row + 1] = row + 2, row + 2 + uses
+    for i in range(uses):  # forward passes stand before backward passes
+        C.arena[row + 2 + i] = S.use_slot[i] - C.tiles[C.owner[S.use_slot[i]]]
+    C.used[ARENA] = row + 2 + uses
+    _exchange(C, S, slot, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
+    C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = OTHER, C.owner[S.use_slot[0]], row, 0
+    C.used[SLOTS] = slot + 1
+    C.used[PULLS] += 1
+
+
+@compiled
+def count_pulls(C: State, sign: int) -> None:
+    """Add (1) or take away (-1) what waits for pulled rows."""
+    for slot in range(C.pull_slot[0], C.pull_slot[0] + C.used[PULLS]):
+        row = C.index[slot]
+        for i in range(C.arena[row], C.arena[row + 1]):
+            C.waits[C.arena[i]] += sign

@@ -16,7 +16,8 @@ from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import LOW_BITS, ShardTables
 from soap.simulator.costs import CostModel
-from soap.simulator.servers import core_type
+from soap.simulator.placement import server_devices
+from soap.simulator.servers import server_type
 from soap.topology import DeviceType, Topology
 
 Need = tuple[int, int, Box]
@@ -33,7 +34,9 @@ class Geometries:
         self._use_ptr, self._use_user, self._use_place = Growing(np.int64), Growing(np.int32), Growing(np.int32)
         self._cut, self._cuts = Growing(np.int32), dict[tuple[Box, ...], int]()
         self._tied, self._tied_geometry = GrowingLists(), Growing(np.int32)
-        self._core_sizes, self._core_updates = GrowingLists(), Growing(np.int64)
+        self._rows, self._row_bytes = Growing(np.int64), Growing(np.int64)
+        self._prices, self._price_ns = GrowingLists(), Growing(np.int64)
+        self._servers = {topology.devices[server].host: server for server in server_devices(topology)}
         self._ptr.add([0])
         self._use_ptr.add([0])
 
@@ -62,6 +65,9 @@ class Geometries:
             if size not in known:
                 known[size] = [self._costs.update_ns(size, kind) for kind in self._types]
             self._bytes.add([size])
+            rows = cell[0][1] - cell[0][0] if cell else 1
+            self._rows.add([rows])
+            self._row_bytes.add([size // rows])
             self._lowest.add([min((user for user, _ in uses if active[user]), default=-1)])
             for update, own in zip(self._updates, known[size], strict=True):
                 update.add([own])
@@ -79,17 +85,20 @@ class Geometries:
         self._tied_geometry.add([self.add(parameter, users, needs)])
 
     def price(self, missing: Sequence[int]) -> None:
-        """Find out what updates on hosts' cores take; ``missing``: entries of ``core_size``, one after the other."""
-        for host, high, low in dict.fromkeys(zip(missing[::3], missing[1::3], missing[2::3], strict=True)):
-            self._core_sizes.add((host, high, low))
-            self._core_updates.add([self._costs.update_ns((high << LOW_BITS) + low, core_type(self._topology, host))])
+        """Find out what updates take; ``missing``: entries of ``price``, one after the other."""
+        hosts = len(self._topology.hosts)
+        for owner, high, low in dict.fromkeys(zip(missing[::3], missing[1::3], missing[2::3], strict=True)):
+            kind = server_type(self._topology, self._servers[owner]) if owner < hosts else self._types[owner - hosts]
+            self._prices.add((owner, high, low))
+            self._price_ns.add([self._costs.update_ns((high << LOW_BITS) + low, kind)])
 
     def tables(self) -> ShardTables:
         """All of them as arrays."""
         return ShardTables(
-            self._ptr.array(), self._bytes.array(), self._lowest.array(), np.stack([update.array() for update in self._updates]),
+            self._ptr.array(), self._bytes.array(), self._rows.array(), self._row_bytes.array(), self._lowest.array(),
+            np.stack([update.array() for update in self._updates]),
             self._use_ptr.array(), self._use_user.array(), self._use_place.array(), self._cut.array(), self._tied.tables(),
-            self._tied_geometry.array(), self._core_sizes.tables(), self._core_updates.array(),
+            self._tied_geometry.array(), self._prices.tables(), self._price_ns.array(),
         )  # fmt: skip
 
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from soap.simulator.compiled.tables import Floats, Ints, Longs
 
-SLOTS, ARENA, DEVICES, SYNCS = range(4)
-"""Places in ``State.used``: slots, arena and devices that are taken, number of sums of gradients and of parameter servers' tasks."""
+SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
+"""Places in ``State.used``: slots, arena and devices that are taken, number of sums of gradients and of parameter servers'
+tasks behind the backward pass, number of pulls before the forward pass."""
 
 NONE, FORWARD_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE = range(6)
 """What a slot is (``State.kind``). Slot d is the update of device d."""
@@ -32,8 +33,8 @@ class State(NamedTuple):
     ``own_slot``, ``own_count``), where in ``arena`` the rows of its forward tiles and of its other tasks begin (``row``), how much of the
     arena is its block (``block``, ``block_end``). ``back_row``: the same for the backward tiles of each reader (as ``GraphTables.reader``),
     ``sync_row``: for an operator's backward tiles, what waits for their gradients. ``loose``: operators that may have tiles without
-    predecessors. ``partitions``: by parameter, as ``tables.served_partitions``. ``sync_slot``: first slot of the sums and of what
-    parameter servers do.
+    predecessors. ``sync``: by parameter, as ``sync_codes``. ``sync_slot``: first slot of the sums and of what parameter servers do behind
+    the backward pass; ``pull_slot``: first slot of the pulls before the forward pass.
 
     Per slot: ``key`` (stable identity, breaks ties), ``duration`` in ns, ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``)
     and ``resource_n``, ``waits`` (number of edges into it), ``kind``, ``owner`` (operator; -1 behind the backward pass), ``index`` (tile,
@@ -56,8 +57,9 @@ class State(NamedTuple):
     block_end: Ints
     sync_row: Ints
     back_row: Ints
-    partitions: Ints
+    sync: Ints
     sync_slot: Ints
+    pull_slot: Ints
     key: Longs
     duration: Longs
     resource: Longs
@@ -77,7 +79,7 @@ class State(NamedTuple):
 
 class Lists(NamedTuple):
     """Lists of whole numbers that are known by a number of their own: ``item[ptr[k]:ptr[k + 1]]``. ``table``: open addressing, -1 where
-    empty. ``missing``: the length of one that was looked for in vain (or of several together, by ``serving``), then the list."""
+    empty. ``missing``: the length of one that was looked for in vain (or of several together, by ``serving.ask_prices``), then the list."""
 
     ptr: Longs
     item: Ints
@@ -113,11 +115,14 @@ class ShardTables(NamedTuple):
     gradient (-1: nobody gives any). ``update_ns``: [device type, shard]. Uses ``use_ptr[s]:use_ptr[s + 1]``: (``use_user``: which user,
     ``use_place``: tile of one replica, or of a tied geometry: shard of the user's own). ``cut``: equal for geometries whose shards are
     the same, whoever uses them. ``tied``: geometries of parameters that several operators use, by [parameter, cuts of its users].
-    ``core_update_ns``: updates on hosts' cores, by ``core_size``: [host, bytes >> LOW_BITS, rest of the bytes].
+    ``rows``, ``row_bytes``: of the shard. ``price_ns``: updates by ``price``: [owner, bytes >> LOW_BITS, rest of the bytes]; owner: a host
+    for its server, or number of hosts + a type of device.
     """
 
     ptr: Longs
     bytes: Longs
+    rows: Longs
+    row_bytes: Longs
     lowest: Ints
     update_ns: Longs
     use_ptr: Longs
@@ -126,13 +131,14 @@ class ShardTables(NamedTuple):
     cut: Ints
     tied: Lists
     tied_geometry: Ints
-    core_size: Lists
-    core_update_ns: Longs
+    price: Lists
+    price_ns: Longs
 
 
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:
     """Room for a graph's state, with so many slots and places in the arena."""
-    sizes = {"used": 8, "dev": arena, "back_row": readers, "partitions": parameters, "sync_slot": 1, "arena": arena, "busy": devices}
+    sizes = {"used": 8, "dev": arena, "back_row": readers, "sync": parameters, "arena": arena, "busy": devices}
+    sizes |= {"sync_slot": 1, "pull_slot": 1}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}
     per_operator |= {"sync_row", "loose"}
     fields: list[Any] = []

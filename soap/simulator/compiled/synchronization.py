@@ -1,6 +1,6 @@
 """Sums of gradients in buckets, and the devices' updates (compiled). The counterpart of ``buckets`` and ``lowering.synchronize``.
 
-In ``State`` the tasks of parameter servers (``serving``) stand behind the sums.
+In ``State`` the tasks of parameter servers and gathered rows (``serving``) stand behind the sums.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from soap.simulator.compiled.communication import allreduce, find_list
 from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_geometry, find_keepers, first_user_with_gradient, is_served
-from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, STAMP, TASKS, USES, Scratch
-from soap.simulator.compiled.serving import serve
+from soap.simulator.compiled.rows import gathered_bytes
+from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, PRICES, STAMP, TASKS, USES, Scratch
+from soap.simulator.compiled.serving import ask_prices, price_ns, serve
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, ShardTables, State
+from soap.simulator.compiled.sync_codes import GATHERED
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.variants import VariantTables
 
@@ -56,7 +58,7 @@ def is_certain(G: GraphTables, C: State, op: int) -> bool:
 def count_sums(R: Groups, C: State, sign: int) -> None:
     """The same for the sums of gradients, and for the edges into these."""
     for slot in range(C.sync_slot[0], C.sync_slot[0] + C.used[SYNCS]):
-        if C.kind[slot] == SYNC_BUCKET:  # no device waits for parameter servers
+        if C.kind[slot] == SYNC_BUCKET:  # a sum or gathered rows: no device waits for parameter servers
             for i in range(R.sets.ptr[C.index[slot]], R.sets.ptr[C.index[slot] + 1]):
                 C.waits[R.sets.item[i]] += sign
 
@@ -66,7 +68,7 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
     """Make all sums of gradients and updates anew."""
     devices = len(C.busy)
     slot0 = C.used[SLOTS]
-    S.count[EDGES] = S.count[TASKS] = 0
+    S.count[EDGES] = S.count[TASKS] = S.count[PRICES] = 0
     S.count[STAMP] += 1
     opened = S.count[STAMP]
     for device in range(devices):
@@ -85,12 +87,13 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
                 if lowest < 0:  # no gradient, but an update: it is counted with the parameter's first shard
                     if G.user[first_user + first_lowest] == op:
                         find_keepers(G, V, D, C, S, parameter, shard)
-                        _add_update(K, D, S, shard)
+                        _add_update(G, K, D, C, S, parameter, shard)
                 elif G.user[first_user + lowest] == op:
                     _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0)
     for bucket in range(S.count[TASKS]):
         _finish(R, C, S, bucket, slot0 + bucket)
-    serve(G, V, K, D, C, S, slot0)
+    serve(G, V, K, R, D, C, S, slot0)
+    ask_prices(D, S)
     _install(V, C, S, slot0)
     for device in range(devices):
         if C.alive[device] and S.update[device] == 0:
@@ -107,6 +110,7 @@ def expect_updates(
     G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C: State, S: Scratch, op: int
 ) -> None:
     """Take from ``floor`` what the devices' updates of an operator's parameters take, none of which has been taken before."""
+    S.count[PRICES] = 0
     for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
         parameter = G.parameter[k]
         if S.expected[parameter] == S.count[EXPECTED]:
@@ -118,27 +122,44 @@ def expect_updates(
             continue
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
             find_keepers(G, V, D, C, S, parameter, shard)
-            if D.lowest[shard] < 0 or not is_served(C, S, parameter):
+            if D.lowest[shard] < 0 or not is_served(G, C, S, parameter):
+                own = _gathered_bytes(G, D, C, S, parameter, shard)
                 for i in range(1, 1 + S.members[0]):
-                    S.floor[S.members[i]] -= D.update_ns[K.device_type[S.members[i]], shard]
+                    S.floor[S.members[i]] -= _update_ns(G, K, D, S, S.members[i], shard, own)
+    ask_prices(D, S)
 
 
 @compiled
-def _add_update(K, D, S, shard):  # type: ignore[no-untyped-def]
+def _add_update(G, K, D, C, S, parameter, shard):  # type: ignore[no-untyped-def]
     """The keepers of a shard update it."""
+    own = _gathered_bytes(G, D, C, S, parameter, shard)
     for i in range(S.members[0]):
         device = S.members[1 + i]
-        S.update[device] += D.update_ns[K.device_type[device], shard]
+        S.update[device] += _update_ns(G, K, D, S, device, shard, own)
+
+
+@compiled
+def _gathered_bytes(G, D, C, S, parameter, shard):  # type: ignore[no-untyped-def]
+    """How much of a shard each keeper updates, if rows of its gradient are gathered; else -1."""
+    if C.sync[parameter] != GATHERED or D.lowest[shard] < 0:
+        return -1
+    return gathered_bytes(G, D, S, parameter, shard)
+
+
+@compiled
+def _update_ns(G, K, D, S, device, shard, gathered):  # type: ignore[no-untyped-def]
+    kind = K.device_type[device]
+    return D.update_ns[kind, shard] if gathered < 0 else price_ns(D, S, K.hosts[0] + kind, gathered)
 
 
 @compiled
 def _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0):  # type: ignore[no-untyped-def]
-    """A shard joins the open bucket of its devices and dtype, unless it is served."""
+    """A shard joins the open bucket of its devices and dtype, unless it is served or gathered."""
     find_keepers(G, V, D, C, S, parameter, shard)
-    if is_served(C, S, parameter):
+    if is_served(G, C, S, parameter):
         return
-    _add_update(K, D, S, shard)
-    if S.members[0] == 1:
+    _add_update(G, K, D, C, S, parameter, shard)
+    if S.members[0] == 1 or C.sync[parameter] == GATHERED:
         return
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     place = group * dtypes + G.parameter_dtype[parameter]

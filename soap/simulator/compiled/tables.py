@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.graph import OperatorGraph, TensorKind
+from soap.row_access import RowAccess
 from soap.simulator.communication import Communication
-from soap.simulator.servers import core_type, first_cores
-from soap.strategy import Strategy, SyncConfig
+from soap.simulator.placement import first_servers, server_devices
+from soap.simulator.servers import first_cores, server_type
 from soap.topology import Topology
 
 Ints = NDArray[np.int32]
@@ -27,9 +28,10 @@ class GraphTables(NamedTuple):
     ascending; ``source``: where in ``reader`` an operator stands itself. ``output``: size of an element, whether it carries a gradient,
     number of its dtype. ``parameter``: trainable parameters that an operator uses, each once, ascending. ``user``: operators that use a
     parameter (all of them, trainable or not), ascending; ``user_place``: which of their ``parameter`` it is, -1 if it is frozen.
-    ``parameter_dtype``, ``parameter_itemsize``: by parameter. ``backward``: whether any output carries a gradient. ``loss``:
-    operator and output that make the loss. ``solid``: whether at least one replica of every tile has a backward pass, whatever the
-    strategy.
+    ``parameter_dtype``: by parameter, as are ``first_server`` (``placement.first_servers``) and of sparse ones ``touched`` from
+    ``touched_ptr`` on: how many rows a batch looks up, how many there are, ``RowAccess.touched``. ``backward``: whether any output carries
+    a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile has a backward
+    pass, whatever the strategy.
     """
 
     read_ptr: Ints
@@ -51,7 +53,9 @@ class GraphTables(NamedTuple):
     user: Ints
     user_place: Ints
     parameter_dtype: Ints
-    parameter_itemsize: Longs
+    first_server: Ints
+    touched_ptr: Ints
+    touched: Longs
     backward: Ints
     loss: Ints
     solid: Ints
@@ -62,7 +66,9 @@ class ClusterTables(NamedTuple):
     ``route[route_ptr[s * n + t]:route_ptr[s * n + t + 1]]`` (device count + link number), with ``latency_seconds[s, t]`` in all and
     ``seconds_per_byte[s, t]`` at its narrowest. ``link_bandwidth``: by link, bytes per second. By device: ``memory_bandwidth`` in bytes per
     second, ``device_type``; of its host the lowest device (``host_device``), first core (``core``, a resource) and number of cores
-    (``cores``); ``core_bandwidth`` of such a core in bytes per second, and the first host whose cores are of the same type (``core_host``).
+    (``cores``). ``server``: devices beside which servers are. Of such a device: whether it does the work (``serves_itself``) or a core,
+    ``core_bandwidth`` of what does it in bytes per second, and the first host where the same type does it (``core_host``). ``hosts``: their
+    number.
     ``crowding``: by how many messages a device has in an exchange, ``Topology.crowding``; the last for all further numbers.
     """
 
@@ -77,13 +83,16 @@ class ClusterTables(NamedTuple):
     host_device: Ints
     core: Ints
     cores: Ints
+    server: Ints
+    serves_itself: Ints
+    hosts: Ints
     core_bandwidth: Floats
     core_host: Ints
     crowding: Floats
 
 
-def graph_tables(graph: OperatorGraph) -> GraphTables:
-    """The arrays of a graph."""
+def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
+    """The arrays of a graph, whose parameters may be kept on the cluster's servers."""
     readers = [sorted({r for out in op.outputs for r, _ in graph.consumers.get(out.tensor, ())}) for op in graph.operators]
     dtypes = {name: i for i, name in enumerate(sorted({t.dtype for t in graph.tensors.values()}))}
     numbers = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
@@ -111,6 +120,8 @@ def graph_tables(graph: OperatorGraph) -> GraphTables:
     users = [sorted({position for position, _ in graph.parameter_users.get(t.name, ())}) for t in graph.parameters]
     places_of = [{number: place for place, (number,) in enumerate(own)} for own in uses]
     user_ptr, user = _joined([[(op, places_of[op].get(number, -1)) for op in own] for number, own in enumerate(users)], 2)
+    servers = first_servers(graph, len(server_devices(topology)))
+    touched = [_touched(graph.sparse.get(t.name)) for t in graph.parameters]
     tables: list[NDArray[Any]] = [
         read_ptr,
         *_columns(read_table),
@@ -126,12 +137,18 @@ def graph_tables(graph: OperatorGraph) -> GraphTables:
         user_ptr,
         *_columns(user),
         np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
-        np.array([t.itemsize for t in graph.parameters], np.int64),
+        np.array([servers[t.name] for t in graph.parameters], np.int32),
+        np.cumsum([0, *map(len, touched)]).astype(np.int32),
+        np.array([count for own in touched for count in own], np.int64),
         np.array([graph.needs_backward(op) for op in graph.operators], np.int32),
         np.array(graph.producers.get(graph.loss, (-1, 0)), np.int32),
         np.array(_solid(graph), np.int32),
     ]
     return GraphTables(*tables)
+
+
+def _touched(access: RowAccess | None) -> tuple[int, ...]:
+    return () if access is None else (access.indices, access.rows, *access.touched)
 
 
 def _solid(graph: OperatorGraph) -> list[bool]:
@@ -167,7 +184,8 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         latency += latencies[column]
     types = device_types(topology)
     places, first_core = [device.host for device in topology.devices], first_cores(topology)
-    cores = [core_type(topology, host) for host in range(len(topology.hosts))]
+    servers = server_devices(topology)
+    cores = {topology.devices[server].host: server_type(topology, server) for server in servers}
     host = np.array(places)
     return ClusterTables(
         np.where(host[:, None] == host, 1 - np.eye(count, dtype=np.int8), 2).astype(np.int8),
@@ -181,25 +199,13 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         np.array([places.index(host) for host in places], np.int32),
         np.array([first_core[host] for host in places], np.int32),
         np.array([topology.hosts[host].cpu_cores for host in places], np.int32),
+        np.array(servers, np.int32),
+        np.array([device.type.kind == "cpu" for device in topology.devices], np.int32),
+        np.array([len(topology.hosts)], np.int32),
         np.array([cores[host].memory_bandwidth_bytes_per_second for host in places], np.float64),
-        np.array([cores.index(cores[host]) for host in places], np.int32),
+        np.array([next(h for h, kind in cores.items() if kind == cores[host]) for host in places], np.int32),
         np.array([topology.crowding.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
     )
-
-
-def served_partitions(graph: OperatorGraph, strategy: Strategy) -> Ints:
-    """[parameter]: ``partitions_of`` its synchronization."""
-    return np.array([partitions_of(strategy.sync(tensor.name)) for tensor in graph.parameters], np.int32)
-
-
-def partitions_of(sync: SyncConfig) -> int:
-    """Into how many partitions a parameter server cuts a parameter's shards; 0 if there is none."""
-    return sync.partitions if sync.method == "parameter_server" else 0
-
-
-def sync_of(partitions: int) -> SyncConfig:
-    """The synchronization of which that is ``partitions_of``."""
-    return SyncConfig("parameter_server", partitions) if partitions else SyncConfig()
 
 
 def device_types(topology: Topology) -> list[str]:

@@ -19,15 +19,17 @@ from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.shards import Geometries, Need
 from soap.simulator.compiled.tables import Ints, Longs, device_types
 from soap.simulator.costs import CostModel
+from soap.simulator.row_counts import tile_lookups
 from soap.simulator.tiling import Tile
 from soap.topology import DeviceType, Topology
 
-CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES = range(10)
+CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES, LOOKUPS = range(11)
 """Columns of ``VariantTables.rows``: number of tiles (of one replica); where in ``data`` its regions stand (READS: [activation input,
 tile], OUTPUTS: [output, tile]); where in ``costs`` [device type, forward or backward, tile]; number of groups of partial results (0:
 none), where each tile's group, each group's first tile, and [output, group] regions stand; where the pointers to the outputs' grids, and
-the numbers of the geometries into which it alone would cut its parameters stand."""
-COLUMNS = 10
+the numbers of the geometries into which it alone would cut its parameters stand; where [parameter, tile] the numbers of rows stand that are
+looked up (-1: it looks up none)."""
+COLUMNS = 11
 
 
 class VariantTables(NamedTuple):
@@ -116,7 +118,17 @@ class Variants:
         row[GRIDS] = self._data.add([self._grid(own, holders) for own in outputs])
         shards = [self.geometries.add(name, [position], self._needs(position, name, cells)) for name in self._trainable(op)]
         row[GEOMETRIES] = self._data.add(shards)
+        row[LOOKUPS] = self._lookups(position, cells, regions)
         return row
+
+    def _lookups(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray]) -> int:
+        """Where the numbers of rows that tiles look up stand."""
+        op, sparse = self.graph.operators[position], self.graph.sparse
+        names = self._trainable(op)
+        if not any(name in sparse for name in names):
+            return -1
+        tiles = [_tile(op, position, index, cells, regions) for index in range(len(cells))]
+        return self._data.add([tile_lookups(self.graph, name, tile) if name in sparse else 0 for name in names for tile in tiles])
 
     def cut(self, position: int, degrees: tuple[int, ...]) -> tuple[np.ndarray, dict[Operand, np.ndarray]]:
         """The tiles' intervals, [tile, factor, start or stop], and the regions of each operand."""
@@ -234,4 +246,8 @@ def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) ->
     order = sorted(range(len(op.parameters)), key=lambda k: numbers[op.parameters[k].tensor])
     alone = [len({user for user, _ in graph.parameter_users[o.tensor]}) == 1 for o in op.parameters]
     backward = graph.needs_backward(op)
-    return repr((backward, order, alone, op.kind, op.factors, operands, same, op.flops, op.saved_bytes, len(op.calls), op.partitionable))
+    position = graph.index[op.name]
+    lookups = (own for o in op.parameters if o.tensor in graph.sparse for own in graph.sparse[o.tensor].lookups)
+    rows = [(own.parameter, own.indices) for own in lookups if own.operator == position]
+    figures = (op.flops, op.saved_bytes, len(op.calls), op.partitionable)
+    return repr((backward, rows, order, alone, op.kind, op.factors, operands, same, figures))

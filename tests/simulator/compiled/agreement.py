@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 from soap.graph import OperatorGraph
 from soap.simulator.compiled.fragment import task_key
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
-from soap.strategy import Strategy
+from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 
 Played = tuple[int, int, frozenset[int], int, int]
@@ -24,6 +26,17 @@ def reference_tasks(graph: OperatorGraph, topology: Topology, costs: CostModel, 
         played[task_key(*task.id)] = (task.duration_ns, start, frozenset(task.resources), end, task.bytes)
     assert len(played) == len(tasks.tasks)
     return played
+
+
+def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, share: float = 0.5) -> Strategy:
+    """The same operators, with any synchronization of such a share of the parameters; servers in up to 40 partitions: more than a host has
+    cores."""
+    chosen = {}
+    for tensor in graph.parameters:
+        if draw.random() < share:
+            servers = SyncConfig("parameter_server", draw.choice((1, 2, 7, 40)), draw.random() < 0.5)
+            chosen[tensor.name] = SyncConfig("allgather") if tensor.name in graph.sparse and draw.random() < 0.5 else servers
+    return Strategy(strategy.operators, chosen)
 
 
 def compiled_tasks(engine: Engine) -> dict[int, Played]:

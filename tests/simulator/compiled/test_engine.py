@@ -14,9 +14,9 @@ from soap.simulator.engine import Engine
 from soap.strategies import CLASSICAL, random_strategy
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
-from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks
+from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks, synchronized
 from tests.simulator.examples import batch_split, chain, pairwise_cluster
-from tests.strategies import cases
+from tests.strategies import GPU, cases, cluster
 
 
 def check(engine: Engine, costs: RooflineCosts, strategy: Strategy) -> None:
@@ -25,12 +25,6 @@ def check(engine: Engine, costs: RooflineCosts, strategy: Strategy) -> None:
     expected = reference_tasks(engine.graph, engine.topology, costs, strategy)
     assert compiled_tasks(engine) == expected
     assert makespan_ns == max(end for _, _, _, end, _ in expected.values())
-
-
-def served(strategy: Strategy, graph: OperatorGraph, draw: random.Random) -> Strategy:
-    """Parameter servers for about half of the parameters, in up to 40 partitions: more than a host has cores."""
-    chosen = {t.name: SyncConfig("parameter_server", draw.choice((1, 2, 7, 40))) for t in graph.parameters if draw.random() < 0.5}
-    return Strategy(strategy.operators, chosen)
 
 
 @pytest.mark.slow
@@ -53,18 +47,18 @@ def test_models(model: str) -> None:
     strategies += [random_strategy(graph, topology, draw) for _ in range(3)]
     for strategy in strategies:
         check(engine, costs, strategy)
-        check(engine, costs, served(strategy, graph, draw))
+        check(engine, costs, synchronized(strategy, graph, draw))
 
 
 def test_more_partitions_than_other_tasks_have_numbers() -> None:
-    graph, topology = chain(4, 20, 20), pairwise_cluster(2, 1)
+    graph, topology = chain(4, 20, 400), cluster([2, 1], GPU)
     strategy = batch_split(graph, [0, 1, 2]).with_parameter("l1.weight", SyncConfig("parameter_server", 390))
     costs = RooflineCosts(topology)
     engine = Engine(graph, topology, costs)
     check(engine, costs, strategy)
-    cores = {resource for task in engine.tasks() for resource in task.resources if resource >= topology.device_count + len(topology.links)}
-    assert len(cores) == topology.hosts[0].cpu_cores
-    assert sum(cores >= set(task.resources) for task in engine.tasks() if task.resources) == 390
+    first = topology.device_count + len(topology.links)
+    on_cores = [task.resources for task in engine.tasks() if task.resources[0] >= first]
+    assert len(on_cores) == 390 and len(set(on_cores)) == sum(host.cpu_cores for host in topology.hosts)
 
 
 def test_methods_of_synchronization_are_taken_from_each_strategy() -> None:

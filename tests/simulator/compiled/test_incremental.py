@@ -20,7 +20,7 @@ from soap.topology import Topology
 from tests.graph_builder import transformer
 from tests.strategies import cases, cluster
 
-SYNCS = (SyncConfig(), SyncConfig("parameter_server"), SyncConfig("parameter_server", 2))
+SERVERS = (SyncConfig(), SyncConfig("parameter_server"), SyncConfig("parameter_server", 2, local_aggregation=True))
 
 
 def following(graph: OperatorGraph, topology: Topology, strategy: Strategy, draw: random.Random) -> Strategy:
@@ -29,7 +29,8 @@ def following(graph: OperatorGraph, topology: Topology, strategy: Strategy, draw
     if kind < 0.1:
         return random_strategy(graph, topology, draw)
     if kind < 0.3 and graph.parameters:
-        return strategy.with_parameter(draw.choice(graph.parameters).name, draw.choice(SYNCS))
+        name = draw.choice(graph.parameters).name
+        return strategy.with_parameter(name, draw.choice((*SERVERS, SyncConfig("allgather")) if name in graph.sparse else SERVERS))
     for _ in range(draw.choice((1, 1, 1, 2, 5))):
         op = draw.choice(graph.operators)
         strategy = strategy.with_operator(op.name, random_config(op, topology.device_count, draw))

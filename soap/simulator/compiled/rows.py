@@ -1,0 +1,63 @@
+"""Rows of sparse parameters that devices touch (compiled). The counterpart of ``row_access.RowAccess`` and ``row_counts``."""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import FULL, STAMP, USES, Scratch
+from soap.simulator.compiled.state import ShardTables
+from soap.simulator.compiled.tables import GraphTables
+
+INDEX_BYTES = 8
+
+
+@compiled
+def is_sparse(G: GraphTables, parameter: int) -> bool:
+    """Whether steps touch some rows of it only."""
+    return G.touched_ptr[parameter + 1] > G.touched_ptr[parameter]
+
+
+@compiled
+def touched_by(G: GraphTables, parameter: int, lookups: int) -> int:
+    """``RowAccess.touched_by``."""
+    at = G.touched_ptr[parameter]
+    total, first, levels = G.touched[at], at + 2, G.touched_ptr[parameter + 1] - at - 2
+    if lookups >= total:
+        return G.touched[first]
+    level = 0
+    while level + 1 < levels and lookups << (level + 1) <= total:
+        level += 1
+    upper = G.touched[first + level]
+    if level + 1 == levels:
+        return min(lookups, (upper * (lookups << level) + total - 1) // total)
+    lower = G.touched[first + level + 1]
+    return min(lookups, lower + ((upper - lower) * ((lookups << (level + 1)) - total) + total - 1) // total)
+
+
+@compiled
+def part_of_rows(G: GraphTables, parameter: int, touched: int, rows: int) -> int:
+    """Of so many touched rows of a parameter, how many are in a region of so many, rounded up."""
+    total = G.touched[G.touched_ptr[parameter] + 1]
+    return (touched * rows + total - 1) // total
+
+
+@compiled
+def count_lookups(S: Scratch) -> int:
+    """``lookups``: by keeper (place in ``members``, from 0 on), how many rows its tiles look up; their sum. After ``find_keepers``."""
+    if S.members[0] > len(S.lookups):
+        raise MemoryError(FULL)
+    S.count[STAMP] += 1
+    for i in range(S.members[0]):
+        S.lookups[i] = 0
+        S.mark[S.members[1 + i]], S.mark_value[S.members[1 + i]] = S.count[STAMP], i
+    total = 0
+    for i in range(S.count[USES]):
+        S.lookups[S.mark_value[S.use_device[i]]] += S.use_lookups[i]
+        total += S.use_lookups[i]
+    return total
+
+
+@compiled
+def gathered_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shard: int) -> int:
+    """What each device updates of a gathered shard, after ``find_keepers``: the rows that all touch."""
+    touched = touched_by(G, parameter, count_lookups(S))
+    return part_of_rows(G, parameter, touched, D.rows[shard]) * D.row_bytes[shard]

@@ -1,0 +1,185 @@
+"""What keeping parameters on servers, or gathering rows of gradients, moves (compiled). The counterpart of ``simulator.serving``.
+
+Of one shard at a time, whose keepers are known (``keepers.find_keepers``). Its partitions are ``S.p_rows`` rows each, on the devices
+``S.p_server``.
+"""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.communication import begin_flows, join_flow, round_ns, total_flow
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.rows import INDEX_BYTES, count_lookups, is_sparse, part_of_rows, touched_by
+from soap.simulator.compiled.scratch import FLOWS, FULL, STAMP, Scratch
+from soap.simulator.compiled.state import ShardTables
+from soap.simulator.compiled.sync_codes import is_local, partitions_of
+from soap.simulator.compiled.tables import ClusterTables, GraphTables
+
+
+@compiled
+def prepare(G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, parameter: int, shard: int, number: int, code: int) -> int:
+    """Who reads together (``leader``: by reader, its group's first one's place), how much (``touched``: rows of the parameter; -1 of a
+    dense one: by reader, and ``together``: by group's leader), and where the partitions are; how many."""
+    rows, servers = D.rows[shard], len(K.server)
+    count = min(partitions_of(code), rows)
+    if max(count, S.members[0]) > len(S.p_rows) or S.members[0] > len(S.leader):
+        raise MemoryError(FULL)
+    for i in range(count):
+        S.p_rows[i] = rows // count + (1 if i < rows % count else 0)
+        S.p_server[i] = K.server[(G.first_server[parameter] + number + i) % servers]
+    _group(K, S, is_local(code))
+    sparse = is_sparse(G, parameter)
+    if sparse:
+        count_lookups(S)
+    for i in range(S.members[0]):
+        S.together[i] = 0
+        S.touched[i] = touched_by(G, parameter, S.lookups[i]) if sparse else -1
+    for i in range(S.members[0]):
+        S.together[S.leader[i]] += S.lookups[i] if sparse else 0
+    for i in range(S.members[0]):
+        if S.leader[i] == i:
+            S.together[i] = touched_by(G, parameter, S.together[i]) if sparse else -1
+    return count
+
+
+@compiled
+def _group(K, S, local):  # type: ignore[no-untyped-def]
+    S.count[STAMP] += 1
+    for i in range(S.members[0]):
+        S.leader[i] = i
+        host = K.host_device[S.members[1 + i]]
+        if local and S.mark[host] == S.count[STAMP]:
+            S.leader[i] = S.mark_value[host]
+        elif local:
+            S.mark[host], S.mark_value[host] = S.count[STAMP], i
+
+
+@compiled
+def _values(G, D, parameter, shard, touched, rows):  # type: ignore[no-untyped-def]
+    """Bytes of ``rows`` rows of a region, or of those of them that are touched."""
+    return (rows if touched < 0 else part_of_rows(G, parameter, touched, rows)) * D.row_bytes[shard]
+
+
+@compiled
+def _indices(G, parameter, touched, rows):  # type: ignore[no-untyped-def]
+    return 0 if touched < 0 else part_of_rows(G, parameter, touched, rows) * INDEX_BYTES
+
+
+@compiled
+def added_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shard: int, part: int) -> int:
+    """What a partition's server adds up."""
+    groups = added = 0
+    for i in range(S.members[0]):
+        if S.leader[i] == i:
+            groups += 1
+            added += _values(G, D, parameter, shard, S.together[i], S.p_rows[part])
+    if groups < 2:
+        return 0
+    return added if is_sparse(G, parameter) else added - S.p_rows[part] * D.row_bytes[shard]
+
+
+@compiled
+def updated_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shard: int, part: int) -> int:
+    """What it then updates."""
+    touched = -1
+    if is_sparse(G, parameter):
+        total = 0
+        for i in range(S.members[0]):
+            total += S.lookups[i]
+        touched = touched_by(G, parameter, total)
+    return _values(G, D, parameter, shard, touched, S.p_rows[part])
+
+
+@compiled
+def pull_ns(
+    G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, parameter: int, shard: int, count: int
+) -> tuple[int, int]:
+    """(duration, bytes) of a pull from so many partitions, whose links are added to ``res``; zeros if nothing travels."""
+    _with_servers(G, K, D, S, parameter, shard, count, True)
+    duration, moved = _round(K, S, 0)
+    _inside(G, K, D, S, parameter, shard, True)
+    inner_ns, inner = _round(K, S, 0)
+    return duration + inner_ns, moved + inner
+
+
+@compiled
+def push_ns(
+    G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, parameter: int, shard: int, count: int
+) -> tuple[int, int]:
+    """The same of a push."""
+    most = _inside(G, K, D, S, parameter, shard, False)
+    inner_ns, inner = _round(K, S, most)
+    _with_servers(G, K, D, S, parameter, shard, count, False)
+    duration, moved = _round(K, S, 0)
+    return duration + inner_ns, moved + inner
+
+
+@compiled
+def _round(K, S, reduced):  # type: ignore[no-untyped-def]
+    return (round_ns(K, S, reduced), total_flow(S)) if S.count[FLOWS] > 0 else (0, 0)
+
+
+@compiled
+def _begin(S):  # type: ignore[no-untyped-def]
+    begin_flows(S)
+    S.count[STAMP] += 1
+    return S.count[STAMP]
+
+
+@compiled
+def _with_servers(G, K, D, S, parameter, shard, count, pull):  # type: ignore[no-untyped-def]
+    """Flows between servers and leaders."""
+    stamp, devices = _begin(S), len(K.device_type)
+    for part in range(count):
+        server, rows = S.p_server[part], S.p_rows[part]
+        for i in range(S.members[0]):
+            device = S.members[1 + i]
+            if S.leader[i] != i or device == server:
+                continue
+            size = _values(G, D, parameter, shard, S.together[i], rows)
+            if not pull:
+                join_flow(S, stamp, devices, device, server, size)
+                continue
+            join_flow(S, stamp, devices, server, device, size)
+            if S.together[i] >= 0:
+                join_flow(S, stamp, devices, device, server, _indices(G, parameter, S.together[i], rows))
+
+
+@compiled
+def _inside(G, K, D, S, parameter, shard, pull):  # type: ignore[no-untyped-def]
+    """Flows between leaders and the others of their groups; the most bytes that a leader gets."""
+    stamp, devices, rows = _begin(S), len(K.device_type), D.rows[shard]
+    for i in range(S.members[0]):
+        S.received[i] = 0
+    most = 0
+    for i in range(S.members[0]):
+        place = S.leader[i]
+        if place == i:
+            continue
+        device, leader = S.members[1 + i], S.members[1 + place]
+        size = _values(G, D, parameter, shard, S.touched[i], rows)
+        if not pull:
+            join_flow(S, stamp, devices, device, leader, size)
+            S.received[place] += size
+            most = max(most, S.received[place])
+            continue
+        join_flow(S, stamp, devices, leader, device, size)
+        if S.touched[i] >= 0:
+            join_flow(S, stamp, devices, device, leader, _indices(G, parameter, S.touched[i], rows))
+    return most
+
+
+@compiled
+def gather_ns(G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, parameter: int, shard: int) -> tuple[int, int]:
+    """(duration, bytes) of giving each other the rows of a shard's gradient; links as in ``pull_ns``."""
+    count_lookups(S)
+    stamp, devices = _begin(S), len(K.device_type)
+    total, least = 0, -1
+    for i in range(S.members[0]):
+        rows = part_of_rows(G, parameter, touched_by(G, parameter, S.lookups[i]), D.rows[shard])
+        size = rows * D.row_bytes[shard]
+        total += size
+        least = size if least < 0 or size < least else least
+        for j in range(S.members[0]):
+            if j != i:
+                join_flow(S, stamp, devices, S.members[1 + i], S.members[1 + j], size + rows * INDEX_BYTES)
+    return _round(K, S, total - least)

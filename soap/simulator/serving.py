@@ -1,0 +1,125 @@
+"""What keeping parameters on servers, or gathering rows of gradients, moves between devices, and what is then added up and updated.
+
+A push and a pull per step as in Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; a parameter in
+several partitions, rows of sparse ones, and the sum over a host's devices before the network as in Kim et al., "Parallax: Sparsity-aware
+Data Parallel Training of Deep Neural Networks", EuroSys 2019. No costs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from soap.regions import Box
+from soap.simulator.flows import Round, box_bytes, joined
+from soap.simulator.plan import Plan, Served
+from soap.simulator.row_counts import device_lookups, row_bytes, touched_rows
+
+INDEX_BYTES = 8
+"""An index of a row."""
+
+Group = tuple[int, ...]
+"""Devices that push and pull together, ascending, through the first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a partition's server adds up, and then updates."""
+
+    added_bytes: int
+    updated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Of a served region: rounds of its pull and its push, none if nothing travels, and what becomes of each of its partitions."""
+
+    pull: tuple[Round, ...]
+    push: tuple[Round, ...]
+    partitions: tuple[Serving, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """Of a shard whose devices give each other rows: the rounds, and how many bytes of it each device then updates."""
+
+    rounds: tuple[Round, ...]
+    updated_bytes: int
+
+
+class _Amounts:
+    """How much of a region devices read and give gradients to: all of it, or of a sparse parameter the rows that they touch."""
+
+    def __init__(self, plan: Plan, parameter: str, box: Box, uses: Sequence[tuple[int, int]], *, sparse: bool) -> None:
+        self._plan, self._parameter, self._sparse = plan, parameter, sparse
+        self._lookups = device_lookups(plan.graph, parameter, plan.tiles, uses) if sparse else {}
+        self._row_bytes = row_bytes(plan.graph, parameter, box) if sparse else 0
+
+    def rows(self, devices: Group, box: Box) -> int:
+        """Different rows of the region that devices touch together; 0 if the parameter is dense."""
+        if not self._sparse:
+            return 0
+        return touched_rows(self._plan.graph.sparse[self._parameter], box, sum(self._lookups[device] for device in devices))
+
+    def values(self, devices: Group, box: Box) -> int:
+        """Bytes of values."""
+        return self.rows(devices, box) * self._row_bytes if self._sparse else box_bytes(self._plan, self._parameter, box)
+
+    def indices(self, devices: Group, box: Box) -> int:
+        """Bytes of indices."""
+        return self.rows(devices, box) * INDEX_BYTES
+
+
+def served_traffic(plan: Plan, served: Served) -> Traffic:
+    """What servers of a region, and those that read it, send each other.
+
+    A sparse region is pulled before the step: indices go to the servers, and rows come back. What is pushed then is rows alone. With local
+    aggregation each group's leader deals with the servers, and the others with it.
+    """
+    amounts = _Amounts(plan, served.parameter, served.box, served.uses, sparse=served.sparse)
+    groups = reading_groups(plan, served)
+    pulled, pushed = [], []
+    partitions = []
+    for number in served.shards:
+        shard = plan.shards[number]
+        server, given = shard.devices[0], [amounts.values(group, shard.box) for group in groups]
+        for group, size in zip(groups, given, strict=True):
+            pulled += [(server, group[0], size), (group[0], server, amounts.indices(group, shard.box))]
+            pushed.append((group[0], server, size))
+        added = sum(given) if served.sparse else sum(given[1:])
+        partitions.append(Serving(added if len(groups) > 1 else 0, amounts.values(served.readers, shard.box)))
+    handed, summed, most = [], [], 0
+    for leader, *others in groups:
+        sizes = {device: amounts.values((device,), served.box) for device in others}
+        for device, size in sizes.items():
+            handed += [(leader, device, size), (device, leader, amounts.indices((device,), served.box))]
+            summed.append((device, leader, size))
+        most = max(most, sum(sizes.values()))
+    return Traffic(_rounds((pulled, 0), (handed, 0)), _rounds((summed, most), (pushed, 0)), tuple(partitions))
+
+
+def gathering(plan: Plan, number: int) -> Gathering:
+    """Every device of a shard sends each other one the rows that it touches, with their indices, and adds up what comes."""
+    shard = plan.shards[number]
+    amounts = _Amounts(plan, shard.parameter, shard.box, shard.uses, sparse=True)
+    values = {device: amounts.values((device,), shard.box) for device in shard.devices}
+    sent = {device: size + amounts.indices((device,), shard.box) for device, size in values.items()}
+    flows = [(source, target, size) for source, size in sent.items() for target in shard.devices]
+    added = sum(values.values()) - min(values.values())
+    return Gathering(_rounds((flows, added)), amounts.values(shard.devices, shard.box))
+
+
+def reading_groups(plan: Plan, served: Served) -> list[Group]:
+    """Readers that push and pull together: alone, or with local aggregation those of each host."""
+    if not served.local_aggregation:
+        return [(device,) for device in served.readers]
+    together: dict[int, list[int]] = {}
+    for device in served.readers:
+        together.setdefault(plan.hosts[device], []).append(device)
+    return [tuple(devices) for devices in together.values()]
+
+
+def _rounds(*rounds: tuple[Sequence[tuple[int, int, int]], int]) -> tuple[Round, ...]:
+    """Those in which something travels: what a device gives itself does not."""
+    moved = ((joined(flow for flow in flows if flow[0] != flow[1] and flow[2]), added) for flows, added in rounds)
+    return tuple((flows, added) for flows, added in moved if flows)

@@ -1,0 +1,112 @@
+"""The tasks that keep parameters in step: sums of gradients, servers, gathered rows, and the devices' updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
+from soap.simulator.costs import CostModel
+from soap.simulator.plan import Plan, gather_name, pull_name, push_name, serve_name, sync_name, update_name
+from soap.simulator.servers import serve_ns, server_resources, server_type
+from soap.simulator.serving import gathering, served_traffic
+from soap.simulator.task_list import SYNC, UPDATE, TaskList
+from soap.simulator.tasks import TaskKind
+
+SUM, PUSH, SERVE, PULL = range(4)
+"""Stages, the third part of a task's id: sums in buckets and gatherings; what servers do."""
+
+
+class Synchronization:
+    """``pull`` comes before the forward pass, ``synchronize`` behind the backward pass."""
+
+    def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList) -> None:
+        self._plan, self._costs, self._tasks = plan, costs, tasks
+        self._positions = {tensor.name: position for position, tensor in enumerate(plan.graph.parameters)}
+        self._traffic = [served_traffic(plan, served) for served in plan.served]
+
+    def pull(self) -> Iterator[tuple[int, int]]:
+        """Bring the rows of sparse parameters that servers have; (tile, the task that it waits for)."""
+        for number, served in enumerate(self._plan.served):
+            if served.sparse and self._traffic[number].pull:
+                task = self._pull(number, ())
+                yield from ((tile, task) for tile, _ in served.uses)
+
+    def synchronize(self, backward: Mapping[int, int]) -> None:
+        """``backward``: tile -> the task of its backward pass.
+
+        One all-reduce per bucket that several devices share, what servers do, and one update per device, as the optimizer makes it.
+        """
+        plan = self._plan
+        ready: list[list[int]] = [[] for _ in range(plan.device_count)]
+        for tile, task in backward.items():
+            ready[plan.tiles[tile].device].append(task)
+        for bucket in plan.buckets:
+            if len(bucket.devices) > 1:
+                after = (use for number in bucket.shards for use in plan.shards[number].uses)
+                place, size = self._place(bucket.shards[0]), bucket_bytes(plan, bucket)
+                task = self._tasks.all_reduce(
+                    place, sync_name(plan, bucket), TaskKind.SYNC, size, bucket.devices, _known(backward, after)
+                )
+                for device in bucket.devices:
+                    ready[device].append(task)
+        for number in plan.gathered:
+            shard, rounds = plan.shards[number], gathering(plan, number).rounds
+            if rounds:
+                name, after_tiles = gather_name(plan, number), _known(backward, shard.uses)
+                task = self._tasks.exchange(self._place(number), name, TaskKind.SYNC, rounds, after_tiles)
+                for device in shard.devices:
+                    ready[device].append(task)
+        self._serve(backward)
+        for device, duration in self._updates().items():
+            self._tasks.add((UPDATE, device, 0, 0, 0, 0), update_name(device), TaskKind.UPDATE, (device,), duration, ready[device])
+
+    def _place(self, number: int) -> tuple[int, ...]:
+        shard = self._plan.shards[number]
+        return (SYNC, self._positions[shard.parameter], SUM, shard.index, 0, 0)
+
+    def _serve(self, backward: Mapping[int, int]) -> None:
+        """Push and update what servers keep, and pull the values of dense parameters."""
+        plan, topology = self._plan, self._tasks.topology
+        resources = server_resources(plan, topology)
+        for number, served in enumerate(plan.served):
+            position, traffic = self._positions[served.parameter], self._traffic[number]
+            pushed = _known(backward, served.uses)
+            if traffic.push:
+                place = (SYNC, position, PUSH, served.index, 0, 0)
+                pushed = [self._tasks.exchange(place, push_name(served), TaskKind.SYNC, traffic.push, pushed)]
+            updates = []
+            for index, (shard, part, resource) in enumerate(zip(served.shards, traffic.partitions, resources[number], strict=True)):
+                kind = server_type(topology, plan.shards[shard].devices[0])
+                duration = serve_ns(self._costs, part.added_bytes, part.updated_bytes, kind)
+                place, name = (SYNC, position, SERVE, served.index, 0, index), serve_name(served, index)
+                updates.append(self._tasks.add(place, name, TaskKind.UPDATE, (resource,), duration, pushed))
+            if not served.sparse and traffic.pull:
+                self._pull(number, updates)
+
+    def _pull(self, number: int, after: Iterable[int]) -> int:
+        served = self._plan.served[number]
+        place = (SYNC, self._positions[served.parameter], PULL, served.index, 0, 0)
+        return self._tasks.exchange(place, pull_name(served), TaskKind.SYNC, self._traffic[number].pull, after)
+
+    def _updates(self) -> dict[int, int]:
+        """Device -> how long the updates of its shards take together, where there are any."""
+        found: dict[int, int] = {}
+        for device, size in device_updates(self._plan):
+            found[device] = found.get(device, 0) + self._costs.update_ns(size, self._tasks.topology.devices[device].type)
+        return dict(sorted(found.items()))
+
+
+def _known(backward: Mapping[int, int], uses: Iterable[tuple[int, int]]) -> list[int]:
+    return [backward[tile] for tile, _ in uses if tile in backward]
+
+
+def device_updates(plan: Plan) -> Iterator[tuple[int, int]]:
+    """(device, bytes) of everything that a device's own update changes: shards, and of those that are gathered the rows that all touch.
+    Servers update what they keep in tasks of their own."""
+    for number in (*(number for bucket in plan.buckets for number in bucket.shards), *idle_shards(plan)):
+        for device in plan.shards[number].devices:
+            yield device, shard_bytes(plan.graph, plan.shards[number])
+    for number in plan.gathered:
+        size = gathering(plan, number).updated_bytes
+        for device in plan.shards[number].devices:
+            yield device, size

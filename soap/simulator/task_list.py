@@ -1,0 +1,65 @@
+"""The list of timed tasks that lowering makes: what tasks hold and how long they take, whatever they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from soap.simulator.collectives import Flow, flow_links
+from soap.simulator.communication import Communication
+from soap.simulator.flows import Round
+from soap.simulator.tasks import Task, TaskKind
+
+FORWARD, BACKWARD, SYNC, UPDATE = range(4)
+"""Phases, the first part of a task's id."""
+
+
+class TaskList:
+    """Tasks in the order in which they are added; they are named by their positions in ``tasks``."""
+
+    def __init__(self, communication: Communication) -> None:
+        self.topology = communication.topology
+        self.communication = communication
+        self.tasks: list[Task] = []
+        self._exchange_links: dict[frozenset[tuple[int, int]], tuple[int, ...]] = {}
+
+    def add(
+        self,
+        place: tuple[int, ...],
+        name: str,
+        kind: TaskKind,
+        resources: tuple[int, ...],
+        duration_ns: int,
+        after: Iterable[int],
+        size: int = 0,
+        tile: int | None = None,
+        flows: tuple[Flow, ...] = (),
+    ) -> int:
+        """One more task; its position."""
+        self.tasks.append(Task(place, name, kind, resources, duration_ns, tuple(sorted(set(after))), size, tile, flows))
+        return len(self.tasks) - 1
+
+    def message(
+        self, place: tuple[int, ...], name: str, kind: TaskKind, source: int, target: int, size: int, after: Iterable[int]
+    ) -> int:
+        """A message from one device to another."""
+        resources = self._link_resources(self.topology.route(source, target))
+        return self.add(place, name, kind, resources, self.communication.transfer_ns(size, source, target), after, size)
+
+    def exchange(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
+        """A collective of several rounds, one after the other."""
+        flows = tuple(flow for own, _ in rounds for flow in own)
+        duration = sum(self.communication.exchange_ns(own, reduced) for own, reduced in rounds)
+        pairs = frozenset((source, target) for source, target, _ in flows)
+        if pairs not in self._exchange_links:
+            self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
+        return self.add(place, name, kind, self._exchange_links[pairs], duration, after, sum(size for *_, size in flows), flows=flows)
+
+    def all_reduce(
+        self, place: tuple[int, ...], name: str, kind: TaskKind, size: int, devices: tuple[int, ...], after: Iterable[int]
+    ) -> int:
+        """A sum over devices of so many bytes, which each of them has then."""
+        duration, links = self.communication.allreduce(size, devices)
+        return self.add(place, name, kind, self._link_resources(links), duration, after, self.communication.allreduce_bytes(size, devices))
+
+    def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self.topology.device_count + link for link in links)
