@@ -19,7 +19,7 @@ def find_sparse(graph: OperatorGraph, programs: Mapping[str, OperatorProgram], v
     """
     found = {}
     for tensor in graph.parameters:
-        uses = graph.parameter_users.get(tensor.name, ()) if tensor.requires_grad and tensor.shape else ()
+        uses = graph.parameter_users.get(tensor.name, ()) if tensor.requires_grad and tensor.shape and tensor.shape[0] else ()
         lookups = [_lookup(graph, programs, values, position, place) for position, place in uses]
         known = [lookup for lookup in lookups if lookup is not None]
         if known and len(known) == len(lookups):
