@@ -23,9 +23,9 @@ HALVINGS = 20
 class Lookup:
     """One use of a sparse parameter: by operand ``parameter`` of the operator at ``operator`` (positions in the graph).
 
-    ``inputs``: the operator's inputs from which the indices come; they are inputs of the model or constants. ``indices``: how many rows
-    the whole operator looks up, repeated ones counted. A tile of which the operator's other factors (those that no dimension of the
-    parameter follows) are a part looks up that part of them.
+    ``inputs``: the operator's inputs from which the indices come; they are inputs of the model, and perhaps constants. ``indices``: how
+    many rows the whole operator looks up, repeated ones counted. A tile of which the operator's other factors (those that no dimension of
+    the parameter follows) are a part looks up that part of them.
     """
 
     operator: int

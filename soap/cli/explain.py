@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from soap.cli.tables import aligned, listed
+from soap import row_shares
+from soap.cli import rows
+from soap.cli.tables import listed
 from soap.graph import Operand, Operator, OperatorGraph
 from soap.units import format_bytes, format_count
 
 LEGEND = "factors: S sample, A attribute, P parameter, R reduction; +: parts give partial results, which are summed"
 HEADER = ("operator", "kind", "factors", "parameters", "FLOP", "bytes", "not split (size: why)")
-SPARSE_LEGEND = "sparse parameters: a batch looks up rows of them, some of them repeatedly; alpha: share of the rows that it touches"
-SPARSE_HEADER = ("parameter", "rows", "look-ups", "touched", "by 1/2, 1/4, 1/8", "alpha", "")
 _NUMBERS = (3, 4, 5)
 """Columns to the right."""
 
@@ -30,21 +30,7 @@ def document(graph: OperatorGraph) -> dict[str, Any]:
             "flops": sum(op.flops for op in graph.operators),
         },
         "operators": operators,
-        "sparse": sparse_document(graph),
-    }
-
-
-def sparse_document(graph: OperatorGraph) -> dict[str, dict[str, Any]]:
-    """The sparse parameters by name, as plain JSON values; ``touched``: different rows by a batch, its half, its quarter, …"""
-    return {
-        name: {
-            "rows": access.rows,
-            "lookups": access.indices,
-            "touched": list(access.touched),
-            "alpha": access.alpha,
-            "source": access.source,
-        }
-        for name, access in graph.sparse.items()
+        "sparse": row_shares.document(graph),
     }
 
 
@@ -76,25 +62,16 @@ def text(report: Mapping[str, Any]) -> str:
         + (f"{whole} without a rule, kept whole" if whole else "every operator has a rule")
     )
     table = f"{head}\n{LEGEND}\n\n{listed(_rows(operators), indent='')}"
-    return f"{table}\n\n{sparse_text(report['sparse'])}" if report["sparse"] else table
-
-
-def sparse_text(sparse: Mapping[str, Mapping[str, Any]]) -> str:
-    """The sparse parameters as a table."""
-    rows = [SPARSE_HEADER]
-    for name, own in sparse.items():
-        whole, *parts = map(str, own["touched"])
-        rows.append((name, str(own["rows"]), str(own["lookups"]), whole, ", ".join(parts[:3]), f"{own['alpha']:.3g}", own["source"]))
-    return f"{SPARSE_LEGEND}\n\n{aligned(rows, indent='')}"
+    return f"{table}\n\n{rows.text(report['sparse'])}" if report["sparse"] else table
 
 
 def _rows(operators: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    rows = [list(HEADER), *(_row(op) for op in operators)]
+    table = [list(HEADER), *(_row(op) for op in operators)]
     for column in _NUMBERS:
-        width = max(len(row[column]) for row in rows)
-        for row in rows:
+        width = max(len(row[column]) for row in table)
+        for row in table:
             row[column] = row[column].rjust(width)
-    return rows
+    return table
 
 
 def _row(op: Mapping[str, Any]) -> list[str]:

@@ -25,6 +25,7 @@ from soap.tracing.match import Group, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
 from soap.tracing.reader import Reader
 from soap.tracing.reasons import no_rule, unsplit_dimensions
+from soap.tracing.row_counting import measured_by_examples
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
 from soap.tracing.sizes import Shapes, at_sizes, is_dynamic
@@ -77,7 +78,7 @@ def import_program(
         program=program,
         unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
     )
-    model.graph = replace(graph, footprints=find_footprints(model))
+    model.graph = replace(graph, footprints=find_footprints(model), sparse=measured_by_examples(model))
     return model
 
 

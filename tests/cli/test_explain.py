@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import soap
-from soap.cli.explain import LEGEND, SPARSE_LEGEND, document, text
+from soap.cli.explain import LEGEND, document, text
+from soap.cli.rows import LEGEND as SPARSE_LEGEND
 from soap.cli.search import main
 from soap.graph import Unsplit
 from tests.cli.refusals import assert_refused

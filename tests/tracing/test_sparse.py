@@ -39,7 +39,7 @@ LOOKS_UP: dict[str, tuple[Use, dict[str, int]]] = {
     "index of numbers": (lambda self, ids: self.b[ids], {"b": 18}),
     "index_select": (lambda self, ids: torch.index_select(self.w, 0, ids[:, 1]), {"w": 6}),
     "gather on rows": (lambda self, ids: torch.gather(self.w, 0, ids), {"w": 18}),
-    "rows that never change": (lambda self, ids: F.embedding(torch.arange(3), self.w) * ids.unsqueeze(-1), {"w": 3}),
+    "by sums with constants": (lambda self, ids: F.embedding(ids + torch.arange(3) * 10, self.w), {"w": 18}),
     "two tables": (lambda self, ids: F.embedding(ids, self.w) + self.b[ids].unsqueeze(-1), {"w": 18, "b": 18}),
     "used twice": (lambda self, ids: F.embedding(ids, self.w).sum(1) + F.embedding(ids[:, 0], self.w), {"w": 18 + 6}),
     "by hashes of inputs": (lambda self, ids: F.embedding((ids * 7 + 3) % ROWS, self.w), {"w": 18}),
@@ -54,6 +54,7 @@ def test_look_ups_are_sparse(name: str) -> None:
 
 
 DENSE: dict[str, Use] = {
+    "rows that never change": lambda self, ids: F.embedding(torch.arange(3), self.w) * ids.unsqueeze(-1),
     "plainly": lambda self, ids: self.w * ids.sum(),
     "tied softmax": lambda self, ids: F.embedding(ids, self.w) @ self.w.t(),
     "frozen": lambda self, ids: F.embedding(ids, self.w.detach()) * self.b.sum(),
