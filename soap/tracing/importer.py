@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from soap.errors import ModelError, SoapWarning
 from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
+from soap.tracing.bags import find_equal_bags
 from soap.tracing.calls import Program
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
@@ -57,6 +58,7 @@ def import_program(
     if is_dynamic(exported):
         exported = at_sizes(exported, shapes)
     program = Reader(exported, dtype, autocast=autocast, local_statistics=batch_norm == "local").read()
+    find_equal_bags(program)
     fold(program, plan_only=plan_only)
     decompose(program)
     fold(program, plan_only=plan_only)  # what parts of a call need beside its operands

@@ -111,3 +111,18 @@ def test_what_is_sparse_is_no_part_of_the_identity() -> None:
     graph = graph_of(LOOKS_UP["embedding"][0])
     assert graph.sparse
     assert replace(graph, sparse={}).hash == graph.hash
+
+
+@pytest.mark.parametrize(
+    ("use", "kind"),
+    [
+        (lambda self, ids: F.embedding_bag(ids, self.w, mode="sum"), "equal_bags"),
+        (lambda self, ids: F.embedding_bag(ids.flatten(), self.w, torch.arange(0, 18, 3), mode="sum"), "equal_bags"),
+        (lambda self, ids: F.embedding_bag(ids.flatten(), self.w, torch.arange(0, 18, 6), mode="sum"), "embedding_bag"),
+        (lambda self, ids: F.embedding_bag(ids[0], self.w, torch.arange(0, 3, 1), mode="sum"), "embedding_bag"),
+    ],
+)
+def test_bags_of_equally_many_rows_may_be_split_by_samples(use: Use, kind: str) -> None:
+    (op,) = [op for op in graph_of(use).operators if "bag" in op.kind]
+    assert op.kind == kind
+    assert ("sample" in {factor.kind for factor in op.factors}) == (kind == "equal_bags")
