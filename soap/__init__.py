@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from soap.api import SearchOutcome, export, load, load_cluster, load_strategy, save_strategy, simulate
+    from soap.api import SearchOutcome, export, load, load_cluster, load_strategy, measure_rows, save_strategy, simulate
     from soap.errors import InfeasibleError, ModelError, ProfileError, RuntimeFailure, SoapError, StrategyError, TopologyError
     from soap.graph import OperatorGraph
     from soap.runtime.trainer import Trainer
@@ -27,6 +27,7 @@ _HOME = {
     "load": "soap.api",
     "load_cluster": "soap.api",
     "load_strategy": "soap.api",
+    "measure_rows": "soap.api",
     "save_strategy": "soap.api",
     "simulate": "soap.api",
     "Trainer": "soap.runtime.trainer",
@@ -50,6 +51,7 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "load",
     "load_cluster",
     "load_strategy",
+    "measure_rows",
     "save_strategy",
     "search",
     "simulate",

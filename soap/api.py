@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from soap import cluster_yaml, strategy_json
+from soap import cluster_yaml, row_shares, strategy_json
 from soap.errors import ModelError, ProfileError, SoapWarning, StrategyError
 from soap.files import read_text, write_bytes_atomically, write_text_atomically
 from soap.graph import OperatorGraph
@@ -90,7 +90,7 @@ def load(
     autocast: str | None = None,
     batch_norm: str = "global",
 ) -> TracedModel:
-    """The model of a ``.pt2`` file or of the zoo (``zoo:NAME[:tiny][@BATCH]``), as a graph of operators that can be computed tile by tile.
+    """The model of a ``.pt2`` file or of the zoo (``zoo:NAME[:SIZE][@BATCH]``), as a graph of operators that can be computed tile by tile.
 
     ``plan_only``: without memory for its weights. ``batch_dims``: input name -> dimension of the samples, where it is not 0. ``dtype``:
     replaces the floating-point type, for example ``float64`` for checks. ``autocast="bfloat16"``: with the casts of ``torch.autocast``.
@@ -102,6 +102,21 @@ def load(
     if str(spec) and Path(spec).is_dir():
         raise ModelError(f"model {str(spec)!r} is a folder; expected a .pt2 file or zoo:NAME: name the file in it")
     return load_model(str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype, autocast=autocast, batch_norm=batch_norm)
+
+
+def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any]]) -> OperatorGraph:
+    """The model's graph, for ``soap.search`` and the like, with its sparse parameters' touched rows counted on batches of the user's data.
+
+    ``batches``: each a sequence of tensors in the order of the model's inputs. Without this, they are counted on the example inputs, unless
+    those always look up the same row. ModelError if no batch has the shapes of the model's inputs.
+    """
+    from soap.tracing import row_counting
+    from soap.tracing.execute import ExecutableModel
+
+    traced = load(model, plan_only=True) if isinstance(model, (str, Path)) else model
+    if not isinstance(traced, ExecutableModel):
+        raise ModelError(f"rows are counted by running a model's look-ups; expected what soap.load returns, not {type(traced).__name__}")
+    return replace(traced.graph, sparse=row_counting.measure_rows(traced, batches))
 
 
 def load_cluster(spec: str | Path) -> Topology:
@@ -210,6 +225,8 @@ class SearchOutcome:
                 "locally_optimal": result.locally_optimal,
             },
         }
+        if self.simulator.graph.sparse:
+            record["sparse"] = row_shares.document(self.simulator.graph)
         for name, pairs in (("pins", self.pins), ("forbidden", self.forbidden)):
             if pairs:
                 record["search"][name] = [f"{pattern}={spec}" for pattern, spec in pairs]
@@ -416,6 +433,17 @@ def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_clust
 def load_strategy_header(path: str | Path) -> StrategyHeader:
     """What a strategy file says about itself, without its model and cluster."""
     return _read_strategy(path, strategy_json.load_header)
+
+
+def with_recorded_rows(graph: OperatorGraph, path: str | Path) -> OperatorGraph:
+    """The graph with the touched rows of sparse parameters that a strategy file remembers its search by."""
+    found = load_strategy_contents(path).record.get("sparse", {})
+    if not isinstance(found, Mapping):
+        raise StrategyError(f"{path}: the record of sparse parameters is no object; search again")
+    try:
+        return row_shares.with_document(graph, found)
+    except StrategyError as error:
+        raise StrategyError(f"{path}: {error}") from None
 
 
 def load_strategy_contents(path: str | Path) -> StrategyContents:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, expm1, log1p
 
 from soap.errors import ModelError
 
@@ -23,9 +23,9 @@ HALVINGS = 20
 class Lookup:
     """One use of a sparse parameter: by operand ``parameter`` of the operator at ``operator`` (positions in the graph).
 
-    ``inputs``: the operator's inputs from which the indices come; they are inputs of the model or constants. ``indices``: how many rows
-    the whole operator looks up, repeated ones counted. A tile of which the operator's other factors (those that no dimension of the
-    parameter follows) are a part looks up that part of them.
+    ``inputs``: the operator's inputs from which the indices come; they are inputs of the model, and perhaps constants. ``indices``: how
+    many rows the whole operator looks up, repeated ones counted. A tile of which the operator's other factors (those that no dimension of
+    the parameter follows) are a part looks up that part of them.
     """
 
     operator: int
@@ -38,21 +38,24 @@ class Lookup:
 class RowAccess:
     """How steps touch a parameter's ``rows`` (dimension 0).
 
-    ``touched[k]``: how many different rows 1/2^k of a batch touches on average, rounded up; at least as many as half of the entry before.
-    ``measured``: from batches, rather than assumed (``uniform``).
+    ``touched[k]``: how many different rows 1/2^k of a batch touches on average, rounded up; at least half of the entry before, since two
+    halves touch no more rows together than apart. ``measured``: from batches, rather than assumed (``uniform``). ``given``: how many rows
+    a whole batch touches was said by the user (``scaled``).
     """
 
     rows: int
     lookups: tuple[Lookup, ...]
     touched: tuple[int, ...]
     measured: bool = False
+    given: bool = False
 
     def __post_init__(self) -> None:
-        steps = zip((self.rows, *self.touched), self.touched, strict=False)
-        if not self.touched or any(not 1 <= fewer <= more for more, fewer in steps) or self.touched[0] > self.indices:
+        limit = min(self.rows, self.indices)
+        steps = zip(self.touched, self.touched[1:], strict=False)
+        if not self.touched or not 1 <= self.touched[0] <= limit or any(not more / 2 <= fewer <= more for more, fewer in steps):
             raise ModelError(
-                f"rows touched by a batch, its half, … {list(self.touched)}: expected whole numbers of at least 1 that do not grow, "
-                f"at most {min(self.rows, self.indices)}"
+                f"rows touched by a batch, its half, … {list(self.touched)}: expected whole numbers, at most {limit}, "
+                "of which each is at least half of the one before and no more than that"
             )
 
     @property
@@ -64,6 +67,11 @@ class RowAccess:
     def alpha(self) -> float:
         """Share of the rows that one batch touches."""
         return self.touched[0] / self.rows
+
+    @property
+    def source(self) -> str:
+        """Where ``touched`` comes from, in a word."""
+        return "given" if self.given else "measured" if self.measured else "assumed"
 
     def touched_by(self, indices: int) -> int:
         """How many different rows so many of a batch's look-ups touch: ``touched``, linearly between its entries, rounded up.
@@ -90,8 +98,15 @@ def uniform(rows: int, lookups: Sequence[Lookup]) -> RowAccess:
     Different rows among n look-ups: rows * (1 - (1 - 1 / rows)^n).
     """
     indices = sum(lookup.indices for lookup in lookups)
-    counts = [indices / 2**k for k in range(HALVINGS + 1) if indices >> k or k == 0]
-    return RowAccess(rows, tuple(lookups), tuple(min(rows, ceil(count), ceil(rows * (1 - (1 - 1 / rows) ** count))) for count in counts))
+    missed = log1p(-1 / rows) if rows > 1 else float("-inf")  # of a row, by one look-up
+    counts = [indices / 2**k for k in halvings(indices)]
+    touched = [min(rows, ceil(count), ceil(-rows * expm1(count * missed))) if count else 0 for count in counts]
+    return RowAccess(rows, tuple(lookups), tuple(touched))
+
+
+def halvings(indices: int) -> range:
+    """How often so many look-ups are halved: until one is left, or more would tell nothing of any number of devices."""
+    return range(min(HALVINGS, max(0, indices.bit_length() - 1)) + 1)
 
 
 def scaled(access: RowAccess, alpha: float) -> RowAccess:
@@ -100,12 +115,10 @@ def scaled(access: RowAccess, alpha: float) -> RowAccess:
     How much parts of a batch overlap is kept: all entries change in one proportion, up to what can be touched at most.
     """
     limit = min(access.rows, access.indices)
-    wanted = ceil(alpha * access.rows)
-    if not 0 < alpha <= 1 or wanted > limit:
-        limits = f"{limit / access.rows:g}, since a batch looks up {access.indices} rows"
+    wanted = max(1, round(alpha * access.rows)) if 0 < alpha <= 1 else 0
+    if not 0 < wanted <= limit:
+        limits = f"{limit / access.rows:g}, since a batch looks up {access.indices} rows of {access.rows}"
         raise ModelError(f"alpha {alpha:g}: expected more than 0 and at most {limits}")
-    touched: list[int] = []
-    for k, before in enumerate(access.touched):
-        most = touched[-1] if touched else limit
-        touched.append(min(most, max(1, access.indices >> k), -(-before * wanted // max(1, access.touched[0]))))
-    return RowAccess(access.rows, access.lookups, tuple(touched), access.measured)
+    most = [min(limit, -(-access.indices // 2**k)) for k in range(len(access.touched))]
+    touched = [min(limit_k, -(-before * wanted // access.touched[0])) for limit_k, before in zip(most, access.touched, strict=True)]
+    return RowAccess(access.rows, access.lookups, tuple(touched), access.measured, given=True)

@@ -10,7 +10,7 @@ import pytest
 import soap
 
 EXPECTED = {
-    "export", "load", "load_cluster", "load_strategy", "save_strategy", "search", "simulate",
+    "export", "load", "load_cluster", "load_strategy", "measure_rows", "save_strategy", "search", "simulate",
     "SearchOutcome", "Trainer", "OperatorGraph", "OpConfig", "Strategy", "SyncConfig", "Topology",
     "SoapError", "InfeasibleError", "ModelError", "ProfileError", "RuntimeFailure", "StrategyError", "TopologyError",
     "__version__",

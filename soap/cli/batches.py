@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from soap import zoo
 from soap.errors import SoapError
 from soap.tracing.model import TracedModel
 
@@ -35,7 +37,8 @@ class DrawnBatches:
 
 
 class UserBatches:
-    """What the callable ``pkg.mod:name`` yields: a sequence of tensors per step, in the order of the model's inputs.
+    """What the callable ``pkg.mod:name`` yields: a sequence of tensors per step, in the order of the model's inputs; or, of
+    ``zoo:NAME[:SIZE][@BATCH]``, batches that are drawn anew as the zoo draws this model's.
 
     At its end it is called again. Every rank calls it, and must get the same batches: seed whatever is random.
     """
@@ -98,6 +101,8 @@ def _drawn(example: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 def _callable(spec: str) -> Callable[[], Any]:
     module, _, name = spec.partition(":")
+    if module == "zoo" and name:
+        return partial(zoo.batches, spec)
     if not module or not name:
         raise SoapError(f"--data {spec}: expected package.module:callable, which yields one sequence of tensors per step")
     if os.getcwd() not in sys.path:  # an installed command, unlike ``python``, does not look beside itself

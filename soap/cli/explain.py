@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from soap import row_shares
+from soap.cli import rows
 from soap.cli.tables import listed
 from soap.graph import Operand, Operator, OperatorGraph
 from soap.units import format_bytes, format_count
@@ -28,6 +30,7 @@ def document(graph: OperatorGraph) -> dict[str, Any]:
             "flops": sum(op.flops for op in graph.operators),
         },
         "operators": operators,
+        "sparse": row_shares.document(graph),
     }
 
 
@@ -58,16 +61,17 @@ def text(report: Mapping[str, Any]) -> str:
         f"{format_count(model['flops'], 'FLOP')} forward; "
         + (f"{whole} without a rule, kept whole" if whole else "every operator has a rule")
     )
-    return f"{head}\n{LEGEND}\n\n{listed(_rows(operators), indent='')}"
+    table = f"{head}\n{LEGEND}\n\n{listed(_rows(operators), indent='')}"
+    return f"{table}\n\n{rows.text(report['sparse'])}" if report["sparse"] else table
 
 
 def _rows(operators: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    rows = [list(HEADER), *(_row(op) for op in operators)]
+    table = [list(HEADER), *(_row(op) for op in operators)]
     for column in _NUMBERS:
-        width = max(len(row[column]) for row in rows)
-        for row in rows:
+        width = max(len(row[column]) for row in table)
+        for row in table:
             row[column] = row[column].rjust(width)
-    return rows
+    return table
 
 
 def _row(op: Mapping[str, Any]) -> list[str]:

@@ -14,13 +14,15 @@ from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
 from soap.strategy import SYNC_METHODS, SyncConfig
 
-MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:tiny][@BATCH]"
+MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:SIZE][@BATCH]"
 CLUSTER_HELP = (
     "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8, or emulated:HxD@RATE, such as "
     "emulated:4x1@200Mbit/s: this machine as H hosts with D devices each, for soap-run --emulate"
 )
 EXPLAIN_HELP = "say for each operator what it costs beside data parallelism, what setting it back would do, and what binds it"
 LARGEST_COUNT = 10**9
+ALPHA_BATCHES = 8
+"""Batches that tell how many rows are touched: one of them varies by few percent, as the rows are many."""
 
 
 class Reading(TypedDict):
@@ -79,6 +81,27 @@ def add_outputs(parser: Parser, *, timeline: str) -> None:
     """``--timeline FILE`` and ``--json``."""
     parser.add_argument("--timeline", metavar="FILE", help=timeline)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def add_rows(parser: Parser) -> None:
+    """What is said of sparse parameters: ``--data``, ``--alpha-batches``, ``--alpha``."""
+    parser.add_argument(
+        "--data",
+        metavar="PKG.MOD:CALLABLE",
+        type=data_spec,
+        help="count on batches of these how many rows of sparse parameters a batch touches (as soap-run's; default: on the example inputs)",
+    )
+    parser.add_argument(
+        "--alpha-batches", metavar="N", type=positive, default=ALPHA_BATCHES, help="of so many batches of --data (default %(default)s)"
+    )
+    parser.add_argument(
+        "--alpha",
+        metavar="GLOB=SHARE",
+        type=alpha,
+        action="append",
+        default=[],
+        help="share of a sparse parameter's rows that a batch touches, instead of what is counted: 'embedding*=0.05' (repeatable)",
+    )
 
 
 def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, str | None]) -> None:
@@ -163,11 +186,23 @@ def finalists(text: str) -> int:
 
 
 def data_spec(text: str) -> str:
-    """``package.module:callable``; whether it can be imported shows later."""
+    """``package.module:callable`` or ``zoo:NAME``; whether it can be imported shows later."""
     module, _, name = text.partition(":")
     if not module or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected PACKAGE.MODULE:CALLABLE, such as mydata:batches")
     return text
+
+
+def alpha(text: str) -> tuple[str, float]:
+    """``embedding*=0.05`` as its two parts; whether that many rows can be touched shows when the model is known."""
+    pattern, found, number = text.rpartition("=")
+    try:
+        share = float(number)
+    except ValueError:
+        share = 0.0
+    if not found or not pattern or not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected GLOB=SHARE, such as 'embedding*=0.05', above 0 and at most 1")
+    return pattern, share
 
 
 def _whole(text: str, least: int) -> int:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from soap import row_shares
 from soap.api import SearchOutcome, costs_record
+from soap.cli import rows
 from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split
 from soap.graph import OperatorGraph
 from soap.profiles import shares
@@ -54,6 +56,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "data_parallel_bytes_moved": simulator.predict(baseline).bytes_moved,
         "busy_ns": simulation.busy_ns,
         "unlike_data_parallel": _differences(graph, strategy, baseline),
+        "sparse": row_shares.document(graph),
     }
 
 
@@ -71,6 +74,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
         _resources(report),
         *([alike] if alike else []),
         *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
+        *([rows.text(report["sparse"])] if report["sparse"] else []),
     ]
     return "\n\n".join(sections)
 

@@ -122,6 +122,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     checkpoints = chosen(args)
     if args.dtype:  # the strategy was made for the model's own type; what is run and predicted is the model in the other one
         graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
+    graph = api.with_recorded_rows(graph, args.strategy)
     simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[args.optimizer], costs=args.costs)
     predicted = {name: simulator.run(strategy) for name, strategy in strategies.items()}
     from soap.cli.training import Job  # from here on torch is needed anyway

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from soap import api
-from soap.cli import explain, explanation, report, verification
+from soap.cli import explain, explanation, report, rows, verification
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
     EXPLAIN_HELP,
@@ -15,6 +15,7 @@ from soap.cli.options import (
     add_costs,
     add_model,
     add_outputs,
+    add_rows,
     constraint,
     finalists,
     not_negative,
@@ -48,6 +49,7 @@ def make_parser() -> Parser:
     add_model(parser, positional=True)
     add_cluster(parser, required=False)
     add_costs(parser)
+    add_rows(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="where the strategy goes (JSON)")
     parser.add_argument(
         "--explain-graph",
@@ -141,8 +143,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    graph = api.load(args.model, plan_only=True, **reading(args)).graph
-    found = explain.document(graph)
+    found = explain.document(rows.load_graph(args))
     print(report.dump(found) if args.json else explain.text(found))
     return 0
 
@@ -154,7 +155,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     if args.plot:
         check_plot(args.plot)
     topology = api.load_cluster(args.cluster)
-    graph = api.load(args.model, plan_only=True, **reading(args)).graph
+    graph = rows.load_graph(args)
     outcome = api.search(
         graph,
         topology,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from soap import api
-from soap.cli import explanation, iteration, report
+from soap.cli import explanation, iteration, report, rows
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import EXPLAIN_HELP, add_cluster, add_costs, add_model, add_outputs, reading, refuse_overwriting
+from soap.cli.options import EXPLAIN_HELP, add_cluster, add_costs, add_model, add_outputs, add_rows, refuse_overwriting
 from soap.cli.timelines import predicted_text
 from soap.errors import StrategyError
 from soap.files import check_writable, write_text_atomically
@@ -35,6 +35,7 @@ def make_parser() -> Parser:
     add_model(parser, positional=True)
     add_cluster(parser, required=True)
     add_costs(parser)
+    add_rows(parser)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
     which.add_argument("--builtin", metavar="NAME", choices=list(CLASSICAL), help=f"a classical strategy: {', '.join(CLASSICAL)}")
@@ -58,8 +59,10 @@ def execute(args: argparse.Namespace) -> int:
     if args.timeline:
         check_writable(args.timeline)
     topology = api.load_cluster(args.cluster)
-    graph = api.load(args.model, plan_only=True, **reading(args)).graph
+    graph = rows.load_graph(args)
     strategy = api.classical(args.builtin, graph, topology) if args.builtin else _read(args, graph, topology)
+    if args.strategy and not (args.data or args.alpha):
+        graph = api.with_recorded_rows(graph, args.strategy)
     made_for = _made_for(args, topology) if args.what_if else None
     simulator = api.simulator_for(graph, topology, costs=args.costs)
     simulation = simulator.predict(strategy)

@@ -15,7 +15,7 @@ from soap.graph import Operand, Operator, OperatorGraph
 from soap.regions import Box, volume
 from soap.simulator.tiling import Tile, iteration_points
 
-LOOKUP_KINDS = frozenset({"embedding", "embedding_bag"})
+LOOKUP_KINDS = frozenset({"embedding", "embedding_bag", "equal_bags"})
 """Operators that read only the rows of their parameter that the input names, at most as much as they write."""
 
 SAVED_TRAFFIC = 2

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 
 from soap.errors import ModelError, SoapWarning
 from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
+from soap.tracing.bags import find_equal_bags
 from soap.tracing.calls import Program
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
@@ -25,6 +26,7 @@ from soap.tracing.match import Group, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
 from soap.tracing.reader import Reader
 from soap.tracing.reasons import no_rule, unsplit_dimensions
+from soap.tracing.row_counting import measured_by_examples
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
 from soap.tracing.sizes import Shapes, at_sizes, is_dynamic
@@ -56,6 +58,7 @@ def import_program(
     if is_dynamic(exported):
         exported = at_sizes(exported, shapes)
     program = Reader(exported, dtype, autocast=autocast, local_statistics=batch_norm == "local").read()
+    find_equal_bags(program)
     fold(program, plan_only=plan_only)
     decompose(program)
     fold(program, plan_only=plan_only)  # what parts of a call need beside its operands
@@ -77,7 +80,7 @@ def import_program(
         program=program,
         unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
     )
-    model.graph = replace(graph, footprints=find_footprints(model))
+    model.graph = replace(graph, footprints=find_footprints(model), sparse=measured_by_examples(model))
     return model
 
 

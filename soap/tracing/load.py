@@ -1,4 +1,4 @@
-"""Reading a model for planning or training: a ``.pt2`` file, or ``zoo:NAME[:tiny][@BATCH]``."""
+"""Reading a model for planning or training: a ``.pt2`` file, or ``zoo:NAME[:SIZE][@BATCH]``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from soap.errors import ModelError
 from soap.tracing.archive import plain_archive
 from soap.tracing.execute import ExecutableModel, Source
 from soap.tracing.importer import BatchNorm, import_program
+from soap.tracing.row_counting import measure_rows
 from soap.tracing.sizes import Shapes, is_dynamic
 
 LOWER = {"bfloat16": torch.bfloat16}
@@ -89,6 +90,8 @@ class ZooSource:
         spec = self.spec if shapes is None else f"{self.spec.partition('@')[0]}@{shapes[0][0]}"
         exported, name = export_zoo(spec, plan_only=plan_only)
         model = _imported(self, exported, name, self.options, None, dtype, plan_only)
+        if plan_only and model.graph.sparse:  # the program's own batch has no values
+            model.graph = replace(model.graph, sparse=measure_rows(model, [next(zoo.batches(name))]))
         own = [list(model.graph.tensors[name].shape) for name in model.input_names]
         if shapes is not None and own != [list(shape) for shape in shapes]:
             raise ModelError(f"{spec} has inputs of shapes {own}")

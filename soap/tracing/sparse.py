@@ -15,11 +15,12 @@ def find_sparse(graph: OperatorGraph, programs: Mapping[str, OperatorProgram], v
     """Trainable parameters of which every use looks up rows by indices from the model's inputs, with all rows equally likely.
 
     A parameter that is also used otherwise (an output layer tied to an embedding) has a dense gradient. Indices that operators
-    compute are not there when a step begins, so that rows could not be brought in time: such parameters count as dense as well.
+    compute are not there when a step begins, so that rows could not be brought in time: such parameters count as dense as well. So do
+    those of which every step reads the same rows (position embeddings).
     """
     found = {}
     for tensor in graph.parameters:
-        uses = graph.parameter_users.get(tensor.name, ()) if tensor.requires_grad and tensor.shape else ()
+        uses = graph.parameter_users.get(tensor.name, ()) if tensor.requires_grad and tensor.shape and tensor.shape[0] else ()
         lookups = [_lookup(graph, programs, values, position, place) for position, place in uses]
         known = [lookup for lookup in lookups if lookup is not None]
         if known and len(known) == len(lookups):
@@ -41,7 +42,8 @@ def _lookup(
         return None
     indices = readers[0].call.operands[1]
     inputs = _inputs_behind(program, readers[0].operands[1], indices)
-    if any(graph.tensors[op.inputs[k].tensor].kind not in (TensorKind.INPUT, TensorKind.CONSTANT) for k in inputs):
+    kinds = {graph.tensors[op.inputs[k].tensor].kind for k in inputs}
+    if TensorKind.INPUT not in kinds or TensorKind.ACTIVATION in kinds:
         return None
     return Lookup(position, place, inputs, prod(values[indices].shape))
 

@@ -1,15 +1,16 @@
 """Benchmark models, by name: ``build("inception_v3@1024", fake=True)``. Importing this package does not import torch.
 
-A spec is ``NAME[:tiny][@BATCH]``, with or without the prefix ``zoo:``. Every model is a plain module in training mode whose
-``forward`` takes inputs and targets, batch first, and returns the scalar training loss.
+A spec is ``NAME[:SIZE][@BATCH]``, with or without the prefix ``zoo:``; every model has the size ``tiny``. Every model is a plain module in
+training mode whose ``forward`` takes inputs and targets, batch first, and returns the scalar training loss.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from soap.errors import ModelError
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["ZooModel", "build", "names"]
+    from soap.zoo.recipe import Recipe
+
+__all__ = ["ZooModel", "batches", "build", "names"]
 
 _MODULES = {
     "alexnet": "alexnet",
@@ -34,15 +37,17 @@ _MODULES = {
 }
 """Model name -> module of this package whose ``RECIPES`` makes it."""
 
-_SPEC = re.compile(r"(?:zoo:)?(?P<name>[^:@]+)(?P<tiny>:tiny)?(?:@(?P<batch>[0-9]+))?")
+SEED_STRIDE = 1_000_003
+"""Keeps the batches of neighbouring seeds apart."""
+
+_SPEC = re.compile(r"(?:zoo:)?(?P<name>[^:@]+)(?P<size>:[^:@]+)?(?:@(?P<batch>[0-9]+))?")
 
 
 @dataclass(frozen=True)
 class ZooModel:
     """A model with one example batch: ``module(*args, **kwargs)`` is the training loss.
 
-    ``name`` is the full spec, with the batch size. ``batch_dims``: position of an argument -> its batch dimension, or None where
-    dimension 0 of every argument is the batch.
+    ``name`` is the full spec, with the batch size. Dimension 0 of arguments of that size is the batch; other arguments belong to no sample.
     """
 
     name: str
@@ -50,12 +55,11 @@ class ZooModel:
     args: tuple[torch.Tensor, ...]
     batch: int
     kwargs: dict[str, Any] = field(default_factory=dict)
-    batch_dims: Mapping[int, int] | None = None
     fake: bool = False
 
 
 def names() -> list[str]:
-    """Names of all models; each also has a ``:tiny`` size."""
+    """Names of all models; each also has a ``:tiny`` size, some have others."""
     return list(_MODULES)
 
 
@@ -65,30 +69,54 @@ def build(spec: str, *, seed: int = 0, fake: bool = False, dtype: torch.dtype | 
     ``fake`` puts parameters and inputs on the meta device: shapes without memory, enough to export and plan. ``dtype`` converts all
     floating-point tensors. The caller's random state is not touched.
     """
-    name, tiny, batch = _parse(spec)
+    name, recipe, batch = _recipe(spec)
     import torch
 
-    recipe = import_module(f"soap.zoo.{_MODULES[name]}").RECIPES[name + tiny]
-    batch = recipe.batch if batch is None else batch
     with torch.random.fork_rng(devices=[]), torch.device("meta" if fake else "cpu"):
         # Not torch.manual_seed: that would reset the random states of the caller's accelerators as well.
         torch.default_generator.manual_seed(seed)
         module = recipe.module()
-        # The data has a seed of its own, so that one seed gives the same weights at every batch size.
-        torch.default_generator.manual_seed(seed + 1)
-        args = recipe.inputs(batch)
+        args = _inputs(recipe, batch, seed, 0)
     if dtype is not None:
         module = module.to(dtype)
         args = tuple(arg.to(dtype) if arg.is_floating_point() else arg for arg in args)
-    return ZooModel(f"{name}{tiny}@{batch}", module.train(), args, batch, fake=fake)
+    return ZooModel(f"{name}@{batch}", module.train(), args, batch, fake=fake)
 
 
-def _parse(spec: str) -> tuple[str, str, int | None]:
-    """Name, ``":tiny"`` or ``""``, and the batch size if one is given."""
+def batches(spec: str, *, seed: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Batches for the model of a spec, without end, each drawn anew; the first is the one that ``build`` gives."""
+    _, recipe, batch = _recipe(spec)
+    return _batches(recipe, batch, seed)
+
+
+def _batches(recipe: Recipe, batch: int, seed: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    import torch
+
+    for step in count():
+        with torch.random.fork_rng(devices=[]):
+            drawn = _inputs(recipe, batch, seed, step)
+        yield drawn
+
+
+def _inputs(recipe: Recipe, batch: int, seed: int, step: int) -> tuple[torch.Tensor, ...]:
+    """The batch of a step, by the default generator, which the caller restores."""
+    import torch
+
+    # The data has a seed of its own, so that one seed gives the same weights at every batch size.
+    torch.default_generator.manual_seed(seed + 1 + step * SEED_STRIDE)
+    return recipe.inputs(batch)
+
+
+def _recipe(spec: str) -> tuple[str, Recipe, int]:
+    """Name with size, what makes it, and the batch size."""
     match = _SPEC.fullmatch(spec)
     if match is None or match["name"] not in _MODULES:
-        raise ModelError(f"no zoo model {spec!r}: expected NAME[:tiny][@BATCH] with NAME one of {', '.join(_MODULES)}")
-    batch = None if match["batch"] is None else int(match["batch"])
-    if batch == 0:
+        raise ModelError(f"no zoo model {spec!r}: expected NAME[:SIZE][@BATCH] with NAME one of {', '.join(_MODULES)}")
+    if match["batch"] is not None and int(match["batch"]) == 0:
         raise ModelError(f"zoo model {spec!r} has batch 0: expected at least 1 sample, such as {match['name']}@64")
-    return match["name"], match["tiny"] or "", batch
+    recipes = import_module(f"soap.zoo.{_MODULES[match['name']]}").RECIPES
+    name = match["name"] + (match["size"] or "")
+    if name not in recipes:
+        sizes = [known for known in recipes if known.partition(":")[0] == match["name"]]
+        raise ModelError(f"no zoo model {spec!r}: expected one of {', '.join(sizes)}")
+    return name, recipes[name], recipes[name].batch if match["batch"] is None else int(match["batch"])

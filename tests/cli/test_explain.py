@@ -10,6 +10,7 @@ import torch
 
 import soap
 from soap.cli.explain import LEGEND, document, text
+from soap.cli.rows import LEGEND as SPARSE_LEGEND
 from soap.cli.search import main
 from soap.graph import Unsplit
 from tests.cli.refusals import assert_refused
@@ -65,10 +66,29 @@ def test_json_is_one_document(model: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_a_model_of_the_zoo_with_hundreds_of_operators() -> None:
     graph = soap.load("zoo:nmt:tiny", plan_only=True).graph
-    lines = text(document(graph)).splitlines()
+    operators, _, _ = text(document(graph)).partition(f"\n\n{SPARSE_LEGEND}")
+    lines = operators.splitlines()
     assert len(lines) == 4 + len(graph.operators)
     assert [line.split()[0] for line in lines[4:]] == [op.name for op in graph.operators]
     assert all(isinstance(one, Unsplit) and one.size > 1 for found in graph.unsplit.values() for one in found)
+
+
+def test_sparse_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = torch.nn.Embedding(100, 4), torch.nn.Linear(4, 1)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.table(ids)).square().mean()
+
+    soap.export(Table(), (torch.zeros(6, 3, dtype=torch.int64),), path=tmp_path / "table.pt2")
+    assert main([str(tmp_path / "table.pt2"), "--explain-graph"]) == 0
+    *_, legend, empty, titles, line = capsys.readouterr().out.splitlines()
+    assert (legend, empty) == (SPARSE_LEGEND, "")
+    assert " ".join(titles.split()) == "parameter rows look-ups touched by 1/2, 1/4, 1/8 alpha"
+    # 100 * (1 - 0.99^18) = 16.5, by 9 look-ups 8.6, by 4.5 of them 4.4, by 2.25 2.2
+    assert " ".join(line.split()) == "table.weight 100 18 17 9, 5, 3 0.17 assumed"
 
 
 def test_a_search_still_needs_a_cluster_and_a_place_for_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,6 @@ def test_fake_model_exports_to_the_same_calls(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_batch_is_dimension_0_of_every_input(name: str) -> None:
     model = zoo.build(f"{name}:tiny@5")
-    assert model.batch_dims is None
     assert [arg.shape[0] for arg in model.args] == [5] * len(model.args)
 
 
@@ -144,14 +143,30 @@ def test_spec(spec: str, name: str, batch: int) -> None:
     assert (model.name, model.batch) == (name, batch)
 
 
-@pytest.mark.parametrize("spec", ["vgg", "gpt:small", "gpt@", "gpt@-1", "gpt:tiny:tiny", "gpt@8:tiny", ""])
+@pytest.mark.parametrize("spec", ["vgg", "gpt@", "gpt@-1", "gpt:tiny:tiny", "gpt@8:tiny", ""])
 def test_unknown_spec(spec: str) -> None:
     with pytest.raises(ModelError) as caught:
         zoo.build(spec)
     assert str(caught.value) == (
-        f"no zoo model {spec!r}: expected NAME[:tiny][@BATCH] with NAME one of "
+        f"no zoo model {spec!r}: expected NAME[:SIZE][@BATCH] with NAME one of "
         "alexnet, inception_v3, resnet50, resnet101, rnntc, rnnlm, nmt, gpt, dlrm, lm"
     )
+
+
+def test_unknown_size() -> None:
+    with pytest.raises(ModelError, match=r"^no zoo model 'gpt:small@4': expected one of gpt, gpt:tiny$"):
+        zoo.build("gpt:small@4")
+
+
+def test_batches_begin_with_the_models_own_and_differ() -> None:
+    torch.manual_seed(11)
+    before, found = torch.get_rng_state(), zoo.batches("dlrm:tiny@5", seed=3)
+    own, second = next(found), next(found)
+    for tensor, example in zip(own, zoo.build("dlrm:tiny@5", seed=3).args, strict=True):
+        assert torch.equal(tensor, example)
+    assert [tensor.shape for tensor in second] == [tensor.shape for tensor in own]
+    assert not torch.equal(own[0], second[0])
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_batch_0() -> None:

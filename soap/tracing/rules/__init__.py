@@ -5,6 +5,7 @@ from __future__ import annotations
 from soap.tracing.rules import (
     along,
     attention,
+    bags,
     convolution,
     counting,
     embedding,
@@ -25,6 +26,6 @@ from soap.tracing.rules import (
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
-    "along", "attention", "convolution", "counting", "embedding", "index", "linear", "loss", "norm", "pad", "pointwise",
+    "along", "attention", "bags", "convolution", "counting", "embedding", "index", "linear", "loss", "norm", "pad", "pointwise",
     "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
 ]  # fmt: skip

@@ -55,7 +55,11 @@ def _bags() -> None:
         case(f"embedding_bag, {mode}", bag, (4, 3), weights=((7, 3),), extra=(ids(7, 8), offsets))
         flat = lambda t, i, m=mode: F.embedding_bag(i, t, mode=m)  # noqa: E731
         case(f"embedding_bag, rows of indices, {mode}", flat, (7, 3), extra=(ids(7, 4, 3),))
-    for options in ({"padding_idx": 2}, {"padding_idx": 2, "mode": "mean"}):
+    rows = lambda t, w, i: F.embedding_bag(i, t, mode="sum", per_sample_weights=w)  # noqa: E731
+    case("embedding_bag, rows of indices, weights", rows, (7, 3), (4, 3), extra=(ids(7, 4, 3),))
+    padded_rows = lambda t, i: F.embedding_bag(i, t, padding_idx=-5)  # noqa: E731
+    case("embedding_bag, rows of indices, padding_idx", padded_rows, (7, 3), extra=(ids(7, 4, 3),))
+    for options in ({"padding_idx": 2}, {"padding_idx": 2, "mode": "mean"}, {"padding_idx": -5}):
         padded = lambda x, t, i, o, k=options: F.embedding_bag(i, t, o, **k) * x  # noqa: E731
         case(f"embedding_bag, {options}", padded, (4, 3), weights=((7, 3),), extra=(ids(7, 8), offsets))
     weighed = lambda x, t, i, o, w: F.embedding_bag(i, t, o, mode="sum", per_sample_weights=w) * x  # noqa: E731

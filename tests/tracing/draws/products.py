@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from soap.tracing.rules.bags import equal_bags
 from tests.tracing.drawing import Draw, Drawn, call, draws
 
 
@@ -101,3 +102,11 @@ def embedding_bag(d: Draw, name: str) -> Drawn:
     scale = d.floats(count) if mode == 0 and d.yes() else None
     which, padding = d.some(("default", ()), ("padding_idx", (d.some(1, None),)))
     return call(name, d.floats(rows, columns), d.ids(rows, count), offsets, False, mode, False, scale, ends, *padding, which=which)
+
+
+@draws("soap.equal_bags")
+def equal_bags_of_rows(d: Draw, name: str) -> Drawn:
+    rows, columns, bags, each = d.size(3, 7), d.size(), d.size(2, 5), d.size(1, 4)
+    mode = d.some("sum", "mean", "max")
+    scale = (d.floats(bags, each),) if mode == "sum" and d.yes() else ()
+    return Drawn(equal_bags, (d.floats(rows, columns), d.ids(rows, bags, each), *scale), {"mode": mode, "padding_idx": d.some(None, 1)})

@@ -1,0 +1,39 @@
+"""How many rows of sparse parameters a batch touches, as ``soap-search`` and ``soap-simulate`` are told, and what they say of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from soap import api, row_shares
+from soap.cli.options import reading
+from soap.cli.tables import aligned
+from soap.graph import OperatorGraph
+
+LEGEND = "sparse parameters: a batch looks up rows of them, some of them repeatedly; alpha: share of the rows that it touches"
+HEADER = ("parameter", "rows", "look-ups", "touched", "by 1/2, 1/4, 1/8", "alpha", "")
+MOST_ROWS = 30
+"""Lines of the text; the JSON document has all."""
+
+
+def load_graph(args: argparse.Namespace) -> OperatorGraph:
+    """The model's graph, with rows counted on ``--data`` and shares as ``--alpha`` says."""
+    model = api.load(args.model, plan_only=True, **reading(args))
+    graph = model.graph
+    if args.data is not None:
+        from soap.cli.batches import UserBatches  # imports torch, which the model has done
+
+        batches = UserBatches(args.data)
+        graph = api.measure_rows(model, (batches(step) for step in range(args.alpha_batches)))
+    return row_shares.with_alphas(graph, args.alpha)
+
+
+def text(sparse: Mapping[str, Mapping[str, Any]]) -> str:
+    """What ``row_shares.document`` has, as a table."""
+    rows = [HEADER]
+    for name, own in list(sparse.items())[:MOST_ROWS]:
+        whole, *parts = map(str, own["touched"])
+        rows.append((name, str(own["rows"]), str(own["lookups"]), whole, ", ".join(parts[:3]), f"{own['alpha']:.3g}", own["source"]))
+    more = [f"and {len(sparse) - MOST_ROWS} more; --json has all"] if len(sparse) > MOST_ROWS else []
+    return "\n".join([LEGEND, "", aligned(rows, indent=""), *more])

@@ -1,0 +1,139 @@
+"""How many rows of its sparse parameters batches touch: counted from data, so that alpha and the overlap between workers are measured.
+
+The look-ups of a batch are put in a row, samples in order, and cut into 2^k pieces, as data parallelism cuts the batch among so many
+workers; further pieces are parts of samples. Look-ups that belong to no sample (candidates of a sampled softmax) are cut alike. How many
+different rows a piece touches is averaged over all pieces and batches. Only the calls between the model's inputs and the indices are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from soap.errors import ModelError
+from soap.graph import FactorKind
+from soap.row_access import HALVINGS, Lookup, RowAccess, halvings
+from soap.tracing.calls import Program, Ref, on_whole, substitute
+from soap.tracing.compiled import OperatorProgram, ProgramStep
+from soap.tracing.execute import ExecutableModel
+
+
+def measure_rows(model: ExecutableModel, batches: Iterable[Sequence[torch.Tensor]]) -> dict[str, RowAccess]:
+    """The model's sparse parameters with rows counted from these batches; parameters that look up constants without values as before.
+
+    Batches of other shapes than the model's (a last one that is smaller) are passed over. ModelError if no batch is left, or indices are
+    out of range.
+    """
+    shapes = [list(model.graph.tensors[name].shape) for name in model.input_names]
+    counters = {name: _Counter(model, name, access) for name, access in model.graph.sparse.items()}
+    known = {name: counter for name, counter in counters.items() if counter.known}
+    others: list[list[int]] = []
+    counted = 0
+    for batch in batches if known else ():
+        found = [list(tensor.shape) for tensor in batch]
+        if found != shapes:
+            others = found
+            continue
+        values = _values(model, {value for counter in known.values() for value in counter.indices}, batch)
+        for counter in known.values():
+            counter.add(values)
+        counted += 1
+    if known and not counted:
+        raise ModelError(f"no batch has the shapes {shapes} of the inputs {', '.join(model.input_names)}; the last one has {others}")
+    return {name: known[name].result(counted) if name in known else access for name, access in model.graph.sparse.items()}
+
+
+def measured_by_examples(model: ExecutableModel) -> dict[str, RowAccess]:
+    """The same from the batch that the model was traced with, which soap-run draws its batches from if it is given none.
+
+    Where that looks up one row only, again and again, it is taken for a placeholder (``torch.zeros``), and counts stay as assumed. So do
+    all if there is no such batch, or it has no values.
+    """
+    examples = model.example_inputs
+    if not examples or any(tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor) for tensor in examples):
+        return dict(model.graph.sparse)
+    found = measure_rows(model, [examples])
+    return {name: found[name] if found[name].touched[0] > 1 else access for name, access in model.graph.sparse.items()}
+
+
+class _Counter:
+    """Counts for one parameter. ``indices``: the values that hold its look-ups' indices."""
+
+    def __init__(self, model: ExecutableModel, name: str, access: RowAccess) -> None:
+        self._name, self._access = name, access
+        self._levels = halvings(access.indices)
+        self._touched = [0] * len(self._levels)
+        steps = [_step(model, lookup) for lookup in access.lookups]
+        factors = [model.graph.operators[lookup.operator].factors for lookup in access.lookups]
+        self.indices = [step.call.operands[1] for step in steps]
+        self._kinds = [step.call.kind for step in steps]
+        self._samples = [
+            next((d for d, m in enumerate(step.operands[1]) if m.factor is not None and own[m.factor].kind is FactorKind.SAMPLE), 0)
+            for step, own in zip(steps, factors, strict=True)
+        ]
+        self.known = not any(_on_meta(model.program, value) for value in self.indices)
+
+    def add(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Count the rows of one batch."""
+        rows, pieces = [], []
+        for value, kind, sample in zip(self.indices, self._kinds, self._samples, strict=True):
+            own = self._checked(values[value].detach().cpu().long().movedim(sample, 0).flatten(), kind)
+            rows.append(own)
+            pieces.append((torch.arange(len(own)) << HALVINGS) // max(1, len(own)))
+        row, piece = torch.cat(rows), torch.cat(pieces)
+        for k in self._levels:  # pieces of pieces, so that two halves make a whole
+            self._touched[k] += len(torch.unique((piece >> (HALVINGS - k)) * self._access.rows + row))
+
+    def result(self, batches: int) -> RowAccess:
+        """The averages, rounded up."""
+        return replace(self._access, touched=tuple(-(-total // (batches << k)) for k, total in enumerate(self._touched)), measured=True)
+
+    def _checked(self, rows: torch.Tensor, kind: str) -> torch.Tensor:
+        count = self._access.rows
+        if kind == "index":  # the one look-up that counts from the end as well
+            rows = torch.where(rows < 0, rows + count, rows)
+        wrong = rows[(rows < 0) | (rows >= count)]
+        if len(wrong):
+            raise ModelError(f"a batch looks up row {int(wrong[0])} of {self._name!r}; expected 0 to {count - 1}")
+        return rows
+
+
+def _step(model: ExecutableModel, lookup: Lookup) -> ProgramStep:
+    """The call that looks up."""
+    program: OperatorProgram = model.programs[model.graph.operators[lookup.operator].name]
+    value, maps = program.parameters[lookup.parameter]
+    return next(s for s in program.steps if s.rule.looks_up and s.call.operands[0] == value and s.operands[0] == maps)
+
+
+def _needed(program: Program, wanted: set[str]) -> tuple[list[int], set[str]]:
+    """Positions of the calls that these values need, and all values that these calls and the caller read."""
+    needed, calls = set(wanted), []
+    for i in range(len(program.calls) - 1, -1, -1):
+        if needed.intersection(program.calls[i].outputs):
+            calls.append(i)
+            needed.update(program.calls[i].operands)
+    return calls[::-1], needed
+
+
+def _on_meta(program: Program, value: str) -> bool:
+    """Whether a value depends on constants that were not computed."""
+    _, needed = _needed(program, {value})
+    return any(program.constants[name].is_meta for name in needed if name in program.constants)
+
+
+def _values(model: ExecutableModel, wanted: set[str], batch: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """These values for a batch."""
+    program = model.program
+    calls, _ = _needed(program, wanted)
+    values: dict[str, torch.Tensor] = {**program.constants, **dict(zip(program.inputs, batch, strict=True))}
+
+    def change(leaf: object) -> object:
+        return values[leaf.name] if isinstance(leaf, Ref) else leaf
+
+    with torch.no_grad():
+        for call in (program.calls[i] for i in calls):
+            result = on_whole(call, substitute(list(call.args), change), substitute(dict(call.kwargs), change))
+            values.update(zip(call.outputs, result if isinstance(result, (tuple, list)) else [result], strict=False))
+    return {name: values[name] for name in wanted}
