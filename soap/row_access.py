@@ -52,7 +52,7 @@ class RowAccess:
     def __post_init__(self) -> None:
         limit = min(self.rows, self.indices)
         steps = zip(self.touched, self.touched[1:], strict=False)
-        if not self.touched or not 1 <= self.touched[0] <= limit or any(not more / 2 <= fewer <= more for more, fewer in steps):
+        if not self.touched or not min(1, limit) <= self.touched[0] <= limit or any(not more / 2 <= fewer <= more for more, fewer in steps):
             raise ModelError(
                 f"rows touched by a batch, its half, … {list(self.touched)}: expected whole numbers, at most {limit}, "
                 "of which each is at least half of the one before and no more than that"
