@@ -34,6 +34,9 @@ _MODULES = {
     "gpt": "gpt",
     "dlrm": "dlrm",
     "lm": "recurrent",
+    "lm1b": "lm1b",
+    "nmt_gnmt": "gnmt",
+    "full_sparse": "full_sparse",
 }
 """Model name -> module of this package whose ``RECIPES`` makes it."""
 

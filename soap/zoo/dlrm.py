@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.zoo.recipe import Recipe
+from soap.zoo.zipf import repeating
 
 CRITEO_KAGGLE_ROWS = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652, 2173, 4,
@@ -18,20 +19,31 @@ CRITEO_KAGGLE_ROWS = (
 )  # fmt: skip
 """Distinct values of the 26 categorical features of the Criteo display advertising data (Kaggle 2014)."""
 
+CRITEO_TERABYTE_ROWS = (
+    9980333, 36084, 17217, 7378, 20134, 3, 7112, 1442, 61, 9758201, 1333352, 313829, 10, 2208, 11156, 122, 4, 970, 14, 9994222,
+    7267859, 9946608, 415421, 12420, 101, 36,
+)  # fmt: skip
+"""The same of the Criteo click logs of 24 days ("Terabyte"), ids modulo ten million."""
+
 ROW_LIMIT = 1_000_000
 """Rows kept of a table, as if larger ids were hashed: 357 MB of tables in float32 instead of 2.16 GB."""
 
 
 @dataclass(frozen=True)
 class DLRMConfig:
-    """Sizes; the perceptrons' first entry is their input, and ``top`` lists only what follows the interactions."""
+    """Sizes; the perceptrons' first entry is their input, and ``top`` lists only what follows the interactions.
+
+    ``different``: the share of ids that are different in a column of a batch, where a table has enough rows.
+    """
 
     rows: tuple[int, ...] = tuple(min(rows, ROW_LIMIT) for rows in CRITEO_KAGGLE_ROWS)
     bottom: tuple[int, ...] = (13, 512, 256, 64, 16)
     top: tuple[int, ...] = (512, 256, 1)
+    different: float = 0.6
+    batch: int = 128
 
 
-def _perceptron(sizes: tuple[int, ...], *, last_activation: bool) -> nn.Sequential:
+def perceptron(sizes: tuple[int, ...], *, last_activation: bool) -> nn.Sequential:
     """Dense layers with ReLU between them, and after the last one if asked for."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
@@ -46,8 +58,8 @@ class DLRM(nn.Module):
         super().__init__()
         width, vectors = config.bottom[-1], len(config.rows) + 1
         self.embeddings = nn.ModuleList(nn.Embedding(rows, width) for rows in config.rows)
-        self.bottom = _perceptron(config.bottom, last_activation=True)
-        self.top = _perceptron((width + vectors * (vectors - 1) // 2, *config.top), last_activation=False)
+        self.bottom = perceptron(config.bottom, last_activation=True)
+        self.top = perceptron((width + vectors * (vectors - 1) // 2, *config.top), last_activation=False)
         for table in self.embeddings.children():
             assert isinstance(table, nn.Embedding)
             # The publication's initial values; a standard normal would make the dot products dwarf the dense features.
@@ -70,14 +82,22 @@ def _interactions(vectors: list[Tensor]) -> Tensor:
 
 def _inputs(batch: int, config: DLRMConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Dense features, one id per table, and clicks."""
-    categories = torch.stack([torch.randint(rows, (batch,)) for rows in config.rows], dim=1)
+    categories = torch.stack([repeating(rows, config.batch, config.different).draw(batch) for rows in config.rows], dim=1)
     return torch.rand(batch, config.bottom[0]), categories, torch.randint(2, (batch,)).float()
 
 
-def _recipe(config: DLRMConfig, batch: int) -> Recipe:
-    return Recipe(partial(DLRM, config), partial(_inputs, config=config), batch)
+def _recipe(config: DLRMConfig) -> Recipe:
+    return Recipe(partial(DLRM, config), partial(_inputs, config=config), config.batch)
 
 
-_TINY = DLRMConfig(rows=(40, 7, 33, 4, 12), bottom=(13, 16, 8, 4), top=(16, 8, 1))
+_TERABYTE = DLRMConfig(CRITEO_TERABYTE_ROWS, bottom=(13, 512, 256, 64), top=(512, 512, 256, 1), batch=2048)
+_EMULATION = DLRMConfig(tuple(-(-rows // 200) for rows in CRITEO_KAGGLE_ROWS), bottom=(13, 64, 16), top=(64, 1))
+_TINY = DLRMConfig(rows=(40, 7, 33, 4, 12), bottom=(13, 16, 8, 4), top=(16, 8, 1), batch=8)
 
-RECIPES = {"dlrm": _recipe(DLRMConfig(), 128), "dlrm:tiny": _recipe(_TINY, 8)}
+RECIPES = {
+    "dlrm": _recipe(DLRMConfig()),
+    "dlrm:kaggle": _recipe(DLRMConfig(CRITEO_KAGGLE_ROWS)),
+    "dlrm:terabyte": _recipe(_TERABYTE),
+    "dlrm:emulation": _recipe(_EMULATION),
+    "dlrm:tiny": _recipe(_TINY),
+}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
+from math import prod
 
 import pytest
 import torch
@@ -10,10 +12,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import soap
 from soap import zoo
 from soap.zoo.blocks import chunks_of, mean_token_loss
 from soap.zoo.dlrm import CRITEO_KAGGLE_ROWS, DLRM, DLRMConfig, _interactions
+from soap.zoo.gnmt import GNMT, GNMTConfig
 from soap.zoo.gpt import CausalAttention, GPTConfig
+from soap.zoo.lm1b import SampledConfig, SampledLanguageModel
 from soap.zoo.nmt import Translator, TranslatorConfig
 from soap.zoo.recurrent import LanguageModel, RecurrentConfig
 
@@ -98,3 +103,86 @@ def test_demo_model_is_dominated_by_embedding_and_softmax() -> None:
     sizes = {name: p.numel() for name, p in model.module.named_parameters()}
     assert (sizes["embedding.weight"] + sizes["head.weight"]) / sum(sizes.values()) > 0.85
     assert model.args[0].numel() == 128
+
+
+def test_sampled_softmax_by_hand() -> None:
+    """Against the loss written down token by token: cross-entropy over the label and the candidates that are other words."""
+    config = SampledConfig(vocabulary=30, width=4, cell=6, steps=3, candidates=12, dropout=0.0, batch=5)
+    model = SampledLanguageModel(config).double()
+    torch.nn.init.normal_(model.bias.weight)
+    sequences, labels = torch.randint(30, (5, 3)), torch.randint(30, (5, 3))
+    candidates = torch.randperm(30)[:12]
+    assert set(candidates.tolist()) & set(labels.flatten().tolist())  # there are accidental hits
+    outputs = model.lstm(model.embedding(sequences))[0]
+    probability = config.sampler.probability(torch.arange(30, dtype=torch.float64))
+    expected = 1 - (1 - probability) ** model.tries  # how often among the candidates, by rank
+
+    def score(output: torch.Tensor, word: int) -> torch.Tensor:
+        rank = int(config.sampler.ranks(torch.tensor(word)))
+        return output @ model.softmax.weight[word] + model.bias.weight[word, 0] - expected[rank].log()
+
+    losses = []
+    for output, label in zip(outputs.flatten(0, 1), labels.flatten().tolist(), strict=True):
+        words = [label, *(word for word in candidates.tolist() if word != label)]
+        losses.append(F.cross_entropy(torch.stack([score(output, word) for word in words]), torch.tensor(0)))
+    torch.testing.assert_close(model(sequences, labels, candidates), torch.stack(losses).mean())
+
+
+def test_parameters_of_parallax_models_are_those_of_its_table() -> None:
+    """Millions of dense and sparse parameters; torch's LSTM has 8192 biases more in the first."""
+    graph = soap.load("zoo:lm1b", plan_only=True).graph
+    sizes = {tensor.name: prod(tensor.shape) for tensor in graph.parameters}
+    assert sum(sizes[name] for name in graph.sparse) / 1e6 == pytest.approx(813.307, abs=1e-3)
+    assert (sum(size for name, size in sizes.items() if name not in graph.sparse) - 8192) / 1e6 == pytest.approx(9.445, abs=1e-3)
+    with torch.device("meta"):
+        model = GNMT(GNMTConfig())
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    tables = sizes["source_embedding.weight"] + sizes["target_embedding.weight"]
+    assert round(tables / 1e6, 1) == 74.9
+    assert round((sum(sizes.values()) - tables) / 1e6, 1) == 94.1
+
+
+SPARSE = {
+    "lm1b": {"embedding.weight": 4 * 8, "softmax.weight": 4 * 8 + 10, "bias.weight": 4 * 8 + 10},
+    "nmt_gnmt": {"source_embedding.weight": 4 * 8, "target_embedding.weight": 3 * 8},
+    "dlrm": {f"embeddings.{i}.weight": 8 for i in range(5)},
+    "full_sparse": {f"layers.{i}.weight": 3 * 8 for i in range(2)},
+}
+"""Sparse parameters of tiny models, and how many rows a batch looks up."""
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_tables_are_found_to_be_sparse_and_every_call_has_a_rule(name: str) -> None:
+    graph = soap.load(f"zoo:{name}:tiny", plan_only=True).graph
+    assert {parameter: access.indices for parameter, access in graph.sparse.items()} == SPARSE[name]
+    assert all(access.measured for access in graph.sparse.values())
+    assert all(op.partitionable for op in graph.operators)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_data_touches_the_share_of_rows_that_is_asked_for(name: str) -> None:
+    spec = f"zoo:{name}:emulation"
+    model = soap.load(spec, plan_only=True)
+    found = soap.measure_rows(model, islice(zoo.batches(spec), 5)).sparse
+    expected = {
+        "lm1b": {"embedding.weight": 0.005},
+        "nmt_gnmt": {"source_embedding.weight": 0.01, "target_embedding.weight": 0.01},
+        "dlrm": {"embeddings.2.weight": 0.6 * 128 / 50_657},
+        "full_sparse": {f"layers.{i}.weight": 0.02 for i in range(3)},
+    }[name]
+    for parameter, alpha in expected.items():
+        assert found[parameter].alpha == pytest.approx(alpha, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "rate"), [("lm1b", 2.0), ("nmt_gnmt", 1.0), ("dlrm", 0.5), ("full_sparse", 0.5)])
+def test_models_with_sparse_parameters_learn(name: str, rate: float) -> None:
+    model = zoo.build(f"{name}:tiny")
+    optimizer = torch.optim.SGD(model.module.parameters(), lr=rate)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model.module(*model.args)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]

@@ -1,0 +1,129 @@
+"""Into how many partitions servers cut sparse parameters, from a few short runs: the mathematics of ``soap-tune``, without the runs.
+
+The time of an iteration is taken for theta0 + theta1 / P + theta2 * P (Kim et al., "Parallax", EuroSys 2019, equation 1): aggregation and
+updates are shared by P partitions, each of which has a cost of its own. P is tried from the number of hosts on, doubled until the time
+rises, then halved below the number of hosts likewise; the fitted curve's minimum within what was tried is the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+import numpy as np
+
+from soap.errors import SoapError
+from soap.strategy import MAX_PARTITIONS
+
+MOST_SAMPLES = 5
+FEWEST_TO_FIT = 3
+"""As many samples as the curve has coefficients; of fewer the best is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One short run. ``time_ns``: per iteration; None if the run failed (partitions too large for a server's memory)."""
+
+    partitions: int
+    time_ns: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """``theta0 + theta1 / P + theta2 * P`` nanoseconds, none of them negative."""
+
+    theta0_ns: float
+    theta1_ns: float
+    theta2_ns: float
+
+    def time_ns(self, partitions: int) -> float:
+        """An iteration's time with so many partitions."""
+        return self.theta0_ns + self.theta1_ns / partitions + self.theta2_ns * partitions
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was tried and what was chosen. ``curve``: None if there were too few samples to fit one."""
+
+    samples: tuple[Sample, ...]
+    curve: Curve | None
+    partitions: int
+
+
+def settled_ns(iterations_ns: Sequence[float]) -> float:
+    """A run's time per iteration: the median, without the first half of the iterations, in which it warms up."""
+    return median(iterations_ns[len(iterations_ns) // 2 :])
+
+
+def next_partitions(samples: Sequence[Sample], hosts: int, most: int = MAX_PARTITIONS) -> int | None:
+    """What to try after these samples, in the order in which they were tried; None if it is enough. At most ``most`` partitions."""
+    start = min(hosts, most)
+    if len(samples) >= MOST_SAMPLES:
+        return None
+    upward = [sample for sample in samples if sample.partitions >= start]
+    if not upward:
+        return start
+    times = [sample.time_ns for sample in upward if sample.time_ns is not None]
+    rose = len(times) > 1 and times[-1] > times[-2]
+    broke = bool(times) and upward[-1].time_ns is None
+    if not (rose or broke) and 2 * upward[-1].partitions <= most:
+        return 2 * upward[-1].partitions
+    return _below(samples, upward[0])
+
+
+def _below(samples: Sequence[Sample], start: Sample) -> int | None:
+    """The next one below the first that was tried. Where that failed, still fewer partitions would be still larger."""
+    downward = [start, *(sample for sample in samples if sample.partitions < start.partitions)]
+    last = downward[-1]
+    if last.time_ns is None or last.partitions == 1:
+        return None
+    before = downward[-2].time_ns if len(downward) > 1 else None
+    rose = before is not None and last.time_ns > before
+    return None if rose else last.partitions // 2
+
+
+def tune(measure: Callable[[int], Sequence[float] | None], hosts: int, most: int = MAX_PARTITIONS) -> Tuning:
+    """Sample, fit, choose. ``measure``: times of a run's iterations in nanoseconds for a number of partitions; None if the run fails.
+
+    SoapError if all runs fail.
+    """
+    samples: list[Sample] = []
+    while (partitions := next_partitions(samples, hosts, most)) is not None:
+        found = measure(partitions)
+        samples.append(Sample(partitions, settled_ns(found) if found else None))
+    return choose(samples)
+
+
+def choose(samples: Sequence[Sample]) -> Tuning:
+    """The best number of partitions by the fitted curve, between the fewest and the most that ran; the smallest of several."""
+    ran = {sample.partitions: sample.time_ns for sample in samples if sample.time_ns is not None}
+    if not ran:
+        tried = ", ".join(str(sample.partitions) for sample in samples) or "none"
+        raise SoapError(f"no run succeeded, with partitions: {tried}; expected at least one that fits into the servers' memory")
+    curve = fit(list(ran.items())) if len(ran) >= FEWEST_TO_FIT else None
+    if curve is None:
+        best = min(sorted(ran), key=lambda partitions: ran[partitions])
+    else:
+        best = min(range(min(ran), max(ran) + 1), key=curve.time_ns)
+    return Tuning(tuple(samples), curve, best)
+
+
+def fit(points: Sequence[tuple[int, float]]) -> Curve:
+    """The curve with the least squares of (partitions, time in nanoseconds), among those without negative coefficients.
+
+    The best of all curves that lack some of the terms and have no negative coefficient: there the optimum lies.
+    """
+    partitions = np.array([number for number, _ in points], dtype=np.float64)
+    times = np.array([time for _, time in points], dtype=np.float64)
+    columns = np.stack([np.ones_like(partitions), 1 / partitions, partitions], axis=1)
+    scales = columns.max(axis=0)
+    best, least = np.zeros(3), float("inf")
+    for terms in (list(chosen) for count in (1, 2, 3) for chosen in combinations(range(3), count)):
+        found = np.linalg.lstsq(columns[:, terms] / scales[terms], times, rcond=None)[0]
+        error = float(np.sum((columns[:, terms] / scales[terms] @ found - times) ** 2))
+        if (found >= 0).all() and error < least:
+            best, least = np.zeros(3), error
+            best[terms] = found / scales[terms]
+    return Curve(*(float(theta) for theta in best))
