@@ -86,11 +86,12 @@ class DeviceType:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine: its CPU cores and main memory, which its devices share."""
+    """A machine: its CPU cores and main memory, which its devices share. ``core``: figures of one of the cores, where they are known."""
 
     name: str
     cpu_cores: int
     memory_bytes: int
+    core: DeviceType | None = None
 
     def __post_init__(self) -> None:
         _check_positive(f"host {self.name!r}", "number of CPU cores", self.cpu_cores)
@@ -269,7 +270,7 @@ class Topology:
                 parts.append([[link, float(described[link].bandwidth_bytes_per_second)] for link in self.stated])
             return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         devices = [[d.name, d.host, d.type.identity] for d in self.devices]
-        hosts = [[h.name, h.cpu_cores, h.memory_bytes] for h in self.hosts]
+        hosts = [[h.name, h.cpu_cores, h.memory_bytes, *([h.core.identity] if h.core else [])] for h in self.hosts]
         links = [[x.name, x.source, x.target, float(x.bandwidth_bytes_per_second), float(x.latency_seconds)] for x in described]
         return hashlib.sha256(json.dumps([devices, hosts, links]).encode()).hexdigest()[:16]
 

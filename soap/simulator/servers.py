@@ -28,9 +28,9 @@ def core_names(topology: Topology) -> list[str]:
 
 
 def server_type(topology: Topology, server: int) -> DeviceType:
-    """The figures of what runs the server beside this device: its own if it is a CPU, else ``HOST_CORE``."""
-    kind = topology.devices[server].type
-    return kind if kind.kind == "cpu" else HOST_CORE
+    """The figures of what runs the server beside this device: its own if it is a CPU, else those of its host's core, or ``HOST_CORE``."""
+    device = topology.devices[server]
+    return device.type if device.type.kind == "cpu" else topology.hosts[device.host].core or HOST_CORE
 
 
 def server_resources(plan: Plan, topology: Topology) -> list[list[int]]:

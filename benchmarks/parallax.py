@@ -1,0 +1,167 @@
+"""Parallax's cluster simulated: which synchronization wins, by how much, and how many partitions are best.
+
+    python -m benchmarks.parallax
+
+Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks", EuroSys 2019: 8 machines with 6 TITAN Xp, 100 Gbit/s
+InfiniBand. Three constants are calibrated on the published Table 1 alone: what part of their peak the GPUs reach (from AR of the image
+models), what part of its rate the network (from AR of LM), and what a core of a host streams when it adds rows up (from PS of LM). Then
+Tables 1, 2 and 4 are simulated and printed beside the published figures. Dense parameters on servers are cut into as many partitions as
+there are hosts, which stands for many parameters of which each is on one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from soap import api
+from soap.graph import OperatorGraph
+from soap.simulator.servers import HOST_CORE
+from soap.strategy import Strategy, SyncConfig
+from soap.topology import Topology
+
+CLUSTER = "titanxp-8x6"
+BATCH_PER_DEVICE = {"resnet50": 64, "inception_v3": 64, "lm1b": 128, "nmt_gnmt": 128}
+ITEMS_PER_SAMPLE = {"resnet50": 1, "inception_v3": 1, "lm1b": 20}
+"""Images, or words; how many words a sample of NMT has was not published."""
+TABLE_1 = {"resnet50": (5.8e3, 7.6e3), "inception_v3": (3.8e3, 5.9e3), "lm1b": (98.9e3, 45.5e3), "nmt_gnmt": (102e3, 68.3e3)}
+"""Items per second of (PS, AR)."""
+TABLE_2 = {
+    "lm1b": {8: 50.5e3, 16: 78.6e3, 32: 96.5e3, 64: 96.1e3, 128: 98.9e3, 256: 93.2e3},
+    "nmt_gnmt": {8: 90.7e3, 16: 97.0e3, 32: 96.5e3, 64: 101.6e3, 128: 98.5e3, 256: 100.0e3},
+}
+"""Words per second of PS by the number of partitions."""
+TABLE_4 = {"lm1b": (45.5e3, 98.9e3, 250e3, 274e3), "nmt_gnmt": (68.3e3, 102e3, 116e3, 204e3)}
+"""Words per second of AR, PS as it is, PS with local aggregation and more, and the hybrid."""
+BEST_PARTITIONS = {"lm1b": 128, "nmt_gnmt": 64}
+"""Of Table 2."""
+STEPS = 8
+"""Of each constant's bisection: to 1/2^8 of a factor of 1,000, 3%."""
+
+
+class Constants(NamedTuple):
+    """What is calibrated. ``gpu``, ``network``: parts of the published peaks. ``core_bytes_per_second``: of one core of a host."""
+
+    gpu: float
+    network: float
+    core_bytes_per_second: float
+
+
+class Cluster:
+    """The published cluster with calibrated constants, and what models take on it."""
+
+    def __init__(self, constants: Constants, graphs: Mapping[str, OperatorGraph]) -> None:
+        self._topology, self._graphs = with_constants(api.load_cluster(CLUSTER), constants), graphs
+        self._simulators = {
+            name: api.simulator_for(graph, self._topology, costs="estimate") for name, graph in graphs.items()
+        }
+
+    def seconds(self, model: str, sync: str, partitions: int | None = None) -> float:
+        """Of an iteration. ``sync``: "AR", "PS", "OptPS" or "HYB"; ``partitions`` of sparse parameters, the published best if None."""
+        strategy = synchronized(self._graphs[model], self._topology, sync, partitions or BEST_PARTITIONS.get(model, 1))
+        return self._simulators[model].makespan_ns(strategy) / 1e9
+
+
+def with_constants(topology: Topology, constants: Constants) -> Topology:
+    """GPUs, links between hosts, and hosts' cores at these rates."""
+    devices = []
+    for device in topology.devices:
+        rates = {dtype: rate * constants.gpu for dtype, rate in device.type.flops_per_second.items()}
+        memory = device.type.memory_bandwidth_bytes_per_second * constants.gpu
+        devices.append(replace(device, type=replace(device.type, flops_per_second=rates, memory_bandwidth_bytes_per_second=memory)))
+    links = [
+        replace(link, bandwidth_bytes_per_second=link.bandwidth_bytes_per_second * constants.network)
+        if "network" in (link.source, link.target)
+        else link
+        for link in topology.links
+    ]
+    core = replace(HOST_CORE, memory_bandwidth_bytes_per_second=constants.core_bytes_per_second)
+    hosts = [replace(host, core=core) for host in topology.hosts]
+    return replace(topology, devices=tuple(devices), links=tuple(links), hosts=tuple(hosts))
+
+
+def synchronized(graph: OperatorGraph, topology: Topology, sync: str, partitions: int) -> Strategy:
+    """Data parallelism, synchronized so."""
+    operators = api.classical("data_parallel", graph, topology).operators
+    hosts = len(topology.hosts)
+    methods = {
+        "AR": (SyncConfig("allgather"), SyncConfig()),
+        "PS": (SyncConfig("parameter_server", partitions), SyncConfig("parameter_server", hosts)),
+        "OptPS": (SyncConfig("parameter_server", partitions, True), SyncConfig("parameter_server", hosts, True)),
+        "HYB": (SyncConfig("parameter_server", partitions, True), SyncConfig()),
+    }
+    sparse, dense = methods[sync]
+    trained = [parameter.name for parameter in graph.parameters if parameter.requires_grad]
+    return Strategy(operators, {name: sparse if name in graph.sparse else dense for name in trained})
+
+
+def calibrate(graphs: Mapping[str, OperatorGraph]) -> Constants:
+    """One constant after the other, each from entries of Table 1 that hardly depend on the others."""
+
+    def images(gpu: float) -> float:
+        cluster = Cluster(Constants(gpu, 1.0, 1e10), graphs)
+        ratios = [cluster.seconds(name, "AR") / _published(name, TABLE_1[name][1]) for name in ("resnet50", "inception_v3")]
+        return (ratios[0] * ratios[1]) ** 0.5
+
+    gpu = _bisect(images, 0.1, 10.0)
+
+    def gathered(network: float) -> float:
+        return Cluster(Constants(gpu, network, 1e10), graphs).seconds("lm1b", "AR") / _published("lm1b", TABLE_1["lm1b"][1])
+
+    network = _bisect(gathered, 0.01, 1.0)
+
+    def served(rate: float) -> float:
+        return Cluster(Constants(gpu, network, rate), graphs).seconds("lm1b", "PS") / _published("lm1b", TABLE_1["lm1b"][0])
+
+    return Constants(gpu, network, _bisect(served, 1e7, 1e11))
+
+
+def _published(model: str, items_per_second: float) -> float:
+    """Seconds of an iteration."""
+    return 48 * BATCH_PER_DEVICE[model] * ITEMS_PER_SAMPLE[model] / items_per_second
+
+
+def _bisect(ratio: Callable[[float], float], low: float, high: float) -> float:
+    """Where a ratio that falls with its argument is 1, by halving the interval's logarithm."""
+    for _ in range(STEPS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if ratio(middle) > 1 else (low, middle)
+    return (low * high) ** 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="parallax", description="Parallax's published tables, simulated.")
+    parser.add_argument("--constants", nargs=3, type=float, metavar=("GPU", "NETWORK", "CORE"), help="instead of calibrating")
+    args = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    graphs = {name: api.load(f"zoo:{name}@{48 * batch}", plan_only=True).graph for name, batch in BATCH_PER_DEVICE.items()}
+    constants = Constants(*args.constants) if args.constants else calibrate(graphs)
+    print(
+        f"GPUs at {constants.gpu:.3f} of their peak, network at {constants.network:.3f} of its rate, cores of hosts at "
+        f"{constants.core_bytes_per_second / 1e6:.0f} MB/s\n"
+    )
+    cluster = Cluster(constants, graphs)
+    print("| Table 1 | AR / PS, published | simulated | ratio |\n|---|---:|---:|---:|")
+    for name, (served, reduced) in TABLE_1.items():
+        found = cluster.seconds(name, "PS") / cluster.seconds(name, "AR")
+        print(f"| {name} | {reduced / served:.2f} | {found:.2f} | {found / (reduced / served):.2f} |", flush=True)
+    print("\n| Table 4, beside AR | PS | simulated | OptPS | simulated | HYB | simulated |\n|---|---:|---:|---:|---:|---:|---:|")
+    for name, (reduced, *others) in TABLE_4.items():
+        seconds = cluster.seconds(name, "AR")
+        cells = [f"{other / reduced:.2f} | {seconds / cluster.seconds(name, sync):.2f}" for other, sync in zip(others, ("PS", "OptPS", "HYB"), strict=True)]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    print("\n| Table 2, PS by partitions beside 8 | " + " | ".join(map(str, TABLE_2["lm1b"])) + " |\n|---|" + "---:|" * len(TABLE_2["lm1b"]))
+    for name, rows in TABLE_2.items():
+        seconds = cluster.seconds(name, "PS", 8)
+        print(f"| {name}, published | {' | '.join(f'{rate / rows[8]:.2f}' for rate in rows.values())} |")
+        print(f"| {name}, simulated | {' | '.join(f'{seconds / cluster.seconds(name, chr(80) + chr(83), count):.2f}' for count in rows)} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
