@@ -30,7 +30,7 @@ from soap.search.record import SearchResult
 from soap.search.starts import DYNAMIC
 from soap.simulator.costs import CostModel
 from soap.simulator.simulate import Simulation, Simulator
-from soap.strategies import CLASSICAL
+from soap.strategies import NAMED
 from soap.strategy import Strategy, SyncConfig
 from soap.strategy_json import StrategyContents, StrategyHeader
 from soap.topology import Topology
@@ -271,7 +271,8 @@ def search(
     """Search for the strategy with the shortest predicted iteration; see ``soap.search.chains.search`` for the options.
 
     ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
-    ``syncs=[SyncConfig("parameter_server", 4)]``: parameters may be synchronized so, too; plans with servers cannot be run yet.
+    ``syncs=[SyncConfig("parameter_server", 4)]``: parameters may be synchronized by all-reduces or so; by default sparse ones in any way,
+    dense ones by all-reduces.
     Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search. Ctrl-C ends it with the best so far
     (``result.interrupted``).
     """
@@ -416,9 +417,9 @@ def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
 
 def classical(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
     """The classical strategy of this name."""
-    if name not in CLASSICAL:
-        raise StrategyError(f"no strategy is named {name!r}; expected one of {', '.join(CLASSICAL)}")
-    return CLASSICAL[name](graph, topology)
+    if name not in NAMED:
+        raise StrategyError(f"no strategy is named {name!r}; expected one of {', '.join(NAMED)}")
+    return NAMED[name](graph, topology)
 
 
 def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_cluster: bool = False) -> Strategy:

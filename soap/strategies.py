@@ -15,19 +15,25 @@ from soap.graph import Operator, OperatorGraph
 from soap.grids import device_order, fill, grouped, sample_factor, uniform_config
 from soap.megatron import balanced_blocks, hybrid, megatron, operator_work
 from soap.strategy import OpConfig, Strategy
+from soap.synchronization import GATHER, synchronized, usual_server
 from soap.topology import Topology
 
 __all__ = [
     "CLASSICAL",
+    "NAMED",
+    "SYNCHRONIZED",
     "data_parallel",
     "hybrid",
+    "hybrid_synchronization",
     "megatron",
     "model_parallel",
     "one_weird_trick",
+    "parameter_server",
     "random_config",
     "random_strategy",
     "sample_factor",
     "single_device",
+    "sparse_allgather",
     "uniform_config",
 ]
 
@@ -84,6 +90,30 @@ CLASSICAL: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = Mapping
     }
 )
 """The classical strategies by name."""
+
+
+def hybrid_synchronization(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism with sparse parameters on servers and dense ones all-reduced: the rule of Kim et al., "Parallax", EuroSys 2019."""
+    return Strategy(data_parallel(graph, topology).operators, synchronized(graph, usual_server(topology), sparse=True))
+
+
+def parameter_server(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism with all parameters on servers."""
+    return Strategy(data_parallel(graph, topology).operators, synchronized(graph, usual_server(topology), sparse=False))
+
+
+def sparse_allgather(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism with gathered rows of sparse parameters' gradients and dense ones all-reduced, as Horovod does."""
+    return Strategy(data_parallel(graph, topology).operators, synchronized(graph, GATHER, sparse=True))
+
+
+SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
+    {"hybrid": hybrid_synchronization, "parameter_server": parameter_server, "sparse_allgather": sparse_allgather}
+)
+"""Data parallelism with other than all-reduces alone, by name."""
+
+NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({**CLASSICAL, **SYNCHRONIZED})
+"""All strategies that have a name."""
 
 
 def random_config(op: Operator, device_count: int, rng: Randomness, max_tiles: int | None = None) -> OpConfig:

@@ -218,12 +218,16 @@ def _operator_entry(op: Operator, config: OpConfig) -> dict[str, Any]:
 
 
 def _sync_entry(sync: SyncConfig) -> dict[str, Any]:
-    return {"sync": sync.method, **({"partitions": sync.partitions} if sync.partitions > 1 else {})}
+    return {
+        "sync": sync.method,
+        **({"partitions": sync.partitions} if sync.partitions > 1 else {}),
+        **({"local_aggregation": True} if sync.local_aggregation else {}),
+    }
 
 
 def _sync(name: str, entry: Mapping[str, Any]) -> SyncConfig:
     try:
-        return SyncConfig(entry["sync"], int(entry.get("partitions", 1)))
+        return SyncConfig(entry["sync"], int(entry.get("partitions", 1)), bool(entry.get("local_aggregation", False)))
     except StrategyError as cause:
         raise StrategyError(f"parameter {short(name)}: {cause}") from None
 

@@ -35,7 +35,10 @@ _OPERATOR = _record(
     optional=("degrees", "replicas"),
 )
 _PARTITIONS: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": MAX_PARTITIONS}
-_PARAMETER = _record({"sync": {"enum": list(SYNC_METHODS)}, "partitions": _PARTITIONS}, optional=("partitions",))
+_PARAMETER = _record(
+    {"sync": {"enum": list(SYNC_METHODS)}, "partitions": _PARTITIONS, "local_aggregation": {"type": "boolean"}},
+    optional=("partitions", "local_aggregation"),
+)
 
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

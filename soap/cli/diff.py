@@ -11,10 +11,9 @@ from soap import api
 from soap.cli import report
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_reading, reading
-from soap.cli.tables import aligned, devices, layers, listed, milliseconds
+from soap.cli.tables import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
-from soap.strategy import SyncConfig
 from soap.strategy_comparison import Comparison, compare, grouped
 from soap.strategy_differences import one_line, short
 from soap.strategy_json import OperatorEntry, StrategyContents
@@ -99,7 +98,9 @@ def document(
         ],
         "only_first": list(comparison.only_first),
         "only_second": list(comparison.only_second),
-        "parameters": [{"parameter": name, "first": _sync(one), "second": _sync(other)} for name, one, other in comparison.parameters],
+        "parameters": [
+            {"parameter": name, "first": sync_document(one), "second": sync_document(other)} for name, one, other in comparison.parameters
+        ],
         "simulated": None if simulated is None else list(simulated),
     }
 
@@ -119,10 +120,6 @@ def _strategy(path: str, contents: StrategyContents) -> dict[str, Any]:
 
 def _entry(entry: OperatorEntry) -> dict[str, Any]:
     return {"kind": entry.kind, "degrees": dict(entry.degrees), "replicas": entry.replicas, "devices": list(entry.devices)}
-
-
-def _sync(sync: SyncConfig) -> dict[str, Any]:
-    return {"sync": sync.method, "partitions": sync.partitions}
 
 
 def text(found: Mapping[str, Any], comparison: Comparison) -> str:
@@ -180,7 +177,7 @@ def _listings(comparison: Comparison, operators: int) -> list[str]:
         sections.append("\n".join([head, listed(rows), *([f"  and {rest} more; --json has all"] if rest else [])]))
     if comparison.parameters:
         rows = [("parameter", "A", "B")]
-        rows += [(one_line(name, 80), _synced(a), _synced(b)) for name, a, b in comparison.parameters]
+        rows += [(one_line(name, 80), sync_text(a), sync_text(b)) for name, a, b in comparison.parameters]
         rest = len(comparison.parameters) - MOST_ROWS
         more = f"\n  and {rest} more; --json has all" if rest > 0 else ""
         sections.append("synchronized differently:\n" + listed(rows[: MOST_ROWS + 1]) + more)
@@ -198,10 +195,6 @@ def _configured(entry: OperatorEntry, with_sizes: bool) -> str:
         parts.append(f"replicas:{entry.replicas}")
     sizes = " ".join([one_line(entry.kind, 40), *(f"{name}={size}" for name, size in entry.sizes.items())])
     return f"{', '.join(parts) or 'whole'} on {devices(entry.devices)}" + (f" ({sizes})" if with_sizes else "")
-
-
-def _synced(sync: SyncConfig) -> str:
-    return sync.method + (f" in {sync.partitions} partitions" if sync.partitions > 1 else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -167,12 +167,16 @@ def constraint(text: str) -> tuple[str, str]:
 
 
 def sync_method(text: str) -> SyncConfig:
-    """``parameter_server:4`` as a way of synchronizing a parameter."""
-    method, found, partitions = text.partition(":")
-    if method not in SYNC_METHODS or (found and not (method == "parameter_server" and partitions.isascii() and partitions.isdigit())):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected parameter_server or parameter_server:PARTITIONS")
+    """``parameter_server:4+local`` as a way of synchronizing a parameter."""
+    rest, local, end = text.partition("+local")
+    method, found, partitions = rest.partition(":")
+    number = partitions.isascii() and partitions.isdigit()
+    if method not in SYNC_METHODS or end or ((found or local) and method != "parameter_server") or (found and not number):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; expected parameter_server, parameter_server:PARTITIONS, either with +local behind it, or allgather"
+        )
     try:
-        return SyncConfig(method, int(partitions) if found else 1)
+        return SyncConfig(method, int(partitions) if found else 1, bool(local))
     except StrategyError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

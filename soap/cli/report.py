@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from soap import row_shares
 from soap.api import SearchOutcome, costs_record
 from soap.cli import rows
-from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split
+from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.graph import OperatorGraph
 from soap.profiles import shares
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator, is_large, tile_count
-from soap.strategies import CLASSICAL
-from soap.strategy import Strategy
+from soap.strategies import CLASSICAL, NAMED
+from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 from soap.units import format_bytes
 
@@ -43,7 +43,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
             "devices": [device.name for device in topology.devices],
             "shared_cores": shared_cores(topology),
         },
-        "same_as": next((name for name, make in CLASSICAL.items() if make(graph, topology) == strategy), None),
+        "same_as": next((name for name, make in _named(graph).items() if make(graph, topology) == strategy), None),
         "costs": costs_record(simulator, simulation.tasks),
         "folded": _folded(simulator, strategy, simulation),
         "predicted_ns": simulation.makespan_ns,
@@ -57,6 +57,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "busy_ns": simulation.busy_ns,
         "unlike_data_parallel": _differences(graph, strategy, baseline),
         "sparse": row_shares.document(graph),
+        "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
     }
 
 
@@ -75,6 +76,7 @@ def text(report: Mapping[str, Any], name: str) -> str:
         *([alike] if alike else []),
         *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
         *([rows.text(report["sparse"])] if report["sparse"] else []),
+        *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
     ]
     return "\n\n".join(sections)
 
@@ -131,10 +133,15 @@ def _folding(folded: Mapping[str, Any]) -> str:
     return f"note: {folded['copies']} copies of the model, on {folded['devices_per_copy']} devices each, do the same: two were simulated"
 
 
+def _named(graph: OperatorGraph) -> Mapping[str, Callable[[OperatorGraph, Topology], Strategy]]:
+    """Strategies to compare with: the classical ones, and if some parameters are sparse those that do not all-reduce these."""
+    return NAMED if graph.sparse else CLASSICAL
+
+
 def _baselines(simulator: Simulator) -> dict[str, dict[str, Any]]:
     """By name. Without prediction: what would take hours, having too many tiles and no equal copies."""
     found: dict[str, dict[str, Any]] = {}
-    for name, make in CLASSICAL.items():
+    for name, make in _named(simulator.graph).items():
         strategy = make(simulator.graph, simulator.topology)
         if name != BASELINE and tile_count(strategy) > MOST_TILES and isinstance(simulator.run_folded(strategy), str):
             found[name] = {"predicted_ns": None, "overflow_bytes": None}
@@ -190,6 +197,14 @@ def _resources(report: Mapping[str, Any]) -> str:
         ("devices busy", f"{mean:.0%} of the time on average"),
     ]
     return listed(rows)
+
+
+def _synchronized(syncs: Mapping[str, Mapping[str, Any]]) -> str:
+    alike: dict[str, list[str]] = {}
+    for name, entry in syncs.items():
+        alike.setdefault(sync_text(SyncConfig(entry["sync"], entry["partitions"], entry["local_aggregation"])), []).append(name)
+    rows = [(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), how) for how, names in alike.items()]
+    return f"{len(syncs)} parameters are not all-reduced:\n" + listed(rows)
 
 
 def _unlike(differences: Sequence[Mapping[str, Any]], operators: int) -> str:

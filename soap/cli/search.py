@@ -32,7 +32,7 @@ from soap.files import check_writable, write_text_atomically
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.plot import check_plot
 from soap.search.starts import DYNAMIC, RANDOM
-from soap.strategies import CLASSICAL
+from soap.strategies import CLASSICAL, NAMED
 
 PROG = "soap-search"
 PATIENCE = 0.5
@@ -86,9 +86,9 @@ def make_parser() -> Parser:
         "--start",
         metavar="NAME",
         action="append",
-        choices=[*CLASSICAL, RANDOM, DYNAMIC],
-        help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}, and dynamic if that takes seconds); "
-        "data_parallel is always among them",
+        choices=[*NAMED, RANDOM, DYNAMIC],
+        help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}, and what the "
+        "others are allowed to do, and dynamic if that takes seconds); data_parallel is always among them",
     )
     parser.add_argument(
         "--pin",
@@ -113,8 +113,9 @@ def make_parser() -> Parser:
         type=sync_method,
         action="append",
         default=[],
-        help="parameters may be synchronized so, besides by all-reduce: parameter_server, or parameter_server:P in P partitions "
-        "(repeatable; such plans can be simulated, but not run yet)",
+        help="parameters may be synchronized by all-reduce or so: parameter_server:P on servers in P partitions (+local behind it: a "
+        "host's devices deal with them together), or allgather of sparse ones' rows; allreduce for nothing else (repeatable; default: "
+        "sparse ones in any way, dense ones by all-reduce)",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
     add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
@@ -130,8 +131,6 @@ def execute(args: argparse.Namespace) -> int:
         raise UsageError(f"the following arguments are required: {', '.join(missing)} ({PROG} --help shows the options)")
     if args.verify is not None:
         verification.check_possible(args.cluster)
-        if args.sync:
-            raise UsageError("--verify runs strategies, and parameter servers cannot be run yet; expected no --sync beside it")
     outputs = {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot}
     refuse_overwriting({"MODEL": args.model, "--cluster": args.cluster}, outputs)
     with Stopping() as stopping:

@@ -17,7 +17,7 @@ from soap.files import check_writable, write_text_atomically
 from soap.graph import OperatorGraph
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
-from soap.strategies import CLASSICAL
+from soap.strategies import NAMED
 from soap.strategy import Strategy
 from soap.strategy_differences import short
 from soap.topology import Topology
@@ -38,7 +38,7 @@ def make_parser() -> Parser:
     add_rows(parser)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--strategy", metavar="FILE", help="a strategy that soap-search wrote")
-    which.add_argument("--builtin", metavar="NAME", choices=list(CLASSICAL), help=f"a classical strategy: {', '.join(CLASSICAL)}")
+    which.add_argument("--builtin", metavar="NAME", choices=list(NAMED), help=f"a strategy that has a name: {', '.join(NAMED)}")
     parser.add_argument(
         "--what-if",
         action="store_true",

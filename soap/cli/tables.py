@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from soap.graph import Operator
-from soap.strategy import OpConfig
+from soap.strategy import OpConfig, SyncConfig
 from soap.strategy_comparison import pattern_of
 from soap.strategy_json import compact_devices
 
@@ -47,6 +48,17 @@ def split(op: Operator, config: OpConfig) -> str:
     if config.replicas > 1:
         parts.append(f"replicas:{config.replicas}")
     return ", ".join(parts) or "whole"
+
+
+def sync_document(sync: SyncConfig) -> dict[str, Any]:
+    """How a parameter is synchronized, as plain JSON values."""
+    return {"sync": sync.method, "partitions": sync.partitions, "local_aggregation": sync.local_aggregation}
+
+
+def sync_text(sync: SyncConfig) -> str:
+    """``parameter_server in 4 partitions with local aggregation``."""
+    partitions = f" in {sync.partitions} partitions" if sync.partitions > 1 else ""
+    return sync.method + partitions + (" with local aggregation" if sync.local_aggregation else "")
 
 
 def layers(names: Sequence[str]) -> str:

@@ -39,6 +39,7 @@ from soap.search.space import Space, build_space
 from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
 from soap.simulator.costs import CostModel
 from soap.strategy import Strategy, SyncConfig
+from soap.synchronization import sync_choices
 from soap.topology import Topology
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
@@ -75,8 +76,8 @@ def search(
     ``budget``: proposals to evaluate. ``beta``: see ``soap.search.metropolis``. ``starts``: names of classical strategies (or
     "random"), all classical ones by default; data parallelism is always among them. ``patience``: a chain ends early once this share of
     its budget has brought it no improvement. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns the best so far.
-    ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey. ``syncs``: how a parameter may be
-    synchronized besides by all-reduce; only compiled chains change that.
+    ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey. ``syncs``: how all parameters may
+    be synchronized besides by all-reduce; by default sparse ones in any way (``synchronization.sync_choices``).
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
     ``seconds``: proposals end after so much time, whatever is left of the budget. ``cores``: for compiled chains; all by default.
     ``improved``: is told each new best cost in ns, when it is found. ``stopped``: asked after every start, proposal or round; once it is
@@ -86,8 +87,8 @@ def search(
     _check_arguments(budget, beta, patience, seconds)
     deadline = inf if seconds is None else time.monotonic() + seconds
     allowed = parse(graph, topology.device_count, pins, forbidden)
-    space = build_space(graph, topology.device_count, allowed=allowed, syncs=(SyncConfig(), *syncs))
-    strategies = starting_strategies(graph, topology, starts, initial, seed)
+    space = build_space(graph, topology.device_count, allowed=allowed, syncs=sync_choices(graph, topology, syncs))
+    strategies = starting_strategies(graph, topology, starts, initial, seed, space.syncs)
     baseline, strategies = strategies[BASELINE], {name: brought_inside(space, strategy) for name, strategy in strategies.items()}
     recorder = Recorder(improved=improved)
     interrupted = False

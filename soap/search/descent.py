@@ -10,6 +10,7 @@ record keeps its proposals apart from the chain's (column ``phase``).
 - ``borrow-kind``: the same for all operators of one kind, or for one repeated-layer group.
 - ``align``: an operator, with all its repeated layers, follows a neighbour.
 - ``spread``: an operator, with its repeated layers, gets a new configuration, and the operators around it follow outwards for some steps.
+- ``synchronize``: a parameter, or all that have the choice, is synchronized in another way.
 """
 
 from __future__ import annotations
@@ -100,8 +101,25 @@ CHANGES: Mapping[str, tuple[float, Callable[[random.Random, Space, Strategy], Ch
 """Name -> (weight, function)."""
 
 
+SYNCHRONIZE_SHARE = 0.1
+"""Part of the proposals that synchronize parameters in another way, where any can be."""
+
+
+def synchronize(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
+    """A parameter, or all that may be, in another way."""
+    name = rng.choice(list(space.syncs))
+    sync = rng.choice(space.syncs[name])
+    names = [other for other, own in space.syncs.items() if sync in own] if rng.random() < 0.5 else [name]
+    changed = tuple(other for other in names if strategy.sync(other) != sync)
+    if not changed:
+        return None
+    return Proposal(Strategy(strategy.operators, {**strategy.parameters, **dict.fromkeys(changed, sync)}), "synchronize", changed)
+
+
 def propose_descent(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
     """A larger change of ``strategy``; None if the one drawn changes nothing."""
+    if space.syncs and (not space.movable or rng.random() < SYNCHRONIZE_SHARE):
+        return synchronize(rng, space, strategy)
     if not space.movable:
         return None
     names = [name for name in CHANGES if space.references or not name.startswith("borrow")]

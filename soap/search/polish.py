@@ -1,16 +1,17 @@
-"""Local optimality: no operator alone can do better with another structured configuration.
+"""Local optimality: no operator alone can do better with another structured configuration, no parameter synchronized in another way.
 
-``polish`` takes the first better configuration that fits into memory, operator by operator, round after round, until all operators in a row
-have none. An operator that was tried in full stays settled as long as no other changes: what was not better than a slower strategy is not
-better than a faster one. Where the space is small, ``soap.search.cuts`` then tries two adjacent operators at once, with all that follows
-them, and as long as that helps, both go on in turn. Nothing is drawn at random. ``best_neighbour`` only looks, through any evaluator, and
-shares no code with ``polish``.
+``polish`` takes the first better configuration that fits into memory, operator by operator and parameter by parameter, round after round,
+until all in a row have none. What was tried in full stays settled as long as nothing else changes: what was not better than a slower
+strategy is not better than a faster one. Where the space is small, ``soap.search.cuts`` then tries two adjacent operators at once, with all
+that follows them, and as long as that helps, both go on in turn. Nothing is drawn at random. ``best_neighbour`` only looks, through any
+evaluator, and shares with ``polish`` only what there is to choose from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from soap.search import cuts
@@ -18,7 +19,7 @@ from soap.search.metropolis import Evaluator
 from soap.search.proposals import Proposal
 from soap.search.record import Recorder
 from soap.search.space import Space
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig
 
 MAX_POLISHED = 10_000
 """Structured configurations of all operators together up to which a search polishes its result: a round of so many takes 1 to 4 seconds."""
@@ -34,10 +35,10 @@ MOVE = "polish"
 
 
 class Neighbour(NamedTuple):
-    """A strategy that differs in one operator's configuration."""
+    """A strategy that differs in one operator's configuration, or one parameter's synchronization."""
 
-    operator: str
-    config: OpConfig
+    name: str
+    config: OpConfig | SyncConfig
     cost_ns: int
 
 
@@ -46,6 +47,9 @@ class Proposer(cuts.Proposer, Protocol):
 
     def propose(self, operator: str, config: OpConfig, at_most_ns: int) -> int | None:
         """Makespan with another configuration of one operator; None if it exceeds ``at_most_ns``."""
+
+    def propose_sync(self, parameter: str, sync: SyncConfig, at_most_ns: int) -> int | None:
+        """The same with another synchronization of one parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,8 @@ class Polished:
 
 
 def structured_count(space: Space) -> int:
-    """Structured configurations of all operators, added up: what one round of polishing compares."""
-    return sum(operator.structured_count for operator in space.operators)
+    """Structured configurations of all operators, and choices of all parameters, added up: what one round of polishing compares."""
+    return sum(operator.structured_count for operator in space.operators) + sum(map(len, space.syncs.values()))
 
 
 def polish(
@@ -76,21 +80,25 @@ def polish(
     ``overflow_bytes`` is asked of better strategies only, and counts as ``MEMORY_QUESTION`` comparisons to the limit. ``accepted`` is told
     each of them that is taken, with its cost in ns.
     """
-    operators = space.graph.operators
+    parts = _parts(space)
     strategy, compared, questions, settled, position = proposer.strategy, 0, 0, 0, 0
-    while settled < len(operators):
-        name, improved = operators[position].name, False
-        for config in space.operators[position].structured():
-            if config == strategy.operators[name]:
+    while settled < len(parts):
+        improved, (name, choices) = False, parts[position]
+        for choice in choices():
+            if _has(strategy, name, choice):
                 continue
             if limit is not None and compared + MEMORY_QUESTION * questions >= limit:
                 return Polished(strategy, proposer.makespan_ns, compared, False)
             compared += 1
-            cost_ns = proposer.propose(name, config, proposer.makespan_ns - 1)
+            cost_ns = (
+                proposer.propose_sync(name, choice, proposer.makespan_ns - 1)
+                if isinstance(choice, SyncConfig)
+                else proposer.propose(name, choice, proposer.makespan_ns - 1)
+            )
             if cost_ns is None:
                 proposer.reject()
                 continue
-            better = strategy.with_operator(name, config)
+            better = _with(strategy, name, choice)
             questions += 1
             if overflow_bytes(better) > 0:
                 proposer.reject()
@@ -99,23 +107,47 @@ def polish(
             strategy, improved = better, True
             accepted(Proposal(strategy, MOVE, (name,)), cost_ns)
         settled = 1 if improved else settled + 1
-        position = (position + 1) % len(operators)
+        position = (position + 1) % len(parts)
     return Polished(strategy, proposer.makespan_ns, compared, True)
 
 
 def best_neighbour(evaluator: Evaluator, space: Space, strategy: Strategy) -> Neighbour | None:
-    """The quickest strategy that fits, beats this one, and differs from it in one operator's structured configuration; None if none does.
+    """The quickest strategy that fits, beats this one, and differs from it in one operator's structured configuration or one parameter's
+    synchronization; None if none does.
 
     Among equals the first one in the order of the graph. A locally optimal strategy has none.
     """
     best_ns, best = evaluator.makespan_ns(strategy), None
-    for op, operator_space in zip(space.graph.operators, space.operators, strict=True):
-        for config in operator_space.structured():
-            neighbour = strategy.with_operator(op.name, config)
+    for name, choices in _parts(space):
+        for choice in choices():
+            neighbour = _with(strategy, name, choice)
             cost_ns = evaluator.makespan_ns(neighbour)
             if cost_ns < best_ns and evaluator.overflow_bytes(neighbour) == 0:
-                best_ns, best = cost_ns, Neighbour(op.name, config, cost_ns)
+                best_ns, best = cost_ns, Neighbour(name, choice, cost_ns)
     return best
+
+
+Choice = OpConfig | SyncConfig
+
+
+def _parts(space: Space) -> list[tuple[str, Callable[[], Iterable[Choice]]]]:
+    """What can be changed by itself, with what gives its choices: operators, then parameters."""
+    parts: list[tuple[str, Callable[[], Iterable[Choice]]]] = []
+    for op, own in zip(space.graph.operators, space.operators, strict=True):
+        parts.append((op.name, own.structured))
+    for name, syncs in space.syncs.items():
+        parts.append((name, partial(iter, syncs)))
+    return parts
+
+
+def _has(strategy: Strategy, name: str, choice: Choice) -> bool:
+    return (strategy.sync(name) if isinstance(choice, SyncConfig) else strategy.operators[name]) == choice
+
+
+def _with(strategy: Strategy, name: str, choice: Choice) -> Strategy:
+    if isinstance(choice, SyncConfig):
+        return strategy.with_parameter(name, choice)
+    return strategy.with_operator(name, choice)
 
 
 def polish_best(recorder: Recorder, space: Space, evaluator: Evaluator, most: int = MAX_POLISHED) -> None:

@@ -18,7 +18,7 @@ operator is drawn uniformly from ``Space.movable``, which does not depend on the
 - ``group``: an operator is drawn; all operators of its repeated-layer group that have the same configuration (the set M) get
   another structured configuration, uniformly. No effect if a member outside of M has that configuration already, as the way
   back would then move it too. Otherwise any member of M, in either direction, draws exactly this move: symmetric.
-- ``sync``: one parameter, another synchronization method, uniformly: symmetric. Weight 0 as long as only one can be run.
+- ``sync``: one parameter, another of its ways of being synchronized, both uniformly: symmetric.
 
 A current state outside of the space (weight 0) is never proposed, so it is transient and the target does not constrain the way
 out: from there ``log_ratio`` is 0.
@@ -33,12 +33,10 @@ from math import exp, inf, log
 
 from soap.search.alignment import aligned_configs
 from soap.search.space import Space, grid_of, make_config
-from soap.strategy import OpConfig, Strategy, SyncConfig, SyncMethod
+from soap.strategy import OpConfig, Strategy
 
 INFORMED_SHARE = 0.5
 """Part of the informed move's draws that come from the candidates."""
-
-_METHODS: tuple[SyncMethod, ...] = ("allreduce",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +127,12 @@ def group(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | No
 
 
 def sync(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
-    """Another synchronization method of one parameter, of those that can be run."""
-    parameter = rng.choice(space.graph.parameters)
-    others = [m for m in _METHODS if m != strategy.sync(parameter.name).method]
-    if not others:
+    """Another synchronization of one parameter."""
+    if not space.syncs:
         return None
-    changed = strategy.with_parameter(parameter.name, SyncConfig(rng.choice(others)))
-    return Proposal(changed, "sync", (parameter.name,))
+    name = rng.choice(list(space.syncs))
+    sync = rng.choice([other for other in space.syncs[name] if other != strategy.sync(name)])
+    return Proposal(strategy.with_parameter(name, sync), "sync", (name,))
 
 
 MOVES: Mapping[str, Move] = {"redraw": redraw, "place": place, "split": split, "informed": informed, "group": group, "sync": sync}
@@ -150,7 +147,7 @@ def move_weights(space: Space) -> dict[str, float]:
         "split": 1.0 if split_possible else 0.0,
         "informed": 3.0,
         "group": 3.0 if space.groups else 0.0,
-        "sync": 1.0 if len(_METHODS) > 1 and space.graph.parameters else 0.0,
+        "sync": 1.0 if space.syncs else 0.0,
     }
 
 
@@ -159,7 +156,7 @@ class Kernel:
 
     def __init__(self, space: Space, weights: Mapping[str, float] | None = None) -> None:
         self.space = space
-        chosen = {name: w for name, w in (weights or move_weights(space)).items() if w > 0 and space.movable}
+        chosen = {name: w for name, w in (weights or move_weights(space)).items() if w > 0 and (space.movable or name == "sync")}
         self._moves = tuple(MOVES[name] for name in chosen)
         self._weights = tuple(chosen.values())
 

@@ -19,10 +19,11 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, permutations, product
 from math import inf, log, perm, prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from soap.graph import Operator, OperatorGraph
@@ -242,7 +243,8 @@ class Space:
     """The space of a graph on so many devices, with what the proposals need to know of the graph.
 
     ``references``: strategies known beforehand (the starts); informed proposals borrow from them. ``allowed``: by operator, what the user
-    has left to it, if anything was said; groups then have equal ones only. ``syncs``: ways in which a parameter may be synchronized.
+    has left to it, if anything was said; groups then have equal ones only. ``syncs``: by parameter, where there are several, the ways in
+    which it may be synchronized.
     """
 
     graph: OperatorGraph
@@ -252,7 +254,7 @@ class Space:
     groups: tuple[tuple[int, ...], ...]
     references: tuple[Strategy, ...] = ()
     allowed: tuple[Allowed | None, ...] = ()
-    syncs: tuple[SyncConfig, ...] = (SyncConfig(),)
+    syncs: Mapping[str, tuple[SyncConfig, ...]] = field(default_factory=dict)
 
     def allows(self, position: int, config: OpConfig) -> bool:
         """Whether the user allows an operator this configuration."""
@@ -283,7 +285,7 @@ def build_space(
     every_degree: bool = False,
     shuffled: float = SHUFFLED,
     allowed: Mapping[str, Allowed] | None = None,
-    syncs: Sequence[SyncConfig] = (SyncConfig(),),
+    syncs: Mapping[str, tuple[SyncConfig, ...]] = MappingProxyType({}),
 ) -> Space:
     """The space of a graph on ``device_count`` devices; ``every_degree`` also takes degrees that divide nothing.
 
@@ -301,7 +303,7 @@ def build_space(
     if allowed:
         groups = _groups_alike(groups, spaces)
     limits = limits if allowed else ()
-    return Space(graph, device_count, tuple(spaces), edges_of(graph), groups, tuple(references), limits, tuple(dict.fromkeys(syncs)))
+    return Space(graph, device_count, tuple(spaces), edges_of(graph), groups, tuple(references), limits, syncs)
 
 
 def _operator_space(op: Operator, device_count: int, limit: Allowed | None, *, every: bool, shuffled: float) -> OperatorSpace:

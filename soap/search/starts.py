@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from soap.errors import StrategyError
 from soap.graph import OperatorGraph
-from soap.strategies import CLASSICAL, random_strategy, sample_factor, uniform_config
-from soap.strategy import Strategy
+from soap.strategies import CLASSICAL, NAMED, SYNCHRONIZED, random_strategy, sample_factor, uniform_config
+from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 
 BASELINE = "data_parallel"
@@ -43,23 +44,37 @@ class Start:
 
 
 def starting_strategies(
-    graph: OperatorGraph, topology: Topology, names: Sequence[str] | None, initial: Strategy | None, seed: int
+    graph: OperatorGraph,
+    topology: Topology,
+    names: Sequence[str] | None,
+    initial: Strategy | None,
+    seed: int,
+    syncs: Mapping[str, Sequence[SyncConfig]] = MappingProxyType({}),
 ) -> dict[str, Strategy]:
-    """Name -> strategy in the order of evaluation: data parallelism, then ``names`` (None: all classical ones), then ``initial``."""
-    wanted = list(CLASSICAL) if names is None else list(names)
+    """Name -> strategy in the order of evaluation: data parallelism, then ``names``, then ``initial``.
+
+    If no names are given, all classical ones, and those that synchronize parameters otherwise and as ``syncs`` allows
+    (``synchronization.sync_choices``).
+    """
+    wanted = [*CLASSICAL, *_synchronized(graph, topology, syncs)] if names is None else list(names)
     for name in wanted:
-        if name not in CLASSICAL and name != RANDOM:
-            raise StrategyError(f"start {name!r}: expected one of {', '.join((*CLASSICAL, RANDOM))}")
+        if name not in NAMED and name != RANDOM:
+            raise StrategyError(f"start {name!r}: expected one of {', '.join((*NAMED, RANDOM))}")
     found: dict[str, Strategy] = {}
     for name in dict.fromkeys((BASELINE, *wanted)):
         if name == RANDOM:
             found[name] = random_strategy(graph, topology, random.Random(f"{seed} {RANDOM}"))
         else:
-            found[name] = CLASSICAL[name](graph, topology)
+            found[name] = NAMED[name](graph, topology)
     if initial is not None:
         initial.validate(graph, topology.device_count)
         found[INITIAL] = initial
     return found
+
+
+def _synchronized(graph: OperatorGraph, topology: Topology, syncs: Mapping[str, Sequence[SyncConfig]]) -> list[str]:
+    made = {name: make(graph, topology).parameters for name, make in SYNCHRONIZED.items()} if syncs else {}
+    return [name for name, own in made.items() if own and all(sync in syncs.get(parameter, ()) for parameter, sync in own.items())]
 
 
 def reference_strategies(graph: OperatorGraph, topology: Topology, starts: Iterable[Strategy]) -> tuple[Strategy, ...]:

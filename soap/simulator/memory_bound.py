@@ -16,7 +16,8 @@ from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
 from soap.simulator.compiled.tables import Ints, Longs
 from soap.simulator.engine import Engine
 from soap.simulator.memory import PACKING_KINDS, kept_share, padded_bytes, passing_share, work_share
-from soap.simulator.tiling import windows
+from soap.simulator.row_counts import row_bytes, tile_lookups
+from soap.simulator.tiling import Tile, windows
 
 
 def _empty() -> MemoryTables:
@@ -56,6 +57,10 @@ class MemoryBound:
             "user_operand": np.ascontiguousarray(pairs[:, 1]),
             "elements": np.array([volume(tuple((0, n) for n in t.shape)) for t in graph.parameters], np.int64),
             "itemsize": np.array([t.itemsize for t in graph.parameters], np.int64),
+            "row_bytes": np.array([t.bytes // max(1, t.shape[0]) if t.shape else t.bytes for t in graph.parameters], np.int64),
+            "operand_ptr": np.cumsum([0, *(len(op.parameters) for op in graph.operators)]).astype(np.int32),
+            "operand": np.array([numbers[o.tensor] for op in graph.operators for o in op.parameters], np.int32),
+            "looked_up": np.zeros(devices, np.int64),
             "trainable": np.array([t.requires_grad for t in graph.parameters], np.int32),
             "fixed": np.array([sum(t.bytes for t in given), optimizer_states], np.int64),
             "limit": np.array(limits_bytes, np.int64),
@@ -118,8 +123,30 @@ class MemoryBound:
         gradients = sum((size[o] for o in wanted if graph.needs_backward(op)), work)
         own = sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), np.zeros(len(points), np.int64))
         numbers = np.array([self._number(regions[o]) for o in op.parameters], np.int64)
-        self._rows.add([self._data.add(column) for column in (kept, read, gradients, own, numbers)])
+        compact, lookups = self._rows_of(op, position, intervals, regions)
+        rows = [-1, -1] if compact is None else [self._data.add(compact), self._data.add(lookups)]
+        self._rows.add([*(self._data.add(column) for column in (kept, read, gradients, own, numbers)), *rows])
         self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
+
+    def _rows_of(
+        self, op: Operator, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]
+    ) -> tuple[Longs | None, Longs]:
+        """[parameter operand, tile]: as ``parameter_memory.operand_bytes`` of a compact parameter, and how many rows are looked up."""
+        graph = self._engine.graph
+        compact, lookups = (np.zeros((len(op.parameters), len(intervals)), np.int64) for _ in range(2))
+        if not any(operand.tensor in graph.sparse for operand in op.parameters):
+            return None, lookups
+        for k, operand in enumerate(op.parameters):
+            compact[k] = _volumes(regions[operand]) * graph.tensors[operand.tensor].itemsize
+            if operand.tensor not in graph.sparse:
+                continue
+            for number, (cell, box) in enumerate(zip(_boxes(intervals), _boxes(regions[operand]), strict=True)):
+                tile = Tile(position, number, 0, 0, cell, (), (), ())
+                lookups[k, number] = tile_lookups(graph, operand.tensor, tile)
+                if graph.needs_backward(op):
+                    rows = min(box[0][1] - box[0][0], lookups[k, number])
+                    compact[k, number] = rows * row_bytes(graph, operand.tensor, box)
+        return compact, lookups
 
     def _kept_and_work(self, op: Operator, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]) -> tuple[Longs, Longs]:
         """By tile: as ``memory.kept_share`` and what is padded; as ``memory.work_share``, or what it passes forward if that is all."""

@@ -72,11 +72,12 @@ def exchanged_bytes(plan: Plan) -> list[int]:
 def served_gradients(plan: Plan, served: Served) -> Iterator[tuple[int, int]]:
     """By partition (device, bytes) of what its server receives, and of rows that it sends; none in a host's memory."""
     own = reader_bytes(plan, served)
-    indices = sum(_index_bytes(plan, served, device) for device in served.readers)
     for number in served.shards:
         shard = plan.shards[number]
         most = box_bytes(plan, shard.parameter, shard.box)
-        received = (COPIES if served.sparse else 1) * sum(min(most, size) for size in own.values()) + indices
+        received = (COPIES if served.sparse else 1) * sum(min(most, size) for size in own.values())
+        if served.sparse:
+            received += 2 * INDEX_BYTES * sum(_rows(plan, shard.parameter, shard.box, served.uses).values())
         yield shard.devices[0], 0 if shard.devices[0] in plan.accelerators else received
 
 

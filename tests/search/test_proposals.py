@@ -138,7 +138,7 @@ def test_way_into_the_space_is_free_and_there_is_none_out() -> None:
         assert all(p.log_ratio == 0.0 and weight(space, p.strategy) > -inf for p in proposals)
 
 
-def test_sync_is_registered_but_has_no_weight() -> None:
+def test_sync_has_no_weight_where_parameters_have_no_choice() -> None:
     space = build_space(mlp(), 2)
     assert move_weights(space)["sync"] == 0.0
     assert MOVES["sync"](random.Random(0), space, Strategy({})) is None

@@ -74,7 +74,7 @@ class CompiledSpace:
         self.handles = (handle(self._kept[0]), handle(self._kept[1]), handle(self._kept[2]))
         self.has_groups = len(space.groups) > 0
         self.has_segments = len(self._kept[2].segment_ptr) > 1
-        self.has_syncs = len(space.syncs) > 1 and len(self.grids.sync_parameter) > 0
+        self.has_syncs = len(self.grids.sync_parameter) > 0
 
     def number(self, position: int, grid: Grid) -> int:
         """Of an operator's grid; -1 if its space has none such."""

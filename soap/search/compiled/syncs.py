@@ -15,16 +15,16 @@ from soap.simulator.compiled.state import State
 def propose_sync(Q: GridTables, C: State, W: ChainTables, E: Edit) -> float:
     """One parameter, another of the ways that are allowed, both uniformly: symmetric. A parameter that is synchronized in a way that is not
     allowed leaves it for good."""
-    count = len(Q.sync_choice)
-    if count < 2 or len(Q.sync_parameter) == 0:
+    if len(Q.sync_parameter) == 0:
         return NO_EFFECT
-    parameter = Q.sync_parameter[below(W, len(Q.sync_parameter))]
-    current = -1
+    place = below(W, len(Q.sync_parameter))
+    parameter, first = Q.sync_parameter[place], Q.sync_ptr[place]
+    count, current = Q.sync_ptr[place + 1] - first, -1
     for i in range(count):
-        current = i if Q.sync_choice[i] == C.sync[parameter] else current
+        current = i if Q.sync_choice[first + i] == C.sync[parameter] else current
     chosen = below(W, count - 1) if current >= 0 else below(W, count)
     if current >= 0 and chosen >= current:
         chosen += 1
-    E.parameter[0], E.sync[0] = parameter, Q.sync_choice[chosen]
+    E.parameter[0], E.sync[0] = parameter, Q.sync_choice[first + chosen]
     E.count[PARAMETERS] = 1
     return 0.0

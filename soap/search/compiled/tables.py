@@ -42,7 +42,7 @@ class GridTables(NamedTuple):
 
     A set of placements: ``place_count`` lists of as many devices as tiles, from ``place[place_ptr[set]]`` on.
     ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: ns, as ``estimates.rough_ns``. ``size``: of the factors of an operator (1 where
-    it cannot be split). ``sync_parameter``: trainable parameters; ``sync_choice``: how they may be synchronized (``sync_codes``).
+    it cannot be split). ``sync_parameter``: parameters with a choice of how they are synchronized, ``sync_choice`` (``sync_codes``).
     """
 
     movable: Ints
@@ -72,6 +72,7 @@ class GridTables(NamedTuple):
     size_ptr: Ints
     size: Ints
     sync_parameter: Ints
+    sync_ptr: Ints
     sync_choice: Ints
 
 
@@ -132,7 +133,9 @@ def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTable
         [device in own.devices for own in spaces for device in range(space.device_count)],
         _pointers(estimates), np.concatenate(estimates), _pointers(op.factors for op in graph.operators),
         [factor.size if op.partitionable else 1 for op in graph.operators for factor in op.factors],
-        [number for number, tensor in enumerate(graph.parameters) if tensor.requires_grad], [sync_code(sync) for sync in space.syncs],
+        [number for number, tensor in enumerate(graph.parameters) if tensor.name in space.syncs],
+        _pointers(space.syncs[tensor.name] for tensor in graph.parameters if tensor.name in space.syncs),
+        [sync_code(sync) for tensor in graph.parameters for sync in space.syncs.get(tensor.name, ())],
     ])  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 ``simulator.memory`` says what is counted and is the judge; its sums are ours, but where it looks at a whole plan for what is there twice.
 So our upper bound is more where operators read the same part of the batch, where a parameter's users cut it differently (their regions
-count one by one), and of buckets. The lower bound leaves these out. What is between them, the judge has to be asked.
+count one by one), of buckets, and of what servers keep. The lower bound leaves these out. What is between them, the judge has to be asked.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from soap.simulator.compiled.memory_tables import (
     ACTIVATIONS,
     COLLECTED,
     COLLECTED_DOUBTFUL,
+    COMPACT,
     DOUBTFUL,
     FITS,
     GRADIENTS,
@@ -26,6 +27,7 @@ from soap.simulator.compiled.memory_tables import (
     LARGEST_GRADIENT,
     LARGEST_SHARD,
     LARGEST_SUM,
+    LARGEST_SURE_GRADIENT,
     LARGEST_TILE,
     PARAMETER_GRADIENTS,
     PARTS,
@@ -37,8 +39,11 @@ from soap.simulator.compiled.memory_tables import (
     UNKNOWN,
     MemoryTables,
 )
+from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import State
+from soap.simulator.compiled.sync_codes import has_server
+from soap.simulator.compiled.synchronized_memory import add_synchronized
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
 from soap.simulator.compiled.variants import CELLS, VariantTables
@@ -52,28 +57,24 @@ def bound_memory(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S
     for row in range(PARTS):
         fill(M.part[row], 0, devices, 0)
     for parameter in range(len(M.user_ptr) - 1):
-        _parameter(V, C, M, parameter)
+        _parameter(G, V, K, C, M, parameter)
     for op in range(operators):
-        _tiles(V, C, M, op)
+        _tiles(G, V, C, M, op)
         deliver(G, V, K, C, S, op)
         add_fetches(G, S, M, op)
         add_sent(G, V, S, M, op)
         add_sums(G, V, S, M, op)
         add_holdings(G, V, S, M, op)
-    served = False
-    for parameter in range(len(M.user_ptr) - 1):
-        served |= C.sync[parameter] > 0
     fits, lacking = True, False
     for device in range(devices):
-        _sum_up(M, operators, device, served)
+        _sum_up(M, operators, device)
         fits &= M.total[device] <= M.limit[device]
         lacking |= M.least[device] > M.limit[device]
     return LACKING if lacking else FITS if fits else UNKNOWN
 
 
 @compiled
-def _sum_up(M, operators, device, served):  # type: ignore[no-untyped-def]
-    """``served``: whether servers may have the states of some parameters."""
+def _sum_up(M, operators, device):  # type: ignore[no-untyped-def]
     level = peak = 0
     for i in range(operators + 1):
         level += M.step[device * (operators + 2) + i]
@@ -85,16 +86,18 @@ def _sum_up(M, operators, device, served):  # type: ignore[no-untyped-def]
     bucket = min(trainable, BUCKET_BYTES + part[LARGEST_SHARD, device])
     M.total[device] = held + (1 + states) * trainable + max(work + max(part[LARGEST_SUM, device], bucket), trainable)
     held, trainable = held - part[HELD_DOUBTFUL, device], trainable - part[TRAINABLE_DOUBTFUL, device]
+    work -= 2 * (part[LARGEST_GRADIENT, device] - part[LARGEST_SURE_GRADIENT, device])
     work += part[LARGEST_SUM, device] - part[DOUBTFUL, device] - part[COLLECTED_DOUBTFUL, device]
-    M.least[device] = held + (1 if served else 1 + states) * trainable + max(work, trainable)
+    M.least[device] = held + (1 + states) * trainable + max(work, trainable)
 
 
 @compiled
-def _parameter(V, C, M, parameter):  # type: ignore[no-untyped-def]
+def _parameter(G, V, K, C, M, parameter):  # type: ignore[no-untyped-def]
     """What all users of a parameter make their devices hold of it."""
     first, last = M.user_ptr[parameter], M.user_ptr[parameter + 1]
     if first == last:
         return
+    code = C.sync[parameter] if M.trainable[parameter] else 0
     devices, itemsize, part = len(C.busy), M.itemsize[parameter], M.part
     cut, same, covered = _cut_of(C, M, first), True, False
     for i in range(first, last):
@@ -102,6 +105,9 @@ def _parameter(V, C, M, parameter):  # type: ignore[no-untyped-def]
         same &= own == cut
         covered |= M.cut_volume[own] == M.elements[parameter]
     disjoint = same and M.cut_volume[cut] >= 0
+    by_rows = has_server(code) and is_sparse(G, parameter)
+    if code > 0:
+        add_synchronized(G, V, K, C, M, parameter, code, disjoint)
     fill(M.total, 0, devices, 0)
     M.seen[0] += 1
     stamp = M.seen[0]
@@ -118,6 +124,8 @@ def _parameter(V, C, M, parameter):  # type: ignore[no-untyped-def]
             if not disjoint:
                 part[ACTIVATIONS, device] += size
                 part[DOUBTFUL, device] += size
+            if by_rows and G.backward[op]:
+                continue
             if M.seen[place] < 2 * stamp:
                 M.seen[place] = 2 * stamp
                 M.total[device] += size
@@ -130,7 +138,7 @@ def _parameter(V, C, M, parameter):  # type: ignore[no-untyped-def]
         rest = whole - (M.cut_volume[cut] * itemsize if disjoint else 0)
     for device in range(devices):
         held = min(M.total[device], whole)
-        doubtful = rest if disjoint else held + rest
+        doubtful = rest if disjoint and not has_server(code) else held + rest
         part[HELD, device] += held + rest
         part[HELD_DOUBTFUL, device] += doubtful
         if M.trainable[parameter]:
@@ -139,6 +147,8 @@ def _parameter(V, C, M, parameter):  # type: ignore[no-untyped-def]
             part[LARGEST_SHARD, device] = max(part[LARGEST_SHARD, device], held, rest)
             part[COLLECTED, device] += 0 if disjoint else held
             part[COLLECTED_DOUBTFUL, device] += 0 if disjoint else held
+            part[COLLECTED, device] += held if has_server(code) else 0
+            part[COLLECTED_DOUBTFUL, device] += held if has_server(code) else 0
 
 
 @compiled
@@ -147,13 +157,33 @@ def _cut_of(C, M, user):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _tiles(V, C, M, op):  # type: ignore[no-untyped-def]
+def _tiles(G, V, C, M, op):  # type: ignore[no-untyped-def]
     row = C.variant[op]
     cells, part = V.rows[row, CELLS], M.part
     kept, read, gradients, own = M.rows[row, KEPT], M.rows[row, READ], M.rows[row, GRADIENTS], M.rows[row, PARAMETER_GRADIENTS]
+    has_rows = M.rows[row, COMPACT] >= 0
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
         part[DOUBTFUL, device] += M.data[read + cell]
         part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])
-        part[LARGEST_GRADIENT, device] = max(part[LARGEST_GRADIENT, device], M.data[own + cell])
+        most, sure = M.data[own + cell], M.data[own + cell]
+        if has_rows:
+            most, sure = _gradient(G, V, C, M, op, cell, most)
+        part[LARGEST_GRADIENT, device] = max(part[LARGEST_GRADIENT, device], most)
+        part[LARGEST_SURE_GRADIENT, device] = max(part[LARGEST_SURE_GRADIENT, device], sure)
+
+
+@compiled
+def _gradient(G, V, C, M, op, cell, size):  # type: ignore[no-untyped-def]
+    """Bytes of a tile's parameters' gradients, of some of which it has rows only: at most, and at least."""
+    row, most, sure = C.variant[op], size, size
+    cells = V.rows[row, CELLS]
+    for k in range(M.operand_ptr[op + 1] - M.operand_ptr[op]):
+        parameter = M.operand[M.operand_ptr[op] + k]
+        region = M.data[M.rows[row, REGIONS] + k * cells + cell]
+        if region >= 0 and M.trainable[parameter] and has_server(C.sync[parameter]) and is_sparse(G, parameter):
+            whole = M.region_volume[region] * M.itemsize[parameter]
+            most += M.data[M.rows[row, COMPACT] + k * cells + cell] - whole
+            sure -= whole
+    return most, sure

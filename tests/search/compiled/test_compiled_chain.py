@@ -234,7 +234,7 @@ def test_synchronizations_follow_the_boltzmann_distribution() -> None:
     for chosen in product(syncs, repeat=len(names)):
         engine.load(Strategy(case.start.operators, dict(zip(names, chosen, strict=True))))
         costs_ns[chosen] = engine.play()
-    space = replace(case.space, syncs=syncs)
+    space = replace(case.space, syncs=dict.fromkeys(names, syncs))
     chain = CompiledChain(CompiledSpace(space, case.topology, case.costs), case.start, seed=1, proposals=12_000)
     chain.weights = {move: float(move == "sync") for move in MOVES}
     beta, start_ns = 3.0, chain.cost_ns

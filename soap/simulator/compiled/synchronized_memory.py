@@ -1,0 +1,98 @@
+"""Bounds of what a parameter that is not all-reduced takes beside what its users hold of it (compiled): ``simulator.parameter_memory``."""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.arrays import fill
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.memory_tables import (
+    COLLECTED,
+    COLLECTED_DOUBTFUL,
+    COMPACT,
+    DOUBTFUL,
+    HELD,
+    HELD_DOUBTFUL,
+    LOOKUPS,
+    REGIONS,
+    SENT,
+    MemoryTables,
+)
+from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
+from soap.simulator.compiled.state import State
+from soap.simulator.compiled.sync_codes import GATHERED, has_server, is_local, partitions_of
+from soap.simulator.compiled.tables import ClusterTables, GraphTables
+from soap.simulator.compiled.variants import CELLS, VariantTables
+from soap.simulator.parameter_memory import COPIES
+
+
+@compiled
+def add_synchronized(
+    G: GraphTables, V: VariantTables, K: ClusterTables, C: State, M: MemoryTables, parameter: int, code: int, disjoint: bool
+) -> None:
+    """All of it is in doubt. ``disjoint``: regions that users need are equal or apart."""
+    devices, sparse = len(C.busy), is_sparse(G, parameter)
+    fill(M.total, 0, devices, 0)
+    fill(M.looked_up, 0, devices, 0)
+    regions = 0
+    for i in range(M.user_ptr[parameter], M.user_ptr[parameter + 1]):
+        _add_user(V, C, M, parameter, M.user[i], M.user_operand[i], sparse and disjoint)
+        regions += V.rows[C.variant[M.user[i]], CELLS]
+    values = indices = 0
+    for device in range(devices):
+        values += M.total[device]
+        indices += M.looked_up[device] * INDEX_BYTES
+    for device in range(devices):
+        if code == GATHERED:
+            _add(M, device, 0, COPIES * (values + indices))
+            continue
+        own, own_indices = M.total[device], 2 * M.looked_up[device] * INDEX_BYTES
+        together = own + own_indices
+        if is_local(code):
+            together = 0
+            for other in range(devices):
+                if K.host_device[other] == K.host_device[device]:
+                    together += M.total[other] + 2 * M.looked_up[other] * INDEX_BYTES
+        # the rows, their gradient, what the optimizer's call may take; gradients of several tiles; and copies
+        _add(M, device, 3 * own if sparse else 0, COPIES * (own + together) + own_indices)
+        M.part[COLLECTED, device] += own
+        M.part[COLLECTED_DOUBTFUL, device] += own
+    if has_server(code):
+        _add_servers(K, M, parameter, code, regions, disjoint, values, 2 * indices)
+
+
+@compiled
+def _add(M, device, held, sent):  # type: ignore[no-untyped-def]
+    M.part[HELD, device] += held
+    M.part[HELD_DOUBTFUL, device] += held
+    M.part[SENT, device] += sent
+    M.part[DOUBTFUL, device] += sent
+
+
+@compiled
+def _add_user(V, C, M, parameter, op, operand, by_rows):  # type: ignore[no-untyped-def]
+    """``total``, ``looked_up``: by device bytes of the parameter that tiles have, tile by tile, and how many rows they look up."""
+    row = C.variant[op]
+    cells = V.rows[row, CELLS]
+    for tile in range(C.tiles[op]):
+        at, device = operand * cells + tile % cells, C.dev[C.dev_ptr[op] + tile]
+        region = M.data[M.rows[row, REGIONS] + at]
+        if region < 0:
+            continue
+        if M.rows[row, LOOKUPS] >= 0:
+            M.looked_up[device] += M.data[M.rows[row, LOOKUPS] + at]
+        whole = M.region_volume[region] * M.itemsize[parameter]
+        M.total[device] += M.data[M.rows[row, COMPACT] + at] if by_rows else whole
+
+
+@compiled
+def _add_servers(K, M, parameter, code, regions, disjoint, values, indices):  # type: ignore[no-untyped-def]
+    """Partitions that CPUs keep: of each of at most so many regions, each server has at most so many parts of so many rows."""
+    count, servers, whole = partitions_of(code), len(K.server), M.elements[parameter] * M.itemsize[parameter]
+    parts = (count + servers - 1) // servers
+    kept = min(whole, whole * parts // count + 1 + parts * regions * M.row_bytes[parameter]) if disjoint else whole
+    for i in range(servers):
+        server = K.server[i]
+        if K.serves_itself[server]:
+            received = parts * regions * (COPIES * values + indices)
+            if not disjoint:  # all parts of all readers, and indices of their rows, of which there are not more than elements
+                received = len(M.total) * (COPIES * whole + 2 * INDEX_BYTES * M.elements[parameter])
+            _add(M, server, (3 + M.fixed[1]) * kept, received)
