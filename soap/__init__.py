@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from soap.api import SearchOutcome, export, load, load_cluster, load_strategy, measure_rows, save_strategy, simulate
     from soap.errors import InfeasibleError, ModelError, ProfileError, RuntimeFailure, SoapError, StrategyError, TopologyError
     from soap.graph import OperatorGraph
+    from soap.runner.config import RunnerConfig
+    from soap.runner.partitioner import partitioner
+    from soap.runner.runner import get_runner
+    from soap.runner.sharding import shard
     from soap.runtime.trainer import Trainer
     from soap.strategy import OpConfig, Strategy, SyncConfig
     from soap.topology import Topology
@@ -30,6 +34,10 @@ _HOME = {
     "measure_rows": "soap.api",
     "save_strategy": "soap.api",
     "simulate": "soap.api",
+    "get_runner": "soap.runner.runner",
+    "partitioner": "soap.runner.partitioner",
+    "shard": "soap.runner.sharding",
+    "RunnerConfig": "soap.runner.config",
     "Trainer": "soap.runtime.trainer",
     "OperatorGraph": "soap.graph",
     "OpConfig": "soap.strategy",
@@ -48,13 +56,17 @@ _HOME = {
 
 __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "export",
+    "get_runner",
     "load",
     "load_cluster",
     "load_strategy",
     "measure_rows",
+    "partitioner",
     "save_strategy",
     "search",
+    "shard",
     "simulate",
+    "RunnerConfig",
     "SearchOutcome",
     "Trainer",
     "OperatorGraph",

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "soap.runtime.link_timing": ("soap.runtime", "soap.profiles.link_probes", *GROUND_FLOOR),  # it measures under the real launch
     "soap.zoo": ("soap.zoo", "soap.errors"),
     "soap.api": EVERYTHING,
+    "soap.runner": EVERYTHING,
     "soap.cli": EVERYTHING,
     "soap": EVERYTHING,
 }

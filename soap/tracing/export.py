@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from soap.errors import ModelError
 from soap.files import check_writable, write_bytes_atomically
@@ -62,13 +63,31 @@ def export_model(
     from soap.tracing.importer import import_program
 
     check_writable(path)
+    exported = exported_program(model, args, kwargs, loss=loss, dynamic_batch=dynamic_batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
+        import_program(exported, name=type(model).__name__, plan_only=True)
+    buffer = io.BytesIO()
+    torch.export.save(exported, buffer)
+    write_bytes_atomically(path, buffer.getvalue())
+
+
+def exported_program(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    dynamic_batch: bool | Mapping[str, int] = False,
+) -> ExportedProgram:
+    """What ``export_model`` writes, which shares its tensors with the model."""
     module = model if loss is None else _with_loss(model, loss)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign
-            args, kwargs = _separate(tuple(args), dict(kwargs or {}))
-            sizes = _symbolic_batch(module, args, kwargs, dynamic_batch) if dynamic_batch else None
-            exported = torch.export.export(module, args, kwargs, dynamic_shapes=sizes, strict=False)
+            separate, named = _separate(tuple(args), dict(kwargs or {}))
+            sizes = _symbolic_batch(module, separate, named, dynamic_batch) if dynamic_batch else None
+            return torch.export.export(module, separate, named, dynamic_shapes=sizes, strict=False)
     except ModelError:
         raise
     except Exception as error:
@@ -76,12 +95,6 @@ def export_model(
         if dynamic_batch:
             first = f"the number of samples cannot stay open ({first})"
         raise ModelError(f"torch.export cannot trace {type(model).__name__}: {first}; see torch.export's documentation") from error
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
-        import_program(exported, name=type(model).__name__, plan_only=True)
-    buffer = io.BytesIO()
-    torch.export.save(exported, buffer)
-    write_bytes_atomically(path, buffer.getvalue())
 
 
 def _symbolic_batch(

@@ -46,8 +46,13 @@ def load_model(
     local: BatchNorm = "local" if batch_norm == "local" else "global"
     options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), local)
     text = str(spec)
-    source = ZooSource(text, options) if text.startswith("zoo:") else FileSource(Path(spec), options)
+    source = ZooSource(text, options) if text.startswith("zoo:") else ProgramSource(read_pt2(Path(spec)), Path(spec).stem, options)
     return source.trace(plan_only=plan_only)
+
+
+def load_program(exported: ExportedProgram, name: str) -> ExecutableModel:
+    """The traced model of a program in memory, with which it shares its tensors."""
+    return ProgramSource(exported, name, Options()).trace()
 
 
 def _dtype(what: str, name: str | None, known: Mapping[str, torch.dtype]) -> torch.dtype | None:
@@ -66,11 +71,11 @@ class Options:
     batch_norm: BatchNorm = "global"
 
 
-class FileSource:
-    """A ``.pt2`` file, read once."""
+class ProgramSource:
+    """An exported program."""
 
-    def __init__(self, path: Path, options: Options) -> None:
-        self.exported, self.name, self.options = read_pt2(path), path.stem, options
+    def __init__(self, exported: ExportedProgram, name: str, options: Options) -> None:
+        self.exported, self.name, self.options = exported, name, options
 
     def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> ExecutableModel:
         """See ``Source``. Other shapes than the file's own need a program with symbolic sizes."""

@@ -1,0 +1,58 @@
+"""What a runner is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from soap.api import DEFAULT_BUDGET, CostSource
+from soap.errors import RuntimeFailure
+from soap.runtime.trainer import OptimizerFactory, plain_sgd
+
+RunOption = Literal["hybrid", "ps", "allreduce"]
+RUN_OPTIONS: tuple[RunOption, ...] = ("hybrid", "ps", "allreduce")
+TIMEOUT_S = 1800.0
+"""Ranks wait for the one that searches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """How a runner plans and trains; the first four as in Parallax.
+
+    ``run_option``: ``hybrid`` searches how to split the model and, for each sparse parameter, how to synchronize it; ``allreduce`` searches
+    with all-reduces only; ``ps`` is data parallelism with all parameters on servers. ``local_aggregation``: a host's devices may deal with
+    servers together. ``search_partitions``: into how many partitions servers cut parameters is searched; else it is ``partitions``.
+    ``checkpoint``: a folder; training goes on from the latest in it, and a new one is written every ``save_every`` steps and at the end,
+    the last ``keep`` of which stay. ``sharded``: each rank gives its own part of a batch, else every rank the whole one.
+    ``optimizer``, ``clip_norm``, ``seed``: see ``soap.Trainer``; ``loss``, ``dynamic_batch``: see ``soap.export``; ``budget``, ``costs``,
+    ``alpha`` (shares of rows that a batch touches, by pattern of parameter names): see ``soap.search``.
+    """
+
+    run_option: RunOption = "hybrid"
+    local_aggregation: bool = True
+    search_partitions: bool = True
+    partitions: int = 1
+    checkpoint: str | Path | None = None
+    save_every: int | None = None
+    keep: int | None = 2
+    sharded: bool = True
+    optimizer: OptimizerFactory = plain_sgd
+    clip_norm: float | None = None
+    loss: Callable[..., torch.Tensor] | None = None
+    dynamic_batch: bool | Mapping[str, int] = False
+    alpha: Mapping[str, float] | None = None
+    budget: int = DEFAULT_BUDGET
+    costs: CostSource = "auto"
+    backend: str = "auto"
+    seed: int = 0
+    timeout_s: float = TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if self.run_option not in RUN_OPTIONS:
+            raise RuntimeFailure(f"run_option {self.run_option!r}: expected one of {', '.join(RUN_OPTIONS)}")
+        if self.save_every is not None and (self.save_every < 1 or self.checkpoint is None):
+            raise RuntimeFailure(f"save_every {self.save_every}: expected at least 1 step, and a folder as checkpoint")

@@ -1,0 +1,64 @@
+"""The strategy of a runner: searched as its configuration says, with one number of partitions for parameters that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from soap import api
+from soap.graph import OperatorGraph
+from soap.row_shares import with_alphas
+from soap.runner.config import RunnerConfig
+from soap.simulator.reference import execution_order
+from soap.simulator.simulate import Simulator
+from soap.strategy import Strategy, SyncConfig
+from soap.topology import Topology
+
+SERVED = "parameter_server"
+
+
+def planned(
+    graph: OperatorGraph, topology: Topology, config: RunnerConfig, groups: Sequence[Sequence[str]]
+) -> tuple[Strategy, tuple[int, ...]]:
+    """The strategy, and its tiles in the order in which they start."""
+    graph = with_alphas(graph, list((config.alpha or {}).items()))
+    simulator = api.simulator_for(graph, topology, costs=config.costs)
+    if config.run_option == "ps":
+        strategy = api.classical(SERVED, graph, topology)
+    else:
+        syncs = [SyncConfig()] if config.run_option == "allreduce" else []
+        found = api.search(graph, topology, budget=config.budget, seed=config.seed, syncs=syncs, costs=config.costs)
+        strategy = found.strategy
+    strategy = alike(simulator, adapted(strategy, config), groups)
+    simulation = simulator.run(strategy)
+    return strategy, tuple(execution_order(simulation.tasks, simulation.schedule))
+
+
+def adapted(strategy: Strategy, config: RunnerConfig) -> Strategy:
+    """Served parameters as the configuration says, where it says something."""
+    for name, sync in _served(strategy).items():
+        partitions = sync.partitions if config.search_partitions else config.partitions
+        together = sync.local_aggregation and config.local_aggregation
+        strategy = strategy.with_parameter(name, replace(sync, partitions=partitions, local_aggregation=together))
+    return strategy
+
+
+def alike(simulator: Simulator, strategy: Strategy, groups: Sequence[Sequence[str]]) -> Strategy:
+    """Served parameters of a group in equally many partitions: the number, of those that they have, that is predicted to be fastest."""
+    for group in groups:
+        served = {name: sync for name, sync in _served(strategy).items() if name in group}
+        counts = sorted({sync.partitions for sync in served.values()})
+        if len(counts) < 2:
+            continue
+        candidates = []
+        for partitions in counts:
+            changed = strategy
+            for name, sync in served.items():
+                changed = changed.with_parameter(name, replace(sync, partitions=partitions))
+            candidates.append((simulator.cost(changed), changed))
+        strategy = min(candidates, key=lambda found: (found[0][1] > 0, found[0][0]))[1]
+    return strategy
+
+
+def _served(strategy: Strategy) -> dict[str, SyncConfig]:
+    return {name: sync for name, sync in strategy.parameters.items() if sync.method == SERVED}

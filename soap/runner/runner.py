@@ -1,0 +1,140 @@
+"""A runner: a module of a single-device script, trained by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from soap import api
+from soap.errors import RuntimeFailure, SoapError
+from soap.runner.batches import joined
+from soap.runner.config import RunnerConfig
+from soap.runner.partitioner import groups
+from soap.runner.planning import planned
+from soap.runner.sharding import rank_and_count
+from soap.runtime.checkpoint_folder import complete
+from soap.runtime.trainer import Trainer
+from soap.runtime.world import close_world, open_world
+from soap.strategy import Strategy
+from soap.topology import Topology
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.export import exported_program
+from soap.tracing.load import load_program
+
+Batch = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+"""What the module's ``forward`` takes: one tensor, several in order, or tensors by name."""
+
+
+class Runner:
+    """Trains on all ranks at once; made, and called, on all of them alike. See ``get_runner``.
+
+    ``strategy``, ``trainer``: from the first batch on. A context manager, like ``soap.Trainer``.
+    """
+
+    def __init__(self, model: nn.Module, topology: Topology, config: RunnerConfig) -> None:
+        self.model, self.topology, self.config = model, topology, config
+        self.strategy: Strategy | None = None
+        self.trainer: Trainer | None = None
+        self._names: Sequence[str] = ()
+        kind = topology.devices[0].type.kind
+        self.world = open_world(topology.device_count, kind, config.backend, config.timeout_s)
+        self._saved_at = 0
+
+    def run(self, batch: Batch) -> float:
+        """One training step; the loss of the whole batch, the same on all ranks. The first one exports the model and plans.
+
+        ``batch``: this rank's part of the batch, which may have no samples; the whole batch if the configuration says so.
+        """
+        tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
+        if self.config.sharded:
+            wire = self.world.device if self.world.backend == "nccl" else torch.device("cpu")
+            tensors = joined(tensors, wire)
+        named = dict(zip(batch, tensors, strict=True)) if isinstance(batch, Mapping) else None
+        trainer = self.trainer or self._start(tensors, named)
+        loss = trainer.step(*(tensors if named is None else [named[name] for name in self._names]))
+        if self.config.save_every is not None and trainer.steps % self.config.save_every == 0:
+            self._save(trainer)
+        return loss
+
+    def over(self, batches: Iterable[Batch]) -> Iterator[float]:
+        """The loss of each batch in turn."""
+        return (self.run(batch) for batch in batches)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All trained values by the module's names, on rank 0 (empty elsewhere); called on all ranks."""
+        if self.trainer is None:
+            raise RuntimeFailure("the runner has not seen a batch yet; expected run(batch) before state_dict()")
+        return self.trainer.state_dict()
+
+    def close(self) -> None:
+        """Write the last checkpoint, if there is a folder for it, and leave the process group if the runner has opened it."""
+        if self.trainer is not None:
+            if self.config.checkpoint is not None and self.trainer.steps > self._saved_at:
+                self._save(self.trainer)
+            self.trainer.close()
+        close_world(self.world)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:  # the other ranks may be anywhere
+            close_world(self.world)
+
+    def _start(self, tensors: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor] | None) -> Trainer:
+        config = self.config
+        arguments = (tuple(tensors), {}) if named is None else ((), dict(named))
+        exported = exported_program(self.model, *arguments, loss=config.loss, dynamic_batch=config.dynamic_batch)
+        model = load_program(exported, type(self.model).__name__)
+        self._names = model.input_names
+        self.strategy, order = self._agreed(model)
+        self.trainer = Trainer(
+            model,
+            (self.strategy, self.topology),
+            order,
+            optimizer=config.optimizer,
+            backend=config.backend,
+            seed=config.seed,
+            clip_norm=config.clip_norm,
+        )
+        if config.checkpoint is not None and Path(config.checkpoint).is_dir() and complete(Path(config.checkpoint)):
+            self.trainer.load(config.checkpoint)
+        self._saved_at = self.trainer.steps
+        return self.trainer
+
+    def _agreed(self, model: ExecutableModel) -> tuple[Strategy, tuple[int, ...]]:
+        """Rank 0 plans for all: measured costs differ between hosts. What goes wrong there goes wrong everywhere."""
+        answer: list[Any] = [None]
+        if self.world.rank == 0:
+            try:
+                answer[0] = planned(model.graph, self.topology, self.config, groups(self.model))
+            except SoapError as error:
+                answer[0] = error
+        dist.broadcast_object_list(answer, 0)
+        if isinstance(answer[0], SoapError):
+            raise answer[0]
+        strategy, order = answer[0]
+        return strategy, order
+
+    def _save(self, trainer: Trainer) -> None:
+        assert self.config.checkpoint is not None
+        trainer.save(self.config.checkpoint, keep=self.config.keep)
+        self._saved_at = trainer.steps
+
+
+def get_runner(model: nn.Module, cluster: api.Cluster | None = None, config: RunnerConfig | None = None) -> Runner:
+    """A runner for a module that returns its loss, on the ranks that torchrun has started, one per device of the cluster.
+
+    ``cluster``: as for ``soap.search``; None is this machine with as many devices as there are ranks. The module's own values are where
+    training begins; trained values are in ``state_dict()``. Batches are gathered on all ranks before a step.
+    """
+    topology = cluster if isinstance(cluster, Topology) else api.load_cluster(cluster or f"local:{rank_and_count()[1]}")
+    return Runner(model, topology, config or RunnerConfig())

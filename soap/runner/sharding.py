@@ -1,0 +1,65 @@
+"""Input pipelines on all ranks: each reads its own part of a dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sized
+from itertools import islice
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset
+
+from soap.errors import RuntimeFailure
+from soap.runtime.world import under_launcher
+
+
+class Shard(Dataset[Any]):
+    """The items of a dataset whose index, modulo ``count``, is ``number``."""
+
+    def __init__(self, dataset: Dataset[Any], number: int, count: int) -> None:
+        self.dataset, self.number, self.count = dataset, number, count
+
+    def __len__(self) -> int:
+        return len(range(self.number, len(cast(Sized, self.dataset)), self.count))
+
+    def __getitem__(self, index: int) -> Any:
+        size = len(self)
+        if not -size <= index < size:
+            raise IndexError(f"item {index} of a shard of {size}")
+        return self.dataset[index % size * self.count + self.number]
+
+
+class IterableShard(IterableDataset[Any]):
+    """The same of a dataset that can only be read from its beginning: every rank reads all of it and keeps its part."""
+
+    def __init__(self, dataset: IterableDataset[Any], number: int, count: int) -> None:
+        self.dataset, self.number, self.count = dataset, number, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dataset), self.number, None, self.count)
+
+
+def shard(dataset: Dataset[Any], number: int | None = None, count: int | None = None) -> Shard | IterableShard:
+    """This rank's part of a dataset, for a DataLoader of its own: the items whose index, modulo the number of ranks, is the rank's number.
+
+    ``number``, ``count``: which of how many parts, if not by rank. One process alone has all items. Shuffle inside the parts, or with the
+    same seed before. A runner puts the ranks' batches together so that, without shuffling, a step sees the items that it would in one
+    process whose batch is as large as all of theirs.
+    """
+    own_number, own_count = rank_and_count()
+    number, count = own_number if number is None else number, own_count if count is None else count
+    if not 0 <= number < count:
+        raise RuntimeFailure(f"shard {number} of {count}: expected a number from 0 to {max(0, count - 1)}")
+    if isinstance(dataset, IterableDataset):
+        return IterableShard(dataset, number, count)
+    return Shard(dataset, number, count)
+
+
+def rank_and_count() -> tuple[int, int]:
+    """This process's number, and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if under_launcher(os.environ):
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1

@@ -1,0 +1,181 @@
+"""A single-device script, made distributed by three lines, does what it does on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
+
+import soap
+from soap.errors import RuntimeFailure
+from soap.runner.partitioner import groups
+from soap.runner.planning import adapted, alike
+from soap.simulator.simulate import Simulator
+from soap.strategy import Strategy, SyncConfig
+from tests.runner import ranks
+from tests.runner.ranks import ITEMS, Model, Stream, Words, sgd
+from tests.runtime.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+def alone(batch: int, passes: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same script on one device."""
+    model = Model()
+    optimizer = sgd(list(model.parameters()))
+    losses = []
+    for _ in range(passes):
+        for ids, targets in DataLoader(Words(), batch_size=batch):
+            optimizer.zero_grad()
+            loss = model(ids, targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_ranks_train_as_one_process(two: Pool, named: bool) -> None:
+    expected, state = alone(12, 2)
+    (losses, trained), (others, nothing) = two.run(ranks.train, 2, 6, 2, named, {})
+    assert losses == others == pytest.approx(expected, rel=1e-12)
+    assert nothing == {}
+    assert trained.keys() == state.keys()
+    for name, tensor in state.items():
+        torch.testing.assert_close(trained[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_a_last_batch_that_is_smaller(two: Pool) -> None:
+    expected, _ = alone(10, 1)  # 24 items: 10, 10, 4
+    (losses, _), _ = two.run(ranks.train, 2, 5, 1, False, {"dynamic_batch": True})
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_every_rank_may_give_the_whole_batch(two: Pool) -> None:
+    assert two.run(ranks.whole_batches, 2)[0] == pytest.approx(alone(12, 1)[0], rel=1e-12)
+
+
+def test_training_goes_on_from_the_checkpoint(two: Pool, tmp_path: Path) -> None:
+    losses, steps = two.run(ranks.resume, 2, tmp_path)[0]
+    assert losses == pytest.approx(alone(8, 2)[0], rel=1e-12)
+    assert steps == 6
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_goes_wrong_in_planning_is_said_on_all_ranks(two: Pool) -> None:
+    said = two.run(ranks.fail, 2)
+    assert said[0] == said[1]
+    assert said[0].startswith("no sparse parameter is named 'head*'; expected one of ")
+
+
+def test_one_process_needs_no_launcher() -> None:
+    losses, state = ranks.train(1, 12, 1, False, {})
+    assert losses == pytest.approx(alone(12, 1)[0], rel=1e-12)
+    assert set(state) == set(Model().state_dict())
+
+
+@pytest.mark.parametrize("sizes", [[3, 3], [4, 3], [2, 0], [1, 5]])
+def test_parts_of_a_batch_come_together_in_the_order_of_the_items(two: Pool, sizes: list[int]) -> None:
+    expected = sorted(((i, rank), rank + 2 * i) for rank, size in enumerate(sizes) for i in range(size))
+    items = [item for _, item in expected]
+    assert two.run(ranks.join, sizes) == [[items, [[float(item)] for item in items], 5]] * 2
+
+
+def test_parts_that_do_not_fit_together(two: Pool) -> None:
+    said = "rank 1 has a batch of float32[4], rank 0 of float32[3]; expected equal samples"
+    assert two.run(ranks.mismatch) == [said, said]
+
+
+@given(items=st.integers(0, 20), count=st.integers(1, 6))
+def test_shards_have_every_item_once_by_index(items: int, count: int) -> None:
+    data: Any = list(range(items))
+    shards = [soap.shard(data, number, count) for number in range(count)]
+    assert [[own[i] for i in range(len(own))] for own in shards] == [list(range(number, items, count)) for number in range(count)]  # type: ignore[arg-type]
+    streams = [list(soap.shard(Stream(items), number, count)) for number in range(count)]
+    assert streams == [list(range(number, items, count)) for number in range(count)]
+
+
+def test_shards_count_from_the_end_and_end() -> None:
+    own: Any = soap.shard(Words(), 1, 5)
+    assert len(own) == 5
+    assert torch.equal(own[-1][0], Words().ids[21])
+    with pytest.raises(IndexError):
+        own[5]
+
+
+def test_one_process_has_all_items_and_ranks_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: Any = soap.shard(Words())
+    assert len(whole) == ITEMS
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    own: Any = soap.shard(Words())
+    assert (own.number, own.count, len(own)) == (2, 7, 4)
+    with pytest.raises(RuntimeFailure, match=r"^shard 7 of 7: expected a number from 0 to 6$"):
+        soap.shard(Words(), 7, 7)
+
+
+def test_parameters_made_inside_of_a_partitioner_belong_together() -> None:
+    with soap.partitioner():
+        first = nn.Linear(2, 3)
+    second = nn.Linear(3, 2)
+    with soap.partitioner():
+        third = nn.Linear(2, 3)
+    model = nn.Sequential(first, second, third).double()
+    assert groups(model) == [("0.weight", "0.bias"), ("2.weight", "2.bias")]
+    assert groups(Model()) == [("table.weight", "other.weight")]
+
+
+def served(*partitions: int, together: bool = True) -> Strategy:
+    syncs = {f"p{i}": SyncConfig("parameter_server", count, together) for i, count in enumerate(partitions)}
+    return Strategy({}, {**syncs, "dense": SyncConfig()})
+
+
+class FakeSimulator(Simulator):
+    """Predicts that 4 partitions are best, and that more than 8 do not fit."""
+
+    def __init__(self) -> None:
+        pass
+
+    def cost(self, strategy: Strategy) -> tuple[int, int]:
+        counts = [sync.partitions for sync in strategy.parameters.values()]
+        return sum(abs(count - 4) for count in counts), int(max(counts) > 8)
+
+
+def test_parameters_of_a_group_get_the_best_number_of_partitions_of_theirs() -> None:
+    found = alike(FakeSimulator(), served(16, 3, 1, 2), [("p0", "p1", "dense"), ("p2", "absent"), ("p3",)])
+    assert found == served(3, 3, 1, 2)
+
+
+def test_configuration_overrules_the_search() -> None:
+    assert adapted(served(4, 2), soap.RunnerConfig()) == served(4, 2)
+    fixed = soap.RunnerConfig(search_partitions=False, partitions=3, local_aggregation=False)
+    assert adapted(served(4, 2), fixed) == served(3, 3, together=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"run_option": "mpi"}, "run_option 'mpi': expected one of hybrid, ps, allreduce"),
+        ({"save_every": 3}, "save_every 3: expected at least 1 step, and a folder as checkpoint"),
+    ],
+)
+def test_wrong_configuration(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeFailure, match=f"^{message}$"):
+        soap.RunnerConfig(**options)
+
+
+def test_trained_values_before_a_batch() -> None:
+    with soap.get_runner(Model(), "emulated:1x1@1Gbit/s") as runner, pytest.raises(RuntimeFailure, match="has not seen a batch yet"):
+        runner.state_dict()
