@@ -39,8 +39,8 @@ def rows_of(gradient: torch.Tensor, first: int) -> RowGradient:
 
 def not_zero(gradient: RowGradient) -> RowGradient:
     """Without rows that are all zero."""
-    flat = gradient.values.reshape(len(gradient.rows), -1)
-    touched = (flat != 0).any(1) if flat.shape[1] else torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
+    different = gradient.values != 0
+    touched = different if different.dim() == 1 else different.flatten(1).any(1)
     return gradient if bool(touched.all()) else RowGradient(gradient.rows[touched], gradient.values[touched])
 
 

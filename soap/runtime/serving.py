@@ -18,13 +18,13 @@ from soap.simulator.tasks import TaskKind
 
 
 class DenseServing:
-    """A rank's part in all dense regions that servers keep. In a step's last micro-batch ``collect`` and ``push``, then ``end``;
+    """A rank's part in the dense regions that it reads or keeps as a server. In a step's last micro-batch ``collect`` and ``push``, then ``end``;
     ``gradient`` is then the sum over all readers. After the update, and whenever shards were loaded, ``pull``."""
 
     def __init__(self, plan: Plan, comm: Communicator, shards: ShardStore) -> None:
         self.plan, self.comm, self.store = plan, comm, shards
         self._rank = comm.rank
-        self.regions = {number: own for number, own in enumerate(plan.served) if not own.sparse}
+        self.regions = {i: own for i, own in enumerate(plan.served) if not own.sparse and self._rank in members_of(plan, own)}
         kept = [(i, number) for number, own in self.regions.items() for i in own.shards if plan.shards[i].devices == (self._rank,)]
         self._region_of = dict(kept)
         self._blank = torch.empty(0, device=comm.device)

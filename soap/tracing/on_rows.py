@@ -36,7 +36,7 @@ def look_up(local: Local, rule: Tiled, rows: torch.Tensor) -> Any:
         table = table.new_zeros((1, *table.shape[1:]))
     count, entire = len(table), local.boxes[0][0] == (0, local.shapes[0][0])
     indices = _from_the_front(local, indices)
-    places = torch.searchsorted(rows, indices)
+    places = torch.searchsorted(rows, indices.contiguous())
     if len(rows):
         places = torch.where(rows[places.clamp(max=count - 1)] == indices, places, count)
     call = local.call
