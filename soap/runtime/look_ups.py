@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from soap.regions import Box
+from soap.regions import Box, whole
 from soap.runtime.prepared import PreparedTile, PreparedTiles, RowsRead
-from soap.runtime.redistribute import assemble
+from soap.runtime.redistribute import assemble, cut
 from soap.runtime.row_gradient import common_rows
 from soap.runtime.shards import ShardStore
 from soap.runtime.table_sync import TableSync
 from soap.runtime.tables import Table
+from soap.simulator.tiling import tiles_of
+from soap.strategy import OpConfig
 from soap.tracing.model import TileContext, TracedModel
 
 Asked = dict[tuple[int, int], torch.Tensor]
@@ -43,6 +45,24 @@ class LookUps:
         return {
             number: common_rows(rows) if rows else torch.empty(0, dtype=torch.int64, device=device) for number, rows in parts.items()
         }
+
+
+def rows_looked_up(
+    model: TracedModel, names: Iterable[str], tensors: Mapping[str, torch.Tensor], context: TileContext
+) -> dict[str, torch.Tensor]:
+    """The rows of these sparse parameters that a whole batch looks up, ascending, whoever does."""
+    graph, found = model.graph, {}
+    for name in names:
+        rows = []
+        for use in graph.sparse[name].lookups if name in graph.sparse else ():
+            op = graph.operators[use.operator]
+            (tile,) = tiles_of(graph, use.operator, OpConfig((1,) * len(op.factors), (0,)))
+            whole_inputs = [tensors.get(operand.tensor) for operand in op.inputs]
+            inputs = [None if t is None else cut(t, whole(t.shape), box) for t, box in zip(whole_inputs, tile.inputs, strict=True)]
+            rows.append(model.rows_asked_for(tile, use.parameter, inputs, context))
+        if rows:
+            found[name] = common_rows(rows)
+    return found
 
 
 def rows_for(

@@ -20,6 +20,12 @@ class RowGradient(NamedTuple):
         whole[self.rows - first] = self.values
         return whole
 
+    @staticmethod
+    def of(gradient: torch.Tensor, rows: torch.Tensor, first: int) -> RowGradient:
+        """Those of ascending ``rows`` that a dense gradient has, which begins with row ``first``."""
+        there = rows[(rows >= first) & (rows < first + len(gradient))]
+        return RowGradient(there, gradient.index_select(0, there - first))
+
 
 def add_up(parts: Sequence[RowGradient]) -> RowGradient:
     """The sum of one or more gradients of rows, in their order: equal parts give equal bits."""
@@ -30,18 +36,6 @@ def add_up(parts: Sequence[RowGradient]) -> RowGradient:
     for part in parts:
         values.index_add_(0, torch.searchsorted(rows, part.rows), part.values)
     return RowGradient(rows, values)
-
-
-def rows_of(gradient: torch.Tensor, first: int) -> RowGradient:
-    """The rows of a dense gradient that are not all zero; its own first row has the number ``first``."""
-    return not_zero(RowGradient(torch.arange(first, first + len(gradient), device=gradient.device), gradient))
-
-
-def not_zero(gradient: RowGradient) -> RowGradient:
-    """Without rows that are all zero."""
-    different = gradient.values != 0
-    touched = different if different.dim() == 1 else different.flatten(1).any(1)
-    return gradient if bool(touched.all()) else RowGradient(gradient.rows[touched], gradient.values[touched])
 
 
 def common_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:

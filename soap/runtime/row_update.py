@@ -1,7 +1,7 @@
 """Updates of tables of which a step has gradients of some rows: any torch optimizer with an elementwise update, on these rows alone.
 
 *Exact* (the default): where a zero gradient changes neither a row nor its state, the rows without gradient are left out; otherwise the
-gradient is made dense, on the device that keeps the shard. *Lazy*: rows whose gradient is all zero, and their state, stay as they are,
+gradient is made dense, on the device that keeps the shard. *Lazy*: rows that a step does not look up, and their state, stay as they are,
 whatever the optimizer; what counts steps goes on for all.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.runtime.row_gradient import RowGradient, not_zero, rows_of
-from soap.simulator.plan import Plan
+from soap.regions import Box
+from soap.runtime.row_gradient import RowGradient
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -34,36 +34,45 @@ class _Compact:
 
 
 class Updater:
-    """Updates a rank's shards by a user's optimizer, which knows them all. ``optimizer`` None: there is nothing to train."""
+    """Updates tensors by a user's optimizer, which knows them all. ``tensors``: by number, with the part of which parameter each is
+    (``parts``). ``optimizer`` None: there is nothing to train."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, plan: Plan, tensors: Mapping[int, torch.Tensor], lazy: bool) -> None:
-        self.optimizer, self.plan, self.tensors, self.lazy = optimizer, plan, tensors, lazy
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, tensors: Mapping[int, torch.Tensor], parts: Mapping[int, tuple[str, Box]], lazy: bool
+    ) -> None:
+        self.optimizer, self.tensors, self.parts, self.lazy = optimizer, tensors, parts, lazy
 
-    def update(self, dense: Mapping[int, torch.Tensor], rows: Mapping[int, RowGradient], only: Collection[int] | None = None) -> None:
-        """One step, or the part of it that updates ``only`` these shards. Gradients by shard."""
+    def update(
+        self,
+        dense: Mapping[int, torch.Tensor],
+        rows: Mapping[int, RowGradient],
+        looked_up: Mapping[str, torch.Tensor],
+        only: Collection[int] | None = None,
+    ) -> None:
+        """One step, or the part of it that updates ``only`` these tensors. Gradients by number; which rows the step has looked up of
+        parameters with dense gradients, if that is known and matters (lazy)."""
         for number, tensor in self.tensors.items():
             tensor.grad = dense.get(number) if only is None or number in only else None
         if self.optimizer is None:
             return
         chosen = {number: gradient for number, gradient in rows.items() if only is None or number in only}
-        if not chosen and not self.lazy:
+        if not chosen and not looked_up:
             self.optimizer.step()
             return
         groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
         by_rows: dict[int, RowGradient] = {}
         for number, gradient in chosen.items():
-            tensor, (first, stop) = self.tensors[number], self.plan.shards[number].box[0]
+            tensor, (first, stop) = self.tensors[number], self.parts[number][1][0]
             if id(tensor) not in groups:
                 continue
-            if self.lazy:
-                by_rows[number] = not_zero(gradient)
-            elif spares_rows(self.optimizer, groups[id(tensor)]):
+            if self.lazy or spares_rows(self.optimizer, groups[id(tensor)]):
                 by_rows[number] = gradient
             else:
                 tensor.grad = gradient.dense(first, stop - first)
-        for number, tensor in self.tensors.items() if self.lazy else ():
-            if tensor.grad is not None and id(tensor) in groups and self.plan.shards[number].parameter in self.plan.graph.sparse:
-                by_rows[number] = rows_of(tensor.grad, self.plan.shards[number].box[0][0])
+        for number, tensor in self.tensors.items() if looked_up else ():
+            name, box = self.parts[number]
+            if tensor.grad is not None and id(tensor) in groups and name in looked_up:
+                by_rows[number] = RowGradient.of(tensor.grad, looked_up[name], box[0][0])
                 tensor.grad = None
         with self._compacted(self.optimizer, by_rows):
             self.optimizer.step()
@@ -93,7 +102,7 @@ class Updater:
 
     def _compact(self, optimizer: torch.optim.Optimizer, number: int, gradient: RowGradient) -> _Compact:
         shard = self.tensors[number]
-        at = gradient.rows - self.plan.shards[number].box[0][0]
+        at = gradient.rows - self.parts[number][1][0][0]
         values = shard.detach().index_select(0, at).requires_grad_()
         values.grad = gradient.values
         state = optimizer.state.get(shard, {})

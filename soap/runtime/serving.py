@@ -18,8 +18,8 @@ from soap.simulator.tasks import TaskKind
 
 
 class DenseServing:
-    """A rank's part in the dense regions that it reads or keeps as a server. In a step's last micro-batch ``collect`` and ``push``, then ``end``;
-    ``gradient`` is then the sum over all readers. After the update, and whenever shards were loaded, ``pull``."""
+    """A rank's part in the dense regions that it reads or keeps as a server. In a step's last micro-batch ``collect`` and ``push``, then
+    ``end``; ``gradient`` is then the sum over all readers. After the update, and whenever shards were loaded, ``pull``."""
 
     def __init__(self, plan: Plan, comm: Communicator, shards: ShardStore) -> None:
         self.plan, self.comm, self.store = plan, comm, shards

@@ -17,9 +17,11 @@ from soap.errors import RuntimeFailure, SoapWarning
 from soap.presets import local_topology
 from soap.runtime.clipping import clip
 from soap.runtime.inputs import compare_ranks, micro_batches
+from soap.runtime.look_ups import rows_looked_up
 from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
+from soap.runtime.row_gradient import common_rows
 from soap.runtime.row_update import Updater
 from soap.runtime.shards import ShardStore, gather_regions
 from soap.runtime.sizes import BatchSizes, run_dtype
@@ -54,8 +56,8 @@ class Trainer:
     dropout. ``dtype``: compute in this floating-point type instead of the model's own. ``accumulate``: micro-batches per step.
     ``clip_norm``: scale gradients to at most this global norm. Copies of a parameter start equal to their first device's, buffers equal
     to rank 0's. ``take_over``: train in the model's own memory where a rank keeps a parameter whole; ``model.parameters`` then follow
-    the training. ``lazy_sparse``: rows of sparse parameters without gradient stay as they are whatever the optimizer does with zeros (see
-    ``row_update``). ``compiled``: by ``torch.compile``, which takes its time in the first step.
+    the training. ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are, whatever the optimizer does with
+    zeros (see ``row_update``). ``compiled``: by ``torch.compile``, which takes its time in the first step.
 
     Use as a context manager, or call ``close``, to leave the process group that it has opened.
     """
@@ -113,7 +115,12 @@ class Trainer:
         self.optimizer_factory = optimizer
         trainable = [self.shards.tensors[i] for i in self.shards.tensors if plan.shards[i].trainable]
         self.optimizer = optimizer(trainable) if trainable else None
-        self._updater = Updater(self.optimizer, plan, self.shards.tensors, lazy_sparse)
+        self.lazy_sparse = lazy_sparse
+        parts = {number: (plan.shards[number].parameter, plan.shards[number].box) for number in self.shards.tensors}
+        self._updater = Updater(self.optimizer, self.shards.tensors, parts, lazy_sparse)
+        by_rows = {table.parameter for table in self.program.tables}
+        kept = {name for name, _ in parts.values() if name in plan.graph.sparse}
+        self._to_look_up = sorted(kept - by_rows) if lazy_sparse else []
         self._refresh_copies()
 
     def step(self, *inputs: torch.Tensor) -> float:
@@ -141,6 +148,7 @@ class Trainer:
             self._batch_compared = True
         self.sizes.check(parts)
         losses = []
+        looked_up: dict[str, torch.Tensor] = {}
         for number, part in enumerate(parts):
             sized = self.sizes.of(part)
             runner, last = sized.runner, number == len(parts) - 1
@@ -148,13 +156,16 @@ class Trainer:
                 runner = sized.traced(recorder)
                 recorder.align()
             context = TileContext(self.seed, self.steps * self.accumulate + number, self.buffers, unread=sized.unread)
-            losses.append(runner.run(sized.tensors(part), context, MicroBatch(number, len(parts))))
+            tensors = sized.tensors(part)
+            for name, rows in rows_looked_up(sized.model, self._to_look_up, tensors, context).items() if self._to_look_up else ():
+                looked_up[name] = common_rows([looked_up[name], rows]) if name in looked_up else rows
+            losses.append(runner.run(tensors, context, MicroBatch(number, len(parts))))
             sized.model.end_step(context)
-        self._update(recorder)
+        self._update(looked_up, recorder)
         self.steps += 1
         return sum(loss() for loss in losses) / len(losses)
 
-    def _update(self, recorder: Recorder | None) -> None:
+    def _update(self, looked_up: Mapping[str, torch.Tensor], recorder: Recorder | None) -> None:
         gradients = self.sizes.gradients
         done = set() if recorder is None else self._serve(recorder)
         gradients.add_up()
@@ -164,7 +175,7 @@ class Trainer:
         left = None if not done else self.shards.tensors.keys() - done
         timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
         with recorder.task(update_name(self.rank), TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
-            self._updater.update(gradients.dense, gradients.rows, left)
+            self._updater.update(gradients.dense, gradients.rows, looked_up, left)
         gradients.served.pull(watch_nothing if recorder is None else recorder.watch)
 
     def _serve(self, recorder: Recorder) -> set[int]:
@@ -177,7 +188,7 @@ class Trainer:
                     with recorder.task(serve_name(own, number), TaskKind.UPDATE):
                         gradients.add_up((shard,))
                         if self.clip_norm is None:
-                            self._updater.update(gradients.dense, gradients.rows, (shard,))
+                            self._updater.update(gradients.dense, gradients.rows, {}, (shard,))
                             updated.add(shard)
         return updated
 

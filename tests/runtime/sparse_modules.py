@@ -49,6 +49,8 @@ class Tables(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(x)), labels)
 
 
+COLUMNS = {"subscripts": slice(1, 2), "selected": slice(2, 3), "positions": slice(0, 1), "numbers": slice(4, 5)}
+"""The tokens that some tables are looked up by; others by all."""
 MODULES: dict[str, Callable[[], nn.Module]] = {"words": Words, "tables": Tables}
 
 
@@ -79,7 +81,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 def train_alone(
     module: nn.Module, steps: Sequence[Sequence[Batch]], optimizer: Optimizer, *, clip_norm: float | None = None, lazy: Sequence[str] = ()
 ) -> Trained:
-    """A plain loop; each step is a list of micro-batches. Rows without gradient of the ``lazy`` parameters, and their state, stay."""
+    """A plain loop; each step is a list of micro-batches. Rows of the ``lazy`` parameters that a step does not look up stay, with state."""
     named = dict(module.named_parameters())
     updated = optimizer(list(named.values()))
     losses = []
@@ -95,7 +97,8 @@ def train_alone(
         before = {name: _rows(named[name], updated) for name in lazy}
         updated.step()
         for name, old in before.items():
-            _restore(named[name], updated, old)
+            tokens = torch.cat([part[0][:, COLUMNS.get(name, slice(None))].flatten() for part in parts])
+            _restore(named[name], updated, old, tokens)
         losses.append(total)
     return Trained(losses, {name: tensor.detach().clone() for name, tensor in module.state_dict().items()})
 
@@ -105,9 +108,9 @@ def _rows(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str
     return {"": parameter.detach().clone(), **state}
 
 
-def _restore(parameter: torch.Tensor, optimizer: torch.optim.Optimizer, before: dict[str, torch.Tensor]) -> None:
-    assert parameter.grad is not None
-    idle = (parameter.grad.reshape(len(parameter), -1) == 0).all(1)
+def _restore(parameter: torch.Tensor, optimizer: torch.optim.Optimizer, before: dict[str, torch.Tensor], tokens: torch.Tensor) -> None:
+    idle = torch.ones(len(parameter), dtype=torch.bool)
+    idle[tokens] = False
     with torch.no_grad():
         parameter[idle] = before[""][idle]
         for key, value in optimizer.state[parameter].items():
