@@ -33,7 +33,6 @@ from soap.cli.timelines import measured_text, not_as_priced
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.presets import says_all
-from soap.runtime.program import check_runnable
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
 from soap.units import format_bytes
@@ -128,8 +127,6 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     from soap.cli.training import Job  # from here on torch is needed anyway
 
     trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]
-    for name in trained:
-        check_runnable(predicted[name].plan)
     orders = {name: tuple(execution_order(predicted[name].tasks, predicted[name].schedule)) for name in trained}
     job = Job(
         model=args.model,

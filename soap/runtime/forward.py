@@ -14,10 +14,12 @@ from soap.errors import RuntimeFailure
 from soap.regions import lengths
 from soap.runtime.activity import ValueKey
 from soap.runtime.arrivals import Arrivals
+from soap.runtime.look_ups import Asked, LookUps, rows_for
 from soap.runtime.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
 from soap.runtime.redistribute import Pending, assemble, cut
 from soap.runtime.shards import ShardStore
 from soap.runtime.state import Output, StepState
+from soap.runtime.table_sync import TableSync
 from soap.runtime.units import Outputs, Unit
 from soap.simulator.plan import message_name, reduce_name, remote_parts
 from soap.simulator.tasks import TaskKind
@@ -35,6 +37,8 @@ class ForwardPass:
         shards: ShardStore,
         tensors: Mapping[str, torch.Tensor],
         context: TileContext,
+        look_ups: LookUps,
+        tables: TableSync,
         units: Mapping[int, Unit] | None = None,
     ) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
@@ -42,6 +46,8 @@ class ForwardPass:
         self.context = context
         self._prepared = prepared
         self._units = units or {}
+        self._look_ups, self._tables = look_ups, tables
+        self._asked: Asked = {}
         self._computed: dict[int, Outputs] = {}
         self._loss: Callable[[], float] = lambda: 0.0
         self._numbers: dict[int, torch.Tensor] = {}
@@ -80,12 +86,28 @@ class ForwardPass:
                 return self._computed.pop(tile.number)
         if tile.empty:  # fewer samples than tiles: nothing, or nothing to be added to a sum
             return [torch.zeros(shape, dtype=dtype, device=self.state.comm.device) for shape, dtype in tile.made]
+        if tile.rows:
+            return self._on_rows(tile)
         inputs = [self._input(source) for source in tile.inputs]
         parameters = [self._parameter(parameter) for parameter in tile.parameters]
         if not self.state.is_traced and torch.is_grad_enabled() is tile.active:
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
         with self.state.task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(tile.active):
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
+
+    def _on_rows(self, tile: PreparedTile) -> Outputs:
+        """Compute a tile that looks rows up."""
+        inputs = [self._input(source) for source in tile.inputs]
+        given = {own.place: rows_for(tile.number, own, self._asked, self._tables, self.shards) for own in tile.rows}
+        parameters = [given[k][0] if k in given else self._parameter(parameter) for k, parameter in enumerate(tile.parameters)]
+        rows = {place: own for place, (_, own) in given.items()}
+        with self.state.task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(tile.active):
+            return self.model.run_on_rows(tile.tile, inputs, parameters, rows, self.context)
+
+    def ask(self, _: int) -> None:
+        """Tell which rows this rank's tiles look up."""
+        self._asked = self._look_ups.asked(self.model, self.tensors, self.context)
+        self._tables.ask(self._look_ups.by_table(self._asked, self.state.comm.device))
 
     def transfer(self, number: int) -> None:
         """Send or receive a message."""
@@ -282,7 +304,7 @@ class ForwardPass:
     def _parameter(self, parameter: Parameter) -> torch.Tensor:
         """A parameter region of a tile, assembled once per segment."""
         if parameter.sole is not None:
-            return self.shards.tensors[parameter.sole]
+            return self.shards.leaves[parameter.sole]
         region = self._regions.get(parameter.place)
         if region is None:
             build = self.state.empty(parameter.region.box, parameter.tensor) if parameter.empty else self.shards.build(parameter.region)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,13 +63,26 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A tile's parameter region. ``sole``: the shard that it is, if it is just one. ``place``: equal regions have the same."""
+    """A tile's parameter region. ``sole``: the piece that it is, if it is just one. ``place``: equal regions have the same."""
 
     tensor: str
     region: Region
     empty: bool
     sole: int | None
     place: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRead:
+    """A tile's parameter region (``place``: position of the parameter) of which it has just the rows that it looks up.
+
+    ``tables``: of its pieces those of which rows travel, and their numbers in ``Program.tables``. ``sole``: the one that it is all of.
+    """
+
+    place: int
+    region: Region
+    tables: Mapping[int, int]
+    sole: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,8 @@ class Summand:
 
 @dataclass(slots=True)
 class PreparedTile:
-    """One tile of this rank. ``empty``: there is nothing to compute. ``made``: shape and dtype of each output.
+    """One tile of this rank. ``empty``: there is nothing to compute. ``made``: shape and dtype of each output. ``rows``: those of
+    its parameters of which it only has rows.
 
     ``checked``: its outputs have once been seen to be so.
     """
@@ -117,6 +131,7 @@ class PreparedTile:
     empty: bool
     inputs: tuple[Source, ...]
     parameters: tuple[Parameter, ...]
+    rows: tuple[RowsRead, ...]
     made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     held: tuple[Held, ...]
     summands: tuple[Summand, ...]
@@ -131,6 +146,7 @@ class PreparedTiles:
         self._program, self._plan = program, program.plan
         self._shards, self._dtype_of = shards, dtype_of
         self._places: dict[tuple[str, Region], int] = {}
+        self._tables = {table.piece: number for number, table in enumerate(program.tables)}
         self.readers = program.readers(rank)
         self.fetches = {i: self._fetched(i) for i, fetch in enumerate(self._plan.fetches) if fetch.device == rank}
         self.tiles = {i: self._prepare(i) for i, tile in enumerate(self._plan.tiles) if tile.device == rank}
@@ -149,6 +165,7 @@ class PreparedTiles:
             not tile.size,
             tuple(self._source(number, k) for k in range(len(op.inputs))),
             tuple(self._parameter(number, k) for k in range(len(op.parameters))),
+            tuple(read for k in range(len(op.parameters)) for read in self._rows(number, k)),
             tuple((lengths(box), self._dtype_of(out.tensor)) for out, box in zip(op.outputs, tile.outputs, strict=True)),
             tuple(self._held(number, output, holding) for output, holding in program.index.direct.get(number, ())),
             tuple(self._summand(number, k) for k in range(len(op.outputs)) if (number, k) in program.index.partial),
@@ -178,9 +195,15 @@ class PreparedTiles:
         name = self._plan.operator(self._plan.tiles[number]).parameters[place].tensor
         region = self._shards.region(number, place)
         empty = volume(region.box) == 0
-        is_sole = not empty and len(region.shards) == 1 and self._plan.shards[region.shards[0]].box == region.box
+        is_sole = not empty and self._shards.is_one(region)
         key = self._places.setdefault((name, region), len(self._places))
-        return Parameter(name, region, empty, region.shards[0] if is_sole else None, key)
+        return Parameter(name, region, empty, region.pieces[0] if is_sole else None, key)
+
+    def _rows(self, number: int, place: int) -> Iterator[RowsRead]:
+        region = self._shards.region(number, place)
+        tables = {piece: self._tables[piece] for piece in region.pieces if piece in self._tables}
+        if tables:
+            yield RowsRead(place, region, tables, tables[region.pieces[0]] if self._shards.is_one(region) else None)
 
     def _held(self, number: int, output: int, holding: int) -> Held:
         program, name = self._program, self._plan.holdings[holding].tensor

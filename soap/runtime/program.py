@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 
 from soap.errors import RuntimeFailure
 from soap.runtime.activity import Activity, Carrier, PlanIndex, Tail, ValueKey, count_readers, find_activity, no_tail
+from soap.runtime.tables import Table, members_of, sparse_tables, speakers
 from soap.simulator.buckets import idle_shards
 from soap.simulator.flows import reduced_tensor
 from soap.simulator.plan import Bucket, Part, Plan
@@ -47,6 +49,26 @@ class ActionKind(Enum):
     """Sum the gradients of ``plan.reductions[subject]``."""
     SYNC = auto()
     """Sum the gradients of ``buckets[subject]`` over its devices."""
+    ASK = auto()
+    """Tell keepers which rows of all ``tables`` are wanted (no subject)."""
+    PULL = auto()
+    """Send or receive the rows of ``tables[subject]`` that were asked for."""
+    HAND_ON = auto()
+    """Send or receive, within hosts, the rows of ``tables[subject]`` that came for several readers."""
+    COLLECT_ROWS = auto()
+    """Add up the gradients of rows of ``tables[subject]`` within hosts."""
+    PUSH_ROWS = auto()
+    """Send or receive the gradients of rows of ``tables[subject]``."""
+    COLLECT = auto()
+    """Add up the gradients of ``plan.served[subject]`` within hosts."""
+    PUSH = auto()
+    """Send or receive the gradients of ``plan.served[subject]``."""
+
+
+LAST_ONLY = frozenset(
+    (ActionKind.SYNC, ActionKind.COLLECT_ROWS, ActionKind.PUSH_ROWS, ActionKind.COLLECT, ActionKind.PUSH)
+)
+"""Actions of a step's last micro-batch alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +96,7 @@ class Program:
     plan: Plan
     index: PlanIndex
     activity: Activity
+    tables: tuple[Table, ...]
     order: tuple[int, ...]
     segments: tuple[Segment, ...]
     segment_of: dict[int, int]
@@ -100,6 +123,11 @@ class Program:
         """What is summed together, by the plan."""
         return self.plan.buckets
 
+    @cached_property
+    def looking_up(self) -> frozenset[int]:
+        """Tiles that read rows of ``tables``."""
+        return frozenset(tile for table in self.tables for tile, _ in table.uses)
+
     def readers(self, rank: int) -> dict[ValueKey, int]:
         """How often the forward pass of a rank reads each value that it keeps, in the sense of ``count_readers``; the loss once more."""
         counts = count_readers(self.plan, self.index, rank)
@@ -110,14 +138,8 @@ class Program:
     def device_groups(self) -> list[tuple[int, ...]]:
         """Distinct sets of devices that sum or exchange something together, in one order for all ranks."""
         sets = {r.devices for r in self.plan.reductions} | {s.devices for s in self.plan.shards} | {e.devices for e in self.plan.exchanges}
+        sets |= {speakers(self.tables)} | {t.devices for t in self.tables} | {members_of(self.plan, own) for own in self.plan.served}
         return sorted(devices for devices in sets if len(devices) > 1)
-
-
-def check_runnable(plan: Plan) -> None:
-    """Raise RuntimeFailure if the plan asks for what can only be simulated."""
-    if plan.served:
-        name = plan.served[0].parameter
-        raise RuntimeFailure(f"parameter {name!r} has a parameter server, which can only be simulated; expected sync 'allreduce' to run it")
 
 
 def part_of(actions: Iterable[Action], rank: int) -> list[Action]:
@@ -137,7 +159,6 @@ def compile_program(
     ``single_tiles`` makes every tile a segment of its own, so that each task can be timed.
     ``tail``: what may run when the backward pass is over; left where it is if nothing has to be summed or sent for it.
     """
-    check_runnable(plan)
     order = tuple(range(len(plan.tiles))) if order is None else tuple(order)
     index = PlanIndex(plan)
     _check_order(plan, index, order)
@@ -153,14 +174,16 @@ def compile_program(
     start_of = {tile: segments[i].start for tile, i in segment_of.items()}
     made = [(i, h) for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]
     losses = {held.device: i for i, held in reversed(made)}
+    tables = sparse_tables(plan)
     forward, number_sums, closing = _set_apart(plan, tail, _forward(plan, places))
-    backward = _backward(plan, index, activity, segments, start_of)
+    backward = _backward(plan, index, activity, segments, start_of, tables)
     known = _is_known(plan, tail, number_sums)
     told = Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before
     return Program(
         plan,
         index,
         activity,
+        tables,
         order,
         segments,
         segment_of,
@@ -171,7 +194,7 @@ def compile_program(
         tail.seeds,
         number_sums,
         known,
-        tuple(forward),
+        (*_opening(tables), *forward),
         (*backward, *(() if known else closing), told),
     )
 
@@ -268,6 +291,18 @@ def _forward(plan: Plan, places: Sequence[int]) -> Iterator[Action]:
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
 
 
+def _opening(tables: Sequence[Table]) -> Iterator[Action]:
+    """Which rows are wanted, then the rows. Keepers answer at once, so that nobody who waits for rows waits for long."""
+    if tables:
+        yield Action(ActionKind.ASK, 0, speakers(tables))
+    pulled = [(number, table) for number, table in enumerate(tables) if table.pulled]
+    for number, table in pulled:
+        yield Action(ActionKind.PULL, number, table.devices)
+    for number, table in pulled:
+        if table.leaders != table.readers:
+            yield Action(ActionKind.HAND_ON, number, table.devices)
+
+
 def _closing(plan: Plan, tail: Tail) -> set[str]:
     """Tensors that are summed and sent when the backward pass is over."""
     made = {out.tensor for position in tail.operators for out in plan.graph.operators[position].outputs}
@@ -336,6 +371,7 @@ def _backward(
     activity: Activity,
     segments: Sequence[Segment],
     start_of: dict[int, int],
+    tables: Sequence[Table],
 ) -> Iterator[Action]:
     """Segments by decreasing start; behind each the gradients that it completes: sent back, summed over a group, synchronized."""
     entries: list[tuple[tuple[int, int, int], Action]] = []
@@ -362,15 +398,26 @@ def _backward(
         entries.append(((-min(starts), 3, number), Action(ActionKind.REDUCE_GRADIENT, number, devices)))
     for number, bucket in enumerate(plan.buckets):
         if len(bucket.devices) > 1:
-            place = (-_bucket_start(plan, bucket, activity, start_of), 4, number)
-            entries.append((place, Action(ActionKind.SYNC, number, bucket.devices)))
+            uses = [use for shard in bucket.shards for use in plan.shards[shard].uses]
+            entries.append(((-_complete(uses, activity, start_of), 4, number), Action(ActionKind.SYNC, number, bucket.devices)))
+    for number, own in enumerate(plan.served):
+        if not own.sparse:
+            start = _complete(own.uses, activity, start_of)
+            if own.leaders != own.readers:
+                entries.append(((-start, 5, number), Action(ActionKind.COLLECT, number, members_of(plan, own))))
+            entries.append(((-start, 6, number), Action(ActionKind.PUSH, number, members_of(plan, own))))
+    for number, table in enumerate(tables):
+        start = _complete(table.uses, activity, start_of)
+        if table.leaders != table.readers:
+            entries.append(((-start, 7, number), Action(ActionKind.COLLECT_ROWS, number, table.devices)))
+        entries.append(((-start, 8, number), Action(ActionKind.PUSH_ROWS, number, table.devices)))
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
 
 
-def _bucket_start(plan: Plan, bucket: Bucket, activity: Activity, start_of: Mapping[int, int]) -> int:
-    """Start of the segment with whose backward pass a bucket is complete; 0 if nothing flows to it: zeros are summed at the end."""
-    uses = (tile for shard in bucket.shards for tile, _ in plan.shards[shard].uses)
-    return min((start_of[tile] for tile in uses if tile in activity.tiles), default=0)
+def _complete(uses: Iterable[tuple[int, int]], activity: Activity, start_of: Mapping[int, int]) -> int:
+    """Start of the segment with whose backward pass the gradient by all uses is complete; 0 if nothing flows to it: zeros are summed at
+    the end."""
+    return min((start_of[tile] for tile, _ in uses if tile in activity.tiles), default=0)
 
 
 def _returned(index: PlanIndex, complete: Mapping[int, int]) -> dict[Carrier, int]:

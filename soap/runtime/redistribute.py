@@ -35,7 +35,12 @@ EXCHANGE_TAG = 2**30
 @dataclass
 class Traffic:
     """Payload bytes of this rank in training steps: pieces sent and received, of these received by exchanges, and sums over groups (the
-    size of the buffer, counted on every member; of those, sums of which each member has a cell)."""
+    size of the buffer, counted on every member; of those, sums of which each member has a cell).
+
+    Sent and received together, of what servers keep: values or rows that are pulled, gradients that are pushed, and both between a leader
+    and the other members of its host (handed); rows of gradients that readers give each other (gathered); for all of these, which rows
+    they are, and how many (index).
+    """
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -43,6 +48,11 @@ class Traffic:
     reduced_bytes: int = 0
     scattered_bytes: int = 0
     synchronized_bytes: int = 0
+    pulled_bytes: int = 0
+    pushed_bytes: int = 0
+    handed_bytes: int = 0
+    gathered_bytes: int = 0
+    index_bytes: int = 0
 
 
 class Pending:

@@ -43,7 +43,9 @@ def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
         old, config = before[_namesake(op, plan.graph.operators)]
         configs[op.name] = _carried_over(old, config, op)
     built = PlanBuilder(graph, topology).build(Strategy(configs), empty_tiles=True)
-    return replace(built, shards=_with_uses(plan.shards, built), buckets=plan.buckets)
+    shards = _with_uses(plan, built)
+    served = tuple(replace(own, uses=shards[own.shards[0]].uses) for own in plan.served)
+    return replace(built, shards=shards, buckets=plan.buckets, gathered=plan.gathered, served=served)
 
 
 def config_of(plan: Plan, position: int) -> OpConfig:
@@ -93,8 +95,11 @@ def _fits(old: Factor, new: Factor) -> bool:
     return old.kind is not FactorKind.PARAMETER or old.size == new.size
 
 
-def _with_uses(shards: Sequence[Shard], plan: Plan) -> tuple[Shard, ...]:
-    """The old shards with the new plan's uses. Raises RuntimeFailure if a tile needs what its device does not keep."""
+def _with_uses(old: Plan, plan: Plan) -> tuple[Shard, ...]:
+    """The old shards with the new plan's uses. Raises RuntimeFailure if a tile needs what its device neither keeps nor gets from
+    a server."""
+    shards = old.shards
+    readers = {number: own.readers for own in old.served for number in own.shards}
     of_parameter: dict[str, list[int]] = {}
     for number, shard in enumerate(shards):
         of_parameter.setdefault(shard.parameter, []).append(number)
@@ -105,7 +110,7 @@ def _with_uses(shards: Sequence[Shard], plan: Plan) -> tuple[Shard, ...]:
             held = [
                 number
                 for number in of_parameter.get(operand.tensor, ())
-                if tile.device in shards[number].devices and intersect(shards[number].box, box) is not None
+                if tile.device in readers.get(number, shards[number].devices) and intersect(shards[number].box, box) is not None
             ]
             whole = all(contains(box, shards[number].box) for number in held)
             if not whole or sum(volume(shards[number].box) for number in held) != volume(box):

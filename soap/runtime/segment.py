@@ -8,12 +8,15 @@ import torch
 
 from soap.runtime.backward import BackwardPass
 from soap.runtime.forward import ForwardPass
+from soap.runtime.gradients import Gradients
+from soap.runtime.look_ups import LookUps
+from soap.runtime.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.prepared import PreparedTiles
-from soap.runtime.program import Action, ActionKind, Program, part_of
+from soap.runtime.program import LAST_ONLY, Action, ActionKind, Program, part_of
 from soap.runtime.redistribute import Communicator
 from soap.runtime.shards import ShardStore
 from soap.runtime.state import StepState
-from soap.runtime.sync import WHOLE_STEP, GradientSync, MicroBatch, SyncSchedule
+from soap.runtime.sync import SyncSchedule
 from soap.runtime.trace import Recorder
 from soap.runtime.units import units_of
 from soap.tracing.model import TileContext, TracedModel
@@ -22,7 +25,7 @@ from soap.tracing.model import TileContext, TracedModel
 class StepRunner:
     """Executes a program on one rank, again and again. After a step's last micro-batch, ``gradients`` holds the complete gradients.
 
-    ``gradients``: those of another runner with the same buckets, if both work for the same steps. ``compiled``: by ``torch.compile``.
+    ``gradients``: those of another runner with the same shards, if both work for the same steps. ``compiled``: by ``torch.compile``.
     """
 
     def __init__(
@@ -33,17 +36,19 @@ class StepRunner:
         shards: ShardStore,
         dtype_of: Callable[[str], torch.dtype],
         recorder: Recorder | None = None,
-        gradients: GradientSync | None = None,
+        gradients: Gradients | None = None,
         compiled: bool = False,
     ) -> None:
         self.program, self.model, self.comm, self.shards = program, model, comm, shards
         self.dtype_of, self.recorder = dtype_of, recorder
-        self.gradients = gradients or GradientSync(program, shards.tensors, comm)
+        self.gradients = gradients or Gradients(program, shards, comm, dtype_of)
         self._units = units_of(program, model, comm.rank) if compiled else {}
         self._prepared = PreparedTiles(program, shards, comm.rank, dtype_of)
         self._schedule = SyncSchedule(program, comm.rank, early=recorder is None)
         self._forward, self._backward = _calls(program.forward, comm.rank), _calls(program.backward, comm.rank)
-        self._without_sync = [call for call in self._backward if call[0] != ActionKind.SYNC.name]
+        self._look_ups = LookUps(self._prepared, program.tables, comm.rank)
+        last_only = {kind.name for kind in LAST_ONLY}
+        self._without_sync = [call for call in self._backward if call[0] not in last_only]
 
     def run(
         self,
@@ -54,10 +59,13 @@ class StepRunner:
         """Forward and backward on full ``tensors`` (inputs and constants by name). Returns what gives the loss, when it is
         wanted: the parameters can be updated meanwhile."""
         state = StepState(self.program, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
-        forward = ForwardPass(state, self.model, self._prepared, self.shards, tensors, context, self._units)
-        backward = BackwardPass(state, self.gradients)
-        handlers = _handlers(forward, backward)
-        with self.gradients.step(self._schedule, part):
+        gradients = self.gradients
+        forward = ForwardPass(
+            state, self.model, self._prepared, self.shards, tensors, context, self._look_ups, gradients.tables, self._units
+        )
+        backward = BackwardPass(state, gradients.sums)
+        handlers = _handlers(forward, backward, gradients)
+        with gradients.step(self._schedule, part, state.watch):
             for kind, subject in self._forward:
                 handlers[kind](subject)
             forward.release()
@@ -72,7 +80,7 @@ def _calls(actions: Sequence[Action], rank: int) -> list[tuple[str, int]]:
     return [(action.kind.name, action.subject) for action in part_of(actions, rank)]
 
 
-def _handlers(forward: ForwardPass, backward: BackwardPass) -> dict[str, Callable[[int], None]]:
+def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients) -> dict[str, Callable[[int], None]]:
     handlers = {
         ActionKind.TILE: forward.run_tile,
         ActionKind.TRANSFER: forward.transfer,
@@ -85,5 +93,12 @@ def _handlers(forward: ForwardPass, backward: BackwardPass) -> dict[str, Callabl
         ActionKind.RETURN_EXCHANGE: backward.return_exchange,
         ActionKind.REDUCE_GRADIENT: backward.reduce_gradient,
         ActionKind.SYNC: backward.synchronize,
+        ActionKind.ASK: forward.ask,
+        ActionKind.PULL: gradients.tables.pull,
+        ActionKind.HAND_ON: gradients.tables.hand_on,
+        ActionKind.COLLECT_ROWS: gradients.tables.collect,
+        ActionKind.PUSH_ROWS: gradients.tables.push,
+        ActionKind.COLLECT: gradients.served.collect,
+        ActionKind.PUSH: gradients.served.push,
     }
     return {kind.name: handler for kind, handler in handlers.items()}

@@ -1,4 +1,7 @@
-"""This rank's parameter shards: one leaf tensor each, and the regions that tiles need of them."""
+"""This rank's parameter shards: one leaf tensor each, and the regions that tiles need of them.
+
+Of a dense region that servers keep, readers have a copy, which is a leaf as well; a server that reads it has its partitions in the copy.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,37 @@ import torch
 
 from soap.regions import Box, lengths, relative, whole
 from soap.runtime.redistribute import Communicator, assemble, cut
+from soap.runtime.tables import pieces
 from soap.simulator.plan import Plan
 
 
 class Region(NamedTuple):
-    """How a tile's parameter region is put together: its box and the shards that cover it."""
+    """How a tile's parameter region is put together: its box and the pieces that cover it (see ``tables.pieces``)."""
 
     box: Box
-    shards: tuple[int, ...]
+    pieces: tuple[int, ...]
 
 
 class ShardStore:
-    """The shards that a rank keeps. ``tensors``: shard -> leaf tensor, in plan order; what is trainable requires a gradient."""
+    """The shards that a rank keeps. ``tensors``: shard -> leaf tensor, in plan order; what is trainable requires a gradient.
+
+    ``leaves``: piece -> leaf tensor that tiles read: shards that tiles of this rank need whole, and copies of dense regions that servers
+    keep. ``boxes``: of all pieces.
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
         self.rank = rank
         self.tensors: dict[int, torch.Tensor] = {}
+        self.leaves: dict[int, torch.Tensor] = {}
+        self.boxes = pieces(plan)
         self._regions: dict[tuple[int, int], list[int]] = {}
-        for number, shard in enumerate(plan.shards):
-            for use in shard.uses:
+        served = {number for own in plan.served for number in own.shards}
+        uses = [() if number in served else shard.uses for number, shard in enumerate(plan.shards)]
+        for piece, own in enumerate((*uses, *(region.uses for region in plan.served))):
+            for use in own:
                 if plan.tiles[use[0]].device == rank:
-                    self._regions.setdefault(use, []).append(number)
+                    self._regions.setdefault(use, []).append(piece)
 
     def load(
         self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None, share: bool = False
@@ -38,7 +50,9 @@ class ShardStore:
         """Take this rank's regions of full parameters; in place where shards exist already, so that optimizers keep them.
 
         ``share``: a shard that is a whole parameter uses the parameter's own memory, where device and dtype are the same.
+        Copies of what servers keep have no values yet, but for this rank's own partitions.
         """
+        copied = {} if self.leaves else self._make_copies(parameters, device, dtype)
         for number, shard in enumerate(self.plan.shards):
             if self.rank not in shard.devices:
                 continue
@@ -48,13 +62,36 @@ class ShardStore:
                 with torch.no_grad():
                     self.tensors[number].copy_(region)
                 continue
-            kind = dtype if dtype is not None and full.is_floating_point() else full.dtype
-            if share and region is full and (full.dtype, full.device) == (kind, device) and full.is_contiguous():
+            kind = _kind(full, dtype)
+            if number in copied:
+                own = copied[number]
+                own.copy_(region)
+            elif share and region is full and (full.dtype, full.device) == (kind, device) and full.is_contiguous():
                 own = full
             else:
                 own = torch.empty(lengths(shard.box), dtype=kind, device=device)
                 own.copy_(region)
             self.tensors[number] = own.requires_grad_(shard.trainable)
+        self.leaves = {**self.tensors, **self.leaves}
+
+    def share_with(self, other: ShardStore) -> None:
+        """Have the tensors of a store whose plan has the same shards."""
+        self.tensors, self.leaves = other.tensors, other.leaves
+
+    def _make_copies(
+        self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
+    ) -> dict[int, torch.Tensor]:
+        """Room for the dense regions that servers keep and this rank reads; the places of its own partitions in it."""
+        mine: dict[int, torch.Tensor] = {}
+        for number, own in enumerate(self.plan.served):
+            if own.sparse or self.rank not in own.readers:
+                continue
+            copy = torch.empty(lengths(own.box), dtype=_kind(parameters[own.parameter], dtype), device=device)
+            for shard in own.shards:
+                if self.rank in self.plan.shards[shard].devices:
+                    mine[shard] = cut(copy, own.box, self.plan.shards[shard].box)
+            self.leaves[len(self.plan.shards) + number] = copy.detach().requires_grad_()
+        return mine
 
     def agree(self, comm: Communicator) -> None:
         """Make all copies of a shard equal to the one of its first device."""
@@ -67,9 +104,18 @@ class ShardStore:
         """What a tile needs for its parameter operand ``place``."""
         return Region(self.plan.tiles[tile].parameters[place], tuple(self._regions.get((tile, place), ())))
 
+    def is_one(self, region: Region) -> bool:
+        """Whether a region is a single piece."""
+        return len(region.pieces) == 1 and self.boxes[region.pieces[0]] == region.box
+
     def build(self, region: Region) -> torch.Tensor:
-        """The region as one tensor, differentiable with respect to its shards."""
-        return assemble(region.box, [self.plan.shards[i].box for i in region.shards], [self.tensors[i] for i in region.shards])
+        """The region as one tensor, differentiable with respect to its pieces."""
+        return assemble(region.box, [self.boxes[i] for i in region.pieces], [self.leaves[i] for i in region.pieces])
+
+
+def _kind(full: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type that a parameter is kept in."""
+    return dtype if dtype is not None and full.is_floating_point() else full.dtype
 
 
 def gather_regions(

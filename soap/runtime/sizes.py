@@ -12,12 +12,12 @@ import torch
 
 from soap.errors import ModelError, RuntimeFailure
 from soap.graph import OperatorGraph
+from soap.runtime.gradients import Gradients
 from soap.runtime.inputs import Tensors, check_types, other_shape, shapes_of
 from soap.runtime.program import Program, compile_program
 from soap.runtime.resizing import resized_program
 from soap.runtime.segment import StepRunner
 from soap.runtime.shards import ShardStore
-from soap.runtime.sync import GradientSync
 from soap.runtime.trace import Recorder
 from soap.topology import Topology
 from soap.tracing.model import TracedModel
@@ -96,15 +96,15 @@ class BatchSizes:
     def _compile(self, model: TracedModel) -> SizedProgram:
         comm = self.trainer.comm
         program = resized_program(self.trainer.program, model.graph, self._topology)
-        text = repr((model.graph.hash, program.order, program.plan.messages, program.plan.exchanges, program.buckets))
+        text = repr((model.graph.hash, program.order, program.plan.messages, program.plan.exchanges, program.buckets, program.plan.served))
         if len(set(comm.gather(hashlib.sha256(text.encode()).hexdigest()))) > 1:
             raise RuntimeFailure("ranks were given batches of different sizes: every rank gets the whole global batch")
         comm.open_groups(program.device_groups())
         shards = ShardStore(program.plan, self.trainer.rank)
-        shards.tensors = self.trainer.shards.tensors
+        shards.share_with(self.trainer.shards)
         return self._sized(model, program, shards, self.gradients)
 
-    def _sized(self, model: TracedModel, program: Program, shards: ShardStore, gradients: GradientSync | None) -> SizedProgram:
+    def _sized(self, model: TracedModel, program: Program, shards: ShardStore, gradients: Gradients | None) -> SizedProgram:
         trainer = self.trainer
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
         runner = StepRunner(program, model, trainer.comm, shards, dtype_of, gradients=gradients, compiled=trainer.compiled)

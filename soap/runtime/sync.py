@@ -11,37 +11,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
 
+from soap.runtime.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.program import Action, ActionKind, Program, part_of
 from soap.runtime.redistribute import Communicator, Pending
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Which part of a step a batch is: of all ``count`` micro-batches, the one with this number.
-
-    Gradients are added up over them, synchronized with the last, and are those of the mean of their losses.
-    """
-
-    number: int = 0
-    count: int = 1
-
-    @property
-    def first(self) -> bool:
-        """Whether gradients begin with it."""
-        return self.number == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether gradients are complete behind it."""
-        return self.number == self.count - 1
-
-
-WHOLE_STEP = MicroBatch()
 
 
 class SyncSchedule:
@@ -92,8 +68,9 @@ class GradientSync:
                 self._places[i] = self.gradients[i] = buffer[first : first + shard.numel()].view(shard.shape)
                 first += shard.numel()
 
+        by_rows = {table.parameter for table in program.tables}
         for i in program.idle_shards:
-            if i in tensors:
+            if i in tensors and program.plan.shards[i].parameter not in by_rows:
                 self.gradients[i] = torch.zeros_like(tensors[i], requires_grad=False)
         self._open = False
         for i in self._places:

@@ -32,6 +32,14 @@ class Event:
     end_ns: int
 
 
+Watch = Callable[[str, TaskKind, Pending], None]
+"""Times a communication under the name of a task."""
+
+
+def watch_nothing(name: str, kind: TaskKind, pending: Pending) -> None:
+    """In steps that are not traced."""
+
+
 class Recorder:
     """Collects this rank's events. ``origin`` is set by ``align``."""
 

@@ -17,17 +17,20 @@ from soap.errors import RuntimeFailure, SoapWarning
 from soap.presets import local_topology
 from soap.runtime.clipping import clip
 from soap.runtime.inputs import compare_ranks, micro_batches
+from soap.runtime.look_ups import rows_looked_up
+from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
+from soap.runtime.row_gradient import common_rows
+from soap.runtime.row_update import Updater
 from soap.runtime.shards import ShardStore, gather_regions
 from soap.runtime.sizes import BatchSizes, run_dtype
-from soap.runtime.sync import MicroBatch
 from soap.runtime.tail import find_tail
-from soap.runtime.trace import Event, Recorder, join_events
+from soap.runtime.trace import Event, Recorder, join_events, watch_nothing
 from soap.runtime.units import missing_compiler
 from soap.runtime.world import TIMEOUT_S, close_world, open_world
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Plan, update_name
+from soap.simulator.plan import Plan, serve_name, update_name
 from soap.simulator.tasks import TaskKind
 from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
@@ -53,7 +56,8 @@ class Trainer:
     dropout. ``dtype``: compute in this floating-point type instead of the model's own. ``accumulate``: micro-batches per step.
     ``clip_norm``: scale gradients to at most this global norm. Copies of a parameter start equal to their first device's, buffers equal
     to rank 0's. ``take_over``: train in the model's own memory where a rank keeps a parameter whole; ``model.parameters`` then follow
-    the training. ``compiled``: by ``torch.compile``, which takes its time in the first step.
+    the training. ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are, whatever the optimizer does with
+    zeros (see ``row_update``). ``compiled``: by ``torch.compile``, which takes its time in the first step.
 
     Use as a context manager, or call ``close``, to leave the process group that it has opened.
     """
@@ -74,6 +78,7 @@ class Trainer:
         timeout_s: float = TIMEOUT_S,
         take_over: bool = False,
         compiled: bool = False,
+        lazy_sparse: bool = False,
     ) -> None:
         if accumulate < 1 or not (clip_norm is None or clip_norm > 0):
             raise RuntimeFailure(f"accumulate {accumulate}, clip_norm {clip_norm}: expected at least 1 micro-batch and a norm above 0")
@@ -110,6 +115,13 @@ class Trainer:
         self.optimizer_factory = optimizer
         trainable = [self.shards.tensors[i] for i in self.shards.tensors if plan.shards[i].trainable]
         self.optimizer = optimizer(trainable) if trainable else None
+        self.lazy_sparse = lazy_sparse
+        parts = {number: (plan.shards[number].parameter, plan.shards[number].box) for number in self.shards.tensors}
+        self._updater = Updater(self.optimizer, self.shards.tensors, parts, lazy_sparse)
+        by_rows = {table.parameter for table in self.program.tables}
+        kept = {name for name, _ in parts.values() if name in plan.graph.sparse}
+        self._to_look_up = sorted(kept - by_rows) if lazy_sparse else []
+        self._refresh_copies()
 
     def step(self, *inputs: torch.Tensor) -> float:
         """One training iteration on a global batch, which every rank gets in full. Returns the loss, the same on all ranks.
@@ -136,6 +148,7 @@ class Trainer:
             self._batch_compared = True
         self.sizes.check(parts)
         losses = []
+        looked_up: dict[str, torch.Tensor] = {}
         for number, part in enumerate(parts):
             sized = self.sizes.of(part)
             runner, last = sized.runner, number == len(parts) - 1
@@ -143,29 +156,56 @@ class Trainer:
                 runner = sized.traced(recorder)
                 recorder.align()
             context = TileContext(self.seed, self.steps * self.accumulate + number, self.buffers, unread=sized.unread)
-            losses.append(runner.run(sized.tensors(part), context, MicroBatch(number, len(parts))))
+            tensors = sized.tensors(part)
+            for name, rows in rows_looked_up(sized.model, self._to_look_up, tensors, context).items() if self._to_look_up else ():
+                looked_up[name] = common_rows([looked_up[name], rows]) if name in looked_up else rows
+            losses.append(runner.run(tensors, context, MicroBatch(number, len(parts))))
             sized.model.end_step(context)
-        self._update(recorder)
+        self._update(looked_up, recorder)
         self.steps += 1
         return sum(loss() for loss in losses) / len(losses)
 
-    def _update(self, recorder: Recorder | None) -> None:
-        gradients = self.sizes.gradients.gradients
+    def _update(self, looked_up: Mapping[str, torch.Tensor], recorder: Recorder | None) -> None:
+        gradients = self.sizes.gradients
+        done = set() if recorder is None else self._serve(recorder)
+        gradients.add_up()
         if self.clip_norm is not None:
-            self.gradient_norm = clip(self.comm, self.plan, gradients, self.clip_norm)
-        for number, tensor in self.shards.tensors.items():
-            tensor.grad = gradients.get(number)
-        if self.optimizer is not None:
-            with recorder.task(update_name(self.rank), TaskKind.UPDATE) if recorder is not None and gradients else nullcontext():
-                self.optimizer.step()
+            found = {**gradients.dense, **{number: own.values for number, own in gradients.rows.items()}}
+            self.gradient_norm = clip(self.comm, self.plan, found, self.clip_norm)
+        left = None if not done else self.shards.tensors.keys() - done
+        timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
+        with recorder.task(update_name(self.rank), TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
+            self._updater.update(gradients.dense, gradients.rows, looked_up, left)
+        gradients.served.pull(watch_nothing if recorder is None else recorder.watch)
+
+    def _serve(self, recorder: Recorder) -> set[int]:
+        """Add up and update what this rank keeps as a server, each partition as a task of its own; those that were updated. What is to be
+        clipped is updated later."""
+        gradients, updated = self.sizes.gradients, set[int]()
+        for own in self.plan.served:
+            for number, shard in enumerate(own.shards):
+                if shard in self.shards.tensors:
+                    with recorder.task(serve_name(own, number), TaskKind.UPDATE):
+                        gradients.add_up((shard,))
+                        if self.clip_norm is None:
+                            self._updater.update(gradients.dense, gradients.rows, {}, (shard,))
+                            updated.add(shard)
+        return updated
+
+    def _refresh_copies(self) -> None:
+        """Bring what servers keep to its readers when it was loaded: no traffic of a step."""
+        counted = replace(self.comm.traffic)
+        self.sizes.gradients.served.pull()
+        self.comm.traffic = counted
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of the last step by canonical name, on rank 0 (empty elsewhere). Parameters without gradient are left out."""
-        wanted = sorted(shard for bucket in self.program.buckets for shard in bucket.shards)
+        shards = (*(shard for bucket in self.program.buckets for shard in bucket.shards), *self.plan.gathered)
+        wanted = sorted((*shards, *(shard for own in self.plan.served for shard in own.shards)))
         full: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self.plan.shards[shard].parameter for shard in wanted):
             full[name] = torch.zeros(self.plan.graph.tensors[name].shape, dtype=self._dtype_of(name), device=self._home(name))
-        gather_regions(self.comm, self.plan, self.sizes.gradients.gradients, wanted, full)
+        gather_regions(self.comm, self.plan, self.sizes.gradients.whole(self.plan), wanted, full)
         return full if self.rank == 0 else {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -190,6 +230,7 @@ class Trainer:
         if missing:
             raise RuntimeFailure(f"state lacks {missing[0]!r} (and {len(missing) - 1} more): expected every parameter and buffer by name")
         self.shards.load(state, self.device, self.dtype)
+        self._refresh_copies()
         for name, tensor in self.buffers.items():
             tensor.copy_(state[name])
             self._first_buffers[name].copy_(state[name])
@@ -212,6 +253,7 @@ class Trainer:
         from soap.runtime.checkpoint import load_checkpoint
 
         found = load_checkpoint(path, self._training(), self.buffers)
+        self._refresh_copies()
         self.steps, self.seed = found.step, found.seed
         for name, tensor in found.buffers.items():
             self.buffers[name].copy_(tensor)
@@ -268,7 +310,7 @@ class Trainer:
     def _check_agreement(self) -> None:
         """Ranks with different programs would wait for each other forever."""
         options = (self.dtype, self.accumulate, self.clip_norm)
-        moved = (self.plan.messages, self.plan.exchanges)
+        moved = (self.plan.messages, self.plan.exchanges, self.plan.served, self.plan.gathered)
         text = repr((self.plan.graph.hash, self.program.order, moved, self.program.buckets, options))
         digests = self.comm.gather(hashlib.sha256(text.encode()).hexdigest())
         for rank, digest in enumerate(digests):

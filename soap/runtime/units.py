@@ -18,7 +18,6 @@ from soap.graph import TensorKind
 from soap.regions import volume
 from soap.runtime.program import ActionKind, Program, part_of
 from soap.runtime.redistribute import cut
-from soap.simulator.plan import Plan
 from soap.tracing.model import TileContext, TracedModel
 
 Outputs = Sequence[torch.Tensor | None]
@@ -92,7 +91,7 @@ def _runs(program: Program, model: TracedModel, rank: int) -> Iterator[list[int]
     current: list[int] = []
     for action in part_of(program.forward, rank):
         tile = action.subject
-        fits = action.kind is ActionKind.TILE and _is_pure(program.plan, model, tile)
+        fits = action.kind is ActionKind.TILE and _is_pure(program, model, tile)
         if current and not (fits and _belongs(program, current, tile)):
             yield current
             current = []
@@ -102,9 +101,11 @@ def _runs(program: Program, model: TracedModel, rank: int) -> Iterator[list[int]
         yield current
 
 
-def _is_pure(plan: Plan, model: TracedModel, tile: int) -> bool:
-    own = plan.tiles[tile]
-    return all(volume(box) > 0 for box in (*own.inputs, *own.parameters, *own.outputs)) and own.size > 0 and model.is_pure(own.operator)
+def _is_pure(program: Program, model: TracedModel, tile: int) -> bool:
+    """Whether a tile is a function of its operands alone, of the same shapes in every step."""
+    own = program.plan.tiles[tile]
+    is_there = own.size > 0 and all(volume(box) > 0 for box in (*own.inputs, *own.parameters, *own.outputs))
+    return is_there and tile not in program.looking_up and model.is_pure(own.operator)
 
 
 def _belongs(program: Program, tiles: Sequence[int], tile: int) -> bool:

@@ -105,6 +105,23 @@ class _Chain(TracedModel):
         """The input, or the parameter of the first."""
         return (parameters[0] if parameters else inputs[0],)
 
+    def rows_asked_for(
+        self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
+    ) -> torch.Tensor:
+        """Nothing is looked up."""
+        raise NotImplementedError
+
+    def run_on_rows(
+        self,
+        tile: Tile,
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        rows: Mapping[int, torch.Tensor],
+        context: TileContext,
+    ) -> tuple[torch.Tensor, ...]:
+        """Nothing is looked up."""
+        raise NotImplementedError
+
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         """All is looked at."""
         return frozenset()

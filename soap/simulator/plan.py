@@ -145,7 +145,8 @@ class Served:
     ``shards``: its partitions in order of their rows (positions in ``Plan.shards``), each on the device of its server. ``readers``: devices
     (sorted, distinct) whose tiles read it. If it is ``sparse`` they get, and give gradients to, the rows that their tiles look up;
     else each has a copy of the whole region, to which a tile's gradient belongs as a whole. ``index``: its number among the parameter's.
-    ``local_aggregation``: see ``strategy.SyncConfig``.
+    ``local_aggregation``: see ``strategy.SyncConfig``. ``leaders``: for each reader the device through which it pushes and pulls: the
+    first reader of its host with local aggregation, else itself.
     """
 
     parameter: str
@@ -156,6 +157,7 @@ class Served:
     shards: tuple[int, ...]
     sparse: bool
     local_aggregation: bool
+    leaders: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -204,8 +204,14 @@ class PlanBuilder:
                     kept.append(len(shards))
                     shards.append(Shard(tensor.name, len(shards) - first, part, (server,), places, True))
                 sparse = tensor.name in self.graph.sparse
-                served.append(Served(tensor.name, index, box, devices, places, tuple(kept), sparse, sync.local_aggregation))
+                leaders = self._leaders(devices) if sync.local_aggregation else devices
+                served.append(Served(tensor.name, index, box, devices, places, tuple(kept), sparse, sync.local_aggregation, leaders))
         return tuple(shards), tuple(served)
+
+    def _leaders(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """For each of these devices (ascending) the first that is on its host."""
+        first: dict[int, int] = {}
+        return tuple([first.setdefault(self.topology.devices[device].host, device) for device in devices])
 
     def _is_served(self, parameter: str, devices: Sequence[int], uses: Sequence[tuple[int, int, int]]) -> bool:
         """Whether a region of a parameter that has a server is kept there: if it gets a gradient, and, unless rows of it are pulled, from

@@ -134,6 +134,14 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
     return default if standard is None else standard[0]
 
 
+def with_argument(call: Call, name: str, value: Any) -> Call:
+    """The call with another value for an argument that its schema names."""
+    place, _ = parameters_of(call.target)[name]
+    if name not in call.kwargs and place < len(call.args):
+        return replace(call, args=(*call.args[:place], value, *call.args[place + 1 :]))
+    return replace(call, kwargs={**call.kwargs, name: value})
+
+
 @cache
 def parameters_of(target: Any) -> dict[str, tuple[int, tuple[Any] | None]]:
     """A target's parameters by name: place and default value, as far as there is one. (Asking the schema is slow.)"""

@@ -7,7 +7,7 @@ plain ATen call, so that a tile that holds everything costs what the model itsel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from soap.regions import Box, contains, lengths, relative, volume, whole
 from soap.simulator.tiling import Tile
 from soap.tracing.calls import Call, Ref, Value, argument, is_random, substitute
 from soap.tracing.model import TileContext
+from soap.tracing.on_rows import look_up, rows_asked_for
 from soap.tracing.rules.notation import Local, Maps, Tiled
 from soap.tracing.rules.random import seeded
 
@@ -51,6 +52,7 @@ class CompiledTile:
             self._place(key, box)
         self._steps = [self._prepare(step, tile, values) for step in program.steps]
         self._outputs = [self._places[name] for name in program.outputs]
+        self._inputs = len(program.inputs)
         self._made_here = [None] * (len(self._boxes) - len(program.inputs) - len(program.parameters))
         self._forget_early()
 
@@ -60,6 +62,54 @@ class CompiledTile:
         for step in self._steps:
             step.perform(made, context)
         return tuple([made[place] for place in self._outputs])
+
+    def rows_asked_for(self, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext) -> torch.Tensor:
+        """See ``TracedModel.rows_asked_for``."""
+        made: list[Any] = [*inputs, *[None] * (len(self._boxes) - len(inputs))]
+        look_up = self._look_up_of(parameter)
+        for number in self._before(look_up, frozenset(place for place, tensor in enumerate(inputs) if tensor is not None)):
+            self._steps[number].perform(made, context)
+        return self._steps[look_up].rows_asked_for(made)
+
+    def run_on_rows(
+        self,
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        rows: Mapping[int, torch.Tensor],
+        context: TileContext,
+    ) -> tuple[torch.Tensor, ...]:
+        """See ``TracedModel.run_on_rows``."""
+        look_ups = {self._look_up_of(parameter): own for parameter, own in rows.items()}
+        made: list[Any] = [*inputs, *parameters, *self._made_here]
+        for number, step in enumerate(self._steps):
+            if number in look_ups:
+                step.look_up(made, look_ups[number])
+            else:
+                step.perform(made, context)
+        return tuple([made[place] for place in self._outputs])
+
+    def _look_up_of(self, parameter: int) -> int:
+        """The step that looks up rows of a parameter."""
+        found = [number for number, step in enumerate(self._steps) if any(place == self._inputs + parameter for place, _ in step.reads)]
+        if len(found) != 1 or not self._steps[found[0]].rule.looks_up or self._steps[found[0]].reads[0][0] != self._inputs + parameter:
+            raise ModelError(f"internal: parameter {parameter} of {self._steps[0].local.call.name} is not looked up; please report this")
+        return found[0]
+
+    def _before(self, step: int, known: frozenset[int]) -> list[int]:
+        """The steps that make those operands of a step (but its first) that are functions of ``known`` inputs, in order."""
+        computable, makers = set(known), dict[int, int]()
+        for number, earlier in enumerate(self._steps[:step]):
+            if all(place in computable for place, _ in earlier.reads):
+                computable.update(place for place, _ in earlier.makes)
+                makers.update({place: number for place, _ in earlier.makes})
+        wanted = [place for place, _ in self._steps[step].reads[1:] if place in makers]
+        found: set[int] = set()
+        while wanted:
+            number = makers[wanted.pop()]
+            if number not in found:
+                found.add(number)
+                wanted += [place for place, _ in self._steps[number].reads if place in makers]
+        return sorted(found)
 
     def _place(self, key: tuple[str, Maps] | str, box: Box) -> int:
         self._places[key] = len(self._boxes)
@@ -81,7 +131,7 @@ class CompiledTile:
         entire = all(box == whole(shape) for box, shape in zip((*boxes, *output_boxes), (*shapes, *output_shapes), strict=True))
         run = _plain_runner(call) if step.rule.run is None or (entire and _may_run_plainly(step)) else None
         makes = [(self._place(name, box), lengths(box)) for name, box in zip(call.outputs, output_boxes, strict=True)]
-        return _Step(local, reads, makes, run, step.rule.run)
+        return _Step(local, reads, makes, run, step.rule)
 
     def _forget_early(self) -> None:
         """Tensors that only the tile itself reads are let go behind their last reader, as in a plain forward pass."""
@@ -106,7 +156,7 @@ class _Step:
         reads: Sequence[tuple[int, _Cut]],
         makes: Sequence[tuple[int, tuple[int, ...]]],
         run: Runner | None,
-        rule: Callable[[Local], Any] | None,
+        rule: Tiled,
     ) -> None:
         self.local, self.reads, self.makes, self.run, self.rule = local, reads, makes, run, rule
         self.forgets: tuple[int, ...] = ()
@@ -125,9 +175,9 @@ class _Step:
             result = self.run(tensors, context)
         else:
             local = self.local
-            assert self.rule is not None
+            assert self.rule.run is not None
             local.tensors, local.context = tensors, context
-            result = self.rule(local)
+            result = self.rule.run(local)
             local.tensors = ()
         results = result if isinstance(result, (tuple, list)) else (result,)
         if not self._checked:
@@ -139,6 +189,23 @@ class _Step:
                 made[place] = tensor
         for place in self.forgets:
             made[place] = None
+
+    def rows_asked_for(self, made: Sequence[Any]) -> torch.Tensor:
+        """The rows that the call, a look-up, asks for; what is not known yet is missing in ``made``."""
+        return rows_asked_for(replace(self.local, tensors=self._operands(made)), self.rule)
+
+    def look_up(self, made: list[Any], rows: torch.Tensor) -> None:
+        """Run the call, a look-up, on a table that has only these rows."""
+        result = look_up(replace(self.local, tensors=self._operands(made)), self.rule, rows)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        self._check(results)
+        for (place, _), tensor in zip(self.makes, results, strict=False):
+            made[place] = tensor
+        for place in self.forgets:
+            made[place] = None
+
+    def _operands(self, made: Sequence[Any]) -> list[Any]:
+        return [made[place] if cut is None or made[place] is None else cut(made[place]) for place, cut in self.reads]
 
     def _check(self, results: Sequence[torch.Tensor]) -> None:
         for (_, shape), tensor in zip(self.makes, results, strict=False):

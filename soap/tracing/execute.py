@@ -53,12 +53,32 @@ class ExecutableModel:
         """See ``TracedModel.run_tile``."""
         if context.unread and context.unread.issuperset(self.programs[self.graph.operators[tile.operator].name].outputs):
             return tuple(inputs[0].new_zeros(lengths(box), dtype=torch.float64) for box in tile.outputs)
+        return self._tile(tile).run(inputs, parameters, context)
+
+    def rows_asked_for(
+        self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
+    ) -> torch.Tensor:
+        """See ``TracedModel.rows_asked_for``."""
+        return self._tile(tile).rows_asked_for(parameter, inputs, context)
+
+    def run_on_rows(
+        self,
+        tile: Tile,
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        rows: Mapping[int, torch.Tensor],
+        context: TileContext,
+    ) -> tuple[torch.Tensor, ...]:
+        """See ``TracedModel.run_on_rows``."""
+        return self._tile(tile).run_on_rows(inputs, parameters, rows, context)
+
+    def _tile(self, tile: Tile) -> CompiledTile:
         key = (tile.operator, tile.intervals)
         compiled = self._compiled.get(key)
         if compiled is None:
             program = self.programs[self.graph.operators[tile.operator].name]
             compiled = self._compiled[key] = CompiledTile(self.program.values, program, tile)
-        return compiled.run(inputs, parameters, context)
+        return compiled
 
     def forget_tiles(self) -> None:
         """Let go of tiles that were compiled."""

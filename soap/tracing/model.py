@@ -71,6 +71,23 @@ class TracedModel(Protocol):
         these are partial results. Inputs must not be modified by the caller before the backward pass.
         """
 
+    def rows_asked_for(
+        self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
+    ) -> torch.Tensor:
+        """The different rows (dimension 0, in the whole parameter's numbers) that a tile looks up of its part of a sparse parameter,
+        ascending. ``inputs``: those that are there before the tile runs; None for others. ModelError if there is no such row."""
+
+    def run_on_rows(
+        self,
+        tile: Tile,
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        rows: Mapping[int, torch.Tensor],
+        context: TileContext,
+    ) -> tuple[torch.Tensor, ...]:
+        """``run_tile`` with parameters of which only some rows are there. ``rows``: by parameter (position), which rows, ascending; at
+        least those that the tile asks for. Its tensor has just these, one below the other."""
+
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         """Values that no tile of a plan looks at, for ``TileContext``: batch norm's statistics where each tile sees all of its channels."""
 

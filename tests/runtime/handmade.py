@@ -67,6 +67,21 @@ class HandModel:
             values.update({operand.tensor: value for operand, value in zip(op.outputs, outputs, strict=True)})
         return values[self.graph.loss]
 
+    def rows_asked_for(
+        self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def run_on_rows(
+        self,
+        tile: Tile,
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        rows: Mapping[int, torch.Tensor],
+        context: TileContext,
+    ) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
         return frozenset()
 

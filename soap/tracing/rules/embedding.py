@@ -50,6 +50,12 @@ def _bags(local: Local) -> tuple[torch.Tensor, torch.Tensor, slice]:
     return indices[begin:end], offsets[first:stop] - begin, slice(begin, end)
 
 
+def _indices_of_bags(local: Local) -> torch.Tensor:
+    """The indices of a tile's bags; all, if where bags begin is not known yet."""
+    indices: torch.Tensor = local.get("indices") if local.get("offsets") is None else _bags(local)[0]
+    return indices
+
+
 def _run_embedding_bag(local: Local) -> torch.Tensor:
     table, mode, padding = local.tensors[0], int(local.get("mode")), local.get("padding_idx")
     padding = None if padding is None or padding < 0 else padding
@@ -94,4 +100,5 @@ def embedding_bag(view: View) -> Tiled:
         flops=2 * count * columns,
         saved_bytes=(64 + view.itemsize) * (count + bags + rows) + 9 * bags * columns,
         looks_up=True,
+        picks=_indices_of_bags,
     )

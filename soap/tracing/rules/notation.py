@@ -36,6 +36,7 @@ class Tiled:
     summing partial results (views). ``run``: computes the local outputs from a ``Local``; None runs the call's target on the local
     operands. ``flops``: of the whole call. ``saved_bytes``: kept for the backward pass beside operands and outputs. ``known``: False if
     no rule covers the call. ``looks_up``: it reads rows (dimension 0) of its first operand by indices that are its second one, and no more.
+    ``picks``: which of these a tile looks up, from a ``Local`` in which operands that come from elsewhere may be missing; None for all.
     """
 
     factors: tuple[tuple[str, int], ...]
@@ -49,6 +50,7 @@ class Tiled:
     saved_bytes: int = 0
     known: bool = True
     looks_up: bool = False
+    picks: Callable[[Local], torch.Tensor] | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,60 @@
+"""Clusters of several hosts, and strategies that synchronize sparse and dense parameters in any way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from soap.graph import FactorKind, OperatorGraph
+from soap.strategies import random_config
+from soap.strategy import OpConfig, Strategy, SyncConfig
+from soap.topology import Topology
+from tests.strategies import CPU, cluster
+
+
+def hosts(*devices: int) -> Topology:
+    """A cluster with so many devices on each host."""
+    return cluster([*devices], CPU)
+
+
+def by_samples(graph: OperatorGraph, devices: Sequence[int], samples: int) -> Strategy:
+    """Every operator's first factor of so many elements (which the batch is) in parts, one for each device."""
+    configs = {}
+    for op in graph.operators:
+        first = next((k for k, f in enumerate(op.factors) if f.size == samples and f.kind is not FactorKind.PARAMETER), None)
+        degrees = tuple(min(len(devices), samples) if k == first else 1 for k in range(len(op.factors)))
+        configs[op.name] = OpConfig(degrees, tuple(devices[: prod(degrees)]))
+    return Strategy(configs)
+
+
+def synchronized(strategy: Strategy, graph: OperatorGraph, sparse: SyncConfig, dense: SyncConfig | None = None) -> Strategy:
+    """The strategy with its sparse, and its dense, parameters synchronized so."""
+    for tensor in graph.parameters:
+        sync = sparse if tensor.name in graph.sparse else dense
+        if sync is not None:
+            strategy = strategy.with_parameter(tensor.name, sync)
+    return strategy
+
+
+SYNCS: Mapping[str, SyncConfig] = {
+    "allreduce": SyncConfig(),
+    "allgather": SyncConfig("allgather"),
+    "server": SyncConfig("parameter_server", 1),
+    "servers": SyncConfig("parameter_server", 5),
+    "many partitions": SyncConfig("parameter_server", 40),
+    "local": SyncConfig("parameter_server", 3, True),
+}
+
+
+def random_sync(rng: random.Random, sparse: bool) -> SyncConfig:
+    method = rng.choice(["allreduce", "allgather", "parameter_server", "parameter_server"])
+    if method == "parameter_server":
+        return SyncConfig("parameter_server", rng.choice([1, 2, 3, 7, 40]), rng.random() < 0.5)
+    return SyncConfig("allgather") if method == "allgather" and sparse else SyncConfig()
+
+
+def random_synchronized(graph: OperatorGraph, topology: Topology, rng: random.Random) -> Strategy:
+    """Any configurations and any methods."""
+    configs = {op.name: random_config(op, topology.device_count, rng) for op in graph.operators}
+    return Strategy(configs, {tensor.name: random_sync(rng, tensor.name in graph.sparse) for tensor in graph.parameters})

@@ -1,0 +1,179 @@
+"""Sparse and dense parameters, synchronized in any way, train as a plain loop does in one process, in float64."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from soap.runtime.trainer import Trainer
+from soap.simulator.lowering import build_plan
+from soap.strategy import OpConfig, Strategy, SyncConfig
+from soap.topology import Topology
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.export import export_model
+from soap.tracing.load import load_model
+from tests.extent import every
+from tests.runtime.exact_modules import Batch, Trained, worst
+from tests.runtime.pool import Pool
+from tests.runtime.sparse_modules import MODULES, OPTIMIZERS, ROWS, batch_of, module_of, train_alone
+from tests.runtime.sparse_plans import SYNCS, by_samples, hosts, random_synchronized, synchronized
+
+TOLERANCE = 1e-9
+FOUR = hosts(1, 2, 1)
+SERVED = SyncConfig("parameter_server", 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    for name in MODULES:
+        export_model(module_of(name), batch_of(6), path=folder / f"{name}.pt2", dynamic_batch=True)
+    return {name: str(folder / f"{name}.pt2") for name in MODULES}
+
+
+@lru_cache(maxsize=4)
+def loaded(path: str) -> ExecutableModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return load_model(path, dtype="float64")
+
+
+def train(
+    path: str, strategy: Strategy, topology: Topology, steps: Sequence[Sequence[Batch]], optimizer: str, options: Mapping[str, Any]
+) -> Trained:
+    """What a rank does: each step's micro-batches at once."""
+    with Trainer(loaded(path), (strategy, topology), optimizer=OPTIMIZERS[optimizer], **options) as trainer:
+        losses = [trainer.step(*(t for part in parts for t in part)) for parts in steps]
+        return Trained(losses, trainer.state_dict())
+
+
+def assert_exact(
+    four: Pool,
+    files: Mapping[str, str],
+    name: str,
+    strategy: Strategy,
+    optimizer: str = "sgd",
+    sizes: Sequence[Sequence[int]] = ((6,), (6,)),
+    topology: Topology = FOUR,
+    **options: Any,
+) -> None:
+    """Training by the strategy equals the plain loop. ``sizes``: samples of each step's micro-batches."""
+    steps = [[batch_of(size, 10 * i + k) for k, size in enumerate(parts)] for i, parts in enumerate(sizes)]
+    results = four.run(train, files[name], strategy, topology, steps, optimizer, options, ranks=topology.device_count)
+    assert all(result.losses == results[0].losses for result in results)
+    lazy = list(loaded(files[name]).graph.sparse) if options.get("lazy_sparse") else ()
+    expected = train_alone(module_of(name), steps, OPTIMIZERS[optimizer], clip_norm=options.get("clip_norm"), lazy=lazy)
+    assert worst(results[0], expected) < TOLERANCE, worst(results[0], expected)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("sync", SYNCS)
+def test_every_method_with_every_optimizer(four: Pool, files: dict[str, str], sync: str, optimizer: str) -> None:
+    """Of three tables' rows few are touched, by none, one or several ranks; batches are uneven (6 samples on 4 ranks)."""
+    graph = loaded(files["words"]).graph
+    dense = SERVED if sync in ("servers", "local") else None
+    strategy = synchronized(by_samples(graph, range(4), 6), graph, SYNCS[sync], dense)
+    assert_exact(four, files, "words", strategy, optimizer, ((6,), (6,), (6,)))
+
+
+def test_rows_travel_in_all_these_plans(files: dict[str, str]) -> None:
+    graph = loaded(files["words"]).graph
+    for name, sync in SYNCS.items():
+        plan = build_plan(graph, synchronized(by_samples(graph, range(4), 6), graph, sync, SERVED), FOUR)
+        assert len(plan.gathered) == (name == "allgather")
+        assert sum(own.sparse for own in plan.served) == (sync.method == "parameter_server")
+        assert sum(not own.sparse for own in plan.served) == 4
+        assert len(plan.served[0].shards) == (2 if not plan.served[0].sparse else min(sync.partitions, ROWS))
+
+
+@pytest.mark.parametrize("sync", ["allgather", "server", "local"])
+def test_every_kind_of_look_up(four: Pool, files: dict[str, str], sync: str) -> None:
+    graph = loaded(files["tables"]).graph
+    strategy = synchronized(by_samples(graph, range(4), 6), graph, SYNCS[sync], SERVED if sync == "local" else None)
+    assert_exact(four, files, "tables", strategy, "adagrad")
+
+
+@pytest.mark.parametrize("sync", ["allgather", "servers", "local"])
+def test_tables_split_by_rows_and_columns(four: Pool, files: dict[str, str], sync: str) -> None:
+    """One look-up of the shared table splits rows, the other columns, so that the table is cut into cells by both."""
+    graph = loaded(files["words"]).graph
+    strategy = by_samples(graph, range(4), 6)
+    first, second = (op for op in graph.operators if op.name.startswith("words"))
+    for op, degrees, devices in ((first, {"v": 2, "b": 2}, (0, 3, 2, 3)), (second, {"d": 3}, (1, 0, 3))):
+        parts = tuple(degrees.get(factor.name, 1) for factor in op.factors)
+        strategy = strategy.with_operator(op.name, OpConfig(parts, devices))
+    for optimizer in ("sgd", "adam"):
+        assert_exact(four, files, "words", synchronized(strategy, graph, SYNCS[sync], SERVED), optimizer)
+
+
+@pytest.mark.parametrize("sync", ["allgather", "servers", "local"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adagrad", "adam"])
+def test_rows_without_gradient_stay_if_asked_for(four: Pool, files: dict[str, str], sync: str, optimizer: str) -> None:
+    graph = loaded(files["words"]).graph
+    strategy = synchronized(by_samples(graph, range(4), 6), graph, SYNCS[sync])
+    steps = ((6,), (6,), (6,), (6,))
+    assert_exact(four, files, "words", strategy, optimizer, steps, lazy_sparse=True)
+    if sync == "allgather":  # which does not depend on the method
+        assert_exact(four, files, "words", by_samples(graph, range(4), 6), optimizer, steps, lazy_sparse=True)
+
+
+@pytest.mark.parametrize("sync", ["allgather", "servers", "local"])
+def test_clipped_by_the_norm_of_all_gradients(four: Pool, files: dict[str, str], sync: str) -> None:
+    graph = loaded(files["words"]).graph
+    strategy = synchronized(by_samples(graph, range(4), 6), graph, SYNCS[sync], SERVED)
+    for optimizer in ("adagrad", "adam"):
+        assert_exact(four, files, "words", strategy, optimizer, ((6,), (6,)), clip_norm=0.05)
+    assert_exact(four, files, "words", strategy, "sgd", ((6,), (6,)), clip_norm=1e6)
+
+
+@pytest.mark.parametrize("sync", ["allgather", "servers", "local"])
+def test_accumulated_over_batches_of_many_sizes(four: Pool, files: dict[str, str], sync: str) -> None:
+    """Micro-batches touch other rows; of one or two samples, some ranks have none."""
+    graph = loaded(files["words"]).graph
+    strategy = synchronized(by_samples(graph, range(4), 6), graph, SYNCS[sync], SERVED)
+    sizes = ((6, 6, 6), (6, 2), (1, 6, 9), (3,))
+    assert_exact(four, files, "words", strategy, "adagrad", sizes, accumulate=3, clip_norm=0.3)
+    assert_exact(four, files, "words", strategy, "adam", ((6, 6), (2, 1)), accumulate=2, lazy_sparse=True)
+
+
+@pytest.mark.parametrize("devices", [(1,), (2,), (1, 1), (3,), (2, 2)])
+def test_any_number_of_hosts(four: Pool, files: dict[str, str], devices: tuple[int, ...]) -> None:
+    topology = hosts(*devices)
+    graph = loaded(files["words"]).graph
+    strategy = by_samples(graph, range(topology.device_count), 6)
+    for sync in ("servers", "local", "allgather"):
+        assert_exact(four, files, "words", synchronized(strategy, graph, SYNCS[sync], SERVED), "adagrad", topology=topology)
+
+
+def test_servers_that_read_nothing_and_readers_that_serve_nothing(four: Pool, files: dict[str, str]) -> None:
+    """Two devices of the second host work; all hosts serve."""
+    graph = loaded(files["words"]).graph
+    for sync in ("servers", "local", "many partitions"):
+        strategy = synchronized(by_samples(graph, (1, 2), 6), graph, SYNCS[sync], SyncConfig("parameter_server", 3, True))
+        assert_exact(four, files, "words", strategy, "momentum")
+        assert_exact(four, files, "words", strategy, "adam", lazy_sparse=True)
+
+
+def random_case(four: Pool, files: Mapping[str, str], number: int) -> None:
+    rng = random.Random(number)
+    name = rng.choice(["words", "words", "tables"])
+    topology = hosts(*rng.choice([(2,), (1, 1), (1, 2), (1, 1, 1), (2, 2), (1, 2, 1), (1, 1, 1, 1)]))
+    graph = loaded(files[name]).graph
+    strategy = random_synchronized(graph, topology, rng)
+    options: dict[str, Any] = {"lazy_sparse": rng.random() < 0.3, "clip_norm": rng.choice([None, None, 0.1])}
+    sizes = ((6,), (6,))
+    if rng.random() < 0.3:
+        options["accumulate"], sizes = 2, ((6, 6), (6,))
+    optimizer = rng.choice(sorted(OPTIMIZERS))
+    assert_exact(four, files, name, strategy, optimizer, sizes, topology, **options)
+
+
+@pytest.mark.parametrize("number", every(10, range(400)))
+def test_any_strategy(four: Pool, files: dict[str, str], number: int) -> None:
+    """Repeated by its number alone."""
+    random_case(four, files, number)
