@@ -135,8 +135,8 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
 
 
 def with_argument(call: Call, name: str, value: Any) -> Call:
-    """The call with another value for an argument that its schema names."""
-    place, _ = parameters_of(call.target)[name]
+    """The call with another value for an argument, which it has by name or in the place that its schema says."""
+    place, _ = parameters_of(call.target).get(name, (len(call.args), None))
     if name not in call.kwargs and place < len(call.args):
         return replace(call, args=(*call.args[:place], value, *call.args[place + 1 :]))
     return replace(call, kwargs={**call.kwargs, name: value})
