@@ -175,7 +175,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         with stopping.saving():
             outcome.save(args.output)  # whatever becomes of the runs
         try:
-            outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed)
+            outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed, args.data)
         except (KeyboardInterrupt, StoppedBySignal) as error:
             note(PROG, f"interrupted while measuring: the strategy predicted to be fastest is in {args.output}")
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
