@@ -14,6 +14,7 @@ from soap.cli.simulate import main
 from soap.graph import OperatorGraph
 from soap.simulator import simulate
 from soap.simulator.timeline import critical_path_ns, link_bytes
+from soap.strategies import SYNCHRONIZED
 from soap.topology import Topology
 from soap.units import format_bytes
 from tests.cli.refusals import assert_refused
@@ -95,7 +96,7 @@ def test_says_why_it_was_not_folded(capsys: pytest.CaptureFixture[str], monkeypa
     told = json.loads(capsys.readouterr().out)
     assert told["folded"].keys() == {"reason"}
     assert {name: cost["predicted_ns"] is None for name, cost in told["baselines"].items()} == {
-        name: name == "one_weird_trick" for name in told["baselines"]
+        name: name in ("one_weird_trick", *SYNCHRONIZED) for name in told["baselines"]
     }
     assert "not simulated: too many tiles, and no equal copies" in out
 
