@@ -78,6 +78,8 @@ def test_a_folded_report_is_the_whole_one(
     devices = len({d for config in soap.api.classical(name, *_parts()).operators.values() for d in config.devices})
     assert folded.pop("folded") == {"copies": copies, "devices_per_copy": devices // copies}
     assert whole.pop("folded") is None
+    for known in SYNCHRONIZED:  # which cannot be folded
+        assert folded["baselines"].pop(known)["predicted_ns"] is None and whole["baselines"].pop(known)["predicted_ns"] > 0
     assert folded == whole
     shown = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "thread_name"}
     assert len(shown & set(whole["cluster"]["devices"])) == 2 * devices // copies
