@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,22 +15,20 @@ import torch
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.presets import local_topology
 from soap.regions import whole
-from soap.runtime.clipping import clip
 from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.look_ups import note_rows
 from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
-from soap.runtime.row_update import Updater
 from soap.runtime.shards import ShardStore, gather_regions
 from soap.runtime.sizes import BatchSizes, run_dtype
+from soap.runtime.step_end import StepEnd
 from soap.runtime.tail import find_tail
-from soap.runtime.trace import Event, Recorder, join_events, watch_nothing
+from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.units import missing_compiler
 from soap.runtime.world import TIMEOUT_S, close_world, open_world
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Plan, serve_name, update_name
-from soap.simulator.tasks import TaskKind
+from soap.simulator.plan import Plan
 from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
 from soap.tracing.model import TileContext, TracedModel
@@ -119,11 +116,10 @@ class Trainer:
         trainable = [self.shards.tensors[i] for i in self.shards.tensors if plan.shards[i].trainable]
         self.optimizer = optimizer(trainable) if trainable else None
         self.lazy_sparse = lazy_sparse
-        parts = {number: (plan.shards[number].parameter, plan.shards[number].box) for number in self.shards.tensors}
-        self._updater = Updater(self.optimizer, self.shards.tensors, parts, lazy_sparse)
+        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.shards.tensors, self.optimizer, clip_norm, lazy_sparse)
         by_rows = {table.parameter for table in self.program.tables}
-        kept = {name for name, _ in parts.values() if name in plan.graph.sparse}
-        self._to_look_up = sorted(kept - by_rows) if lazy_sparse else []
+        kept = {plan.shards[number].parameter for number in self.shards.tensors}
+        self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if lazy_sparse else []
         self._refresh_copies()
 
     def step(self, *inputs: torch.Tensor) -> float:
@@ -163,7 +159,7 @@ class Trainer:
             note_rows(looked_up, self._to_look_up, sized.model, tensors, context)
             losses.append(runner.run(tensors, context, MicroBatch(number, len(parts))))
             sized.model.end_step(context)
-        self._update(looked_up, recorder)
+        self.gradient_norm = self._ending.run(looked_up, recorder)
         self.steps += 1
         return sum(loss() for loss in losses) / len(losses)
 
@@ -175,33 +171,6 @@ class Trainer:
             context = TileContext(self.seed, step * self.accumulate + number, self.buffers)
             note_rows(found, self.plan.graph.sparse, sized.model, sized.tensors(part), context)
         return found
-
-    def _update(self, looked_up: Mapping[str, torch.Tensor], recorder: Recorder | None) -> None:
-        gradients = self.sizes.gradients
-        done = set() if recorder is None else self._serve(recorder)
-        gradients.add_up()
-        if self.clip_norm is not None:
-            found = {**gradients.dense, **{number: own.values for number, own in gradients.rows.items()}}
-            self.gradient_norm = clip(self.comm, self.plan, found, self.clip_norm)
-        left = None if not done else self.shards.tensors.keys() - done
-        timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
-        with recorder.task(update_name(self.rank), TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
-            self._updater.update(gradients.dense, gradients.rows, looked_up, left)
-        gradients.served.pull(watch_nothing if recorder is None else recorder.watch)
-
-    def _serve(self, recorder: Recorder) -> set[int]:
-        """Add up and update what this rank keeps as a server, each partition as a task of its own; those that were updated. What is to be
-        clipped is updated later."""
-        gradients, updated = self.sizes.gradients, set[int]()
-        for own in self.plan.served:
-            for number, shard in enumerate(own.shards):
-                if shard in self.shards.tensors:
-                    with recorder.task(serve_name(own, number), TaskKind.UPDATE):
-                        gradients.add_up((shard,))
-                        if self.clip_norm is None:
-                            self._updater.update(gradients.dense, gradients.rows, {}, (shard,))
-                            updated.add(shard)
-        return updated
 
     def _forget_tables(self) -> None:
         """Leave tables that servers keep to the servers: the model has room for none of their rows any more."""
