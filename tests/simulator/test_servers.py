@@ -315,7 +315,7 @@ def test_what_replicas_look_up_alike_counts_once() -> None:
         chosen = alike.with_parameter("table", SyncConfig("parameter_server", 1, local))
         (pull,) = (task for task in lowered(graph, chosen, topology).tasks if task.name == "pull table[0]")
         hosts = [device.host for device in topology.devices]
-        assert sum(n for a, b, n in pull.flows if hosts[a] != hosts[b]) == crossing * 4 * (ROW_BYTES + INDEX_BYTES)
+        assert sum(n for a, b, n in pull.flows if hosts[a] != hosts[b]) == crossing * 4 * (12 + INDEX_BYTES)
     plan = build_plan(graph, alike, topology)
     lookups = DeviceLookups(graph, "table", plan.tiles, plan.shards[0].uses)
     assert [lookups((0,)), lookups((0, 1)), lookups(range(4))] == [4, 4, 4]

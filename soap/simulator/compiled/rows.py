@@ -42,8 +42,8 @@ def part_of_rows(G: GraphTables, parameter: int, touched: int, rows: int) -> int
 
 @compiled
 def count_lookups(S: Scratch) -> int:
-    """``lookups``: by keeper (place in ``members``, from 0 on), how many rows its tiles look up; how many all do. What replicas look up alike
-    counts once. After ``find_keepers``."""
+    """``lookups``: by keeper (place in ``members``, from 0 on), how many rows its tiles look up; how many all do. What replicas look up
+    alike counts once. After ``find_keepers``."""
     if S.members[0] > len(S.lookups):
         raise MemoryError(FULL)
     S.count[STAMP] += 1

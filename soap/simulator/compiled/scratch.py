@@ -28,7 +28,8 @@ class Scratch(NamedTuple):
     ``update`` in ns; ``floor``, the least that it takes whatever becomes of the operator that is changed; ``taken``, partitions on the
     cores of the host whose lowest device it is. ``geometry``, ``expected`` (a stamp): by parameter. ``use_slot``, ``use_device``,
     ``use_lookups``, ``use_block`` (equal for replicas): the tiles that use a shard; ``lookups``, ``seen``, ``leader``, ``touched``,
-    ``together``, ``received``: by place in ``members`` (from 0 on), and ``p_rows``, ``p_server``: by partition, as in ``traffic``. The rest: lists under work.
+    ``together``, ``received``: by place in ``members`` (from 0 on), and ``p_rows``, ``p_server``: by partition, as in ``traffic``. The
+    rest: lists under work.
     """
 
     count: Longs  # type: ignore[assignment]  # not tuple's method

@@ -69,7 +69,8 @@ class ClusterTables(NamedTuple):
     (``cores``). ``server``: devices beside which servers are. Of such a device: whether it does the work (``serves_itself``) or a core,
     ``core_bandwidth`` of what does it in bytes per second, and the first host where the same type does it (``core_host``). ``hosts``: their
     number.
-    ``row_seconds``: by device, as ``servers.row_seconds``. ``crowding``: by how many messages a device has in an exchange, ``Topology.crowding``; the last for all further numbers.
+    ``row_seconds``: by device, as ``servers.row_seconds``. ``crowding``: by how many messages a device has in an exchange,
+    ``Topology.crowding``; the last for all further numbers.
     """
 
     distance: NDArray[np.int8]
