@@ -131,6 +131,7 @@ def test_clipped_by_the_norm_of_all_gradients(four: Pool, files: dict[str, str],
     assert_exact(four, files, "words", strategy, "sgd", ((6,), (6,)), clip_norm=1e6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["allgather", "servers", "local"])
 def test_accumulated_over_batches_of_many_sizes(four: Pool, files: dict[str, str], sync: str) -> None:
     """Micro-batches touch other rows; of one or two samples, some ranks have none."""
@@ -184,6 +185,7 @@ def random_case(four: Pool, files: Mapping[str, str], number: int) -> None:
     assert_exact(four, files, name, strategy, optimizer, sizes, topology, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", every(10, range(400)))
 def test_any_strategy(four: Pool, files: dict[str, str], number: int) -> None:
     """Repeated by its number alone."""

@@ -17,6 +17,7 @@ from soap.runtime.trace import Event
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.simulator.tasks import TaskKind
+from soap.strategies import CLASSICAL
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 from soap.tracing.execute import ExecutableModel
@@ -224,3 +225,17 @@ def test_one_line_for_rows_that_are_not_there_and_models_without_values(four: Po
     first, second = four.run(said, Way(files["words"], FOUR_HOSTS, SERVED))[0]
     assert first.endswith("of a table of 23 rows; expected 0 to 22") and "\n" not in first
     assert second == "parameter 'words.weight' has no values; expected a model that has them: load it again"
+
+
+def zoo_checked(name: str, topology: Topology, sync: SyncConfig) -> CheckResult:
+    model = loaded(f"zoo:{name}:tiny")
+    strategy = synchronized(CLASSICAL["data_parallel"](model.graph, topology), model.graph, sync)
+    with Trainer(model, (strategy, topology), optimizer=OPTIMIZERS["adagrad"]) as trainer:
+        assert trainer.program.tables
+        return check(trainer, lambda step: model.example_inputs, OPTIMIZERS["adagrad"], 2)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "nmt"])
+def test_tables_of_zoo_models(four: Pool, name: str) -> None:
+    for sync in ("allgather", "local"):
+        assert four.run(zoo_checked, name, hosts(1, 2, 1), SYNCS[sync])[0].passed
