@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from soap.runner.partitioner import partitioner
     from soap.runner.runner import get_runner
     from soap.runner.sharding import shard
+    from soap.runner.tuning import tune
     from soap.runtime.trainer import Trainer
     from soap.strategy import OpConfig, Strategy, SyncConfig
     from soap.topology import Topology
@@ -37,6 +38,7 @@ _HOME = {
     "get_runner": "soap.runner.runner",
     "partitioner": "soap.runner.partitioner",
     "shard": "soap.runner.sharding",
+    "tune": "soap.runner.tuning",
     "RunnerConfig": "soap.runner.config",
     "Trainer": "soap.runtime.trainer",
     "OperatorGraph": "soap.graph",
@@ -66,6 +68,7 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "search",
     "shard",
     "simulate",
+    "tune",
     "RunnerConfig",
     "SearchOutcome",
     "Trainer",

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """Prefix of module names -> prefixes of our modules that they may import. The longest prefix counts."""
 
-COMMANDS = ("soap.cli.search", "soap.cli.run", "soap.cli.simulate", "soap.cli.diff", "soap.cli.compare", "soap.cli.profile")
+COMMANDS = tuple(f"soap.cli.{name}" for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune"))
 WITHOUT_TORCH = (*GROUND_FLOOR, "soap.simulator", "soap.search", "soap.emulation")
 
 

@@ -7,9 +7,9 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
 from soap.cli import emulation
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from soap.cli.training import Job, Outcome
     from soap.emulation.hosts import HostLimits
 
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
 PROG = "soap-run"
 BASELINE = "data_parallel"
 OPTIMIZER_STATES = {"sgd": 0, "adam": 2}
@@ -62,16 +65,9 @@ def make_parser() -> Parser:
     add_costs(parser)
     parser.add_argument("--steps", metavar="N", type=positive, default=10, help="training steps (default %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare loss and every gradient with a single process first")
-    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: as the cluster's devices are")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], help="compute in this type instead of the model's own")
-    parser.add_argument("--optimizer", choices=list(OPTIMIZER_STATES), default="sgd", help="default %(default)s")
     parser.add_argument("--lr", metavar="X", type=positive_number, help="learning rate (default: the checkpoint's, or 0.01)")
-    parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help="batches per update (default %(default)s)")
-    parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
-    parser.add_argument("--clip-norm", metavar="X", type=positive_number, help="scale gradients to at most this global norm")
-    data_help = "yields one sequence of tensors per step, the same on all ranks; or zoo:NAME (default: drawn like the example inputs)"
-    parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
+    add_training(parser)
     parser.add_argument("--compare-data-parallel", action="store_true", help="train by data parallelism as well, and measure it")
     parser.add_argument("--memory", action="store_true", help="measure each rank's peak memory, in three more steps")
     parser.add_argument("--seed", metavar="S", type=not_negative, help="of data and dropout (default: the checkpoint's, or 0)")
@@ -79,6 +75,18 @@ def make_parser() -> Parser:
     add_checkpoints(parser)
     add_outputs(parser, timeline="write an iteration for Perfetto and soap-compare, predicted and measured side by side")
     return parser
+
+
+def add_training(parser: Parser) -> None:
+    """How a strategy is run, whatever for."""
+    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: as the cluster's devices are")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZER_STATES), default="sgd", help="default %(default)s")
+    parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help="batches per update (default %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
+    parser.add_argument("--clip-norm", metavar="X", type=positive_number, help="scale gradients to at most this global norm")
+    data_help = "yields one sequence of tensors per step, the same on all ranks; or zoo:NAME (default: drawn like the example inputs)"
+    parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -156,6 +164,12 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
 def start(job: Job, hosts: Sequence[HostLimits] = ()) -> Outcome | None:
     """Run the job on all ranks, on emulated hosts if there are any; None under torchrun on all but rank 0, which reports."""
     from soap.cli.training import train
+
+    return on_ranks(job, hosts, train, job)
+
+
+def on_ranks(job: Job, hosts: Sequence[HostLimits], entry: Callable[[Argument], Result], argument: Argument) -> Result | None:
+    """The same with what each rank is to do, and the job for whose devices it is."""
     from soap.runtime.launch import launch
     from soap.runtime.world import under_launcher, world_size
 
@@ -164,7 +178,7 @@ def start(job: Job, hosts: Sequence[HostLimits] = ()) -> Outcome | None:
     if under_launcher(os.environ) and world_size(os.environ) > devices and os.environ["RANK"] == "0":
         note(PROG, f"{world_size(os.environ)} processes for {devices} devices: {world_size(os.environ) - devices} stay idle")
     with emulation.cluster(hosts) as emulated:
-        return launch(processes=devices, entry=train, args=(job,), place=emulated.place, address=emulated.address).get(0)
+        return launch(processes=devices, entry=entry, args=(argument,), place=emulated.place, address=emulated.address).get(0)
 
 
 def require_devices(job: Job) -> None:

@@ -92,13 +92,11 @@ def train(job: Job) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SoapWarning)  # the command has said it, once for all ranks
         model = api.load(job.model, dtype=job.dtype, **job.reading)
-    batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data)
-    if job.accumulate > 1:
-        batches = JoinedBatches(batches, job.accumulate)
+    batches = batches_of(job, model)
     kind = job.device_kind or job.topology.devices[0].type.kind
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
     try:
-        found = check(_trainer(job, model, job.main), batches, _optimizer(job), min(CHECKED_STEPS, job.steps)) if job.checked else None
+        found = check(make_trainer(job, model, job.main), batches, _optimizer(job), min(CHECKED_STEPS, job.steps)) if job.checked else None
         saver = Saver(job.checkpoints, job.steps)
         measured = {name: _measure(job, model, name, batches, saver if name == job.main else None) for name in job.strategies}
         traced = _trace(job, model, batches) if job.traced else ()
@@ -108,9 +106,15 @@ def train(job: Job) -> Outcome:
         close_world(world)
 
 
+def batches_of(job: Job, model: TracedModel) -> Batches:
+    """What the job trains on, by step."""
+    batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data)
+    return JoinedBatches(batches, job.accumulate) if job.accumulate > 1 else batches
+
+
 def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None) -> StepTimes:
     """All steps of the job, of which the first few are not timed (unless there are no others)."""
-    trainer = _trainer(job, model, name)
+    trainer = make_trainer(job, model, name)
     if job.checkpoints.resume is not None:
         _resume(job, trainer, job.checkpoints.resume)
     warm_up = min(WARM_UP_STEPS, job.steps - 1)
@@ -137,7 +141,7 @@ def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
 
 def _trace(job: Job, model: TracedModel, batches: Batches) -> tuple[tuple[MeasuredEvent, ...], ...]:
     """The events of some iterations on one batch, after others that warm up. A single one is noisy."""
-    trainer = _trainer(job, model, job.main)
+    trainer = make_trainer(job, model, job.main)
     for step in range(WARM_UP_STEPS):
         trainer.step(*batches(step))
     traced = [trainer.trace(*batches(WARM_UP_STEPS)) for _ in range(TRACED_STEPS)]
@@ -152,14 +156,15 @@ def _weigh(job: Job, model: TracedModel, batches: Batches, device: torch.device)
     batch = batches(0)
     gc.collect()
     with peak_memory(device) as peak:
-        trainer = _trainer(job, model, job.main)
+        trainer = make_trainer(job, model, job.main)
         own = [tensor.clone() for tensor in batch]
         for _ in range(WEIGHED_STEPS):
             trainer.step(*own)
     return tuple(trainer.comm.gather(peak.bytes))
 
 
-def _trainer(job: Job, model: TracedModel, name: str) -> Trainer:
+def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
+    """A trainer of the model's own parameters by the strategy of this name."""
     strategy, order = job.strategies[name]
     trainer = Trainer(
         model,

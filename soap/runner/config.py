@@ -26,6 +26,8 @@ class RunnerConfig:
     ``run_option``: ``hybrid`` searches how to split the model and, for each sparse parameter, how to synchronize it; ``allreduce`` searches
     with all-reduces only; ``ps`` is data parallelism with all parameters on servers. ``local_aggregation``: a host's devices may deal with
     servers together. ``search_partitions``: into how many partitions servers cut parameters is searched; else it is ``partitions``.
+    ``tuning_iterations``: of each of at most five short runs of the first batch, from which the number of partitions of all sparse
+    parameters is then chosen, as by ``soap-tune``; 0: what is predicted to be fastest counts.
     ``checkpoint``: a folder; training goes on from the latest in it, and a new one is written every ``save_every`` steps and at the end,
     the last ``keep`` of which stay. ``sharded``: each rank gives its own part of a batch, else every rank the whole one.
     ``optimizer``, ``clip_norm``, ``seed``: see ``soap.Trainer``; ``loss``, ``dynamic_batch``: see ``soap.export``; ``budget``, ``costs``,
@@ -36,6 +38,7 @@ class RunnerConfig:
     local_aggregation: bool = True
     search_partitions: bool = True
     partitions: int = 1
+    tuning_iterations: int = 0
     checkpoint: str | Path | None = None
     save_every: int | None = None
     keep: int | None = 2
@@ -56,3 +59,6 @@ class RunnerConfig:
             raise RuntimeFailure(f"run_option {self.run_option!r}: expected one of {', '.join(RUN_OPTIONS)}")
         if self.save_every is not None and (self.save_every < 1 or self.checkpoint is None):
             raise RuntimeFailure(f"save_every {self.save_every}: expected at least 1 step, and a folder as checkpoint")
+        if self.tuning_iterations < 0 or (self.tuning_iterations and not self.search_partitions):
+            wrong = f"tuning_iterations {self.tuning_iterations}, search_partitions {self.search_partitions}"
+            raise RuntimeFailure(f"{wrong}: expected iterations of at least 0, and search_partitions if there are any")

@@ -18,6 +18,7 @@ from soap.runner.config import RunnerConfig
 from soap.runner.partitioner import groups
 from soap.runner.planning import planned
 from soap.runner.sharding import rank_and_count
+from soap.runner.tuning import served_sparse, tune
 from soap.runtime.checkpoint_folder import complete
 from soap.runtime.trainer import Trainer
 from soap.runtime.world import close_world, open_world
@@ -96,6 +97,18 @@ class Runner:
         model = load_program(exported, type(self.model).__name__)
         self._names = model.input_names
         self.strategy, order = self._agreed(model)
+        if config.tuning_iterations and served_sparse(self.strategy, model.graph):
+            self.strategy = tune(
+                model,
+                self.topology,
+                self.strategy,
+                [tensors],
+                order,
+                iterations=config.tuning_iterations,
+                optimizer=config.optimizer,
+                backend=config.backend,
+                clip_norm=config.clip_norm,
+            ).strategy
         self.trainer = Trainer(
             model,
             (self.strategy, self.topology),

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import median
+from math import sqrt
+from statistics import mean, median
 
 import numpy as np
 
@@ -18,6 +19,10 @@ from soap.errors import SoapError
 from soap.strategy import MAX_PARTITIONS
 
 MOST_SAMPLES = 5
+ITERATIONS = 20
+"""Of a run, the first half of which is dropped, if nobody says otherwise."""
+BATCHES = 4
+"""That a run takes in turn, if nobody says otherwise."""
 FEWEST_TO_FIT = 3
 """As many samples as the curve has coefficients; of fewer the best is taken."""
 
@@ -50,6 +55,14 @@ class Tuning:
     samples: tuple[Sample, ...]
     curve: Curve | None
     partitions: int
+
+    @property
+    def deviation(self) -> float:
+        """Of the samples from the curve, relative: the root of the mean square; 0 without a curve."""
+        if self.curve is None:
+            return 0.0
+        ran = [(sample.partitions, sample.time_ns) for sample in self.samples if sample.time_ns is not None]
+        return sqrt(mean((self.curve.time_ns(partitions) / time - 1) ** 2 for partitions, time in ran))
 
 
 def settled_ns(iterations_ns: Sequence[float]) -> float:

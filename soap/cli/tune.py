@@ -1,0 +1,206 @@
+"""``soap-tune``: into how many partitions servers cut sparse parameters, from a few short runs on the cluster itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from soap import api
+from soap.cli import emulation
+from soap.cli.command import Parser, note, one_line, run_command
+from soap.cli.options import add_cluster, add_costs, add_model, not_negative, positive, refuse_overwriting
+from soap.cli.report import crowded, shared_cores
+from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
+from soap.cli.tables import aligned, listed, milliseconds
+from soap.errors import RuntimeFailure, SoapWarning
+from soap.files import check_writable
+from soap.search.partition_tuning import BATCHES, ITERATIONS, MOST_SAMPLES, Sample, Tuning, choose, next_partitions
+from soap.simulator.simulate import Simulation
+
+if TYPE_CHECKING:
+    from soap.cli.partition_runs import Trial
+    from soap.emulation.hosts import HostLimits
+
+PROG = "soap-tune"
+OUT_OF_MEMORY = ("out of memory", "enough memory", "allocate memory", "memoryerror")
+"""Marks of an error that fewer bytes on a server may mend: from torch, Python, and the launcher when a rank was killed."""
+LEFT_OUT = dict.fromkeys(("dtype", "lr", "timeline", "save", "save_every", "keep", "resume"), None) | dict.fromkeys(
+    ("check", "compare_data_parallel", "memory"), False
+)
+"""What ``soap-run`` can be asked for and this command cannot."""
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        PROG,
+        f"Choose the number of partitions of the sparse parameters that a strategy has on servers, one for all of them, from at most "
+        f"{MOST_SAMPLES} short runs: from as many as there are hosts on, doubled and then halved until the time rises. Nothing is trained.",
+        f"{PROG} strategy.json --model zoo:lm1b:tiny -o tuned.json",
+    )
+    parser.add_argument("strategy", metavar="STRATEGY", help="what soap-search wrote")
+    add_model(parser, positional=False)
+    add_cluster(parser, required=False, note=" (default: the strategy's, if it is a preset)")
+    add_costs(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the tuned strategy goes (JSON)")
+    parser.add_argument(
+        "--iterations",
+        dest="steps",
+        metavar="N",
+        type=positive,
+        default=ITERATIONS,
+        help="of each run, the first half of which is dropped (default %(default)s)",
+    )
+    parser.add_argument(
+        "--batches", metavar="N", type=positive, default=BATCHES, help="the first N batches, in turn, for all runs (default %(default)s)"
+    )
+    add_training(parser)
+    parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="of data and dropout (default %(default)s)")
+    emulation.add_emulation(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.set_defaults(**LEFT_OUT)
+    return parser
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run, fit, choose, save, report."""
+    refuse_overwriting({"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}, {"--output": args.output})
+    if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 says it for all
+        warnings.simplefilter("ignore", SoapWarning)
+    check_writable(args.output)
+    emulation.check_possible(args)
+    job, predicted, costs = prepare(args)
+    from soap.cli.partition_runs import Trial  # torch is there by now
+    from soap.runner.tuning import tuned_range, with_partitions
+
+    strategy, _ = job.strategies[STRATEGY]
+    given = predicted[STRATEGY]
+    graph, topology = given.plan.graph, job.topology
+    wanted = tuned_range(strategy, graph, topology)
+    scale = args.emulate_scale or 1.0
+    hosts = emulation.limits(topology, scale, job.device_kind) if args.emulate else ()
+    tuning = sample(Trial(job, wanted, args.batches), hosts)
+    if tuning is None:  # under torchrun, and not the rank that reports
+        return 0
+    simulator = api.simulator_for(graph, topology, optimizer_states=given.optimizer_states, costs=args.costs)
+    tried = sorted({*(sample.partitions for sample in tuning.samples), tuning.partitions})
+    simulations = {count: simulator.run(with_partitions(strategy, wanted.parameters, count)) for count in tried}
+    before = {name: strategy.sync(name).partitions for name in wanted.parameters}
+    predicted_ns = {count: round(simulation.step_ns(job.accumulate) / scale) for count, simulation in simulations.items()}
+    found = {**document(tuning, predicted_ns), "iterations": job.steps, "batches": args.batches, "before": before}
+    record = {**api.load_strategy_contents(args.strategy).record, **_predicted(simulations[tuning.partitions]), "costs": costs}
+    record.pop("measured", None)  # it was of the strategy as it was found
+    chosen = with_partitions(strategy, wanted.parameters, tuning.partitions)
+    api.save_strategy(args.output, chosen, graph, topology, {**record, "tuning": found})
+    report = {
+        "model": job.model,
+        "cluster": topology.name,
+        "processes": topology.device_count,
+        "shared_cores": shared_cores(topology),
+        "servers": wanted.servers,
+        "emulation": emulation.document(hosts, scale),
+        "strategy": args.output,
+        **found,
+    }
+    print(json.dumps(report, indent=2) if args.json else text(report))
+    return 0
+
+
+def sample(trial: Trial, hosts: Sequence[HostLimits] = ()) -> Tuning | None:
+    """All runs, in one launch of ranks; None under torchrun on all but rank 0. A run for which a server has not enough memory ends its
+    launch, and counts as one that failed: another launch goes on behind it."""
+    from soap.cli.partition_runs import measure, read_notes
+    from soap.runtime.world import under_launcher
+
+    known: tuple[Sample, ...] = ()
+    while True:
+        with TemporaryDirectory(prefix="soap-tune-") as folder:
+            notes = Path(folder) / "notes"
+            try:
+                return on_ranks(trial.job, hosts, measure, replace(trial, known=known, notes=str(notes)))
+            except RuntimeFailure as error:
+                ran, broke = read_notes(notes)
+                known = (*known, *ran)
+                lacks = any(mark in str(error).lower() for mark in OUT_OF_MEMORY)
+                if broke is None or not lacks or under_launcher(os.environ):  # torchrun ends the others, and starts no new ones
+                    raise
+                note(PROG, f"{broke} partitions: {one_line(str(error))}")
+                known = (*known, Sample(broke, None))
+        if next_partitions(known, trial.wanted.servers, trial.wanted.most) is None:
+            return choose(known)
+
+
+def _predicted(simulation: Simulation) -> dict[str, Any]:
+    """What a strategy file remembers of its prediction."""
+    memory = [use.total for use in simulation.memory]
+    return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
+
+
+def document(tuning: Tuning, predicted_ns: Mapping[int, int]) -> dict[str, Any]:
+    """Samples, fit and choice as plain JSON values. The keys are part of the command's interface.
+
+    ``deviation``: of the samples from the curve, the root of the mean square, relative.
+    """
+    curve = tuning.curve
+    samples = [
+        {
+            "partitions": sample.partitions,
+            "measured_ns": None if sample.time_ns is None else round(sample.time_ns),
+            "fitted_ns": None if curve is None else round(curve.time_ns(sample.partitions)),
+            "predicted_ns": predicted_ns[sample.partitions],
+        }
+        for sample in tuning.samples
+    ]
+    fit = None
+    if curve is not None:
+        thetas = {"theta0_ns": curve.theta0_ns, "theta1_ns": curve.theta1_ns, "theta2_ns": curve.theta2_ns}
+        fit = {**thetas, "deviation": tuning.deviation}
+    return {"samples": samples, "fit": fit, "partitions": tuning.partitions}
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The document as a short table."""
+    names, servers = list(report["before"]), report["servers"]
+    head = f"{report['model']} on {report['cluster']}: {_counted(len(names), 'sparse parameter')} on {_counted(servers, 'server')}"
+    if report["shared_cores"]:
+        head += "\n" + crowded(report["processes"], report["shared_cores"])
+    rows: list[tuple[str, ...]] = [("partitions", "measured", "fitted", "predicted")]
+    for sample in report["samples"]:
+        measured, fitted = sample["measured_ns"], sample["fitted_ns"]
+        cells = ("failed" if measured is None else milliseconds(measured), "" if fitted is None else milliseconds(fitted))
+        rows.append((str(sample["partitions"]), *cells, milliseconds(sample["predicted_ns"])))
+    before = sorted(set(report["before"].values()))
+    were = ", ".join(map(str, before)) + (" until now" if len(before) == 1 else " until now, which differed between parameters")
+    facts = [("fit", _fit(report["fit"])), ("chosen", f"{_counted(report['partitions'], 'partition')}; {were}")]
+    facts.append(("of", ", ".join(names)))
+    taken = f"{report['iterations']} iterations per run, the first half dropped; {_counted(report['batches'], 'batch', 'batches')} in turn"
+    facts.append(("runs", taken))
+    return "\n\n".join([head, aligned(rows), listed(facts), f"wrote {report['strategy']}"])
+
+
+def _fit(fit: Mapping[str, float] | None) -> str:
+    if fit is None:
+        return "none of so few runs: the fastest counts"
+    thetas = [fit[f"theta{i}_ns"] / 1e6 for i in range(3)]
+    return f"{thetas[0]:.4g} ms + {thetas[1]:.4g} ms / P + {thetas[2]:.4g} ms * P, from which the runs deviate by {fit['deviation']:.1%}"
+
+
+def _counted(number: int, one: str, several: str | None = None) -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    return run_command(make_parser(), execute, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

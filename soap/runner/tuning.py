@@ -1,0 +1,160 @@
+"""Into how many partitions servers cut sparse parameters, measured: a few short runs on all ranks, of which nothing stays.
+
+What to try, and what follows from it, is ``soap.search.partition_tuning``. All runs take the same few batches, in the same order, and each
+begins with the model's own values, so that neither data nor weights are used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+
+import torch
+
+from soap import api
+from soap.errors import RuntimeFailure, StrategyError
+from soap.graph import OperatorGraph
+from soap.runner.planning import SERVED
+from soap.runtime.measure import measure_steps
+from soap.runtime.trainer import OptimizerFactory, Trainer, plain_sgd
+from soap.runtime.world import close_world, open_world
+from soap.search.partition_tuning import BATCHES, ITERATIONS, Sample, Tuning, choose, next_partitions, settled_ns
+from soap.strategy import MAX_PARTITIONS, Strategy
+from soap.synchronization import server_count
+from soap.topology import DeviceKind, Topology
+from soap.tracing.model import TracedModel
+
+Batches = Callable[[int], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Range:
+    """What is tuned: these parameters, together, from as many partitions as there are ``servers``, to at most ``most``."""
+
+    parameters: tuple[str, ...]
+    servers: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The strategy with the chosen number of partitions, and what was tried."""
+
+    strategy: Strategy
+    parameters: tuple[str, ...]
+    tuning: Tuning
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Hears of the runs as they go, on every rank: partitions before a run, each iteration, and what came of it."""
+
+    begun: Callable[[int], None] = lambda partitions: None
+    stepped: Callable[[], None] = lambda: None
+    ended: Callable[[Sample], None] = lambda sample: None
+
+
+def tune(
+    model: TracedModel,
+    cluster: api.Cluster,
+    strategy: Strategy,
+    batches: Iterable[Sequence[torch.Tensor]],
+    order: Sequence[int] | None = None,
+    *,
+    iterations: int = ITERATIONS,
+    optimizer: OptimizerFactory = plain_sgd,
+    backend: str = "auto",
+    device_kind: DeviceKind | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    compiled: bool = False,
+) -> Tuned:
+    """The strategy with the number of partitions of its sparse parameters on servers that at most five short runs suggest.
+
+    On all ranks at once, under torchrun, with equal arguments. ``batches``: whole ones, as for ``Trainer.step``; at most ``BATCHES`` are
+    taken of it. ``order`` and what follows: as for ``Trainer``. The model keeps its values. StrategyError if no sparse parameter is on
+    servers.
+    """
+    topology = cluster if isinstance(cluster, Topology) else api.load_cluster(cluster)
+    wanted = tuned_range(strategy, model.graph, topology)
+    kept = [list(batch) for batch in islice(batches, BATCHES)]
+    if not kept:
+        raise RuntimeFailure("no batches to tune with; expected at least one")
+
+    def trainer_for(chosen: Strategy) -> Trainer:
+        return Trainer(
+            model,
+            (chosen, topology),
+            order,
+            optimizer=optimizer,
+            backend=backend,
+            device_kind=device_kind,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            compiled=compiled,
+        )
+
+    world = open_world(topology.device_count, device_kind or topology.devices[0].type.kind, backend)  # once for all trainers
+    try:
+        tuning = sample_runs(strategy, wanted, trainer_for, lambda step: kept[step % len(kept)], iterations)
+    finally:
+        close_world(world)
+    return Tuned(with_partitions(strategy, wanted.parameters, tuning.partitions), wanted.parameters, tuning)
+
+
+def served_sparse(strategy: Strategy, graph: OperatorGraph) -> tuple[str, ...]:
+    """The sparse parameters that the strategy has on servers."""
+    return tuple(name for name in graph.sparse if strategy.sync(name).method == SERVED)
+
+
+def tuned_range(strategy: Strategy, graph: OperatorGraph, topology: Topology) -> Range:
+    """The sparse parameters that the strategy has on servers, and how many partitions there may be; StrategyError if there are none."""
+    names = served_sparse(strategy, graph)
+    if not names:
+        some = "the model has no sparse parameter" if not graph.sparse else f"sparse are {', '.join(list(graph.sparse)[:3])}"
+        raise StrategyError(
+            f"the strategy has no sparse parameter on servers, so there are no partitions to tune ({some}); "
+            "expected one that has: search with soap-search --start hybrid, or with --sync parameter_server:4"
+        )
+    return Range(names, server_count(topology), min(MAX_PARTITIONS, max(graph.tensors[name].shape[0] for name in names)))
+
+
+def with_partitions(strategy: Strategy, parameters: Sequence[str], partitions: int) -> Strategy:
+    """The strategy with these parameters, which it has on servers, in so many partitions."""
+    changed = {name: replace(strategy.sync(name), partitions=partitions) for name in parameters}
+    return Strategy(strategy.operators, {**strategy.parameters, **changed})
+
+
+def first_batches(batches: Batches, count: int) -> Batches:
+    """The batches of the first steps, asked for now and once, as those of all steps."""
+    kept = [list(batches(step)) for step in range(count)]
+    return lambda step: kept[step % count]
+
+
+def sample_runs(
+    strategy: Strategy,
+    wanted: Range,
+    trainer_for: Callable[[Strategy], Trainer],
+    batches: Batches,
+    iterations: int,
+    known: Sequence[Sample] = (),
+    observer: Observer | None = None,
+) -> Tuning:
+    """Run, fit, choose; on all ranks, which decide alike since all know the slowest one's times. ``known``: samples to go on from."""
+    samples, observer = list(known), observer or Observer()
+    while (partitions := next_partitions(samples, wanted.servers, wanted.most)) is not None:
+        observer.begun(partitions)
+        chosen = with_partitions(strategy, wanted.parameters, partitions)
+        samples.append(Sample(partitions, _time_ns(partial(trainer_for, chosen), batches, iterations, observer)))
+        observer.ended(samples[-1])
+    return choose(samples)
+
+
+def _time_ns(make: Callable[[], Trainer], batches: Batches, iterations: int, observer: Observer) -> float:
+    """Of an iteration. The trainer's memory is free afterwards, before the next one is made."""
+    trainer = make()
+    found = measure_steps(trainer, batches, iterations, 0, on_step=lambda step, loss: observer.stepped())
+    trainer.close()
+    return settled_ns(found.times_ns)
