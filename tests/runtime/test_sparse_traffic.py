@@ -24,6 +24,7 @@ from soap.topology import Topology
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
+from tests.extent import ALL
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_plans import by_samples, hosts, synchronized
 
@@ -151,3 +152,17 @@ def test_partitions_do_not_change_what_readers_move(four: Pool, tmp_path: Path) 
         assert sum(per_step([t.pulled_bytes for t in traffic])) == sum(per_step([t.pushed_bytes for t in traffic]))
         # A row that a reader keeps itself does not travel; the others are counted at both ends.
         assert sum(per_step([t.pulled_bytes for t in traffic])) < 2 * 4 * TOUCHED * ROW_BYTES
+
+
+@pytest.mark.skipif(not ALL, reason="eight processes: with SOAP_ALL_CASES=1")
+def test_eight_machines(tmp_path: Path) -> None:
+    topology, sparse = hosts(*[1] * 8), TOUCHED * ROW_BYTES
+    pool = Pool(8)
+    try:
+        for kept, expected in ((SERVED, 4 * sparse * 8 * 7 / 8), (GATHERED, 2 * sparse * 8 * 7)):
+            traffic = measured(pool, tmp_path, topology, 8, kept, SERVED)
+            dense = 4 * DENSE_BYTES * 8 * 7 / 8
+            moved = per_step([t.pulled_bytes + t.pushed_bytes + t.gathered_bytes for t in traffic])
+            assert moved == [expected + dense] * 8
+    finally:
+        pool.close()
