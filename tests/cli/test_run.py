@@ -67,14 +67,6 @@ def test_no_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert_refused(capsys, main, [str(path), "--model", MODEL], 5, str(path), "not valid JSON", "soap-search")
 
 
-def test_a_parameter_server_is_refused_before_any_rank_starts(
-    capsys: pytest.CaptureFixture[str], strategy_file: Path, tmp_path: Path
-) -> None:
-    copy = edited(strategy_file, tmp_path, lambda d: d.update(parameters={"position_embedding.weight": {"sync": "parameter_server"}}))
-    words = ["parameter 'position_embedding.weight' has a parameter server", "expected sync 'allreduce'"]
-    assert_refused(capsys, main, [copy, "--model", MODEL, "--cluster", CLUSTER], 8, *words)
-
-
 def _version(document: dict[str, Any]) -> None:
     document["version"] = 2
 
