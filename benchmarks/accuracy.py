@@ -111,7 +111,15 @@ def _varied(draw: random.Random, known: Sequence[Strategy], graph: OperatorGraph
 
 
 def measure(
-    simulator: Simulator, cluster: str, model: str, file: Path, strategies: Mapping[str, Strategy], steps: int, rounds: int
+    simulator: Simulator,
+    cluster: str,
+    model: str,
+    file: Path | str,
+    strategies: Mapping[str, Strategy],
+    steps: int,
+    rounds: int,
+    optimizer: str = OPTIMIZER,
+    data: str | None = None,
 ) -> list[Plan]:
     """Run all strategies on the emulated cluster, in the same processes, one after the other, and all of them again."""
     simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
@@ -124,7 +132,8 @@ def measure(
         strategies={f"{name}, {number}": (strategies[name], orders[name]) for number in range(rounds) for name in strategies},
         steps=steps,
         seed=0,
-        optimizer=OPTIMIZER,
+        optimizer=optimizer,
+        data=data,
         emulated=True,
     )
     outcome = start(job, host_limits(simulator.topology, 1.0, cpu_cores()))
@@ -182,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             graph = api.load(file, plan_only=True).graph
             for cluster in args.clusters:
                 if args.profile:
-                    _profile(file, cluster, args.profile)
+                    profiled(file, cluster, args.profile)
                 simulator = api.simulator_for(graph, api.load_cluster(cluster), optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
                 strategies = strategies_of(simulator, args.budget, args.seed, args.least)
                 for plan in measure(simulator, cluster, model, file, strategies, args.steps, args.rounds):
@@ -196,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _profile(file: Path, cluster: str, seconds: int) -> None:
+def profiled(file: Path | str, cluster: str, seconds: int) -> None:
     """Computations and links, as a user would; what it says is not shown."""
     for words in ([str(file), "--cluster", cluster, "--budget", str(seconds)], ["links", "--cluster", cluster, "--emulate"]):
         with redirect_stdout(io.StringIO()):

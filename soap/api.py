@@ -22,8 +22,9 @@ from soap.presets import family
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
 from soap.search.constraints import Pairs, pairs_of, parse
-from soap.search.explanation import Line
+from soap.search.explanation import Line, Synchronized
 from soap.search.explanation import explain as explain_operators
+from soap.search.explanation import explain_synchronization as explain_parameters
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.plot import plot
 from soap.search.record import SearchResult
@@ -194,6 +195,11 @@ class SearchOutcome:
         return explain(self.simulator, self.strategy, self.simulation)
 
     @cached_property
+    def synchronization(self) -> list[Synchronized]:
+        """What it would cost to all-reduce the parameters that are synchronized otherwise."""
+        return explain_synchronization(self.simulator, self.strategy)
+
+    @cached_property
     def bound(self) -> LowerBound | None:
         """What no strategy of the space, as far as it is allowed, can be below; None if working it out would take too long."""
         from soap.search.bounds import is_quickly_bounded, lower_bound  # imports numba
@@ -345,6 +351,13 @@ def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | N
     baseline = classical("data_parallel", simulator.graph, simulator.topology)
     runs = simulation or simulator.run(strategy), simulator.run(baseline)
     return explain_operators(simulator.graph, *runs, (strategy, baseline), IncrementalSimulator(simulator))
+
+
+def explain_synchronization(simulator: Simulator, strategy: Strategy) -> list[Synchronized]:
+    """What it would cost to all-reduce the parameters of a strategy that are synchronized otherwise."""
+    from soap.simulator.incremental import IncrementalSimulator
+
+    return explain_parameters(strategy, IncrementalSimulator(simulator))
 
 
 def simulator_for(

@@ -86,16 +86,20 @@ class DeviceType:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine: its CPU cores and main memory, which its devices share. ``core``: figures of one of the cores, where they are known."""
+    """A machine: its CPU cores and main memory, which its devices share. Where they are known: ``core``, figures of one of the cores;
+    ``row_seconds``, what one takes to find a row's place among others."""
 
     name: str
     cpu_cores: int
     memory_bytes: int
     core: DeviceType | None = None
+    row_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _check_positive(f"host {self.name!r}", "number of CPU cores", self.cpu_cores)
         _check_positive(f"host {self.name!r}", "memory", self.memory_bytes)
+        if self.row_seconds is not None:
+            _check_not_negative(f"host {self.name!r}", "time per row", self.row_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +274,7 @@ class Topology:
                 parts.append([[link, float(described[link].bandwidth_bytes_per_second)] for link in self.stated])
             return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         devices = [[d.name, d.host, d.type.identity] for d in self.devices]
-        hosts = [[h.name, h.cpu_cores, h.memory_bytes, *([h.core.identity] if h.core else [])] for h in self.hosts]
+        hosts = [[h.name, h.cpu_cores, h.memory_bytes, *_stated(h)] for h in self.hosts]
         links = [[x.name, x.source, x.target, float(x.bandwidth_bytes_per_second), float(x.latency_seconds)] for x in described]
         return hashlib.sha256(json.dumps([devices, hosts, links]).encode()).hexdigest()[:16]
 
@@ -367,6 +371,12 @@ def _check_positive(where: str, what: str, value: float) -> None:
 def _check_not_negative(where: str, what: str, value: float) -> None:
     if not (isfinite(value) and value >= 0):
         raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number of at least 0")
+
+
+def _stated(host: Host) -> list[Any]:
+    """What is known of a host's cores."""
+    core = None if host.core is None else host.core.identity
+    return [] if core is None and host.row_seconds is None else [core, host.row_seconds]
 
 
 def _between(factors: Factors, devices: int) -> float:

@@ -1,4 +1,4 @@
-"""The quickstart notebook runs from its first to its last cell, shows its pictures, and is committed without outputs."""
+"""The notebooks run from their first to their last cells, show their pictures, and are committed without outputs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,27 @@ def test_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {path.name for path in folder.iterdir()} == {"model.pt2", "strategy.json", "timeline.json"}
 
 
-def test_no_outputs_are_committed() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_single_device_script_runs_on_all_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook = nbformat.read(ROOT / "notebooks" / "distributed_script.ipynb", as_version=4)
+    client = NotebookClient(notebook, timeout=SECONDS_PER_CELL, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    script, trained, found, costs = [texts(cell) for cell in notebook.cells if cell.cell_type == "code"][1:]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert script.strip() in readme
+    losses = [float(line.rpartition(" ")[2]) for line in trained.splitlines() if line.startswith("epoch")]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True) and "words.weight" in trained
+    assert "words.weight: a batch touches" in found and "(measured)" in found
+    milliseconds = {line.split()[0]: float(line.split()[1]) for line in costs.splitlines() if line.endswith(" ms")}
+    assert milliseconds["hybrid"] < milliseconds["data_parallel"] / 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_no_outputs_are_committed(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert code

@@ -230,9 +230,9 @@ def test_impossible_degrees_and_devices() -> None:
 
 
 def test_parameter_servers_are_written_and_read() -> None:
-    syncs = {"fc0.weight": SyncConfig("parameter_server", 4), "fc1.weight": SyncConfig("parameter_server")}
+    syncs = {"fc0.weight": SyncConfig("parameter_server", 4), "fc1.weight": SyncConfig("parameter_server", 1, local_aggregation=True)}
     data = json.loads(dumps(replace(data_parallel(GRAPH, CLUSTER), parameters=syncs), GRAPH, CLUSTER))
-    assert data["parameters"] == {"fc0.weight": {**SERVED, "partitions": 4}, "fc1.weight": SERVED}
+    assert data["parameters"] == {"fc0.weight": {**SERVED, "partitions": 4}, "fc1.weight": {**SERVED, "local_aggregation": True}}
     assert loads(json.dumps(data), GRAPH, CLUSTER)[0].parameters == syncs
     data["parameters"]["fc0.weight"]["sync"] = "allreduce"
     expected = "parameter 'fc0.weight': synchronization by allreduce in 4 partitions: expected 1 to 1"

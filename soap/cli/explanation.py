@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from soap.cli.tables import aligned, devices, layers, listed, milliseconds, split
+from soap.cli.tables import aligned, devices, layers, listed, milliseconds, split, sync_document, sync_text
 from soap.graph import OperatorGraph
-from soap.search.explanation import Line
+from soap.search.explanation import Line, Synchronized
 from soap.simulator.attribution import Activity
-from soap.strategy import OpConfig
+from soap.strategy import OpConfig, SyncConfig
 from soap.topology import Topology
 from soap.units import format_bytes
 
@@ -25,6 +25,32 @@ _MS = 1e6
 def document(graph: OperatorGraph, lines: Sequence[Line], predicted_ns: int) -> list[dict[str, Any]]:
     """Plain JSON values, in the order of the graph. The keys are part of the commands' interface."""
     return [_line(graph, line, predicted_ns) for line in lines]
+
+
+def synchronization(lines: Sequence[Synchronized]) -> list[dict[str, Any]]:
+    """The parameters that are not all-reduced, as plain JSON values."""
+    return [
+        {
+            "parameter": line.parameter,
+            **sync_document(line.sync),
+            "all_reduced_ns": line.reduced_ns,
+            "all_reduced_overflow_bytes": line.reduced_overflow_bytes,
+        }
+        for line in lines
+    ]
+
+
+def synchronization_text(lines: Sequence[Mapping[str, Any]], predicted_ns: int) -> str:
+    """These for people; nothing if there are none."""
+    rows = [("parameter", "synchronization", "if it were all-reduced")]
+    for line in lines[:MOST_ROWS]:
+        sync = SyncConfig(line["sync"], line["partitions"], line["local_aggregation"])
+        change = (line["all_reduced_ns"] - predicted_ns) / max(1, predicted_ns)
+        lacking = line["all_reduced_overflow_bytes"]
+        cost = f"{milliseconds(line['all_reduced_ns'])} ({change:+.1%}){', lacks ' + format_bytes(lacking) if lacking else ''}"
+        rows.append((line["parameter"], sync_text(sync), cost))
+    more = [f"  and {len(lines) - MOST_ROWS} more; --json has all"] if len(lines) > MOST_ROWS else []
+    return "\n".join(["why parameters are synchronized as they are", listed(rows), *more]) if lines else ""
 
 
 def _line(graph: OperatorGraph, line: Line, predicted_ns: int) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def add_rows(parser: Parser) -> None:
         "--data",
         metavar="PKG.MOD:CALLABLE",
         type=data_spec,
-        help="count on batches of these how many rows of sparse parameters a batch touches (as soap-run's; default: on the example inputs)",
+        help="count on these batches (as soap-run's) how many rows of sparse parameters a batch touches (default: on the example inputs)",
     )
     parser.add_argument(
         "--alpha-batches", metavar="N", type=positive, default=ALPHA_BATCHES, help="of so many batches of --data (default %(default)s)"

@@ -15,7 +15,7 @@ from soap.graph import OperatorGraph
 from soap.profiles import shares
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator, is_large, tile_count
-from soap.strategies import CLASSICAL, NAMED
+from soap.strategies import CLASSICAL, NAMED, SYNCHRONIZED
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 from soap.units import format_bytes
@@ -139,11 +139,12 @@ def _named(graph: OperatorGraph) -> Mapping[str, Callable[[OperatorGraph, Topolo
 
 
 def _baselines(simulator: Simulator) -> dict[str, dict[str, Any]]:
-    """By name. Without prediction: what would take hours, having too many tiles and no equal copies."""
+    """By name. Without prediction: what would take hours, having too many tiles and no equal copies (which servers never have)."""
     found: dict[str, dict[str, Any]] = {}
     for name, make in _named(simulator.graph).items():
         strategy = make(simulator.graph, simulator.topology)
-        if name != BASELINE and tile_count(strategy) > MOST_TILES and isinstance(simulator.run_folded(strategy), str):
+        many = is_large(strategy) if name in SYNCHRONIZED else tile_count(strategy) > MOST_TILES
+        if name != BASELINE and many and isinstance(simulator.run_folded(strategy), str):
             found[name] = {"predicted_ns": None, "overflow_bytes": None}
             continue
         cost_ns, overflow_bytes = simulator.cost(strategy)

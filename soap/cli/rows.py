@@ -13,7 +13,7 @@ from soap.graph import OperatorGraph
 
 LEGEND = "sparse parameters: a batch looks up rows of them, some of them repeatedly; alpha: share of the rows that it touches"
 HEADER = ("parameter", "rows", "look-ups", "touched", "by 1/2, 1/4, 1/8", "alpha", "")
-MOST_ROWS = 30
+MOST_ROWS = 16
 """Lines of the text; the JSON document has all."""
 
 

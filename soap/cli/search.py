@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from soap import api
 from soap.cli import explain, explanation, report, rows, verification
@@ -175,7 +176,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         with stopping.saving():
             outcome.save(args.output)  # whatever becomes of the runs
         try:
-            outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed)
+            outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed, args.data)
         except (KeyboardInterrupt, StoppedBySignal) as error:
             note(PROG, f"interrupted while measuring: the strategy predicted to be fastest is in {args.output}")
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
@@ -189,7 +190,10 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         if args.plot:
             outcome.plot(args.plot)
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)
-    why = {"explanation": explanation.document(graph, outcome.explanation, outcome.time_ns)} if args.explain else {}
+    why: dict[str, Any] = {}
+    if args.explain:
+        why["explanation"] = explanation.document(graph, outcome.explanation, outcome.time_ns)
+        why["synchronization"] = explanation.synchronization(outcome.synchronization)
     measured = {"measured": verification.document(outcome.runs, outcome.kept)} if outcome.kept else {}
     if args.json:
         recorded = outcome.record["search"]
@@ -207,6 +211,8 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             print("\n" + verification.text(measured["measured"]))
         if args.explain:
             print("\n" + explanation.text(why["explanation"], outcome.time_ns, topology))
+            if why["synchronization"]:
+                print("\n" + explanation.synchronization_text(why["synchronization"], outcome.time_ns))
         print(f"\nwrote {' and '.join(written)}")
     if outcome.result.interrupted:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")

@@ -74,6 +74,7 @@ def execute(args: argparse.Namespace) -> int:
     if explained is not None:
         lines = api.explain(simulator, strategy, explained)
         summary["explanation"] = explanation.document(graph, lines, simulation.makespan_ns)
+        summary["synchronization"] = explanation.synchronization(api.explain_synchronization(simulator, strategy))
     if args.json:
         print(report.dump(summary))
     else:
@@ -82,6 +83,8 @@ def execute(args: argparse.Namespace) -> int:
         print(report.text(summary, args.builtin or Path(args.strategy).name) + "\n\n" + iteration.text(summary["iteration"]))
         if explained is not None:
             print("\n" + explanation.text(summary["explanation"], simulation.makespan_ns, topology))
+            if summary["synchronization"]:
+                print("\n" + explanation.synchronization_text(summary["synchronization"], simulation.makespan_ns))
     return 0
 
 

@@ -27,11 +27,13 @@ def check_possible(cluster: str) -> None:
         raise UsageError(f"--verify runs on this machine, and --cluster is {cluster!r}; expected --cluster local:N, or no --verify")
 
 
-def verify(outcome: api.SearchOutcome, count: int, model: str, reading: Reading, seed: int) -> api.SearchOutcome:
+def verify(
+    outcome: api.SearchOutcome, count: int, model: str, reading: Reading, seed: int, data: str | None = None
+) -> api.SearchOutcome:
     """The outcome with what was measured, whose strategy is the fastest of the ``count`` best ones and data parallelism.
 
     Data parallelism is measured if it fits into memory, and kept only if it obeys the constraints of the search. RuntimeFailure if a run
-    fails or all take longer than ``LIMIT_S``; no process is left behind.
+    fails or all take longer than ``LIMIT_S``; no process is left behind. ``data``: as ``soap-run --data``.
     """
     from soap.cli.run import require_devices
     from soap.cli.training import Job, train  # these need torch
@@ -52,6 +54,7 @@ def verify(outcome: api.SearchOutcome, count: int, model: str, reading: Reading,
         },
         steps=WARM_UP_STEPS + max(1, min(MOST_STEPS, int(TIMED_S * 1e9 / max(1, slowest_ns)))),
         seed=seed,
+        data=data,
         optimizer="adam",  # as many states as predictions and memory count
     )
     require_devices(job)

@@ -133,7 +133,7 @@ class BackwardPass:
             place = reduction.devices.index(self.state.rank)
             own = self.state.zeros(reduction.cells[place] if reduction.cells else reduction.box, tensor)
         elif len(reduction.devices) > 1 and not reduction.cells:
-            own = own.contiguous()
+            own = own.clone(memory_format=torch.contiguous_format)  # summed in place, and autograd's may be part of another gradient
         if reduction.cells:
             self._reduced[number] = self.state.gather_cells(own, self.state.empty(reduction.box, tensor), reduction, name)
         else:
@@ -174,8 +174,8 @@ class BackwardPass:
         total = None if leaf is None else leaf.grad
         parts = self._parts_of(holding)
         returned = self._returning.pop(holding, ())
-        if total is None and (parts or returned):
-            total = self.state.zeros(held.box, held.tensor)
+        if parts or returned:  # added in place, but autograd's own may be part of another gradient: what passes through views is not copied
+            total = self.state.zeros(held.box, held.tensor) if total is None else total.clone(memory_format=torch.contiguous_format)
         for part in parts:
             assert total is not None
             box = self.plan.fetches[part[0]].pieces[part[1]].box

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from soap.errors import RuntimeFailure
+from soap.regions import whole
 from soap.runtime.alone import Alone, step_alone
+from soap.runtime.row_update import Updater
 from soap.runtime.sizes import run_dtype
 from soap.runtime.trainer import OptimizerFactory, Trainer
 
@@ -120,10 +122,18 @@ class _Reference:
     def __init__(self, trainer: Trainer, optimizer: OptimizerFactory, tolerance: float | None) -> None:
         self.trainer, self.model = trainer, trainer.model
         graph = self.model.graph
-        state = {name: trainer.place(tensor).clone() for name, tensor in self.model.parameters.items()}
+        shapes = {name: graph.tensors[name].shape for name in self.model.parameters}  # values come with each step
+        state = {n: torch.empty(shape, dtype=trainer.dtype_of(n), device=trainer.device) for n, shape in shapes.items()}
         self.parameters = {name: tensor.requires_grad_(graph.tensors[name].requires_grad) for name, tensor in state.items()}
         self.trainable = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
-        self.optimizer = optimizer(list(self.trainable.values())) if self.trainable else None
+        numbered = dict(enumerate(self.trainable))
+        self._numbers = {name: number for number, name in numbered.items()}
+        self._updater = Updater(
+            optimizer(list(self.trainable.values())) if self.trainable else None,
+            {number: self.trainable[name] for number, name in numbered.items()},
+            {number: (name, whole(self.trainable[name].shape)) for number, name in numbered.items()},
+            trainer.lazy_sparse,
+        )
         self.dtype = coarsest(trainer)
         self.tolerance = TOLERANCES[self.dtype] if tolerance is None else tolerance
 
@@ -142,7 +152,7 @@ class _Reference:
         with torch.no_grad():
             for name, tensor in self.parameters.items():
                 tensor.copy_(before[name])
-        self._update(gradients)
+        self._update(gradients, self.trainer.rows_looked_up(step, *inputs) if self.trainer.lazy_sparse else {})
         ours = Alone(torch.tensor(loss, dtype=torch.float64), gradients, after)
         found = [*self._computed(step, ours, expected), *self._updated(step, after)]
         if self.dtype is torch.float64 or all(difference.error <= self.tolerance for difference in found):
@@ -173,12 +183,10 @@ class _Reference:
             for key in [(d.kind, d.name)]
         ]
 
-    def _update(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def _update(self, gradients: Mapping[str, torch.Tensor], looked_up: Mapping[str, torch.Tensor]) -> None:
         """The optimizer on whole parameters, with the ranks' own gradients: where Adam divides rounding by rounding, both must agree."""
-        for name, tensor in self.trainable.items():
-            tensor.grad = self.trainer.place(gradients[name]) if name in gradients else None
-        if self.optimizer is not None:
-            self.optimizer.step()
+        found = {number: self.trainer.place(gradients[name]) for name, number in self._numbers.items() if name in gradients}
+        self._updater.update(found, {}, looked_up)
 
 
 def coarsest(trainer: Trainer) -> torch.dtype:

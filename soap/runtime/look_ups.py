@@ -47,13 +47,13 @@ class LookUps:
         }
 
 
-def rows_looked_up(
-    model: TracedModel, names: Iterable[str], tensors: Mapping[str, torch.Tensor], context: TileContext
-) -> dict[str, torch.Tensor]:
-    """The rows of these sparse parameters that a whole batch looks up, ascending, whoever does."""
-    graph, found = model.graph, {}
+def note_rows(
+    found: dict[str, torch.Tensor], names: Iterable[str], model: TracedModel, tensors: Mapping[str, torch.Tensor], context: TileContext
+) -> None:
+    """Add the rows of these sparse parameters that a whole batch looks up, whoever does, to those found before; ascending."""
+    graph = model.graph
     for name in names:
-        rows = []
+        rows = [found[name]] if name in found else []
         for use in graph.sparse[name].lookups if name in graph.sparse else ():
             op = graph.operators[use.operator]
             (tile,) = tiles_of(graph, use.operator, OpConfig((1,) * len(op.factors), (0,)))
@@ -62,7 +62,6 @@ def rows_looked_up(
             rows.append(model.rows_asked_for(tile, use.parameter, inputs, context))
         if rows:
             found[name] = common_rows(rows)
-    return found
 
 
 def rows_for(

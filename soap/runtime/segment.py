@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from soap.runtime.actions import LAST_ONLY, Action, ActionKind, part_of
 from soap.runtime.backward import BackwardPass
 from soap.runtime.forward import ForwardPass
 from soap.runtime.gradients import Gradients
 from soap.runtime.look_ups import LookUps
 from soap.runtime.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.prepared import PreparedTiles
-from soap.runtime.program import LAST_ONLY, Action, ActionKind, Program, part_of
+from soap.runtime.program import Program
 from soap.runtime.redistribute import Communicator
 from soap.runtime.shards import ShardStore
 from soap.runtime.state import StepState

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from soap.runtime.micro_batch import MicroBatch
+from soap.runtime.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.redistribute import Communicator, Pending, cut
 from soap.runtime.shards import ShardStore
-from soap.runtime.table_sync import Parcels, bytes_of, start_exchange
 from soap.runtime.tables import members_of
 from soap.runtime.trace import Watch, watch_nothing
 from soap.simulator.plan import Plan, Served, pull_name, push_name

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from soap.errors import RuntimeFailure
 from soap.regions import Box, lengths, relative, whole
 from soap.runtime.redistribute import Communicator, assemble, cut
 from soap.runtime.tables import pieces
@@ -57,6 +58,8 @@ class ShardStore:
             if self.rank not in shard.devices:
                 continue
             full = parameters[shard.parameter].detach()
+            if full.is_meta:
+                raise RuntimeFailure(f"parameter {shard.parameter!r} has no values; expected a model that has them: load it again")
             region = cut(full, whole(full.shape), shard.box)
             if number in self.tensors:
                 with torch.no_grad():

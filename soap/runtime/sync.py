@@ -15,8 +15,9 @@ from itertools import takewhile
 
 import torch
 
+from soap.runtime.actions import Action, ActionKind, part_of
 from soap.runtime.micro_batch import WHOLE_STEP, MicroBatch
-from soap.runtime.program import Action, ActionKind, Program, part_of
+from soap.runtime.program import Program
 from soap.runtime.redistribute import Communicator, Pending
 
 

@@ -15,15 +15,12 @@ from itertools import pairwise
 import torch
 
 from soap.runtime.micro_batch import MicroBatch
-from soap.runtime.packing import land
+from soap.runtime.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.redistribute import Communicator, Pending
 from soap.runtime.row_gradient import RowGradient, add_up, common_rows
 from soap.runtime.tables import Table, speakers
 from soap.runtime.trace import Watch, watch_nothing
 from soap.simulator.tasks import TaskKind
-
-Parcels = dict[int, list[torch.Tensor]]
-"""What is sent to, or comes from, each device, one tensor after the other."""
 
 
 @dataclass
@@ -316,21 +313,6 @@ class TableSync:
         return pending
 
 
-def start_exchange(comm: Communicator, devices: tuple[int, ...], parcels: Parcels, places: Parcels, blank: torch.Tensor) -> Pending:
-    """Start giving each of some devices its parcel, and receiving others into their places. Both may lack devices, and have not this one.
-
-    ``blank``: an empty tensor for those who receive nothing.
-    """
-    if len(devices) < 2:
-        return Pending((), blank)
-    expected = [place for device in devices for place in places.get(device, ()) if place.numel()]
-    sent = [parcel for device in devices for parcel in parcels.get(device, ())]
-    buffer, finish = land(expected) if expected else ((sent[0] if sent else blank).new_empty(0), None)
-    sizes = [sum(place.numel() for place in places.get(device, ())) for device in devices]
-    pending = comm.all_to_all([parcels.get(device, []) for device in devices], buffer, sizes, devices)
-    return pending if finish is None else pending.then(finish)
-
-
 def _shared(tables: Sequence[Table], member: int, leader: int) -> list[int]:
     """The tables for which a device speaks for another one."""
     return [number for number, table in enumerate(tables) if member != leader and member in table.members(leader)]
@@ -340,8 +322,3 @@ def _lists_for(tables: Sequence[Table], sender: int, keeper: int) -> list[tuple[
     """What a sender tells a keeper about: (table, shard)."""
     known = [(number, table) for number, table in enumerate(tables) if sender in table.senders]
     return [(number, shard) for number, table in known for shard, _ in table.kept_by(keeper)]
-
-
-def bytes_of(parcels: Mapping[int, Sequence[torch.Tensor]]) -> int:
-    """Of all that is sent, or received."""
-    return sum(tensor.nbytes for own in parcels.values() for tensor in own)

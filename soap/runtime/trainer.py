@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,23 +14,21 @@ import torch
 
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.presets import local_topology
-from soap.runtime.clipping import clip
+from soap.regions import whole
 from soap.runtime.inputs import compare_ranks, micro_batches
-from soap.runtime.look_ups import rows_looked_up
+from soap.runtime.look_ups import note_rows
 from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
-from soap.runtime.row_gradient import common_rows
-from soap.runtime.row_update import Updater
 from soap.runtime.shards import ShardStore, gather_regions
 from soap.runtime.sizes import BatchSizes, run_dtype
+from soap.runtime.step_end import StepEnd
 from soap.runtime.tail import find_tail
-from soap.runtime.trace import Event, Recorder, join_events, watch_nothing
+from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.units import missing_compiler
 from soap.runtime.world import TIMEOUT_S, close_world, open_world
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Plan, serve_name, update_name
-from soap.simulator.tasks import TaskKind
+from soap.simulator.plan import Plan
 from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
 from soap.tracing.model import TileContext, TracedModel
@@ -56,8 +53,9 @@ class Trainer:
     dropout. ``dtype``: compute in this floating-point type instead of the model's own. ``accumulate``: micro-batches per step.
     ``clip_norm``: scale gradients to at most this global norm. Copies of a parameter start equal to their first device's, buffers equal
     to rank 0's. ``take_over``: train in the model's own memory where a rank keeps a parameter whole; ``model.parameters`` then follow
-    the training. ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are, whatever the optimizer does with
-    zeros (see ``row_update``). ``compiled``: by ``torch.compile``, which takes its time in the first step.
+    the training, and lose the values of sparse tables that servers keep. ``lazy_sparse``: rows of sparse parameters that a step does not
+    look up stay as they are, whatever the optimizer does with zeros (see ``row_update``). ``compiled``: by ``torch.compile``, which takes
+    its time in the first step.
 
     Use as a context manager, or call ``close``, to leave the process group that it has opened.
     """
@@ -104,6 +102,8 @@ class Trainer:
         self._check_agreement()
         self.shards = ShardStore(plan, self.rank)
         self.shards.load(model.parameters, self.device, dtype, share=take_over)
+        if take_over:
+            self._forget_tables()
         self.shards.agree(self.comm)
         self.buffers = {name: self._own(tensor) for name, tensor in model.buffers.items()}
         for tensor in self.buffers.values():
@@ -116,11 +116,10 @@ class Trainer:
         trainable = [self.shards.tensors[i] for i in self.shards.tensors if plan.shards[i].trainable]
         self.optimizer = optimizer(trainable) if trainable else None
         self.lazy_sparse = lazy_sparse
-        parts = {number: (plan.shards[number].parameter, plan.shards[number].box) for number in self.shards.tensors}
-        self._updater = Updater(self.optimizer, self.shards.tensors, parts, lazy_sparse)
+        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.shards.tensors, self.optimizer, clip_norm, lazy_sparse)
         by_rows = {table.parameter for table in self.program.tables}
-        kept = {name for name, _ in parts.values() if name in plan.graph.sparse}
-        self._to_look_up = sorted(kept - by_rows) if lazy_sparse else []
+        kept = {plan.shards[number].parameter for number in self.shards.tensors}
+        self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if lazy_sparse else []
         self._refresh_copies()
 
     def step(self, *inputs: torch.Tensor) -> float:
@@ -157,40 +156,30 @@ class Trainer:
                 recorder.align()
             context = TileContext(self.seed, self.steps * self.accumulate + number, self.buffers, unread=sized.unread)
             tensors = sized.tensors(part)
-            for name, rows in rows_looked_up(sized.model, self._to_look_up, tensors, context).items() if self._to_look_up else ():
-                looked_up[name] = common_rows([looked_up[name], rows]) if name in looked_up else rows
+            note_rows(looked_up, self._to_look_up, sized.model, tensors, context)
             losses.append(runner.run(tensors, context, MicroBatch(number, len(parts))))
             sized.model.end_step(context)
-        self._update(looked_up, recorder)
+        self.gradient_norm = self._ending.run(looked_up, recorder)
         self.steps += 1
         return sum(loss() for loss in losses) / len(losses)
 
-    def _update(self, looked_up: Mapping[str, torch.Tensor], recorder: Recorder | None) -> None:
-        gradients = self.sizes.gradients
-        done = set() if recorder is None else self._serve(recorder)
-        gradients.add_up()
-        if self.clip_norm is not None:
-            found = {**gradients.dense, **{number: own.values for number, own in gradients.rows.items()}}
-            self.gradient_norm = clip(self.comm, self.plan, found, self.clip_norm)
-        left = None if not done else self.shards.tensors.keys() - done
-        timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
-        with recorder.task(update_name(self.rank), TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
-            self._updater.update(gradients.dense, gradients.rows, looked_up, left)
-        gradients.served.pull(watch_nothing if recorder is None else recorder.watch)
+    def rows_looked_up(self, step: int, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The rows of each sparse parameter that a step of this number looks up, ascending; needs no other rank."""
+        found: dict[str, torch.Tensor] = {}
+        for number, part in enumerate(micro_batches(inputs, self.model.input_names, self.accumulate)):
+            sized = self.sizes.of(part)
+            context = TileContext(self.seed, step * self.accumulate + number, self.buffers)
+            note_rows(found, self.plan.graph.sparse, sized.model, sized.tensors(part), context)
+        return found
 
-    def _serve(self, recorder: Recorder) -> set[int]:
-        """Add up and update what this rank keeps as a server, each partition as a task of its own; those that were updated. What is to be
-        clipped is updated later."""
-        gradients, updated = self.sizes.gradients, set[int]()
-        for own in self.plan.served:
-            for number, shard in enumerate(own.shards):
-                if shard in self.shards.tensors:
-                    with recorder.task(serve_name(own, number), TaskKind.UPDATE):
-                        gradients.add_up((shard,))
-                        if self.clip_norm is None:
-                            self._updater.update(gradients.dense, gradients.rows, {}, (shard,))
-                            updated.add(shard)
-        return updated
+    def _forget_tables(self) -> None:
+        """Leave tables that servers keep to the servers: the model has room for none of their rows any more."""
+        parameters = self.model.parameters
+        assert isinstance(parameters, dict)
+        for name in {own.parameter for own in self.plan.served if own.sparse}:
+            shape = self.plan.graph.tensors[name].shape
+            if not any(i in self.shards.tensors and s.parameter == name and s.box == whole(shape) for i, s in enumerate(self.plan.shards)):
+                parameters[name] = parameters[name].detach().to("meta")
 
     def _refresh_copies(self) -> None:
         """Bring what servers keep to its readers when it was loaded: no traffic of a step."""
@@ -204,7 +193,7 @@ class Trainer:
         wanted = sorted((*shards, *(shard for own in self.plan.served for shard in own.shards)))
         full: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self.plan.shards[shard].parameter for shard in wanted):
-            full[name] = torch.zeros(self.plan.graph.tensors[name].shape, dtype=self._dtype_of(name), device=self._home(name))
+            full[name] = torch.zeros(self.plan.graph.tensors[name].shape, dtype=self.dtype_of(name), device=self._home(name))
         gather_regions(self.comm, self.plan, self.sizes.gradients.whole(self.plan), wanted, full)
         return full if self.rank == 0 else {}
 
@@ -215,7 +204,10 @@ class Trainer:
         """
         full: dict[str, torch.Tensor] = {}
         for name, tensor in (*self.model.parameters.items(), *self.model.unchanged.items()) if self.rank == 0 else ():
-            full[name] = self._own(tensor.detach()).to(tensor.device)
+            if tensor.is_meta:
+                full[name] = torch.empty(tensor.shape, dtype=self.dtype_of(name), device=self._home(name))
+            else:
+                full[name] = self._own(tensor.detach()).to(tensor.device)
         wanted = list(range(len(self.plan.shards)))
         gather_regions(self.comm, self.plan, self.shards.tensors, wanted, full)
         buffers = self._gather_buffers()
@@ -327,8 +319,10 @@ class Trainer:
             return tensor.to(self.device, self.dtype)
         return tensor.to(self.device)
 
-    def _dtype_of(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type that a tensor of the graph is computed in."""
         return run_dtype(self.plan.graph, name, self.dtype)
 
     def _home(self, name: str) -> torch.device:
-        return self.model.parameters[name].device
+        own = self.model.parameters[name]
+        return torch.device("cpu") if own.is_meta else own.device

@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from soap.graph import TensorKind
 from soap.regions import volume
-from soap.runtime.program import ActionKind, Program, part_of
+from soap.runtime.actions import ActionKind, part_of
+from soap.runtime.program import Program
 from soap.runtime.redistribute import cut
 from soap.tracing.model import TileContext, TracedModel
 

@@ -11,7 +11,7 @@ from soap.search.metropolis import Evaluator
 from soap.simulator.attribution import Activity, Shares, activity, slack_ns, task_shares
 from soap.simulator.simulate import Simulation
 from soap.simulator.timeline import critical_path, resource_names
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig
 
 Costs = Mapping[Activity, int]
 """Nanoseconds on the device, or link, that is busiest with it."""
@@ -47,6 +47,27 @@ class Line:
     back_overflow_bytes: int
     back_alone_ns: Mapping[str, int]
     binding: Binding
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronized:
+    """A parameter that is not all-reduced. ``reduced_ns``: the iteration's time if it were, ``reduced_overflow_bytes`` the memory that then
+    lacks."""
+
+    parameter: str
+    sync: SyncConfig
+    reduced_ns: int
+    reduced_overflow_bytes: int
+
+
+def explain_synchronization(strategy: Strategy, evaluator: Evaluator) -> list[Synchronized]:
+    """What each parameter would cost if it were all-reduced, for those that are not."""
+    found = []
+    for name, sync in strategy.parameters.items():
+        if sync != SyncConfig():
+            reduced = strategy.with_parameter(name, SyncConfig())
+            found.append(Synchronized(name, sync, evaluator.makespan_ns(reduced), evaluator.overflow_bytes(reduced)))
+    return found
 
 
 def explain(

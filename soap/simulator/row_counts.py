@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from soap.graph import OperatorGraph
-from soap.regions import Box, volume
+from soap.regions import Box, Interval, volume
 from soap.row_access import Lookup, RowAccess
 from soap.simulator.tiling import Tile
 
@@ -26,7 +26,7 @@ def tile_lookups(graph: OperatorGraph, parameter: str, tile: Tile) -> int:
 
 
 def device_lookups(graph: OperatorGraph, parameter: str, tiles: Sequence[Tile], uses: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Device -> how many rows of a sparse parameter its tiles look up, repeated ones counted; devices ascend.
+    """Device -> how many rows of a sparse parameter its tiles look up, each tile for itself; devices ascend.
 
     ``uses``: (position in ``tiles``, parameter position).
     """
@@ -35,6 +35,27 @@ def device_lookups(graph: OperatorGraph, parameter: str, tiles: Sequence[Tile], 
         tile = tiles[number]
         found[tile.device] = found.get(tile.device, 0) + tile_lookups(graph, parameter, tile)
     return dict(sorted(found.items()))
+
+
+class DeviceLookups:
+    """How many rows of a sparse parameter devices look up, repeated ones counted; but what replicas look up alike counts once.
+
+    ``uses``: (position in ``tiles``, parameter position).
+    """
+
+    def __init__(self, graph: OperatorGraph, parameter: str, tiles: Sequence[Tile], uses: Iterable[tuple[int, int]]) -> None:
+        self._found: dict[int, dict[tuple[int, tuple[Interval, ...]], int]] = {}
+        for number in {tile for tile, _ in uses}:
+            tile = tiles[number]
+            own = self._found.setdefault(tile.device, {})
+            own[tile.operator, tile.intervals] = tile_lookups(graph, parameter, tile)
+
+    def __call__(self, devices: Iterable[int]) -> int:
+        """How many these devices look up together."""
+        together: dict[tuple[int, tuple[Interval, ...]], int] = {}
+        for device in devices:
+            together |= self._found.get(device, {})
+        return sum(together.values())
 
 
 def touched_rows(access: RowAccess, box: Box, lookups: int) -> int:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from soap.simulator.collectives import REDUCE_TRAFFIC
 from soap.simulator.costs import CostModel, nanoseconds
 from soap.simulator.plan import Plan
+from soap.simulator.serving import Serving
 from soap.topology import DeviceType, Topology
 
 HOST_CORE = DeviceType("host core", "cpu", {"float32": 1e10}, 1e10, 2**30, 4e-6, "assumed: see soap.simulator.servers")
 """A core of a host whose devices are no CPUs, of which a topology says nothing but that it is there. 10 GB/s is the order of what one core
 of a server streams (McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers", single-threaded results); a call takes
 4 us, as on the machine of ``profiles.roofline``: what each partition costs beside its bytes."""
+
+ROW_SECONDS = 2e-7
+"""Assumed: what a core takes to find a row's place among others, beside adding it up. Some hundred nanoseconds are a miss of all caches
+or two."""
 
 
 def first_cores(topology: Topology) -> list[int]:
@@ -51,12 +56,19 @@ def server_resources(plan: Plan, topology: Topology) -> list[list[int]]:
     return found
 
 
-def serve_ns(costs: CostModel, added_bytes: int, updated_bytes: int, server: DeviceType) -> int:
-    """Gradients are added up at the rate of memory, and a partition is updated.
+def row_seconds(topology: Topology, server: int) -> float:
+    """What finding a row's place takes the server beside this device: as its host says, or ``ROW_SECONDS``."""
+    stated = topology.hosts[topology.devices[server].host].row_seconds
+    return ROW_SECONDS if stated is None else stated
 
-    ceil(added_bytes * REDUCE_TRAFFIC / rate * 1e9) if there is something to add, and ``update_ns``.
+
+def serve_ns(costs: CostModel, part: Serving, server: DeviceType, row_seconds: float) -> int:
+    """Gradients are added up at the rate of memory, each row's place is found, and a partition is updated.
+
+    ceil((added_bytes * REDUCE_TRAFFIC / rate + added_rows * row_seconds) * 1e9) if there is something to add, and ``update_ns``.
     """
-    update_ns = costs.update_ns(updated_bytes, server)
-    if added_bytes == 0:
+    update_ns = costs.update_ns(part.updated_bytes, server)
+    if part.added_bytes == 0:
         return update_ns
-    return nanoseconds(added_bytes * REDUCE_TRAFFIC / server.memory_bandwidth_bytes_per_second) + update_ns
+    adding = part.added_bytes * REDUCE_TRAFFIC / server.memory_bandwidth_bytes_per_second
+    return nanoseconds(adding + part.added_rows * row_seconds) + update_ns

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from soap.regions import Box
 from soap.simulator.flows import Round, box_bytes, joined
 from soap.simulator.plan import Plan, Served
-from soap.simulator.row_counts import device_lookups, row_bytes, touched_rows
+from soap.simulator.row_counts import DeviceLookups, row_bytes, touched_rows
 
 INDEX_BYTES = 8
 """An index of a row."""
@@ -24,9 +24,10 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What a partition's server adds up, and then updates."""
+    """What a partition's server adds up, in so many rows if it is sparse, and then updates."""
 
     added_bytes: int
+    added_rows: int
     updated_bytes: int
 
 
@@ -52,14 +53,17 @@ class _Amounts:
 
     def __init__(self, plan: Plan, parameter: str, box: Box, uses: Sequence[tuple[int, int]], *, sparse: bool) -> None:
         self._plan, self._parameter, self._sparse = plan, parameter, sparse
-        self._lookups = device_lookups(plan.graph, parameter, plan.tiles, uses) if sparse else {}
+        self._lookups = DeviceLookups(plan.graph, parameter, plan.tiles, uses if sparse else ())
+        self._touched: dict[Group, int] = {}
         self._row_bytes = row_bytes(plan.graph, parameter, box) if sparse else 0
 
     def rows(self, devices: Group, box: Box) -> int:
         """Different rows of the region that devices touch together; 0 if the parameter is dense."""
         if not self._sparse:
             return 0
-        return touched_rows(self._plan.graph.sparse[self._parameter], box, sum(self._lookups[device] for device in devices))
+        if devices not in self._touched:
+            self._touched[devices] = self._lookups(devices)
+        return touched_rows(self._plan.graph.sparse[self._parameter], box, self._touched[devices])
 
     def values(self, devices: Group, box: Box) -> int:
         """Bytes of values."""
@@ -87,7 +91,8 @@ def served_traffic(plan: Plan, served: Served) -> Traffic:
             pulled += [(server, group[0], size), (group[0], server, amounts.indices(group, shard.box))]
             pushed.append((group[0], server, size))
         added = sum(given) if served.sparse else sum(given[1:])
-        partitions.append(Serving(added if len(groups) > 1 else 0, amounts.values(served.readers, shard.box)))
+        rows, updated = sum(amounts.rows(group, shard.box) for group in groups), amounts.values(served.readers, shard.box)
+        partitions.append(Serving(added, rows, updated) if len(groups) > 1 else Serving(0, 0, updated))
     handed, summed, most = [], [], 0
     for leader, *others in groups:
         sizes = {device: amounts.values((device,), served.box) for device in others}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
 from soap.simulator.costs import CostModel
 from soap.simulator.plan import Plan, gather_name, pull_name, push_name, serve_name, sync_name, update_name
-from soap.simulator.servers import serve_ns, server_resources, server_type
+from soap.simulator.servers import row_seconds, serve_ns, server_resources, server_type
 from soap.simulator.serving import gathering, served_traffic
 from soap.simulator.task_list import SYNC, UPDATE, TaskList
 from soap.simulator.tasks import TaskKind
@@ -76,8 +76,8 @@ class Synchronization:
                 pushed = [self._tasks.exchange(place, push_name(served), TaskKind.SYNC, traffic.push, pushed)]
             updates = []
             for index, (shard, part, resource) in enumerate(zip(served.shards, traffic.partitions, resources[number], strict=True)):
-                kind = server_type(topology, plan.shards[shard].devices[0])
-                duration = serve_ns(self._costs, part.added_bytes, part.updated_bytes, kind)
+                server = plan.shards[shard].devices[0]
+                duration = serve_ns(self._costs, part, server_type(topology, server), row_seconds(topology, server))
                 place, name = (SYNC, position, SERVE, served.index, 0, index), serve_name(served, index)
                 updates.append(self._tasks.add(place, name, TaskKind.UPDATE, (resource,), duration, pushed))
             if not served.sparse and traffic.pull:

@@ -49,12 +49,15 @@ def measured_by_examples(model: ExecutableModel) -> dict[str, RowAccess]:
     """The same from the batch that the model was traced with, which soap-run draws its batches from if it is given none.
 
     Where that looks up one row only, again and again, it is taken for a placeholder (``torch.zeros``), and counts stay as assumed. So do
-    all if there is no such batch, or it has no values.
+    all if there is no such batch, it has no values, or it names rows that are not there: it may be good enough for its shapes.
     """
     examples = model.example_inputs
     if not examples or any(tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor) for tensor in examples):
         return dict(model.graph.sparse)
-    found = measure_rows(model, [examples])
+    try:
+        found = measure_rows(model, [examples])
+    except ModelError:
+        return dict(model.graph.sparse)
     return {name: found[name] if found[name].touched[0] > 1 else access for name, access in model.graph.sparse.items()}
 
 

@@ -91,7 +91,7 @@ def _recipe(config: DLRMConfig) -> Recipe:
 
 
 _TERABYTE = DLRMConfig(CRITEO_TERABYTE_ROWS, bottom=(13, 512, 256, 64), top=(512, 512, 256, 1), batch=2048)
-_EMULATION = DLRMConfig(tuple(-(-rows // 200) for rows in CRITEO_KAGGLE_ROWS), bottom=(13, 64, 16), top=(64, 1))
+_EMULATION = DLRMConfig(tuple(-(-rows // 200) for rows in CRITEO_KAGGLE_ROWS), different=0.4, batch=2048)
 _TINY = DLRMConfig(rows=(40, 7, 33, 4, 12), bottom=(13, 16, 8, 4), top=(16, 8, 1), batch=8)
 
 RECIPES = {

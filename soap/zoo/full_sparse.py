@@ -73,7 +73,7 @@ def _recipe(config: FullSparseConfig) -> Recipe:
     return Recipe(partial(FullSparse, config), partial(_inputs, config=config), config.batch)
 
 
-_EMULATION = FullSparseConfig(rows=40_000, width=32, features=32, hidden=32, alpha=0.02, batch=32)
+_EMULATION = FullSparseConfig(rows=40_000, width=32, features=64, hidden=512, alpha=0.05, batch=2048)
 _TINY = FullSparseConfig(layers=2, rows=50, width=4, features=3, hidden=6, alpha=0.3, batch=8)
 
 RECIPES = {

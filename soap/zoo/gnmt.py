@@ -118,7 +118,7 @@ def _recipe(config: GNMTConfig) -> Recipe:
     return Recipe(partial(GNMT, config), partial(_inputs, config=config), config.batch)
 
 
-_EMULATION = GNMTConfig(vocabulary=8_000, width=128, source_steps=8, target_steps=8, dropout=0.0, alpha=0.01, batch=16)
+_EMULATION = GNMTConfig(vocabulary=8_000, width=128, source_steps=8, target_steps=8, dropout=0.0, alpha=0.05)
 _TINY = GNMTConfig(vocabulary=60, width=8, source_steps=4, target_steps=3, dropout=0.0, alpha=0.25, batch=8)
 
 RECIPES = {"nmt_gnmt": _recipe(GNMTConfig()), "nmt_gnmt:emulation": _recipe(_EMULATION), "nmt_gnmt:tiny": _recipe(_TINY)}

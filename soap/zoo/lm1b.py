@@ -85,7 +85,7 @@ def _recipe(config: SampledConfig) -> Recipe:
     return Recipe(partial(SampledLanguageModel, config), partial(_inputs, config=config), config.batch)
 
 
-_EMULATION = SampledConfig(vocabulary=24_000, width=128, cell=256, steps=10, candidates=512, dropout=0.0, alpha=0.005, batch=16)
+_EMULATION = SampledConfig(vocabulary=30_000, width=128, cell=256, candidates=768, dropout=0.0, alpha=0.03)
 _TINY = SampledConfig(vocabulary=90, width=8, cell=12, steps=4, candidates=10, dropout=0.0, alpha=0.2, batch=8)
 
 RECIPES = {"lm1b": _recipe(SampledConfig()), "lm1b:emulation": _recipe(_EMULATION), "lm1b:tiny": _recipe(_TINY)}

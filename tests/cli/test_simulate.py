@@ -14,6 +14,7 @@ from soap.cli.simulate import main
 from soap.graph import OperatorGraph
 from soap.simulator import simulate
 from soap.simulator.timeline import critical_path_ns, link_bytes
+from soap.strategies import SYNCHRONIZED
 from soap.topology import Topology
 from soap.units import format_bytes
 from tests.cli.refusals import assert_refused
@@ -77,6 +78,8 @@ def test_a_folded_report_is_the_whole_one(
     devices = len({d for config in soap.api.classical(name, *_parts()).operators.values() for d in config.devices})
     assert folded.pop("folded") == {"copies": copies, "devices_per_copy": devices // copies}
     assert whole.pop("folded") is None
+    for known in SYNCHRONIZED:  # which cannot be folded
+        assert folded["baselines"].pop(known)["predicted_ns"] is None and whole["baselines"].pop(known)["predicted_ns"] > 0
     assert folded == whole
     shown = {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "thread_name"}
     assert len(shown & set(whole["cluster"]["devices"])) == 2 * devices // copies
@@ -95,7 +98,7 @@ def test_says_why_it_was_not_folded(capsys: pytest.CaptureFixture[str], monkeypa
     told = json.loads(capsys.readouterr().out)
     assert told["folded"].keys() == {"reason"}
     assert {name: cost["predicted_ns"] is None for name, cost in told["baselines"].items()} == {
-        name: name == "one_weird_trick" for name in told["baselines"]
+        name: name in ("one_weird_trick", *SYNCHRONIZED) for name in told["baselines"]
     }
     assert "not simulated: too many tiles, and no equal copies" in out
 

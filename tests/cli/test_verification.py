@@ -61,11 +61,6 @@ def test_how_many(count: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert_refused(capsys, main, command, 2, "--verify", repr(count))
 
 
-def test_what_cannot_be_run_is_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), "--verify", "--sync", "parameter_server"]
-    assert_refused(capsys, main, command, 2, "--verify", "parameter servers", "--sync")
-
-
 INTERRUPTED = """
 import os, sys
 from pathlib import Path

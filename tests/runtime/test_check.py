@@ -60,7 +60,7 @@ def run(path: str, dtype: str, inputs: Sequence[Sequence[torch.Tensor]], scale: 
     """Check in float32; gradients of one shard are scaled behind the runtime's back."""
     model, topology = load_model(path, dtype=dtype), local_topology(3)
     with Trainer(model, (CLASSICAL["data_parallel"](model.graph, topology), topology), optimizer=sgd) as trainer:
-        gradients = trainer.sizes.gradients
+        gradients = trainer.sizes.gradients.sums
         step = gradients.step
 
         @contextmanager

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from soap.errors import RuntimeFailure
 from soap.graph import OperatorGraph
-from soap.runtime.program import ActionKind, Program, compile_program, part_of
+from soap.runtime.actions import ActionKind, part_of
+from soap.runtime.program import Program, compile_program
 from soap.runtime.tail import find_tail
 from soap.simulator.lowering import build_plan
 from soap.strategy import Strategy, SyncConfig
@@ -46,11 +47,20 @@ def test_single_tiles_for_tracing() -> None:
     assert all(len(segment.tiles) == 1 for segment in program.segments)
 
 
-def test_parameter_servers_are_only_simulated() -> None:
-    graph, topology = mlp(), cluster([2])
-    chosen = batch_split(graph, [0, 1]).with_parameter("fc1.weight", SyncConfig("parameter_server"))
-    with pytest.raises(RuntimeFailure, match=r"^parameter 'fc1.weight' has a parameter server, which can only be simulated; expected sync"):
-        compile_program(build_plan(graph, chosen, topology))
+def test_gradients_are_pushed_when_they_are_complete() -> None:
+    """By the last readers' segments, on readers and servers alike; through the first reader of each host if they are collected there."""
+    graph, topology = mlp(), cluster([2, 2])
+    for local in (False, True):
+        chosen = batch_split(graph, [2, 3]).with_parameter("fc1.weight", SyncConfig("parameter_server", 2, local))
+        program = compile_program(build_plan(graph, chosen, topology))
+        (served,) = program.plan.served
+        assert served.readers == (2, 3) and served.leaders == ((2, 2) if local else (2, 3))
+        places = {(action.kind, action.subject): place for place, action in enumerate(program.backward)}
+        pushed = [action for action in program.backward if action.kind in (ActionKind.COLLECT, ActionKind.PUSH)]
+        assert [action.kind for action in pushed] == [*[ActionKind.COLLECT] * local, ActionKind.PUSH]
+        assert all(action.devices == (0, 2, 3) for action in pushed)
+        assert all(places[ActionKind.SEGMENT, program.segment_of[tile]] < places[ActionKind.PUSH, 0] for tile, _ in served.uses)
+        assert program.tables == () and not {ActionKind.ASK, ActionKind.PULL} & {action.kind for action in program.forward}
 
 
 def test_replica_of_the_loss_has_no_backward_pass() -> None:

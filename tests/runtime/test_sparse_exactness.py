@@ -131,6 +131,7 @@ def test_clipped_by_the_norm_of_all_gradients(four: Pool, files: dict[str, str],
     assert_exact(four, files, "words", strategy, "sgd", ((6,), (6,)), clip_norm=1e6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["allgather", "servers", "local"])
 def test_accumulated_over_batches_of_many_sizes(four: Pool, files: dict[str, str], sync: str) -> None:
     """Micro-batches touch other rows; of one or two samples, some ranks have none."""
@@ -159,6 +160,17 @@ def test_servers_that_read_nothing_and_readers_that_serve_nothing(four: Pool, fi
         assert_exact(four, files, "words", strategy, "adam", lazy_sparse=True)
 
 
+def test_gradients_that_share_memory_are_not_summed_in_place(four: Pool, files: dict[str, str]) -> None:
+    """Behind sums over one token each, the gradients of all their inputs are views of one tensor."""
+    graph = loaded(files["words"]).graph
+    first, total = graph.operators[:2]
+    strategy = by_samples(graph, range(3), 6)
+    strategy = strategy.with_operator(first.name, OpConfig((1, 2, 3, 1), (2, 1, 1, 2, 0, 1)))
+    strategy = strategy.with_operator(total.name, OpConfig((1, 3, 1), (0, 0, 1, 1, 2, 2), 2))
+    assert [f.size for f in first.factors] == [6, 3, ROWS, 6] and [f.size for f in total.factors] == [6, 3, 6]
+    assert_exact(four, files, "words", strategy, topology=hosts(1, 1, 1))
+
+
 def random_case(four: Pool, files: Mapping[str, str], number: int) -> None:
     rng = random.Random(number)
     name = rng.choice(["words", "words", "tables"])
@@ -173,6 +185,7 @@ def random_case(four: Pool, files: Mapping[str, str], number: int) -> None:
     assert_exact(four, files, name, strategy, optimizer, sizes, topology, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", every(10, range(400)))
 def test_any_strategy(four: Pool, files: dict[str, str], number: int) -> None:
     """Repeated by its number alone."""

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.regions import lengths
-from soap.runtime.program import ActionKind, Program, compile_program, part_of
+from soap.runtime.actions import ActionKind, part_of
+from soap.runtime.program import Program, compile_program
 from soap.runtime.redistribute import Communicator, Pending, Traffic
 from soap.runtime.sync import GradientSync, MicroBatch, SyncSchedule
 from soap.simulator.plan import Bucket, Plan

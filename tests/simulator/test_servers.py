@@ -14,7 +14,7 @@ from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import memory_use
 from soap.simulator.plan import gather_name, pull_name, push_name, serve_name
 from soap.simulator.reference import simulate
-from soap.simulator.row_counts import device_lookups, row_bytes, touched_rows
+from soap.simulator.row_counts import DeviceLookups, row_bytes, touched_rows
 from soap.simulator.servers import HOST_CORE, core_names, first_cores, server_resources, server_type
 from soap.simulator.serving import INDEX_BYTES
 from soap.simulator.tasks import TaskGraph, TaskKind
@@ -90,7 +90,7 @@ def test_rows_are_pulled_before_the_step_and_pushed_behind_it() -> None:
     assert predecessors(tasks, "forward find[1]") == {"pull table[0]"}
     assert predecessors(tasks, "push table[0]") == {"backward find[0]", "backward find[1]"}
     assert predecessors(tasks, "serve table[0]/1") == {"push table[0]"}
-    assert units(named["serve table[0]/1"].duration_ns) == 2 * 12 + 1
+    assert units(named["serve table[0]/1"].duration_ns) == 2 * 12 + 2 + 1  # two rows have to be found
     assert not any(name.startswith(("sync", "update")) for name in named)
 
 
@@ -300,8 +300,22 @@ def test_what_holds_for_every_plan(case: tuple[OperatorGraph, Topology, Strategy
         shard = plan.shards[number]
         task = named.get(gather_name(plan, number))
         assert (task is None) == (len(shard.devices) == 1)
-        lookups = device_lookups(graph, shard.parameter, plan.tiles, shard.uses)
+        lookups = DeviceLookups(graph, shard.parameter, plan.tiles, shard.uses)
         size = row_bytes(graph, shard.parameter, shard.box) + INDEX_BYTES
-        rows = {device: touched_rows(graph.sparse[shard.parameter], shard.box, lookups[device]) for device in shard.devices}
+        rows = {device: touched_rows(graph.sparse[shard.parameter], shard.box, lookups((device,))) for device in shard.devices}
         if task is not None:
             assert set(task.flows) == {(a, b, rows[a] * size) for a in shard.devices for b in shard.devices if a != b}
+
+
+def test_what_replicas_look_up_alike_counts_once() -> None:
+    """Four devices on two hosts look up the same four rows; each has them come, a host with local aggregation once."""
+    graph, topology = looked_up(rows=100, width=3, batch=4), pairwise_cluster(2, 2)
+    alike = Strategy({"find": on(0, 1, 2, 3, degrees=(1, 1, 1), replicas=4), "loss": on(0, 1, 2, 3, degrees=(1,), replicas=4)})
+    for local, crossing in ((False, 2), (True, 1)):
+        chosen = alike.with_parameter("table", SyncConfig("parameter_server", 1, local))
+        (pull,) = (task for task in lowered(graph, chosen, topology).tasks if task.name == "pull table[0]")
+        hosts = [device.host for device in topology.devices]
+        assert sum(n for a, b, n in pull.flows if hosts[a] != hosts[b]) == crossing * 4 * (12 + INDEX_BYTES)
+    plan = build_plan(graph, alike, topology)
+    lookups = DeviceLookups(graph, "table", plan.tiles, plan.shards[0].uses)
+    assert [lookups((0,)), lookups((0, 1)), lookups(range(4))] == [4, 4, 4]

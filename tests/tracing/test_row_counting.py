@@ -116,12 +116,14 @@ class Table(nn.Module):
 
 
 def test_example_inputs_are_counted_unless_they_are_placeholders(tmp_path: Path) -> None:
-    paths = {"real": tmp_path / "real.pt2", "zeros": tmp_path / "zeros.pt2"}
+    paths = {name: tmp_path / f"{name}.pt2" for name in ("real", "zeros", "wrong")}
     soap.export(Table(), (torch.arange(24).reshape(8, 3) % 10,), path=paths["real"])
     soap.export(Table(), (torch.zeros(8, 3, dtype=torch.int64),), path=paths["zeros"])
+    soap.export(Table(), (torch.arange(24).reshape(8, 3) + ROWS,), path=paths["wrong"])
     graphs = {name: soap.load(path, plan_only=True).graph for name, path in paths.items()}
     assert graphs["real"].sparse["table.weight"].touched == (10, 10, 6, 3, 2)
     assert graphs["zeros"].sparse["table.weight"] == uniform(ROWS, graphs["zeros"].sparse["table.weight"].lookups)
+    assert graphs["wrong"].sparse == graphs["zeros"].sparse
     assert graphs["real"].hash == graphs["zeros"].hash
 
 

@@ -165,10 +165,10 @@ def test_data_touches_the_share_of_rows_that_is_asked_for(name: str) -> None:
     model = soap.load(spec, plan_only=True)
     found = soap.measure_rows(model, islice(zoo.batches(spec), 5)).sparse
     expected = {
-        "lm1b": {"embedding.weight": 0.005},
-        "nmt_gnmt": {"source_embedding.weight": 0.01, "target_embedding.weight": 0.01},
-        "dlrm": {"embeddings.2.weight": 0.6 * 128 / 50_657},
-        "full_sparse": {f"layers.{i}.weight": 0.02 for i in range(3)},
+        "lm1b": {"embedding.weight": 0.03},
+        "nmt_gnmt": {"source_embedding.weight": 0.05, "target_embedding.weight": 0.05},
+        "dlrm": {"embeddings.2.weight": 0.4 * 2048 / 50_657},
+        "full_sparse": {f"layers.{i}.weight": 0.05 for i in range(3)},
     }[name]
     for parameter, alpha in expected.items():
         assert found[parameter].alpha == pytest.approx(alpha, rel=0.1)

@@ -116,7 +116,7 @@ class CompiledChain:
     @weights.setter
     def weights(self, weights: Mapping[str, float]) -> None:
         space, movable = self._space, len(self._space.space.movable) > 0
-        possible = {"group": space.has_groups, "segment": space.has_segments, "sync": space.has_syncs}
+        possible = {"group": movable and space.has_groups, "segment": movable and space.has_segments, "sync": space.has_syncs}
         self.tables.weight[: len(MOVES)] = [weights[move] if possible.get(move, movable) else 0.0 for move in MOVES]
 
     def move_to(self, strategy: Strategy) -> None:

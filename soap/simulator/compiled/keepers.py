@@ -55,8 +55,8 @@ def first_user_with_gradient(D: ShardTables, geometry: int) -> int:
 
 @compiled
 def find_keepers(G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: Scratch, parameter: int, shard: int) -> None:
-    """``use_slot`` (backward), ``use_device``, ``use_lookups``: the tiles that use a shard. ``members``: number of its keepers, then these
-    devices, ascending."""
+    """``use_slot`` (backward), ``use_device``, ``use_lookups``, ``use_block``: the tiles that use a shard, replicas one after the other.
+    ``members``: number of its keepers, then these devices, ascending."""
     first = D.ptr[S.geometry[parameter]]
     unread = D.use_ptr[shard] == D.use_ptr[shard + 1]  # is kept by the first device of the first shard
     _gather_uses(G, V, D, C, S, parameter, first if unread else shard)
@@ -96,9 +96,10 @@ def _add_use(G, V, C, S, use, first):  # type: ignore[no-untyped-def]
     count, cells, n = C.tiles[op], V.rows[C.variant[op], CELLS], S.count[USES]
     if n + count // cells > len(S.use_slot):
         raise MemoryError(FULL)
+    block = n
     for tile in range(first, count, cells):
         S.use_slot[n], S.use_device[n] = C.tile_slot[op] + count + tile, C.dev[C.dev_ptr[op] + tile]
-        S.use_lookups[n] = rows
+        S.use_lookups[n], S.use_block[n] = rows, block
         n += 1
     S.count[USES] = n
 

@@ -42,18 +42,35 @@ def part_of_rows(G: GraphTables, parameter: int, touched: int, rows: int) -> int
 
 @compiled
 def count_lookups(S: Scratch) -> int:
-    """``lookups``: by keeper (place in ``members``, from 0 on), how many rows its tiles look up; their sum. After ``find_keepers``."""
+    """``lookups``: by keeper (place in ``members``, from 0 on), how many rows its tiles look up; how many all do. What replicas look up
+    alike counts once. After ``find_keepers``."""
     if S.members[0] > len(S.lookups):
         raise MemoryError(FULL)
     S.count[STAMP] += 1
     for i in range(S.members[0]):
-        S.lookups[i] = 0
+        S.lookups[i], S.seen[i] = 0, -1
         S.mark[S.members[1 + i]], S.mark_value[S.members[1 + i]] = S.count[STAMP], i
     total = 0
     for i in range(S.count[USES]):
-        S.lookups[S.mark_value[S.use_device[i]]] += S.use_lookups[i]
-        total += S.use_lookups[i]
+        place = S.mark_value[S.use_device[i]]
+        if S.seen[place] != S.use_block[i]:
+            S.seen[place] = S.use_block[i]
+            S.lookups[place] += S.use_lookups[i]
+        total += S.use_lookups[i] if S.use_block[i] == i else 0
     return total
+
+
+@compiled
+def count_together(S: Scratch) -> None:
+    """``together``: by place of a group's ``leader``, how many rows the group looks up. After ``count_lookups``."""
+    for i in range(S.members[0]):
+        S.together[i], S.seen[i] = 0, -1
+        S.mark_value[S.members[1 + i]] = S.leader[i]
+    for i in range(S.count[USES]):
+        place = S.mark_value[S.use_device[i]]
+        if S.seen[place] != S.use_block[i]:
+            S.seen[place] = S.use_block[i]
+            S.together[place] += S.use_lookups[i]
 
 
 @compiled

@@ -27,8 +27,9 @@ class Scratch(NamedTuple):
     resources of exchanges. ``cell``: bounds of cells and of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table. By device:
     ``update`` in ns; ``floor``, the least that it takes whatever becomes of the operator that is changed; ``taken``, partitions on the
     cores of the host whose lowest device it is. ``geometry``, ``expected`` (a stamp): by parameter. ``use_slot``, ``use_device``,
-    ``use_lookups``: the tiles that use a shard; ``lookups``, ``leader``, ``touched``, ``together``, ``received``: by place in ``members``
-    (from 0 on), and ``p_rows``, ``p_server``: by partition, as in ``traffic``. The rest: lists under work.
+    ``use_lookups``, ``use_block`` (equal for replicas): the tiles that use a shard; ``lookups``, ``seen``, ``leader``, ``touched``,
+    ``together``, ``received``: by place in ``members`` (from 0 on), and ``p_rows``, ``p_server``: by partition, as in ``traffic``. The
+    rest: lists under work.
     """
 
     count: Longs  # type: ignore[assignment]  # not tuple's method
@@ -108,7 +109,9 @@ class Scratch(NamedTuple):
     use_slot: Ints
     use_device: Ints
     use_lookups: Longs
+    use_block: Longs
     lookups: Longs
+    seen: Longs
     leader: Ints
     touched: Longs
     together: Longs
@@ -132,7 +135,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "cell": 16 * size, "flow": 3 * size}
     sizes |= dict.fromkeys(("update", "floor", "taken"), devices)
-    sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received"), devices + 1)
+    sizes |= dict.fromkeys(("lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: list[Any] = [np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds]

@@ -16,7 +16,7 @@ from soap.simulator.compiled.scratch import PRICES, RESOURCES, TASKS, USES, Scra
 from soap.simulator.compiled.state import ARENA, LOW_BITS, OTHER, PULLS, SLOTS, SYNC_BUCKET, Groups, ShardTables, State
 from soap.simulator.compiled.sync_codes import GATHERED, has_server
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
-from soap.simulator.compiled.traffic import added_bytes, gather_ns, prepare, pull_ns, push_ns, updated_bytes
+from soap.simulator.compiled.traffic import added_bytes, added_rows, gather_ns, prepare, pull_ns, push_ns, updated_bytes
 from soap.simulator.compiled.variants import VariantTables
 
 SUM, PUSH, SERVE, PULL = range(4)
@@ -141,7 +141,10 @@ def _serve_ns(G, K, D, S, parameter, shard, part):  # type: ignore[no-untyped-de
     server = S.p_server[part]
     update = price_ns(D, S, K.core_host[server], updated_bytes(G, D, S, parameter, shard, part))
     added = added_bytes(G, D, S, parameter, shard, part)
-    return update if added == 0 else nanoseconds(added * REDUCE_TRAFFIC / K.core_bandwidth[server]) + update
+    if added == 0:
+        return update
+    rows = added_rows(G, D, S, parameter, part)
+    return nanoseconds(added * REDUCE_TRAFFIC / K.core_bandwidth[server] + rows * K.row_seconds[server]) + update
 
 
 @compiled

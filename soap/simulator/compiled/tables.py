@@ -12,7 +12,7 @@ from soap.graph import OperatorGraph, TensorKind
 from soap.row_access import RowAccess
 from soap.simulator.communication import Communication
 from soap.simulator.placement import first_servers, server_devices
-from soap.simulator.servers import first_cores, server_type
+from soap.simulator.servers import first_cores, row_seconds, server_type
 from soap.topology import Topology
 
 Ints = NDArray[np.int32]
@@ -69,7 +69,8 @@ class ClusterTables(NamedTuple):
     (``cores``). ``server``: devices beside which servers are. Of such a device: whether it does the work (``serves_itself``) or a core,
     ``core_bandwidth`` of what does it in bytes per second, and the first host where the same type does it (``core_host``). ``hosts``: their
     number.
-    ``crowding``: by how many messages a device has in an exchange, ``Topology.crowding``; the last for all further numbers.
+    ``row_seconds``: by device, as ``servers.row_seconds``. ``crowding``: by how many messages a device has in an exchange,
+    ``Topology.crowding``; the last for all further numbers.
     """
 
     distance: NDArray[np.int8]
@@ -88,6 +89,7 @@ class ClusterTables(NamedTuple):
     hosts: Ints
     core_bandwidth: Floats
     core_host: Ints
+    row_seconds: Floats
     crowding: Floats
 
 
@@ -204,6 +206,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         np.array([len(topology.hosts)], np.int32),
         np.array([cores[host].memory_bandwidth_bytes_per_second for host in places], np.float64),
         np.array([next(h for h, kind in cores.items() if kind == cores[host]) for host in places], np.int32),
+        np.array([row_seconds(topology, device) for device in range(count)], np.float64),
         np.array([topology.crowding.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
     )
 

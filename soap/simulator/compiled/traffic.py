@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from soap.simulator.compiled.communication import begin_flows, join_flow, round_ns, total_flow
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.rows import INDEX_BYTES, count_lookups, is_sparse, part_of_rows, touched_by
+from soap.simulator.compiled.rows import INDEX_BYTES, count_lookups, count_together, is_sparse, part_of_rows, touched_by
 from soap.simulator.compiled.scratch import FLOWS, FULL, STAMP, Scratch
 from soap.simulator.compiled.state import ShardTables
 from soap.simulator.compiled.sync_codes import is_local, partitions_of
@@ -30,12 +30,9 @@ def prepare(G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, parame
     sparse = is_sparse(G, parameter)
     if sparse:
         count_lookups(S)
+        count_together(S)
     for i in range(S.members[0]):
-        S.together[i] = 0
         S.touched[i] = touched_by(G, parameter, S.lookups[i]) if sparse else -1
-    for i in range(S.members[0]):
-        S.together[S.leader[i]] += S.lookups[i] if sparse else 0
-    for i in range(S.members[0]):
         if S.leader[i] == i:
             S.together[i] = touched_by(G, parameter, S.together[i]) if sparse else -1
     return count
@@ -78,14 +75,21 @@ def added_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shar
 
 
 @compiled
+def added_rows(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, part: int) -> int:
+    """How many rows that are; 0 of a dense parameter."""
+    rows = 0
+    for i in range(S.members[0]):
+        if S.leader[i] == i and S.together[i] >= 0:
+            rows += part_of_rows(G, parameter, S.together[i], S.p_rows[part])
+    return rows
+
+
+@compiled
 def updated_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shard: int, part: int) -> int:
     """What it then updates."""
     touched = -1
     if is_sparse(G, parameter):
-        total = 0
-        for i in range(S.members[0]):
-            total += S.lookups[i]
-        touched = touched_by(G, parameter, total)
+        touched = touched_by(G, parameter, count_lookups(S))
     return _values(G, D, parameter, shard, touched, S.p_rows[part])
 
 

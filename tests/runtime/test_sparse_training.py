@@ -1,0 +1,241 @@
+"""Training with sparse and dense parameters on servers: checkpoints, checks, traces, memory, and what goes wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from soap.errors import ModelError, RuntimeFailure
+from soap.runtime.check import CheckResult, check
+from soap.runtime.trace import Event
+from soap.runtime.trainer import Trainer
+from soap.simulator.lowering import build_plan
+from soap.simulator.tasks import TaskKind
+from soap.strategies import CLASSICAL
+from soap.strategy import Strategy, SyncConfig
+from soap.topology import Topology
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.export import export_model
+from soap.tracing.load import load_model
+from tests.runtime.exact_modules import Trained, worst
+from tests.runtime.pool import Pool
+from tests.runtime.sparse_modules import MODULES, OPTIMIZERS, ROWS, batch_of, module_of, train_alone
+from tests.runtime.sparse_plans import SYNCS, by_samples, hosts, synchronized
+
+FOUR_HOSTS, TWO_HOSTS = hosts(1, 1, 1, 1), hosts(2, 1)
+SERVED = SyncConfig("parameter_server", 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    for name in MODULES:
+        export_model(module_of(name), batch_of(6), path=folder / f"{name}.pt2", dynamic_batch=True)
+    return {name: str(folder / f"{name}.pt2") for name in MODULES}
+
+
+@lru_cache(maxsize=4)
+def loaded(path: str) -> ExecutableModel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return load_model(path, dtype="float64")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is trained."""
+
+    path: str
+    topology: Topology
+    sparse: SyncConfig
+    dense: SyncConfig | None = SERVED
+    optimizer: str = "adam"
+    lazy: bool = False
+
+    @property
+    def strategy(self) -> Strategy:
+        graph = loaded(self.path).graph
+        return synchronized(by_samples(graph, range(self.topology.device_count), 6), graph, self.sparse, self.dense)
+
+    def trainer(self, model: ExecutableModel | None = None, **options: bool) -> Trainer:
+        model = model or loaded(self.path)
+        factory = OPTIMIZERS[self.optimizer]
+        return Trainer(model, (self.strategy, self.topology), optimizer=factory, lazy_sparse=self.lazy, **options)  # type: ignore[arg-type]
+
+
+def go_on(way: Way, steps: Sequence[int], source: str | None, target: str | None) -> Trained:
+    with way.trainer() as trainer:
+        if source is not None:
+            trainer.load(source)
+        losses = [trainer.step(*batch_of(6, step)) for step in steps]
+        if target is not None:
+            trainer.save(target)
+        return Trained(losses, trainer.state_dict())
+
+
+@pytest.mark.parametrize(("optimizer", "lazy"), [("adam", False), ("adam", True), ("adagrad", False), ("momentum", True)])
+def test_eight_partitions_on_four_hosts_go_on_as_three_on_two(
+    four: Pool, files: dict[str, str], tmp_path: Path, optimizer: str, lazy: bool
+) -> None:
+    ways = [
+        (Way(files["words"], FOUR_HOSTS, SyncConfig("parameter_server", 8), SERVED, optimizer, lazy), 4),
+        (Way(files["words"], TWO_HOSTS, SyncConfig("parameter_server", 3, True), None, optimizer, lazy), 3),
+        (Way(files["words"], FOUR_HOSTS, SyncConfig("allgather"), SERVED, optimizer, lazy), 4),
+    ]
+    source, losses, trained = None, [], None
+    for number, (way, ranks) in enumerate(ways):
+        target = str(tmp_path / str(number))
+        trained = four.run(go_on, way, [2 * number, 2 * number + 1], source, target, ranks=ranks)[0]
+        losses += trained.losses
+        source = target
+    steps = [[batch_of(6, step)] for step in range(6)]
+    expected = train_alone(module_of("words"), steps, OPTIMIZERS[optimizer], lazy=["words.weight"] if lazy else ())
+    assert trained is not None
+    assert worst(Trained(losses, trained.state), expected) < 1e-9
+
+
+def checked(way: Way, steps: int) -> CheckResult:
+    with way.trainer() as trainer:
+        return check(trainer, lambda step: batch_of(6, step), OPTIMIZERS[way.optimizer], steps)
+
+
+@pytest.mark.parametrize("sync", ["allreduce", "allgather", "servers", "local"])
+def test_checked_against_one_process(four: Pool, files: dict[str, str], sync: str) -> None:
+    for lazy in (False, True):
+        way = Way(files["words"], hosts(1, 2, 1), SYNCS[sync], lazy=lazy)
+        results = four.run(checked, way, 3)
+        assert all(result.passed for result in results), results[0].worst
+        assert results[0].tolerance == 1e-9
+
+
+def spoil_a_row(way: Way) -> CheckResult:
+    """The first server gives one row of the gradient twice its weight."""
+    with way.trainer() as trainer:
+        gradients = trainer.sizes.gradients
+        add_up = gradients.add_up
+
+        def spoilt(shards: Sequence[int] | None = None) -> None:
+            add_up(shards)
+            if trainer.rank == 0:
+                gradients.rows[min(gradients.rows)].values[0] *= 2
+
+        gradients.add_up = spoilt  # type: ignore[method-assign,assignment]
+        return check(trainer, lambda step: batch_of(6, step), OPTIMIZERS[way.optimizer])
+
+
+def test_a_check_sees_a_wrong_row(four: Pool, files: dict[str, str]) -> None:
+    result = four.run(spoil_a_row, Way(files["words"], FOUR_HOSTS, SERVED))[0]
+    assert not result.passed and result.worst.name == "words.weight"
+
+
+def traced(way: Way) -> tuple[list[Event], dict[str, torch.Tensor]]:
+    with way.trainer() as trainer:
+        trainer.step(*batch_of(6, 0))
+        events = trainer.trace(*batch_of(6, 1))
+        trainer.step(*batch_of(6, 2))
+        return events, trainer.state_dict()
+
+
+def test_a_trace_names_what_is_pulled_pushed_and_served(four: Pool, files: dict[str, str]) -> None:
+    topology = hosts(1, 2, 1)
+    for sync in ("servers", "local"):
+        way = Way(files["words"], topology, SYNCS[sync], SyncConfig("parameter_server", 2, sync == "local"))
+        results = four.run(traced, way)
+        events = {(event.name, event.kind) for event in results[0][0]}
+        assert all({(e.name, e.kind) for e in other} == events for other, _ in results)
+        plan = build_plan(loaded(files["words"]).graph, way.strategy, topology)
+        for own in plan.served:
+            name = f"{own.parameter}[{own.index}]"
+            served = {f"serve {name}/{number}" for number in range(len(own.shards))}
+            assert served == {n for n, kind in events if kind is TaskKind.UPDATE and n.startswith(f"serve {name}")}
+            assert {f"pull {name}", f"push {name}"} <= {n for n, kind in events if kind is TaskKind.SYNC}
+        expected = train_alone(module_of("words"), [[batch_of(6, step)] for step in range(3)], OPTIMIZERS[way.optimizer])
+        assert worst(Trained([0.0], results[0][1]), Trained([0.0], expected.state)) < 1e-9
+
+
+def test_a_trace_names_what_is_gathered(four: Pool, files: dict[str, str]) -> None:
+    events, _ = four.run(traced, Way(files["words"], FOUR_HOSTS, SYNCS["allgather"], None))[0]
+    assert ("gather words.weight[0]", TaskKind.SYNC) in {(event.name, event.kind) for event in events}
+
+
+def kept(way: Way) -> tuple[dict[str, int], list[bool], bool]:
+    """Elements of each parameter that a rank keeps, whether the model has lost its values, and whether the state is still known."""
+    model = load_model(way.path, dtype="float64")
+    before = {name: tensor.detach().clone() for name, tensor in model.parameters.items()}
+    with way.trainer(model, take_over=True) as trainer:
+        found: dict[str, int] = {}
+        for tensor, number in ((t, n) for own in (trainer.shards.tensors, trainer.shards.leaves) for n, t in own.items()):
+            shards = trainer.plan.shards
+            name = shards[number].parameter if number < len(shards) else trainer.plan.served[number - len(shards)].parameter
+            found[name] = max(found.get(name, 0), tensor.numel())
+        state = trainer.state_dict()
+        same = all(torch.equal(state[name], tensor) for name, tensor in before.items()) if trainer.rank == 0 else True
+        trainer.step(*batch_of(6))
+        return found, [model.parameters[name].is_meta for name in ("words.weight", "layer.weight")], same
+
+
+def test_no_rank_has_a_table_that_servers_keep(four: Pool, files: dict[str, str]) -> None:
+    """23 rows in 5 partitions on 4 servers: at most 5 rows in one tensor, none of all; of dense weights all have copies."""
+    for found, lost, same in four.run(kept, Way(files["words"], FOUR_HOSTS, SYNCS["servers"], optimizer="sgd")):
+        assert found["words.weight"] <= 5 * 6 and found["layer.weight"] == 36
+        assert lost == [True, False] and same
+    results = four.run(kept, Way(files["words"], FOUR_HOSTS, SYNCS["server"], optimizer="sgd"))
+    assert [found.get("words.weight", 0) for found, _, _ in results] == [ROWS * 6, 0, 0, 0]
+    assert [lost[0] for _, lost, _ in results] == [False, True, True, True]
+
+
+def from_state(way: Way) -> Trained:
+    with way.trainer() as trainer:
+        trainer.load_state_dict(dict(module_of("words").state_dict()))
+        return Trained([trainer.step(*batch_of(6))], trainer.state_dict())
+
+
+def test_loaded_values_reach_servers_and_readers(four: Pool, files: dict[str, str]) -> None:
+    expected = train_alone(module_of("words"), [[batch_of(6)]], OPTIMIZERS["sgd"])
+    for sync in ("servers", "local"):
+        way = Way(files["words"], hosts(1, 2, 1), SYNCS[sync], SYNCS[sync], "sgd")
+        assert worst(four.run(from_state, way)[0], expected) < 1e-9
+
+
+def said(way: Way) -> list[str]:
+    """Every rank looks up rows that are not there, and a model without values is refused."""
+    found = []
+    with way.trainer() as trainer:
+        tokens, weights, labels = batch_of(6)
+        try:
+            trainer.step(tokens + ROWS, weights, labels)
+        except ModelError as error:
+            found.append(str(error))
+    model = load_model(way.path, dtype="float64")
+    model.parameters = {name: tensor.to("meta") for name, tensor in model.parameters.items()}
+    try:
+        way.trainer(model)
+    except RuntimeFailure as error:
+        found.append(str(error))
+    return found
+
+
+def test_one_line_for_rows_that_are_not_there_and_models_without_values(four: Pool, files: dict[str, str]) -> None:
+    first, second = four.run(said, Way(files["words"], FOUR_HOSTS, SERVED))[0]
+    assert first.endswith("of a table of 23 rows; expected 0 to 22") and "\n" not in first
+    assert second == "parameter 'words.weight' has no values; expected a model that has them: load it again"
+
+
+def zoo_checked(name: str, topology: Topology, sync: SyncConfig) -> CheckResult:
+    model = loaded(f"zoo:{name}:tiny")
+    strategy = synchronized(CLASSICAL["data_parallel"](model.graph, topology), model.graph, sync)
+    with Trainer(model, (strategy, topology), optimizer=OPTIMIZERS["adagrad"]) as trainer:
+        assert trainer.program.tables
+        return check(trainer, lambda step: model.example_inputs, OPTIMIZERS["adagrad"], 2)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "nmt"])
+def test_tables_of_zoo_models(four: Pool, name: str) -> None:
+    for sync in ("allgather", "local"):
+        assert four.run(zoo_checked, name, hosts(1, 2, 1), SYNCS[sync])[0].passed
