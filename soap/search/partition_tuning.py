@@ -2,7 +2,8 @@
 
 The time of an iteration is taken for theta0 + theta1 / P + theta2 * P (Kim et al., "Parallax", EuroSys 2019, equation 1): aggregation and
 updates are shared by P partitions, each of which has a cost of its own. P is tried from the number of hosts on, doubled until the time
-rises, then halved below the number of hosts likewise; the fitted curve's minimum within what was tried is the choice.
+rises, then halved below the number of hosts likewise; the fitted curve's minimum within what was tried is the choice, unless a run was
+faster than that.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ ITERATIONS = 20
 """Of a run, the first half of which is dropped, if nobody says otherwise."""
 BATCHES = 4
 """That a run takes in turn, if nobody says otherwise."""
+ROUNDING = 1e-9
+"""Relative; a run that is on the curve is not below it."""
 FEWEST_TO_FIT = 3
 """As many samples as the curve has coefficients; of fewer the best is taken."""
 
@@ -110,16 +113,20 @@ def tune(measure: Callable[[int], Sequence[float] | None], hosts: int, most: int
 
 
 def choose(samples: Sequence[Sample]) -> Tuning:
-    """The best number of partitions by the fitted curve, between the fewest and the most that ran; the smallest of several."""
+    """The best number of partitions by the fitted curve, between the fewest and the most that ran; the smallest of several.
+
+    Where a run took less than the curve says that anything can, the curve does not describe it, and the fastest run's number is taken:
+    servers that get a whole number of equal partitions, for one thing, are better balanced than the curve knows.
+    """
     ran = {sample.partitions: sample.time_ns for sample in samples if sample.time_ns is not None}
     if not ran:
         tried = ", ".join(str(sample.partitions) for sample in samples) or "none"
         raise SoapError(f"no run succeeded, with partitions: {tried}; expected at least one that fits into the servers' memory")
     curve = fit(list(ran.items())) if len(ran) >= FEWEST_TO_FIT else None
-    if curve is None:
-        best = min(sorted(ran), key=lambda partitions: ran[partitions])
-    else:
-        best = min(range(min(ran), max(ran) + 1), key=curve.time_ns)
+    best = min(sorted(ran), key=lambda partitions: ran[partitions])
+    if curve is not None:
+        fitted = min(range(min(ran), max(ran) + 1), key=curve.time_ns)
+        best = best if ran[best] < curve.time_ns(fitted) * (1 - ROUNDING) else fitted
     return Tuning(tuple(samples), curve, best)
 
 

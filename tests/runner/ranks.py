@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import soap
+from soap.runner import tuning
 from soap.runner.batches import joined
 from soap.runner.config import RunOption
+from soap.search.partition_tuning import choose
 
 ROWS, WIDTH, ITEMS = 30, 4, 24
 CPU = torch.device("cpu")
@@ -77,6 +80,19 @@ def train(ranks: int, batch: int, steps: int, named: bool, options: dict[str, An
             batches = ({"targets": t, "ids": i} if named else (i, t) for i, t in loader)
             losses += list(runner.over(batches))
         return losses, runner.state_dict()
+
+
+def tuned(ranks: int) -> tuple[list[float], dict[str, Tensor], dict[str, int]]:
+    """The script of a user who has partitions tuned, by a choice that is always three: losses, trained values, partitions."""
+    real, tuning.choose = tuning.choose, lambda samples: replace(choose(samples), partitions=3)  # type: ignore[attr-defined]
+    try:
+        loader = DataLoader(soap.shard(Words()), batch_size=6)
+        with soap.get_runner(Model(), f"emulated:{ranks}x1@200Mbit/s", config("ps", tuning_iterations=2)) as runner:
+            losses = list(runner.over(loader))
+            assert runner.strategy is not None
+            return losses, runner.state_dict(), {name: sync.partitions for name, sync in runner.strategy.parameters.items()}
+    finally:
+        tuning.choose = real  # type: ignore[attr-defined]
 
 
 def whole_batches(ranks: int) -> list[float]:

@@ -57,6 +57,22 @@ def test_ranks_train_as_one_process(two: Pool, named: bool) -> None:
         torch.testing.assert_close(trained[name], tensor, rtol=1e-12, atol=1e-12)
 
 
+def test_tuned_partitions_cost_neither_data_nor_weights(two: Pool) -> None:
+    expected, state = alone(12, 1)
+    (losses, trained, counts), (others, _, same) = two.run(ranks.tuned, 2)
+    assert losses == others == pytest.approx(expected, rel=1e-12)
+    for name, tensor in state.items():
+        torch.testing.assert_close(trained[name], tensor, rtol=1e-12, atol=1e-12)
+    assert counts == same
+    assert counts["table.weight"] == counts["other.weight"] == 3
+    assert counts["head.weight"] == 2
+
+
+def test_tuning_must_be_allowed() -> None:
+    with pytest.raises(RuntimeFailure, match="tuning_iterations 5, search_partitions False: expected iterations"):
+        soap.RunnerConfig(tuning_iterations=5, search_partitions=False)
+
+
 def test_a_last_batch_that_is_smaller(two: Pool) -> None:
     expected, _ = alone(10, 1)  # 24 items: 10, 10, 4
     (losses, _), _ = two.run(ranks.train, 2, 5, 1, False, {"dynamic_batch": True})

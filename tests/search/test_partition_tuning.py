@@ -100,6 +100,16 @@ def test_noise_of_two_percent_costs_less_than_five() -> None:
         assert curve.time_ns(found.partitions) <= 1.05 * best
 
 
+def test_a_run_that_is_faster_than_the_curve_has_it_is_the_choice() -> None:
+    found = choose([Sample(4, 81.0), Sample(8, 84.0), Sample(2, 79.0), Sample(1, 70.0)])
+    assert found.curve is not None
+    assert min(map(found.curve.time_ns, range(1, 9))) > 70.0
+    assert found.partitions == 1
+    assert found.deviation > 0.01
+    even = choose([Sample(4, 80.0), Sample(8, 60.0), Sample(16, 80.0), Sample(2, 120.0)])
+    assert (even.partitions, even.curve is not None) == (8, True)
+
+
 def test_runs_that_fail_for_too_few_partitions_raise_the_minimum() -> None:
     curve = Curve(1e8, 1e8, 1e6)
     found = tune(lambda partitions: None if partitions < 8 else [curve.time_ns(partitions)], 2)
