@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -40,12 +40,18 @@ class Gradients:
         by_rows = {table.parameter for table in program.tables}
         kept = [(i, program.plan.shards[i].parameter) for i in program.idle_shards if i in shards.tensors]
         self._idle = {i: RowGradient(no_rows, _no_rows(shards.tensors[i])) for i, name in kept if name in by_rows}
+        self._elsewhere = bool(program.tables or self.served.regions)
         self.dense: dict[int, torch.Tensor] = {}
         self.rows: dict[int, RowGradient] = {}
 
-    @contextmanager
-    def step(self, schedule: SyncSchedule, part: MicroBatch = WHOLE_STEP, watch: Watch = watch_nothing) -> Iterator[None]:
+    def step(
+        self, schedule: SyncSchedule, part: MicroBatch = WHOLE_STEP, watch: Watch = watch_nothing
+    ) -> AbstractContextManager[None]:
         """One forward and backward pass. What an earlier step has left is forgotten."""
+        return self._step(schedule, part, watch) if self._elsewhere else self.sums.step(schedule, part)
+
+    @contextmanager
+    def _step(self, schedule: SyncSchedule, part: MicroBatch, watch: Watch) -> Iterator[None]:
         if part.first:
             self.dense, self.rows = {}, {}
         self.tables.begin(part, watch)
@@ -57,6 +63,9 @@ class Gradients:
 
     def add_up(self, shards: Collection[int] | None = None) -> None:
         """Sum what readers have given to this rank, for several of its shards at once: for these, or all for which it was not done yet."""
+        if not self._elsewhere:
+            self.dense = self.sums.gradients
+            return
         by_rows, whole = (
             [i for i in own if i not in known and (shards is None or i in shards)]
             for own, known in ((self.tables.shards, self.rows), (self.served.shards, self.dense))

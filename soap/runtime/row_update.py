@@ -55,10 +55,10 @@ class Updater:
             tensor.grad = dense.get(number) if only is None or number in only else None
         if self.optimizer is None:
             return
-        chosen = {number: gradient for number, gradient in rows.items() if only is None or number in only}
-        if not chosen and not looked_up:
+        if not rows and not looked_up:
             self.optimizer.step()
             return
+        chosen = {number: gradient for number, gradient in rows.items() if only is None or number in only}
         groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
         by_rows: dict[int, RowGradient] = {}
         for number, gradient in chosen.items():

@@ -46,7 +46,8 @@ class StepEnd:
         timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
         with recorder.task(update_name(self.comm.rank), TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
             self._updater.update(gradients.dense, gradients.rows, looked_up, left)
-        gradients.served.pull(watch_nothing if recorder is None else recorder.watch)
+        if gradients.served.regions:
+            gradients.served.pull(watch_nothing if recorder is None else recorder.watch)
         return norm
 
     def _serve(self, recorder: Recorder) -> set[int]:
