@@ -11,6 +11,7 @@ import soap
 from benchmarks import end_to_end
 from benchmarks.end_to_end import Result, conclusion, contenders, table
 from benchmarks.models import MODELS, export_model
+from benchmarks.partitions import Swept, report
 from benchmarks.quiet import Watch
 from soap import api
 
@@ -75,3 +76,9 @@ def test_a_disturbed_round_is_repeated_while_there_is_time(monkeypatch: pytest.M
     monkeypatch.setattr(end_to_end, "Watch", lambda: SimpleNamespace(others_share=lambda: next(shares)))
     assert end_to_end.quietly(lambda: next(rounds), wait_seconds=100) == ("second", 0.02)
     assert end_to_end.quietly(lambda: next(rounds), wait_seconds=-1) == ("third", 0.4)
+
+
+def test_partitions_compare_the_choice_with_the_best_of_the_sweep() -> None:
+    sweep = Swept({1: 120e6, 2: 100e6, 3: 110e6}, {1: [120e6], 2: [99e6, 101e6], 3: [110e6]})
+    found = {"partitions": 3, "fit": {"deviation": 0.02}, "samples": [{"partitions": 2, "measured_ns": 105_000_000}]}
+    assert report("m", found, sweep) == "| m | 2: 105.0 | 2.0% | 3 | 2 | 0.909 | 2.0% | 1: 120.0, 2: 100.0, 3: 110.0 |"

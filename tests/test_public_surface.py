@@ -11,7 +11,7 @@ import soap
 
 EXPECTED = {
     "export", "load", "load_cluster", "load_strategy", "measure_rows", "save_strategy", "search", "simulate",
-    "get_runner", "partitioner", "shard", "RunnerConfig",
+    "get_runner", "partitioner", "shard", "tune", "RunnerConfig",
     "SearchOutcome", "Trainer", "OperatorGraph", "OpConfig", "Strategy", "SyncConfig", "Topology",
     "SoapError", "InfeasibleError", "ModelError", "ProfileError", "RuntimeFailure", "StrategyError", "TopologyError",
     "__version__",

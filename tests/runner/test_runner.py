@@ -26,7 +26,7 @@ from tests.runtime.pool import Pool
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Pool]:
-    pool = Pool(2)
+    pool = Pool(2, timeout_s=280)  # half of it for the rank that waits while the other one's first search compiles the simulator
     yield pool
     pool.close()
 
