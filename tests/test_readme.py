@@ -40,7 +40,8 @@ def test_python_from_export_to_strategy(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_classical_strategy_trainer_and_hugging_face(tmp_path: Path) -> None:
-    export, _, classical, train, hugging_face = blocks("python")
+    export, _, classical, train, hugging_face, script = blocks("python")
+    assert "soap.get_runner(" in script  # the notebook of it runs in test_notebook
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     (tmp_path / "prepare.py").write_text(export + classical + hugging_face)
