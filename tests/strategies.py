@@ -99,17 +99,17 @@ def _sum_scalars(g: GraphBuilder, scalars: list[str]) -> str:
 
 
 @st.composite
-def topologies(draw: st.DrawFn, *, max_devices: int = 4) -> Topology:
-    """One to three hosts with a switch each, joined by one more, with up to ``max_devices`` devices, some with ports."""
+def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> Topology:
+    """One to three hosts with a switch each, joined by one more, with up to ``max_devices`` devices; with ``ports`` at some links."""
     counts = draw(st.lists(st.integers(1, max_devices), min_size=1, max_size=3).filter(lambda c: sum(c) <= max_devices))
     made = cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
-    busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4, unique=True))
+    busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4 if ports else 0, unique=True))
     own = 2 * sum(counts)  # a device's links come first, two for each
-    ports = [
+    own_ports = [
         Port(link, link // 2 if link < own else None, draw(st.sampled_from((0, 700, 90_000))), draw(st.sampled_from((0, 333, 1000))))
         for link in busy
     ]
-    return replace(made, ports=tuple(ports))
+    return replace(made, ports=tuple(own_ports))
 
 
 def cluster(
@@ -160,9 +160,9 @@ def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]
 
 @st.composite
 def cases(
-    draw: st.DrawFn, *, max_moves: int = 6, max_devices: int = 4, max_tiles: int = 8, servers: bool = False
+    draw: st.DrawFn, *, max_moves: int = 6, max_devices: int = 4, max_tiles: int = 8, servers: bool = False, ports: bool = False
 ) -> tuple[OperatorGraph, Topology, Strategy]:
     """A graph, a topology, and a legal strategy for both."""
     graph = draw(graphs(max_moves=max_moves))
-    topology = draw(topologies(max_devices=max_devices))
+    topology = draw(topologies(max_devices=max_devices, ports=ports))
     return graph, topology, draw(strategies_for(graph, topology.device_count, max_tiles=max_tiles, servers=servers))

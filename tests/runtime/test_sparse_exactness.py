@@ -186,7 +186,7 @@ def random_case(four: Pool, files: Mapping[str, str], number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", every(10, range(400)))
+@pytest.mark.parametrize("number", every(20, range(400)))
 def test_any_strategy(four: Pool, files: dict[str, str], number: int) -> None:
     """Repeated by its number alone."""
     random_case(four, files, number)
