@@ -16,6 +16,8 @@ from soap.simulator.row_counts import device_lookups, row_bytes, tile_lookups
 from soap.simulator.serving import INDEX_BYTES, reading_groups
 from soap.simulator.tiling import Tile
 
+COUNT_BYTES = 4
+"""Optimizers with more than one state count their steps, once per tensor."""
 COPIES = 2
 """Rows are received apart from where they are used, and copied to be sent."""
 
@@ -61,7 +63,7 @@ def exchanged_bytes(plan: Plan) -> list[int]:
         for leader, *others in reading_groups(plan, served):
             result[leader] += COPIES * sum(own[device] + _index_bytes(plan, served, device) for device in others)
         for device, size in served_gradients(plan, served):
-            result[device] += size
+            result[device] += size + (0 if device in plan.accelerators else COUNT_BYTES)
     for number in plan.gathered:
         shard = plan.shards[number]
         for device in shard.devices:

@@ -23,6 +23,7 @@ from soap.simulator import memory
 from soap.simulator.buckets import idle_shards
 from soap.simulator.flows import box_bytes, reduced_tensor
 from soap.simulator.parameter_memory import (
+    COUNT_BYTES,
     assembled_regions,
     compact_parameters,
     gathered_bytes,
@@ -50,10 +51,6 @@ from soap.simulator.transit import SENT_BYTES, copied_to_send, is_remote, receiv
 
 Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
-
-
-COUNT_BYTES = 4
-"""Optimizers with more than one state count their steps, once per tensor."""
 
 
 @dataclass(frozen=True)

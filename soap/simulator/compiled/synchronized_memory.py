@@ -21,7 +21,7 @@ from soap.simulator.compiled.state import State
 from soap.simulator.compiled.sync_codes import GATHERED, has_server, is_local, partitions_of
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.variants import CELLS, VariantTables
-from soap.simulator.parameter_memory import COPIES
+from soap.simulator.parameter_memory import COPIES, COUNT_BYTES
 
 
 @compiled
@@ -92,7 +92,7 @@ def _add_servers(K, M, parameter, code, regions, disjoint, values, indices):  # 
     for i in range(servers):
         server = K.server[i]
         if K.serves_itself[server]:
-            received = parts * regions * (COPIES * values + indices)
+            received = parts * regions * (COPIES * values + indices + COUNT_BYTES)
             if not disjoint:  # all parts of all readers, and indices of their rows, of which there are not more than elements
-                received = len(M.total) * (COPIES * whole + 2 * INDEX_BYTES * M.elements[parameter])
+                received = len(M.total) * (COPIES * whole + 2 * INDEX_BYTES * M.elements[parameter]) + COUNT_BYTES * M.elements[parameter]
             _add(M, server, (3 + M.fixed[1]) * kept, received)
