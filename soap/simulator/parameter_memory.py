@@ -60,7 +60,7 @@ def exchanged_bytes(plan: Plan) -> list[int]:
         own = reader_bytes(plan, served)
         for device, size in own.items():
             result[device] += COPIES * size + _index_bytes(plan, served, device)
-        for leader, *others in reading_groups(plan, served):
+        for leader, *others in reading_groups(served):
             result[leader] += COPIES * sum(own[device] + _index_bytes(plan, served, device) for device in others)
         for device, size in served_gradients(plan, served):
             result[device] += size + (0 if device in plan.accelerators else COUNT_BYTES)

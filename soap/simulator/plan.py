@@ -145,8 +145,8 @@ class Served:
     ``shards``: its partitions in order of their rows (positions in ``Plan.shards``), each on the device of its server. ``readers``: devices
     (sorted, distinct) whose tiles read it. If it is ``sparse`` they get, and give gradients to, the rows that their tiles look up;
     else each has a copy of the whole region, to which a tile's gradient belongs as a whole. ``index``: its number among the parameter's.
-    ``local_aggregation``: see ``strategy.SyncConfig``. ``leaders``: for each reader the device through which it pushes and pulls: the
-    first reader of its host with local aggregation, else itself.
+    ``leaders``: for each reader the device through which it pushes and pulls: the first reader of its host with local aggregation, else
+    itself.
     """
 
     parameter: str
@@ -156,7 +156,6 @@ class Served:
     uses: tuple[tuple[int, int], ...]
     shards: tuple[int, ...]
     sparse: bool
-    local_aggregation: bool
     leaders: tuple[int, ...]
 
 
@@ -167,13 +166,12 @@ class Plan:
     Every trainable shard that gets a gradient is in one of ``buckets``, in ``gathered`` (sparse shards whose rows of the gradient every
     device gets from every other), or a partition of one of ``served``.
 
-    ``first_tile[i]`` is the position of operator i's first tile; its tiles follow in index order. ``hosts``: by device, the number of its
-    host. ``accelerators``: devices that are no CPUs: what servers keep beside them lies in the memory of their host.
+    ``first_tile[i]`` is the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are no
+    CPUs: what servers keep beside them lies in the memory of their host.
     """
 
     graph: OperatorGraph
     device_count: int
-    hosts: tuple[int, ...]
     accelerators: frozenset[int]
     tiles: tuple[Tile, ...]
     first_tile: tuple[int, ...]

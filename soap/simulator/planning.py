@@ -72,7 +72,6 @@ class PlanBuilder:
         self._delivery = lru_cache(size)(self._make_delivery)
         self._cells = lru_cache(size)(self._make_cells)
         self._distances = lru_cache(None)(self._make_distances)
-        self._hosts = tuple(device.host for device in topology.devices)
         self._accelerators = frozenset(number for number, device in enumerate(topology.devices) if device.type.kind != "cpu")
         self._servers = server_devices(topology)
         self._first_servers = first_servers(graph, len(self._servers))
@@ -99,7 +98,6 @@ class PlanBuilder:
         return Plan(
             graph=self.graph,
             device_count=self.topology.device_count,
-            hosts=self._hosts,
             accelerators=self._accelerators,
             tiles=tiles,
             first_tile=first_tile,
@@ -205,7 +203,7 @@ class PlanBuilder:
                     shards.append(Shard(tensor.name, len(shards) - first, part, (server,), places, True))
                 sparse = tensor.name in self.graph.sparse
                 leaders = self._leaders(devices) if sync.local_aggregation else devices
-                served.append(Served(tensor.name, index, box, devices, places, tuple(kept), sparse, sync.local_aggregation, leaders))
+                served.append(Served(tensor.name, index, box, devices, places, tuple(kept), sparse, leaders))
         return tuple(shards), tuple(served)
 
     def _leaders(self, devices: Sequence[int]) -> tuple[int, ...]:

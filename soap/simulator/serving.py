@@ -81,7 +81,7 @@ def served_traffic(plan: Plan, served: Served) -> Traffic:
     aggregation each group's leader deals with the servers, and the others with it.
     """
     amounts = _Amounts(plan, served.parameter, served.box, served.uses, sparse=served.sparse)
-    groups = reading_groups(plan, served)
+    groups = reading_groups(served)
     pulled, pushed = [], []
     partitions = []
     for number in served.shards:
@@ -114,14 +114,12 @@ def gathering(plan: Plan, number: int) -> Gathering:
     return Gathering(_rounds((flows, added)), amounts.values(shard.devices, shard.box))
 
 
-def reading_groups(plan: Plan, served: Served) -> list[Group]:
+def reading_groups(served: Served) -> list[Group]:
     """Readers that push and pull together: alone, or with local aggregation those of each host."""
-    if not served.local_aggregation:
-        return [(device,) for device in served.readers]
     together: dict[int, list[int]] = {}
-    for device in served.readers:
-        together.setdefault(plan.hosts[device], []).append(device)
-    return [tuple(devices) for devices in together.values()]
+    for reader, leader in zip(served.readers, served.leaders, strict=True):
+        together.setdefault(leader, []).append(reader)
+    return [tuple(readers) for readers in together.values()]
 
 
 def _rounds(*rounds: tuple[Sequence[tuple[int, int, int]], int]) -> tuple[Round, ...]:
