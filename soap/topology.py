@@ -135,8 +135,9 @@ class Link:
 class Port:
     """What processors do for communication over a link. ``device``: whose it is, None for a link that none of them sends or receives by.
 
-    For each communication that holds the link, the device is busy for ``fixed_ns`` and a part of its duration: the fewest ``permille`` of
-    all ports whose links it holds, since its bytes, which make the work, go as fast as the slowest of these lets them.
+    For each communication that holds the link, the device is busy for ``fixed_ns`` times the messages over it and a part of its duration:
+    the fewest ``permille`` of all ports whose links it holds, since its bytes, which make the work, go as fast as the slowest of these lets
+    them.
     """
 
     link: int
@@ -148,9 +149,10 @@ class Port:
         for what, value in (("fixed time", self.fixed_ns), ("part of the duration", self.permille)):
             _check_not_negative(f"port of link {self.link}", what, value)
 
-    def busy_ns(self, duration_ns: int, permille: int) -> int:
-        """How long the device is busy with a communication of this duration: fixed_ns + floor(permille * duration_ns / 1000)."""
-        return self.fixed_ns + permille * duration_ns // 1000
+    def busy_ns(self, duration_ns: int, permille: int, messages: int = 1) -> int:
+        """How long the device is busy with a communication of this duration, which sends so many messages over the link:
+        messages * fixed_ns + floor(permille * duration_ns / 1000)."""
+        return messages * self.fixed_ns + permille * duration_ns // 1000
 
 
 Factors = tuple[tuple[int, float], ...]

@@ -9,10 +9,13 @@ the device is free: what the device computes later starts later, the communicati
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 
-from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
+from soap.topology import Topology
 
 
 def simulate(tasks: TaskGraph) -> Schedule:
@@ -36,9 +39,10 @@ def simulate(tasks: TaskGraph) -> Schedule:
         for resource in task.resources:
             free[resource] = end[position]
         held = [ports[resource] for resource in task.resources if resource in ports]
+        over = _messages(tasks.topology, task) if held else Counter()
         for port in held:
             if port.device is not None:
-                busy_ns = port.busy_ns(task.duration_ns, min(own.permille for own in held))
+                busy_ns = port.busy_ns(task.duration_ns, min(own.permille for own in held), over[port.link])
                 free[port.device] = max(free.get(port.device, 0), start[position]) + busy_ns
         for successor in successors[position]:
             ready[successor] = max(ready[successor], end[position])
@@ -48,14 +52,44 @@ def simulate(tasks: TaskGraph) -> Schedule:
     return Schedule(np.array(start, np.int64), np.array(end, np.int64))
 
 
+def _messages(topology: Topology, task: Task) -> Counter[int]:
+    """Link -> how many messages of a communication go over it. An all-reduce is one call of a library on each device, and counts as one."""
+    if not task.flows:
+        return Counter({resource - topology.device_count: 1 for resource in task.resources})
+    return Counter(link for source, target, _ in task.flows for link in topology.route(source, target))
+
+
 def execution_order(tasks: TaskGraph, schedule: Schedule) -> list[int]:
     """All tiles (positions in ``Plan.tiles``) by simulated start of their forward pass: the one order that the runtime follows.
 
     It is a topological order: a task starts no earlier than its predecessors, and where starts are equal the ids agree with the graph.
+    But tiles that wait for no other and that only tiles behind them wait for, such as look-ups, come right before the first of these: the
+    backward pass takes all tiles the other way round, and has their gradients, which may have a long way to go, as soon as can be.
     """
     forward = [
         (int(schedule.start_ns[position]), task.id, task.tile)
         for position, task in enumerate(tasks.tasks)
         if task.kind is TaskKind.FORWARD and task.tile is not None
     ]
-    return [tile for _, _, tile in sorted(forward)]
+    order = [tile for _, _, tile in sorted(forward)]
+    place = {tile: i for i, tile in enumerate(order)}
+    before = _first_readers(tasks, place)
+    return sorted(order, key=lambda tile: (before.get(tile, place[tile]), tile not in before, place[tile]))
+
+
+def _first_readers(tasks: TaskGraph, place: Mapping[int, int]) -> dict[int, int]:
+    """Of tiles that wait for no tile, and whose readers are tiles on their own device: where in the order the first of these is."""
+    todo = tasks.tasks
+    readers: dict[int, list[int]] = {}
+    tied = set[int]()
+    for task in todo:
+        behind = task.tile if task.kind is TaskKind.FORWARD else None
+        for earlier in (todo[position] for position in task.predecessors):
+            if behind is not None:
+                tied.update(() if earlier.kind is TaskKind.SYNC else (behind,))
+            if earlier.kind is TaskKind.FORWARD and earlier.tile is not None:
+                if behind is not None:
+                    readers.setdefault(earlier.tile, []).append(place[behind])
+                elif task.kind is not TaskKind.BACKWARD:
+                    tied.add(earlier.tile)
+    return {tile: min(own) for tile, own in readers.items() if tile not in tied}

@@ -8,7 +8,8 @@ from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from soap.topology import Port
-from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
+from tests.graph_builder import GraphBuilder
+from tests.simulator.examples import PointCosts, batch_split, chain, finish, on, pairwise_cluster, strategy, units
 
 TWO = pairwise_cluster(1, 1)
 
@@ -116,6 +117,22 @@ def test_execution_order_follows_the_simulated_starts() -> None:
     assert execution_order(tasks, simulate(tasks)) == [0, 1, 3, 2, 4]
 
 
+def test_tiles_that_wait_for_nothing_run_right_before_their_first_readers() -> None:
+    """``b`` is read by the second operator only, and waits for nothing: it comes behind the first."""
+    g = GraphBuilder()
+    a, b = (g.linear(g.input(name, 4, 2), 2, bias=False, name=f"of_{name}") for name in "ab")
+    deep = g.linear(g.linear(a, 2, bias=False, name="l1"), 2, bias=False, name="l2")
+    graph = finish(g, deep, b)
+    alone = strategy(**{op.name: on(0, degrees=(1,) * len(op.factors)) for op in graph.operators})
+    tasks = lower(build_plan(graph, alone, TWO), TWO, PointCosts())
+    names = [graph.operators[tasks.plan.tiles[tile].operator].name for tile in execution_order(tasks, simulate(tasks))]
+    assert names == ["of_a", "l1", "l2", "of_b", "loss"]
+    sent = strategy(**{**alone.operators, "loss": on(1, degrees=(1,))})  # what others wait for is not put off
+    tasks = lower(build_plan(graph, sent, TWO), TWO, PointCosts())
+    names = [graph.operators[tasks.plan.tiles[tile].operator].name for tile in execution_order(tasks, simulate(tasks))]
+    assert names == ["of_b", "of_a", "l1", "l2", "loss"]
+
+
 def test_a_port_keeps_its_device_busy() -> None:
     """From the start of a communication, or from when the device is free; the communication itself and its end do not move."""
     first, second = 4, 5  # resources of two links of ``TWO``
@@ -140,3 +157,11 @@ def test_a_port_keeps_its_device_busy() -> None:
         "last": (260, 265),  # the device was busy until 180 + 10 + 40
         "elsewhere": (100, 105),
     }
+
+
+def test_a_port_counts_messages() -> None:
+    """Each of a collective's messages over its link keeps the device busy for ``fixed_ns``, the duration's part counts once."""
+    flows = ((0, 1, 30), (0, 1, 50))
+    sent = replace(task("over", 0, 80, 2), flows=flows)
+    tasks = TaskGraph(by_hand().plan, replace(TWO, ports=(Port(0, 0, 10, 500),)), (sent, task("behind", 1, 5, 0)))
+    assert times(tasks, simulate(tasks)) == {"over": (0, 80), "behind": (60, 65)}

@@ -156,7 +156,7 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int) -> int:
                 S.load_stamp[link] = stamp
                 S.load[link] = 0
             S.load[link] += size
-            _hold(S, K.route[at])
+            _hold(K, S, K.route[at])
     for i in range(S.count[FLOWS]):
         pair = S.flow[3 * i] * devices + S.flow[3 * i + 1]
         for at in range(K.route_ptr[pair], K.route_ptr[pair + 1]):
@@ -166,12 +166,12 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int) -> int:
 
 
 @compiled
-def _hold(S, resource):  # type: ignore[no-untyped-def]
-    """Note a link once per collective."""
+def _hold(K, S, resource):  # type: ignore[no-untyped-def]
+    """Note a link once per collective, or once for each message if it has a port (``events.hold``)."""
     n = S.count[RESOURCES]
     if n + 2 > len(S.res):
         raise MemoryError(FULL)
-    if S.held[resource] != S.count[LINKS]:
+    if S.held[resource] != S.count[LINKS] or K.has_port[resource] > 0:
         S.held[resource] = S.count[LINKS]
         S.res[n] = resource
         S.count[RESOURCES] = n + 1

@@ -201,16 +201,18 @@ def is_late(T: Trial, at_most: int) -> bool:
 
 @compiled
 def hold(free, held, first, count, start, duration, port_device, port_fixed, port_permille):  # type: ignore[no-untyped-def]
-    """Something that is no tile holds ``count`` resources; the devices of their ports are busy with it as well."""
+    """Something that is no tile holds ``count`` resources; the devices of their ports are busy with it as well. A link that has a port is
+    there once for each message over it (``communication``)."""
     permille = NO_PORT
     for i in range(first, first + count):
-        free[held[i]] = start + duration
         permille = min(permille, port_permille[held[i]])
-    if permille < NO_PORT:
-        for i in range(first, first + count):
-            device = port_device[held[i]]
-            if device >= 0:
-                free[device] = max(free[device], start) + port_fixed[held[i]] + permille * duration // 1000
+    for i in range(first, first + count):
+        resource = held[i]
+        again = free[resource] == start + duration  # it was free at the start, and nothing takes no time
+        free[resource] = start + duration
+        device = port_device[resource] if permille < NO_PORT else -1
+        if device >= 0:
+            free[device] = max(free[device], start) + port_fixed[resource] + (0 if again else permille * duration // 1000)
 
 
 @compiled

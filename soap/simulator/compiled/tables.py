@@ -70,7 +70,7 @@ class ClusterTables(NamedTuple):
     ``core_bandwidth`` of what does it in bytes per second, and the first host where the same type does it (``core_host``). ``hosts``: their
     number.
     ``row_seconds``: by device, as ``servers.row_seconds``. ``crowding``: by how many messages a device has in an exchange,
-    ``Topology.crowding``; the last for all further numbers.
+    ``Topology.crowding``; the last for all further numbers. ``has_port``: by resource.
     """
 
     distance: NDArray[np.int8]
@@ -91,6 +91,7 @@ class ClusterTables(NamedTuple):
     core_host: Ints
     row_seconds: Floats
     crowding: Floats
+    has_port: Ints
 
 
 def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
@@ -208,6 +209,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         np.array([next(h for h, kind in cores.items() if kind == cores[host]) for host in places], np.int32),
         np.array([row_seconds(topology, device) for device in range(count)], np.float64),
         np.array([topology.crowding.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
+        np.isin(np.arange(count + len(topology.links)), [count + port.link for port in topology.ports]).astype(np.int32),
     )
 
 
