@@ -122,14 +122,14 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Start sending; ``finish_sends`` waits for it. The tensor must not change until then."""
-        wire = self._to_wire(_bytes_if_bool(tensor.detach().contiguous()))
+        wire = self._to_wire(_plain(tensor.detach().contiguous()))
         pending = Pending(self._point_to_point(dist.isend, wire, target, tag), wire)
         self.keep(pending)
         return pending
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         """Start receiving into a contiguous buffer."""
-        wire, finish = self._from_wire(_bytes_if_bool(buffer))
+        wire, finish = self._from_wire(_plain(buffer))
         return Pending(self._point_to_point(dist.irecv, wire, source, tag), buffer, finish)
 
     def all_reduce(self, tensor: torch.Tensor, devices: tuple[int, ...]) -> Pending:
@@ -150,7 +150,7 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, source: int, devices: tuple[int, ...] | None = None) -> Pending:
         """Start copying a contiguous tensor from one rank to the devices (all ranks if None)."""
         group = None if devices is None else self._groups[devices]
-        wire, finish = self._through_wire(_bytes_if_bool(tensor))
+        wire, finish = self._through_wire(_plain(tensor))
         return Pending((_work(dist.broadcast(wire, source, group=group, async_op=True)),), tensor, finish)
 
     def all_to_all(
@@ -162,8 +162,8 @@ class Communicator:
         """
         content = [tensor for parcel in parcels for tensor in parcel]
         given = [sum(tensor.numel() for tensor in parcel) for parcel in parcels]
-        sent = self._to_wire(_bytes_if_bool(pack(content) if content else buffer.new_empty(0)))
-        wire, finish = self._from_wire(_bytes_if_bool(buffer))
+        sent = self._to_wire(_plain(pack(content) if content else buffer.new_empty(0)))
+        wire, finish = self._from_wire(_plain(buffer))
         if self._nccl:
             group = self._groups[devices]
             work = _work(dist.all_to_all_single(wire, sent, list(sizes), given, group=group, async_op=True))
@@ -180,14 +180,14 @@ class Communicator:
 
         gloo asks for a message on the connection on which it sends, behind what is on its way there: its own all-to-all sends before it
         asks, so that a rank that comes late gets nothing until it has sent all of its own. On a 200 Mbit/s link that took twice as long.
+        The group's own methods: on a CPU what ``dist.isend`` adds to them takes as long as they do.
         """
-        place, group = devices.index(self.rank), self._groups[devices]
+        place, group = devices.index(self.rank), self._groups[devices] or dist.group.WORLD
+        assert group is not None
         coming[place].copy_(leaving[place])
         turns = [(place + turn) % len(devices) for turn in range(1, len(devices))]
-        received = [
-            _work(dist.irecv(coming[i], devices[i], group=group, tag=EXCHANGE_TAG)) for i in reversed(turns) if coming[i].numel()
-        ]
-        sent = [_work(dist.isend(leaving[i], devices[i], group=group, tag=EXCHANGE_TAG)) for i in turns if leaving[i].numel()]
+        received = [group.recv([coming[i]], i, EXCHANGE_TAG) for i in reversed(turns) if coming[i].numel()]
+        sent = [group.send([leaving[i]], i, EXCHANGE_TAG) for i in turns if leaving[i].numel()]
         return received, sent
 
     def reduce_scatter(self, parts: Sequence[torch.Tensor], devices: tuple[int, ...]) -> Pending:
@@ -300,9 +300,11 @@ def cut(tensor: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
     return tensor if box == held else tensor[relative(box, held)]
 
 
-def _bytes_if_bool(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes for a type that backends do not know."""
-    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a type that backends know."""
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8)
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _host_memory(tensor: torch.Tensor) -> torch.Tensor:
