@@ -63,12 +63,22 @@ def row_seconds(topology: Topology, server: int) -> float:
 
 
 def serve_ns(costs: CostModel, part: Serving, server: DeviceType, row_seconds: float) -> int:
-    """Gradients are added up at the rate of memory, each row's place is found, and a partition is updated.
+    """Gradients are added up, and a partition is updated."""
+    return adding_ns(part, server, row_seconds) + costs.update_ns(part.updated_bytes, server)
 
-    ceil((added_bytes * REDUCE_TRAFFIC / rate + added_rows * row_seconds) * 1e9) if there is something to add, and ``update_ns``.
+
+def adding_ns(part: Serving, server: DeviceType, row_seconds: float) -> int:
+    """Gradients are added up at the rate of memory, and each row's place is found:
+
+    ceil((added_bytes * REDUCE_TRAFFIC / rate + added_rows * row_seconds) * 1e9) if there is something to add.
     """
-    update_ns = costs.update_ns(part.updated_bytes, server)
     if part.added_bytes == 0:
-        return update_ns
+        return 0
     adding = part.added_bytes * REDUCE_TRAFFIC / server.memory_bandwidth_bytes_per_second
-    return nanoseconds(adding + part.added_rows * row_seconds) + update_ns
+    return nanoseconds(adding + part.added_rows * row_seconds)
+
+
+def gathered_ns(topology: Topology, part: Serving, device: int) -> int:
+    """What adding up gathered rows takes a device. One that is no CPU finds the rows' places as fast as it reads them."""
+    kind = topology.devices[device].type
+    return adding_ns(part, kind, row_seconds(topology, device) if kind.kind == "cpu" else 0.0)

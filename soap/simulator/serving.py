@@ -24,7 +24,7 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What a partition's server adds up, in so many rows if it is sparse, and then updates."""
+    """What a partition's server, or each device of a gathered shard, adds up, in so many rows if it is sparse, and then updates."""
 
     added_bytes: int
     added_rows: int
@@ -42,10 +42,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """Of a shard whose devices give each other rows: the rounds, and how many bytes of it each device then updates."""
+    """Of a shard whose devices give each other rows: the rounds, and what becomes of these rows on each device."""
 
     rounds: tuple[Round, ...]
-    updated_bytes: int
+    kept: Serving
 
 
 class _Amounts:
@@ -104,14 +104,15 @@ def served_traffic(plan: Plan, served: Served) -> Traffic:
 
 
 def gathering(plan: Plan, number: int) -> Gathering:
-    """Every device of a shard sends each other one the rows that it touches, with their indices, and adds up what comes."""
+    """Every device of a shard sends each other one the rows that it touches, with their indices, and adds up what comes and its own."""
     shard = plan.shards[number]
     amounts = _Amounts(plan, shard.parameter, shard.box, shard.uses, sparse=True)
     values = {device: amounts.values((device,), shard.box) for device in shard.devices}
     sent = {device: size + amounts.indices((device,), shard.box) for device, size in values.items()}
     flows = [(source, target, size) for source, size in sent.items() for target in shard.devices]
-    added = sum(values.values()) - min(values.values())
-    return Gathering(_rounds((flows, added)), amounts.values(shard.devices, shard.box))
+    rows, updated = sum(amounts.rows((device,), shard.box) for device in shard.devices), amounts.values(shard.devices, shard.box)
+    kept = Serving(sum(values.values()), rows, updated) if len(values) > 1 else Serving(0, 0, updated)
+    return Gathering(_rounds((flows, 0)), kept)
 
 
 def reading_groups(served: Served) -> list[Group]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
 from soap.simulator.costs import CostModel
 from soap.simulator.plan import Plan, gather_name, pull_name, push_name, serve_name, sync_name, update_name
-from soap.simulator.servers import row_seconds, serve_ns, server_resources, server_type
+from soap.simulator.servers import gathered_ns, row_seconds, serve_ns, server_resources, server_type
 from soap.simulator.serving import gathering, served_traffic
 from soap.simulator.task_list import SYNC, UPDATE, TaskList
 from soap.simulator.tasks import TaskKind
@@ -89,10 +89,14 @@ class Synchronization:
         return self._tasks.exchange(place, pull_name(served), TaskKind.SYNC, self._traffic[number].pull, after)
 
     def _updates(self) -> dict[int, int]:
-        """Device -> how long the updates of its shards take together, where there are any."""
+        """Device -> how long the updates of its shards take together, where there are any, with adding up rows that were gathered."""
         found: dict[int, int] = {}
         for device, size in device_updates(self._plan):
             found[device] = found.get(device, 0) + self._costs.update_ns(size, self._tasks.topology.devices[device].type)
+        for number in self._plan.gathered:
+            kept = gathering(self._plan, number).kept
+            for device in self._plan.shards[number].devices:
+                found[device] += gathered_ns(self._tasks.topology, kept, device)
         return dict(sorted(found.items()))
 
 
@@ -107,6 +111,6 @@ def device_updates(plan: Plan) -> Iterator[tuple[int, int]]:
         for device in plan.shards[number].devices:
             yield device, shard_bytes(plan.graph, plan.shards[number])
     for number in plan.gathered:
-        size = gathering(plan, number).updated_bytes
+        size = gathering(plan, number).kept.updated_bytes
         for device in plan.shards[number].devices:
             yield device, size

@@ -78,3 +78,12 @@ def gathered_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, s
     """What each device updates of a gathered shard, after ``find_keepers``: the rows that all touch."""
     touched = touched_by(G, parameter, count_lookups(S))
     return part_of_rows(G, parameter, touched, D.rows[shard]) * D.row_bytes[shard]
+
+
+@compiled
+def gathered_rows(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shard: int) -> int:
+    """How many rows each device adds up then, its own and those of others; 0 if there are no others. After ``gathered_bytes``."""
+    rows = 0
+    for i in range(S.members[0] if S.members[0] > 1 else 0):
+        rows += part_of_rows(G, parameter, touched_by(G, parameter, S.lookups[i]), D.rows[shard])
+    return rows

@@ -5,11 +5,11 @@ In ``State`` the tasks of parameter servers and gathered rows (``serving``) stan
 
 from __future__ import annotations
 
-from soap.simulator.compiled.communication import allreduce, find_list
+from soap.simulator.compiled.communication import REDUCE_TRAFFIC, allreduce, find_list, nanoseconds
 from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_geometry, find_keepers, first_user_with_gradient, is_served
-from soap.simulator.compiled.rows import gathered_bytes
+from soap.simulator.compiled.rows import gathered_bytes, gathered_rows
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, PRICES, STAMP, TASKS, USES, Scratch
 from soap.simulator.compiled.serving import ask_prices, price_ns, serve
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, ShardTables, State
@@ -123,33 +123,41 @@ def expect_updates(
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
             find_keepers(G, V, D, C, S, parameter, shard)
             if D.lowest[shard] < 0 or not is_served(G, C, S, parameter):
-                own = _gathered_bytes(G, D, C, S, parameter, shard)
+                own, rows = _gathered(G, D, C, S, parameter, shard)
                 for i in range(1, 1 + S.members[0]):
-                    S.floor[S.members[i]] -= _update_ns(G, K, D, S, S.members[i], shard, own)
+                    S.floor[S.members[i]] -= _update_ns(K, D, S, S.members[i], shard, own, rows)
     ask_prices(D, S)
 
 
 @compiled
 def _add_update(G, K, D, C, S, parameter, shard):  # type: ignore[no-untyped-def]
     """The keepers of a shard update it."""
-    own = _gathered_bytes(G, D, C, S, parameter, shard)
+    own, rows = _gathered(G, D, C, S, parameter, shard)
     for i in range(S.members[0]):
         device = S.members[1 + i]
-        S.update[device] += _update_ns(G, K, D, S, device, shard, own)
+        S.update[device] += _update_ns(K, D, S, device, shard, own, rows)
 
 
 @compiled
-def _gathered_bytes(G, D, C, S, parameter, shard):  # type: ignore[no-untyped-def]
-    """How much of a shard each keeper updates, if rows of its gradient are gathered; else -1."""
+def _gathered(G, D, C, S, parameter, shard):  # type: ignore[no-untyped-def]
+    """How many bytes of a shard each keeper updates, if rows of its gradient are gathered, and how many rows it adds up for that; else
+    -1."""
     if C.sync[parameter] != GATHERED or D.lowest[shard] < 0:
-        return -1
-    return gathered_bytes(G, D, S, parameter, shard)
+        return -1, 0
+    return gathered_bytes(G, D, S, parameter, shard), gathered_rows(G, D, S, parameter, shard)
 
 
 @compiled
-def _update_ns(G, K, D, S, device, shard, gathered):  # type: ignore[no-untyped-def]
+def _update_ns(K, D, S, device, shard, gathered, rows):  # type: ignore[no-untyped-def]
     kind = K.device_type[device]
-    return D.update_ns[kind, shard] if gathered < 0 else price_ns(D, S, K.hosts[0] + kind, gathered)
+    if gathered < 0:
+        return D.update_ns[kind, shard]
+    update = price_ns(D, S, K.hosts[0] + kind, gathered)
+    added = rows * D.row_bytes[shard]
+    if added == 0:
+        return update
+    finding = rows * (K.row_seconds[device] if K.serves_itself[device] else 0.0)
+    return nanoseconds(added * REDUCE_TRAFFIC / K.memory_bandwidth[device] + finding) + update
 
 
 @compiled

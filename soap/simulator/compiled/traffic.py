@@ -177,13 +177,10 @@ def gather_ns(G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, para
     """(duration, bytes) of giving each other the rows of a shard's gradient; links as in ``pull_ns``."""
     count_lookups(S)
     stamp, devices = _begin(S), len(K.device_type)
-    total, least = 0, -1
     for i in range(S.members[0]):
         rows = part_of_rows(G, parameter, touched_by(G, parameter, S.lookups[i]), D.rows[shard])
-        size = rows * D.row_bytes[shard]
-        total += size
-        least = size if least < 0 or size < least else least
+        size = rows * (D.row_bytes[shard] + INDEX_BYTES)
         for j in range(S.members[0]):
             if j != i:
-                join_flow(S, stamp, devices, S.members[1 + i], S.members[1 + j], size + rows * INDEX_BYTES)
-    return _round(K, S, total - least)
+                join_flow(S, stamp, devices, S.members[1 + i], S.members[1 + j], size)
+    return _round(K, S, 0)
