@@ -4,10 +4,12 @@
 
 Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks", EuroSys 2019: 8 machines with 6 TITAN Xp, 100 Gbit/s
 InfiniBand. Three constants are calibrated on the published Table 1 alone: what part of their peak the GPUs reach (from AR of the image
-models), what part of its rate the network (from what PS takes beside AR of them), and what finding a row's place takes a server (from what
+models), what part of their rates the links (from what PS takes beside AR of them), and what finding a row's place takes a server (from what
 PS takes beside AR of LM). That a server keeps ``SERVER_CORES`` cores busy is assumed; Table 1 does not depend on it. Then Tables 1, 2 and 4
-are simulated and printed beside the published figures. Dense parameters on servers are cut into as many partitions as there are hosts,
-which stands for many parameters of which each is on one of them.
+are simulated and printed beside the published figures. Parallax aggregates gradients per host, but every worker reads variables for itself
+(ibid., section 5, has accumulators on each machine and nothing of the kind for reading); SOAP's runtime pulls through a host's leader, too.
+It is Parallax that is simulated here. Dense parameters on servers are cut into as many partitions as there are hosts, which stands for many
+parameters of which each is on one of them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from typing import NamedTuple
 
 from soap import api
 from soap.graph import OperatorGraph
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.reference import simulate
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 
@@ -46,10 +50,10 @@ STEPS = 8
 
 
 class Constants(NamedTuple):
-    """What is calibrated. ``gpu``, ``network``: parts of the published peaks. ``row_seconds``: of one core of a host."""
+    """What is calibrated. ``gpu``, ``links``: parts of the published peaks. ``row_seconds``: of one core of a host."""
 
     gpu: float
-    network: float
+    links: float
     row_seconds: float
 
 
@@ -64,8 +68,12 @@ class Cluster:
 
     def seconds(self, model: str, sync: str, partitions: int | None = None) -> float:
         """Of an iteration. ``sync``: "AR", "PS", "OptPS" or "HYB"; ``partitions`` of sparse parameters, the published best if None."""
-        strategy = synchronized(self._graphs[model], self._topology, sync, partitions or BEST_PARTITIONS.get(model, 1))
-        return self._simulators[model].makespan_ns(strategy) / 1e9
+        graph, simulator = self._graphs[model], self._simulators[model]
+        strategy = synchronized(graph, self._topology, sync, partitions or BEST_PARTITIONS.get(model, 1))
+        if sync in ("AR", "PS"):
+            return simulator.makespan_ns(strategy) / 1e9
+        plan = build_plan(graph, strategy, self._topology)
+        return simulate(lower(plan, self._topology, simulator.costs, pull_together=False)).makespan_ns / 1e9
 
     def beside(self, model: str) -> float:
         """How many times as long as AR PS takes."""
@@ -73,39 +81,33 @@ class Cluster:
 
 
 def with_constants(topology: Topology, constants: Constants) -> Topology:
-    """GPUs, links between hosts, and hosts' cores at these rates."""
+    """GPUs, links, and hosts' cores at these rates."""
     devices = []
     for device in topology.devices:
         rates = {dtype: rate * constants.gpu for dtype, rate in device.type.flops_per_second.items()}
         memory = device.type.memory_bandwidth_bytes_per_second * constants.gpu
         devices.append(replace(device, type=replace(device.type, flops_per_second=rates, memory_bandwidth_bytes_per_second=memory)))
-    links = [
-        replace(link, bandwidth_bytes_per_second=link.bandwidth_bytes_per_second * constants.network)
-        if "network" in (link.source, link.target)
-        else link
-        for link in topology.links
-    ]
+    links = [replace(link, bandwidth_bytes_per_second=link.bandwidth_bytes_per_second * constants.links) for link in topology.links]
     hosts = [replace(host, cpu_cores=SERVER_CORES, row_seconds=constants.row_seconds) for host in topology.hosts]
     return replace(topology, devices=tuple(devices), links=tuple(links), hosts=tuple(hosts))
 
 
 def synchronized(graph: OperatorGraph, topology: Topology, sync: str, partitions: int) -> Strategy:
     """Data parallelism, synchronized so."""
-    operators = api.classical("data_parallel", graph, topology).operators
-    hosts = len(topology.hosts)
-    methods = {
-        "AR": (SyncConfig("allgather"), SyncConfig()),
-        "PS": (SyncConfig("parameter_server", partitions), SyncConfig("parameter_server", hosts)),
-        "OptPS": (SyncConfig("parameter_server", partitions, True), SyncConfig("parameter_server", hosts, True)),
-        "HYB": (SyncConfig("parameter_server", partitions, True), SyncConfig()),
-    }
-    sparse, dense = methods[sync]
-    trained = [parameter.name for parameter in graph.parameters if parameter.requires_grad]
-    return Strategy(operators, {name: sparse if name in graph.sparse else dense for name in trained})
+    operators, hosts = api.classical("data_parallel", graph, topology).operators, len(topology.hosts)
+
+    def of(name: str) -> SyncConfig:
+        if sync == "AR" and name in graph.sparse:
+            return SyncConfig("allgather")
+        if name not in graph.sparse and sync in ("AR", "HYB"):
+            return SyncConfig()
+        return SyncConfig("parameter_server", partitions if name in graph.sparse else hosts, sync != "PS")
+
+    return Strategy(operators, {parameter.name: of(parameter.name) for parameter in graph.parameters if parameter.requires_grad})
 
 
 def calibrate(graphs: Mapping[str, OperatorGraph]) -> Constants:
-    """One constant after the other, each from entries of Table 1 that hardly depend on those that follow; the network twice."""
+    """One constant after the other, each from entries of Table 1 that hardly depend on those that follow; the first two twice."""
     images = ("resnet50", "inception_v3")
     found = Constants(1.0, 1.0, 1e-6)
 
@@ -113,8 +115,8 @@ def calibrate(graphs: Mapping[str, OperatorGraph]) -> Constants:
         cluster = Cluster(found._replace(gpu=gpu), graphs)
         return geometric_mean(cluster.seconds(name, "AR") / _published(name, TABLE_1[name][1]) for name in images)
 
-    def served(network: float) -> float:
-        cluster = Cluster(found._replace(network=network), graphs)
+    def served(links: float) -> float:
+        cluster = Cluster(found._replace(links=links), graphs)
         return geometric_mean(cluster.beside(name) / (TABLE_1[name][1] / TABLE_1[name][0]) for name in images)
 
     def rows(per_second: float) -> float:
@@ -123,7 +125,7 @@ def calibrate(graphs: Mapping[str, OperatorGraph]) -> Constants:
 
     for _ in range(2):
         found = found._replace(gpu=_bisect(reduced, 0.1, 10.0))
-        found = found._replace(network=_bisect(served, 0.01, 1.0))
+        found = found._replace(links=_bisect(served, 0.01, 1.0))
     return found._replace(row_seconds=1 / _bisect(rows, 1e3, 1e7))
 
 
@@ -143,13 +145,13 @@ def _bisect(ratio: Callable[[float], float], low: float, high: float) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="parallax", description="Parallax's published tables, simulated.")
-    parser.add_argument("--constants", nargs=3, type=float, metavar=("GPU", "NETWORK", "ROW_SECONDS"), help="instead of calibrating")
+    parser.add_argument("--constants", nargs=3, type=float, metavar=("GPU", "LINKS", "ROW_SECONDS"), help="instead of calibrating")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     graphs = {name: api.load(f"zoo:{name}@{48 * batch}", plan_only=True).graph for name, batch in BATCH_PER_DEVICE.items()}
     constants = Constants(*args.constants) if args.constants else calibrate(graphs)
     print(
-        f"GPUs at {constants.gpu:.3f} of their peak, network at {constants.network:.3f} of its rate, {constants.row_seconds * 1e6:.1f} us "
+        f"GPUs at {constants.gpu:.3f} of their peak, links at {constants.links:.3f} of their rates, {constants.row_seconds * 1e6:.1f} us "
         "to find a row\n"
     )
     cluster = Cluster(constants, graphs)

@@ -47,11 +47,17 @@ from soap.topology import Topology
 __all__ = ["PlanBuilder", "build_plan", "lower"]
 
 
-def lower(plan: Plan, topology: Topology, costs: CostModel, communication: Communication | None = None) -> TaskGraph:
-    """The timed tasks of one training iteration, predecessors first. ``communication``: of this topology, to keep its answers."""
+def lower(
+    plan: Plan, topology: Topology, costs: CostModel, communication: Communication | None = None, *, pull_together: bool = True
+) -> TaskGraph:
+    """The timed tasks of one training iteration, predecessors first. ``communication``: of this topology, to keep its answers.
+
+    ``pull_together``: with local aggregation a host's devices pull through their leader as well, which is what the runtime does. Without
+    it each pulls for itself: to simulate systems that do so.
+    """
     tasks = TaskList(communication or Communication(topology))
     lowering = _Lowering(plan, costs, tasks)
-    synchronization = Synchronization(plan, costs, tasks)
+    synchronization = Synchronization(plan, costs, tasks, pull_together=pull_together)
     lowering.forward(synchronization.pull())
     lowering.backward()
     synchronization.synchronize(lowering.backward_tasks)

@@ -74,22 +74,23 @@ class _Amounts:
         return self.rows(devices, box) * INDEX_BYTES
 
 
-def served_traffic(plan: Plan, served: Served) -> Traffic:
+def served_traffic(plan: Plan, served: Served, *, pull_together: bool = True) -> Traffic:
     """What servers of a region, and those that read it, send each other.
 
     A sparse region is pulled before the step: indices go to the servers, and rows come back. What is pushed then is rows alone. With local
-    aggregation each group's leader deals with the servers, and the others with it.
+    aggregation each group's leader deals with the servers, and the others with it; in pushing only, as in Parallax, unless ``pull_together``.
     """
     amounts = _Amounts(plan, served.parameter, served.box, served.uses, sparse=served.sparse)
     groups = reading_groups(served)
+    pulling = groups if pull_together else [(reader,) for reader in served.readers]
     pulled, pushed = [], []
     partitions = []
     for number in served.shards:
         shard = plan.shards[number]
         server, given = shard.devices[0], [amounts.values(group, shard.box) for group in groups]
-        for group, size in zip(groups, given, strict=True):
-            pulled += [(server, group[0], size), (group[0], server, amounts.indices(group, shard.box))]
-            pushed.append((group[0], server, size))
+        for group in pulling:
+            pulled += [(server, group[0], amounts.values(group, shard.box)), (group[0], server, amounts.indices(group, shard.box))]
+        pushed += [(group[0], server, size) for group, size in zip(groups, given, strict=True)]
         added = sum(given) if served.sparse else sum(given[1:])
         rows, updated = sum(amounts.rows(group, shard.box) for group in groups), amounts.values(served.readers, shard.box)
         partitions.append(Serving(added, rows, updated) if len(groups) > 1 else Serving(0, 0, updated))
@@ -97,7 +98,8 @@ def served_traffic(plan: Plan, served: Served) -> Traffic:
     for leader, *others in groups:
         sizes = {device: amounts.values((device,), served.box) for device in others}
         for device, size in sizes.items():
-            handed += [(leader, device, size), (device, leader, amounts.indices((device,), served.box))]
+            if pull_together:
+                handed += [(leader, device, size), (device, leader, amounts.indices((device,), served.box))]
             summed.append((device, leader, size))
         most = max(most, sum(sizes.values()))
     return Traffic(_rounds((pulled, 0), (handed, 0)), _rounds((summed, most), (pushed, 0)), tuple(partitions))

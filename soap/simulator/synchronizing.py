@@ -17,12 +17,12 @@ SUM, PUSH, SERVE, PULL = range(4)
 
 
 class Synchronization:
-    """``pull`` comes before the forward pass, ``synchronize`` behind the backward pass."""
+    """``pull`` comes before the forward pass, ``synchronize`` behind the backward pass. ``pull_together``: see ``served_traffic``."""
 
-    def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList) -> None:
+    def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList, *, pull_together: bool = True) -> None:
         self._plan, self._costs, self._tasks = plan, costs, tasks
         self._positions = {tensor.name: position for position, tensor in enumerate(plan.graph.parameters)}
-        self._traffic = [served_traffic(plan, served) for served in plan.served]
+        self._traffic = [served_traffic(plan, served, pull_together=pull_together) for served in plan.served]
 
     def pull(self) -> Iterator[tuple[int, int]]:
         """Bring the rows of sparse parameters that servers have; (tile, the task that it waits for)."""

@@ -253,15 +253,18 @@ def test_local_aggregation_cuts_bytes_between_hosts_as_rows_overlap(workers: int
     alone, together = access.touched_by(batch), access.touched_by(batch * workers)
     assert alone < together < workers * alone
 
-    def crossing(local: bool) -> tuple[int, int]:
+    def crossing(local: bool, *, pull_together: bool = True) -> tuple[int, int]:
         """Bytes between hosts by (pull, push)."""
         chosen = batch_split(graph, range(hosts * workers)).with_parameter("table", SyncConfig("parameter_server", 1, local))
-        named, place = by_name(lowered(graph, chosen, topology)), [device.host for device in topology.devices]
+        tasks = lower(build_plan(graph, chosen, topology), topology, PointCosts(), pull_together=pull_together)
+        named, place = by_name(tasks), [device.host for device in topology.devices]
         pull, push = (named[f"{name} table[0]"].flows for name in ("pull", "push"))
         return sum(n for a, b, n in pull if place[a] != place[b]), sum(n for a, b, n in push if place[a] != place[b])
 
     for local, rows in ((False, workers * alone), (True, together)):
         assert crossing(local) == ((hosts - 1) * rows * (ROW_BYTES + INDEX_BYTES), (hosts - 1) * rows * ROW_BYTES)
+    pull = (hosts - 1) * workers * alone * (ROW_BYTES + INDEX_BYTES)
+    assert crossing(True, pull_together=False) == (pull, (hosts - 1) * together * ROW_BYTES)
 
 
 @settings(max_examples=150, deadline=None)
