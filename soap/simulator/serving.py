@@ -78,7 +78,8 @@ def served_traffic(plan: Plan, served: Served, *, pull_together: bool = True) ->
     """What servers of a region, and those that read it, send each other.
 
     A sparse region is pulled before the step: indices go to the servers, and rows come back. What is pushed then is rows alone. With local
-    aggregation each group's leader deals with the servers, and the others with it; in pushing only, as in Parallax, unless ``pull_together``.
+    aggregation each group's leader deals with the servers, and the others with it; unless ``pull_together``, for gradients alone, as in
+    Parallax.
     """
     amounts = _Amounts(plan, served.parameter, served.box, served.uses, sparse=served.sparse)
     groups = reading_groups(served)
