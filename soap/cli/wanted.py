@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from soap.graph import OperatorGraph
 from soap.profiles.entries import COPY, RUNTIME, UPDATE, copy_key, runtime_key, update_key
-from soap.profiles.keys import TileKey, TileKeys
+from soap.profiles.keys import TileKey, TileKeys, tile_kind
 from soap.profiles.roofline import RooflineCosts
 from soap.search.space import grids_of
+from soap.simulator.row_counts import operators_on_rows
 from soap.simulator.tiling import Tile, tiles_of
 from soap.strategy import OpConfig, Strategy
 from soap.topology import Topology
@@ -62,8 +63,8 @@ def wanted(graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Se
             first.setdefault(key, tile)
             spent[key] = spent.get(key, 0) + costs.forward_ns(graph, tile, device) + costs.backward_ns(graph, tile, device)
         for key in sorted(first, key=lambda key: (-spent[key], key.text)):
-            op = graph.operators[first[key].operator]
-            found[key] = Wanted(key, op.kind, op.name, group, first[key], spent[key])
+            tile = first[key]
+            found[key] = Wanted(key, tile_kind(graph, tile), graph.operators[tile.operator].name, group, tile, spent[key])
     return list(found.values())
 
 
@@ -92,16 +93,23 @@ def _sizes(most: int) -> list[int]:
 
 def _tiles_of_strategies(graph: OperatorGraph, strategies: Iterable[Strategy]) -> Iterator[Tile]:
     for strategy in strategies:
+        on_rows = operators_on_rows(graph, strategy.parameters)
         for position, op in enumerate(graph.operators):
-            yield from tiles_of(graph, position, strategy.operators[op.name])
+            for tile in tiles_of(graph, position, strategy.operators[op.name]):
+                yield replace(tile, on_rows=position in on_rows)
 
 
 def _tiles_of_space(graph: OperatorGraph, keys: TileKeys, topology: Topology) -> Iterator[Tile]:
+    """Those that look rows up as they are and on rows: a search tries both."""
     seen: set[tuple[object, ...]] = set()
     for position, op in enumerate(graph.operators):
-        likeness = keys.family(position), tuple(factor.size for factor in op.factors), op.partitionable
+        accesses = tuple(graph.sparse[operand.tensor] for operand in op.parameters if operand.tensor in graph.sparse)
+        touched = tuple((access.indices, access.touched) for access in accesses)
+        likeness = keys.family(position), tuple(factor.size for factor in op.factors), op.partitionable, touched
         if likeness in seen:
             continue
         seen.add(likeness)
         for degrees in dict.fromkeys(grid[1:] for grid in grids_of(op, topology.device_count)):
-            yield from tiles_of(graph, position, OpConfig(degrees, (0,) * prod(degrees)))
+            tiles = tiles_of(graph, position, OpConfig(degrees, (0,) * prod(degrees)))
+            yield from tiles
+            yield from (replace(tile, on_rows=True) for tile in tiles if accesses)

@@ -20,11 +20,14 @@ from soap.graph import DimMap, Operand, Operator, OperatorGraph
 from soap.presets import family
 from soap.profiles.measure_machine import cpu_cores
 from soap.regions import lengths
+from soap.simulator.row_counts import parameters_held
 from soap.simulator.tiling import Tile, iteration_points
 from soap.topology import DeviceType, Topology
 
 VERSION = 1
 """Of what is measured and how it is written down; part of every environment."""
+
+ON_ROWS = "on rows"
 
 _NUMBER = re.compile(r"_\d+(?=$|:)")
 """What tells a graph's calls of one kind apart: ``linear_3``, ``batch_norm_1:sums``."""
@@ -34,8 +37,8 @@ _NUMBER = re.compile(r"_\d+(?=$|:)")
 class TileKey:
     """A tile's computation. ``family``: 16 hex digits, equal for tiles of like operators of whatever size. ``lengths``: one per factor.
 
-    ``regions``: lengths of all regions of inputs, parameters and outputs, one after the other. ``entire``: each region is its whole tensor,
-    so that plain calls are run.
+    ``regions``: lengths of all regions of inputs, parameters and outputs, one after the other; of a tile on rows, what it has of its
+    parameters. ``entire``: each region is its whole tensor, so that plain calls are run, or on rows the same with other indices.
     """
 
     family: str
@@ -55,21 +58,23 @@ class TileKeys:
 
     def __init__(self, graph: OperatorGraph) -> None:
         self.graph = graph
-        self._families: dict[int, str] = {}
+        self._families: dict[tuple[int, bool], str] = {}
         self._shapes: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def key(self, tile: Tile) -> TileKey:
         """The key of a tile of the graph."""
-        boxes = (*tile.inputs, *tile.parameters, *tile.outputs)
-        sizes = tuple([lengths(box) for box in boxes])
-        regions = tuple([size for own in sizes for size in own])
-        return TileKey(self.family(tile.operator), lengths(tile.intervals), regions, sizes == self._whole(tile.operator))
+        sizes = tuple([lengths(box) for box in (*tile.inputs, *tile.parameters, *tile.outputs)])
+        held = (*tile.inputs, *parameters_held(self.graph, tile), *tile.outputs)
+        regions = tuple([size for box in held for size in lengths(box)])
+        family = self.family(tile.operator, on_rows=tile.on_rows)
+        return TileKey(family, lengths(tile.intervals), regions, sizes == self._whole(tile.operator))
 
-    def family(self, position: int) -> str:
+    def family(self, position: int, *, on_rows: bool = False) -> str:
         """What the operator at ``position`` computes, whatever the sizes of its factors."""
-        found = self._families.get(position)
+        found = self._families.get((position, on_rows))
         if found is None:
-            found = self._families[position] = digest(_signature(self.graph, position))
+            signature = _signature(self.graph, position)
+            found = self._families[position, on_rows] = digest([signature, ON_ROWS] if on_rows else signature)
         return found
 
     def _whole(self, position: int) -> tuple[tuple[int, ...], ...]:
@@ -151,6 +156,12 @@ def torch_version() -> str:
         return version("torch")
     except PackageNotFoundError:
         return "unknown"
+
+
+def tile_kind(graph: OperatorGraph, tile: Tile) -> str:
+    """What is measured and compared with estimates together: an operator's kind, on rows apart."""
+    kind = graph.operators[tile.operator].kind
+    return f"{kind} {ON_ROWS}" if tile.on_rows else kind
 
 
 def call_kind(name: str) -> str:

@@ -25,11 +25,13 @@ from statistics import median
 from soap.graph import OperatorGraph
 from soap.profiles.corrections import CORRECTED, Correction
 from soap.profiles.entries import UPDATE, Entry, encode, runtime_key, update_family, update_key
-from soap.profiles.keys import Environment, TileKey, TileKeys, environments
+from soap.profiles.keys import Environment, TileKey, TileKeys, environments, tile_kind
 from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.store import Store
 from soap.profiles.work import Kernel, backward_work, forward_work
+from soap.regions import Box
 from soap.simulator.costs import nanoseconds
+from soap.simulator.row_counts import parameters_held
 from soap.simulator.tiling import Tile
 from soap.topology import DeviceType, Topology
 
@@ -148,7 +150,7 @@ class ProfiledCosts:
         asked = [name for name in sorted(types) if name in profiles or name in known]
         self.profiles = {name: Profile(types[name], profiles.get(name, ()), known.get(name, ())) for name in asked}
         self._keys: dict[str, TileKeys] = {}
-        self._answers: dict[tuple[str, int, tuple[tuple[int, int], ...], str, bool], Answer] = {}
+        self._answers: dict[tuple[str, int, tuple[tuple[int, int], ...], str, bool, tuple[Box, ...]], Answer] = {}
 
     @property
     def description(self) -> str:
@@ -182,7 +184,8 @@ class ProfiledCosts:
 
     def answer(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> Answer:
         """One pass over a tile, and where that number comes from."""
-        asked = (graph.hash, tile.operator, tile.intervals, device.name, backward)
+        held = parameters_held(graph, tile) if tile.on_rows else ()  # the graph's hash does not tell
+        asked = (graph.hash, tile.operator, tile.intervals, device.name, backward, held)
         found = self._answers.get(asked)
         if found is None:
             if len(self._answers) >= CACHE_ENTRIES:
@@ -207,7 +210,7 @@ class ProfiledCosts:
         keys = self._keys.setdefault(graph.hash, TileKeys(graph))
         work = backward_work(graph, tile) if backward else forward_work(graph, tile)
         kind = graph.operators[tile.operator].kind
-        ns, source = profile.tile(keys.key(tile), kind, work, backward)
+        ns, source = profile.tile(keys.key(tile), tile_kind(graph, tile), work, backward)
         return profile.answer(ns + profile.runtime_ns(backward), source, kind, backward)
 
     @staticmethod

@@ -15,7 +15,9 @@ from collections.abc import Iterable
 
 from soap.graph import OperatorGraph
 from soap.profiles.work import Kernel, backward_work, constants, forward_work
+from soap.regions import Box
 from soap.simulator.costs import nanoseconds
+from soap.simulator.row_counts import parameters_held
 from soap.simulator.tiling import Tile
 from soap.topology import DeviceType, Topology
 
@@ -38,7 +40,7 @@ UPDATE_CALLS_PER_STATE = 3
 
 CACHE_ENTRIES = 2**18
 
-AnswerKey = tuple[str, int, tuple[tuple[int, int], ...], DeviceType, bool]
+AnswerKey = tuple[str, int, tuple[tuple[int, int], ...], DeviceType, bool, tuple[Box, ...]]
 
 
 def is_measured(device: DeviceType) -> bool:
@@ -89,8 +91,9 @@ class RooflineCosts:
         return nanoseconds(traffic / device.memory_bandwidth_bytes_per_second + calls * device.kernel_seconds)
 
     def _cached(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
-        """The intervals of a tile decide its regions, so they name it; replicas and devices of one type share the answer."""
-        key = (graph.hash, tile.operator, tile.intervals, device, backward)
+        """The intervals of a tile decide its regions, so they name it; replicas and devices of one type share the answer. How many rows
+        a tile has on rows is no part of the graph's hash."""
+        key = (graph.hash, tile.operator, tile.intervals, device, backward, parameters_held(graph, tile) if tile.on_rows else ())
         answer = self._tiles.get(key)
         if answer is None:
             if len(self._tiles) >= CACHE_ENTRIES:

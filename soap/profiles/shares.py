@@ -46,7 +46,7 @@ def _answers(costs: ProfiledCosts, tasks: TaskGraph) -> Iterator[Answer]:
     """Of all tiles, in both directions, and of all updates."""
     for task in tasks.tasks:
         if task.tile is not None:
-            tile, device = tasks.plan.tiles[task.tile], tasks.topology.devices[task.resources[0]].type
+            tile, device = tasks.plan.as_run(tasks.plan.tiles[task.tile]), tasks.topology.devices[task.resources[0]].type
             yield costs.answer(tasks.plan.graph, tile, device, backward=task.kind is TaskKind.BACKWARD)
     for device_number, size in device_updates(tasks.plan):
         yield costs.update_answer(size, tasks.topology.devices[device_number].type)

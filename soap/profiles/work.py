@@ -13,6 +13,7 @@ from math import ceil
 
 from soap.graph import Operand, Operator, OperatorGraph
 from soap.regions import Box, volume
+from soap.simulator.row_counts import all_lookups, parameters_held
 from soap.simulator.tiling import Tile, iteration_points
 
 LOOKUP_KINDS = frozenset({"embedding", "embedding_bag", "equal_bags"})
@@ -28,6 +29,12 @@ forward and 215 us backward for 1 step (138 and 299 us for 32), because one kern
 STEPWISE_KINDS = frozenset({"gru", "rnn_relu", "rnn_tanh"})
 STEP_CALLS = 8
 """Calls of each step of these layers on a CPU: on the same machine 28 us forward and 66 us backward for a GRU."""
+
+ROW_CALLS = 24
+PLACE_TRAFFIC = 2560
+"""What it costs a tile to run on rows, beside copying these: calls, and bytes of traffic for each row that it looks up, since rows are
+found by sorting, and their places by searching. On a shared 2-core machine whose calls took 6 us, at 19 GB/s: 120 to 170 us for few rows,
+and 130 to 155 ns for each of many look-ups."""
 
 FLOATING = ("float", "bfloat", "complex")
 
@@ -45,15 +52,16 @@ class Kernel:
 
 def constants() -> list[object]:
     """All of the above that enters a count, as plain JSON values."""
-    return [SAVED_TRAFFIC, sorted(LOOKUP_KINDS), LSTM_CALLS, STEP_CALLS, sorted(STEPWISE_KINDS)]
+    return [SAVED_TRAFFIC, sorted(LOOKUP_KINDS), LSTM_CALLS, STEP_CALLS, sorted(STEPWISE_KINDS), ROW_CALLS, PLACE_TRAFFIC]
 
 
 def forward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
-    """One pass over inputs, parameters and outputs, and what is kept between the fused calls."""
+    """One pass over inputs, parameters and outputs, and what is kept between the fused calls; on rows, these have to be found first."""
     op = graph.operators[tile.operator]
     traffic = _bytes(graph, op.inputs, tile.inputs) + _bytes(graph, op.outputs, tile.outputs)
     traffic += _read_parameters(graph, op, tile) + SAVED_TRAFFIC * _saved_bytes(op, tile)
-    return (_kernel(graph, op, tile_flops(op, tile), traffic),)
+    kernel = _kernel(graph, op, tile_flops(op, tile), traffic)
+    return (_finding_rows(graph, op, tile), kernel) if tile.on_rows else (kernel,)
 
 
 def backward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
@@ -62,7 +70,7 @@ def backward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
     flops = tile_flops(op, tile)
     received = _bytes(graph, op.outputs, tile.outputs) + _bytes(graph, op.inputs, tile.inputs)
     input_gradients = _gradient_bytes(graph, op.inputs, tile.inputs)
-    parameter_gradients = _gradient_bytes(graph, op.parameters, tile.parameters)
+    parameter_gradients = _gradient_bytes(graph, op.parameters, parameters_held(graph, tile))
     contractions = _input_contractions(graph, op)
     kernels = []
     if contractions or not parameter_gradients:
@@ -81,7 +89,7 @@ def tile_flops(op: Operator, tile: Tile) -> float:
 def tile_bytes(graph: OperatorGraph, tile: Tile) -> int:
     """Bytes of all that the tile reads and makes."""
     op = graph.operators[tile.operator]
-    operands = zip((op.inputs, op.parameters, op.outputs), (tile.inputs, tile.parameters, tile.outputs), strict=True)
+    operands = zip((op.inputs, op.parameters, op.outputs), (tile.inputs, parameters_held(graph, tile), tile.outputs), strict=True)
     return sum(_bytes(graph, group, boxes) for group, boxes in operands)
 
 
@@ -97,6 +105,13 @@ def _input_contractions(graph: OperatorGraph, op: Operator) -> int:
 
 def _kernel(graph: OperatorGraph, op: Operator, flops: float, traffic_bytes: int) -> Kernel:
     return Kernel(_compute_dtype(graph, op), flops, traffic_bytes, len(op.calls) or 1, _inner_calls(graph, op))
+
+
+def _finding_rows(graph: OperatorGraph, op: Operator, tile: Tile) -> Kernel:
+    """Which rows are looked up, these rows copied out of the table, and each look-up's place among them."""
+    held = [(o, box) for o, box in zip(op.parameters, parameters_held(graph, tile), strict=True) if o.tensor in graph.sparse]
+    copied = 2 * _bytes(graph, [o for o, _ in held], [box for _, box in held])
+    return Kernel(_compute_dtype(graph, op), 0.0, copied + PLACE_TRAFFIC * all_lookups(graph, tile), ROW_CALLS)
 
 
 def _inner_calls(graph: OperatorGraph, op: Operator) -> int:
@@ -121,7 +136,7 @@ def _compute_dtype(graph: OperatorGraph, op: Operator) -> str:
 
 
 def _read_parameters(graph: OperatorGraph, op: Operator, tile: Tile) -> int:
-    size = _bytes(graph, op.parameters, tile.parameters)
+    size = _bytes(graph, op.parameters, parameters_held(graph, tile))
     return min(size, _bytes(graph, op.outputs, tile.outputs)) if op.kind in LOOKUP_KINDS else size
 
 

@@ -3,18 +3,22 @@
 Several copies of a tile run one after the other, and then backward as one, as the tiles of a segment do. They have memory of their own, as
 much as the model has: in a step no tile finds its operands in the cache because it has just run. The operands are regions of what the model
 computes from its example inputs, so that indices are in range, and laid out in memory as the operator before leaves them.
+
+A tile on rows finds out which ones, copies them out of the table, and runs on them, all of which counts to its forward pass. The table is
+one for all copies; their rows lie in memory of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from soap.graph import OperatorGraph, TensorKind
-from soap.regions import Box, relative, whole
+from soap.regions import Box, relative, volume, whole
 from soap.runtime.timing import MOST_SECONDS, Sample, clock_for, repeat, sample
+from soap.simulator.row_counts import parameters_held
 from soap.simulator.tiling import Tile, tiles_of
 from soap.strategy import OpConfig
 from soap.tracing.model import TileContext, TracedModel
@@ -45,11 +49,12 @@ class TileTimer:
 
     def time(self, tile: Tile, most_seconds: float = MOST_SECONDS) -> TileTimes:
         """The tile's passes, repeated for about so long at most."""
-        copies = [self._copy(tile)]
+        tables = self._tables(tile)
+        copies = [self._copy(tile, tables)]
         first = self._run(tile, copies)  # loads kernels
         if sum(first) < 1e9 * most_seconds:
             spent = sum(self._run(tile, copies)) / 1e9
-            copies += [self._copy(tile) for _ in range(self._count(tile, spent) - 1)]
+            copies += [self._copy(tile, tables) for _ in range(self._count(tile, spent) - 1)]
             for _ in range(WARM_UPS if len(copies) > 1 else 0):
                 self._run(tile, copies)
         columns = [sample(times, len(copies)) for times in repeat(lambda: self._run(tile, copies), most_seconds)]
@@ -57,13 +62,14 @@ class TileTimer:
 
     def exercise(self, tile: Tile) -> None:
         """Run a tile forward and backward without timing it."""
-        self._run(tile, [self._copy(tile)])
+        self._run(tile, [self._copy(tile, self._tables(tile))])
 
     def _count(self, tile: Tile, seconds: float) -> int:
         op = self.graph.operators[tile.operator]
-        groups = zip((op.inputs, op.parameters, op.outputs), (tile.inputs, tile.parameters, tile.outputs), strict=True)
+        held = (tile.inputs, parameters_held(self.graph, tile), tile.outputs)
+        groups = zip((op.inputs, op.parameters, op.outputs), held, strict=True)
         pairs = [(operand, box) for operands, boxes in groups for operand, box in zip(operands, boxes, strict=True)]
-        own = sum(self._region(operand.tensor, box).numel() * self.graph.tensors[operand.tensor].itemsize for operand, box in pairs)
+        own = sum(volume(box) * self.graph.tensors[operand.tensor].itemsize for operand, box in pairs)
         return max(1, min(MOST_COPIES, self._bytes // max(1, own), int(RUN_SECONDS / max(seconds, 1e-9))))
 
     def _run(self, tile: Tile, copies: Sequence[_Operands]) -> list[float]:
@@ -76,7 +82,8 @@ class TileTimer:
         def forward() -> None:
             with torch.set_grad_enabled(active):
                 for inputs, parameters in copies:
-                    made.extend(self.model.run_tile(tile, inputs, parameters, context))
+                    run = self._run_on_rows if tile.on_rows else self.model.run_tile
+                    made.extend(run(tile, inputs, parameters, context))
 
         def ready() -> Callable[[], object]:
             for inputs, parameters in copies:
@@ -91,8 +98,30 @@ class TileTimer:
             times += self._clock.times_ns([ready()])
         return times
 
-    def _copy(self, tile: Tile) -> _Operands:
-        """Operands in memory of their own; what the model is given and its constants are read where they are, as by all tiles of a step."""
+    def _run_on_rows(
+        self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
+    ) -> tuple[torch.Tensor, ...]:
+        """As a step does it: which rows there are, the rows, then the tile."""
+        op, active = self.graph.operators[tile.operator], tile.operator in self.graph.backward_operators
+        kinds = (self.graph.tensors[operand.tensor].kind for operand in op.inputs)
+        known = [None if kind is TensorKind.ACTIVATION else tensor for kind, tensor in zip(kinds, inputs, strict=True)]
+        rows, given = dict[int, torch.Tensor](), list(parameters)
+        for place, operand in enumerate(op.parameters):
+            if operand.tensor in self.graph.sparse:
+                rows[place] = self.model.rows_asked_for(tile, place, known, context)
+                taken = parameters[place].index_select(0, rows[place] - tile.parameters[place][0][0])
+                given[place] = taken.requires_grad_(active)
+        return self.model.run_on_rows(tile, inputs, given, rows, context)
+
+    def _tables(self, tile: Tile) -> dict[int, torch.Tensor]:
+        """By parameter (position), a tile's regions of those of which it takes rows."""
+        operands = enumerate(zip(self.graph.operators[tile.operator].parameters, tile.parameters, strict=True))
+        own = [(place, o.tensor, box) for place, (o, box) in operands if tile.on_rows and o.tensor in self.graph.sparse]
+        return {place: self._region(name, box).contiguous() for place, name, box in own}
+
+    def _copy(self, tile: Tile, tables: Mapping[int, torch.Tensor]) -> _Operands:
+        """Operands in memory of their own, but for ``tables``; what the model is given and its constants are read where they are, as by all
+        tiles of a step."""
         op, active = self.graph.operators[tile.operator], tile.operator in self.graph.backward_operators
         inputs, parameters = [], []
         for operand, box in zip(op.inputs, tile.inputs, strict=True):
@@ -101,7 +130,10 @@ class TileTimer:
                 region = _dense(region, self._values[operand.tensor])
                 region.requires_grad_(active and self.graph.tensors[operand.tensor].requires_grad and region.is_floating_point())
             inputs.append(region)
-        for operand, box in zip(op.parameters, tile.parameters, strict=True):
+        for place, (operand, box) in enumerate(zip(op.parameters, tile.parameters, strict=True)):
+            if place in tables:
+                parameters.append(tables[place])
+                continue
             region = self._region(operand.tensor, box).clone(memory_format=torch.contiguous_format)
             parameters.append(region.requires_grad_(active and self.graph.tensors[operand.tensor].requires_grad))
         return inputs, parameters

@@ -9,6 +9,8 @@ It is the larger of two. Both leave all communication, all updates and all waiti
 - *Work*: all that must be computed, divided among all devices. Of each operator the degrees count under which its tiles take the least time
   together; the backward pass only where every element of an output is read by somebody who surely has one. Devices of other types count as
   so many times the first type as they can be faster at any tile.
+
+Tiles that look up rows of sparse parameters count as they are or on rows, whichever is quicker.
 """
 
 from __future__ import annotations
@@ -166,12 +168,15 @@ class _Least:
     def __init__(self, space: Space, topology: Topology, costs: CostModel) -> None:
         self.durations = TileDurations(space.graph, topology, costs)
         self._found: dict[tuple[int, tuple[Grid, ...]], tuple[int, int, int, int]] = {}
+        looking_up = {lookup.operator for access in space.graph.sparse.values() for lookup in access.lookups}
         ratios = np.ones(self.durations.type_count)
         self._of: list[tuple[int, int, int, int]] = []
         for position, operator in enumerate(space.operators):
             key = (self.durations.same(position), operator.grids)
             if key not in self._found:
-                tables = [self.durations(position, degrees) for degrees in dict.fromkeys(grid[1:] for grid in operator.grids)]
+                ways = (False, True) if position in looking_up else (False,)
+                every = dict.fromkeys(grid[1:] for grid in operator.grids)
+                tables = [self.durations(position, degrees, on_rows=way) for degrees in every for way in ways]
                 for table in tables:
                     ratios = np.maximum(ratios, (table[:1] / table).max(axis=(1, 2)))
                 tile, tile_both = min(int(t[:, 0].min()) for t in tables), min(int(t.sum(axis=1).min()) for t in tables)

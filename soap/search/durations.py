@@ -24,14 +24,15 @@ class TileDurations:
         self.type_of: tuple[int, ...] = tuple(names.index(device.type.name) for device in topology.devices)
         """Device -> position of its type."""
         self.type_count = len(names)
-        self._known: dict[tuple[int, tuple[int, ...]], Longs] = {}
+        self._known: dict[tuple[int, tuple[int, ...], bool], Longs] = {}
 
-    def __call__(self, position: int, degrees: tuple[int, ...]) -> Longs:
-        """Nanoseconds, [device type, forward or backward, tile of one replica], of the operator at ``position``."""
-        key = self.same(position), degrees
-        found = self._known.get(key)
+    def __call__(self, position: int, degrees: tuple[int, ...], *, on_rows: bool = False) -> Longs:
+        """Nanoseconds, [device type, forward or backward, tile of one replica], of the operator at ``position``; ``on_rows``: if its sparse
+        parameters are synchronized by rows, rather than all-reduced."""
+        same = self.same(position)
+        found = self._known.get((same, degrees, on_rows))
         if found is None:
-            found = self._known[key] = self._variants.durations(*key)
+            found = self._known[same, degrees, on_rows] = self._variants.durations(same, degrees, on_rows=on_rows)
         return found
 
     def same(self, position: int) -> int:

@@ -19,7 +19,11 @@ def nanoseconds(seconds: float) -> int:
 
 
 class CostModel(Protocol):
-    """Durations of computations. Must be deterministic: equal questions get equal answers."""
+    """Durations of computations. Must be deterministic: equal questions get equal answers.
+
+    A tile on rows (``Tile.on_rows``) is another question than the same tile with its whole regions: it finds out which rows it looks up,
+    takes them from where they are kept, looks them up there, and gives a gradient to them alone.
+    """
 
     @property
     def description(self) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from soap.errors import ModelError
 from soap.graph import OperatorGraph
 from soap.simulator.communication import Communication
-from soap.simulator.compiled.change import Edit, Undo, make_edit, make_undo
+from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit, Undo, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, TAKEN, Trial, keep_order, make_trial, simulate_all
@@ -186,7 +186,7 @@ class Engine:
         devices = [device for config in configs for device in config.devices]
         self.make_edit_room(len(devices))
         E, count = self.edit, len(positions)
-        E.count[:] = count, len(devices), len(numbers)
+        E.count[:REPLACED_OPERATORS] = count, len(devices), len(numbers)
         E.operator[:count], E.variant[:count] = positions, variants
         E.replicas[:count] = [config.replicas for config in configs]
         E.dev_ptr[1 : count + 1] = np.cumsum([len(config.devices) for config in configs])

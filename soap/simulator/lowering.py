@@ -194,11 +194,11 @@ class _Lowering:
         return self._list.message(place, name, TaskKind.TRANSFER, source, target, size, after)
 
     def _compute(self, tile: Tile, kind: TaskKind, after: Iterable[int]) -> int:
-        graph, device = self.plan.graph, self._list.topology.devices[tile.device].type
+        graph, device, asked = self.plan.graph, self._list.topology.devices[tile.device].type, self.plan.as_run(tile)
         if kind is TaskKind.FORWARD:
-            name, duration = forward_name(self.plan.operator(tile), tile), self.costs.forward_ns(graph, tile, device)
+            name, duration = forward_name(self.plan.operator(tile), tile), self.costs.forward_ns(graph, asked, device)
         else:
-            name, duration = backward_name(self.plan.operator(tile), tile), self.costs.backward_ns(graph, tile, device)
+            name, duration = backward_name(self.plan.operator(tile), tile), self.costs.backward_ns(graph, asked, device)
         place = self._id(tile.operator, 1, tile.index, gradient=kind is TaskKind.BACKWARD)
         return self._list.add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile))
 

@@ -7,7 +7,7 @@ tensors. Both therefore speak of the same tiles, transfers, reductions and shard
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from soap.graph import Operator, OperatorGraph
@@ -167,7 +167,8 @@ class Plan:
     device gets from every other), or a partition of one of ``served``.
 
     ``first_tile[i]`` is the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are no
-    CPUs: what servers keep beside them lies in the memory of their host.
+    CPUs: what servers keep beside them lies in the memory of their host. ``on_rows``: operators whose tiles run on the rows that they look
+    up (``row_counts.operators_on_rows``).
     """
 
     graph: OperatorGraph
@@ -184,6 +185,11 @@ class Plan:
     buckets: tuple[Bucket, ...]
     gathered: tuple[int, ...]
     served: tuple[Served, ...]
+    on_rows: frozenset[int]
+
+    def as_run(self, tile: Tile) -> Tile:
+        """A tile as cost models are asked for it."""
+        return replace(tile, on_rows=True) if tile.operator in self.on_rows else tile
 
     def operator(self, tile: Tile) -> Operator:
         """The operator that a tile belongs to."""

@@ -20,6 +20,7 @@ from soap.simulator.coverage import HolderIndex
 from soap.simulator.delivery import Carriers, LocalFetch, Reader
 from soap.simulator.placement import cut_rows, first_servers, server_devices, server_of
 from soap.simulator.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction, Served, Shard
+from soap.simulator.row_counts import operators_on_rows
 from soap.simulator.scattering import choose_cells
 from soap.simulator.tiling import Tile, tiles_of
 from soap.strategy import OpConfig, Strategy, SyncConfig
@@ -128,6 +129,7 @@ class PlanBuilder:
             buckets=make_buckets(self.graph, tiles, shards, elsewhere=(*gathered, *(i for own in served for i in own.shards))),
             gathered=gathered,
             served=served,
+            on_rows=operators_on_rows(self.graph, strategy.parameters),
         )
 
     def _make_part(self, position: int, config: OpConfig) -> OperatorPart:

@@ -1,14 +1,15 @@
-"""How many rows of sparse parameters tiles look up, and how many different ones these touch."""
+"""Which tiles have just the rows of sparse parameters that they look up, how many rows that is, and how many different ones these touch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from soap.graph import OperatorGraph
 from soap.regions import Box, Interval, volume
 from soap.row_access import Lookup, RowAccess
 from soap.simulator.tiling import Tile
+from soap.strategy import SyncConfig
 
 
 def looked_up(graph: OperatorGraph, lookup: Lookup, tile: Tile) -> int:
@@ -56,6 +57,36 @@ class DeviceLookups:
         for device in devices:
             together |= self._found.get(device, {})
         return sum(together.values())
+
+
+def operators_on_rows(graph: OperatorGraph, syncs: Mapping[str, SyncConfig]) -> frozenset[int]:
+    """The operators (positions) whose tiles have just the rows that they look up: all sparse parameters that they use are synchronized by
+    rows. ``syncs``: by parameter, all-reduced ones may be missing."""
+    by_rows, as_a_whole = set[int](), set[int]()
+    for name, access in graph.sparse.items():
+        whole = syncs.get(name, SyncConfig()).method == "allreduce"
+        (as_a_whole if whole else by_rows).update(lookup.operator for lookup in access.lookups)
+    return frozenset(by_rows - as_a_whole)
+
+
+def parameters_held(graph: OperatorGraph, tile: Tile) -> tuple[Box, ...]:
+    """Boxes as large as what a tile has of its parameters: its regions, or on rows, of sparse ones the rows that it looks up there."""
+    if not tile.on_rows:
+        return tile.parameters
+    held = list(tile.parameters)
+    for place, operand in enumerate(graph.operators[tile.operator].parameters):
+        access = graph.sparse.get(operand.tensor)
+        if access is not None:
+            own = (lookup for lookup in access.lookups if (lookup.operator, lookup.parameter) == (tile.operator, place))
+            lookups = sum(looked_up(graph, lookup, tile) for lookup in own)
+            held[place] = ((0, touched_rows(access, held[place], lookups)), *held[place][1:])
+    return tuple(held)
+
+
+def all_lookups(graph: OperatorGraph, tile: Tile) -> int:
+    """How many rows of all sparse parameters a tile looks up, repeated ones counted."""
+    names = {operand.tensor for operand in graph.operators[tile.operator].parameters} & graph.sparse.keys()
+    return sum(tile_lookups(graph, name, tile) for name in names)
 
 
 def touched_rows(access: RowAccess, box: Box, lookups: int) -> int:

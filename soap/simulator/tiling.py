@@ -20,6 +20,7 @@ class Tile:
 
     ``index`` is its position in ``OpConfig.devices`` (row-major over replica and factors). ``intervals``: one per factor. ``inputs``,
     ``parameters``, ``outputs``: the region of each operand that it reads or writes, in the operator's operand order (may be empty).
+    ``on_rows``: of the parameters in which it looks rows up it has just these rows. A plan's tiles leave that open (``Plan.as_run``).
     """
 
     operator: int
@@ -30,6 +31,7 @@ class Tile:
     inputs: tuple[Box, ...]
     parameters: tuple[Box, ...]
     outputs: tuple[Box, ...]
+    on_rows: bool = False
 
     @property
     def size(self) -> int:

@@ -32,7 +32,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.profiles.store import Store, default_path
 from soap.runtime import tile_timing, upkeep_timing
 from soap.runtime.neighbours import Neighbours
-from soap.strategies import CLASSICAL
+from soap.strategies import CLASSICAL, SYNCHRONIZED
 from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 
@@ -120,6 +120,18 @@ def test_the_classical_strategies_come_before_the_search_space_and_the_expensive
     for group in ("classical", "search space"):
         costs = [one.estimated_ns for one in everything() if one.group == group]
         assert costs == sorted(costs, reverse=True) and costs
+
+
+def test_lookups_are_wanted_as_they_are_and_on_rows() -> None:
+    kinds = [(one.group, one.kind) for one in everything() if one.kind.startswith("embedding")]
+    assert ("classical", "embedding") in kinds and ("classical", "embedding on rows") not in kinds
+    space = [kind for group, kind in kinds if group == "search space"]
+    assert space.count("embedding on rows") == len([kind for _, kind in kinds if kind == "embedding"]) > 1
+    assert all(one.tile.on_rows == one.kind.endswith(" on rows") for one in everything() if one.tile is not None)
+    graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
+    gathered = SYNCHRONIZED["sparse_allgather"](graph, topology)
+    first = [one.kind for one in wanted(graph, topology, {"given": [gathered]}) if one.group == "given"]
+    assert "embedding on rows" in first and "embedding" not in first
 
 
 def test_a_strategys_computations_are_measured_before_the_space(brief: list[str], capsys: Capsys, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from soap.graph import OperatorGraph
 from soap.presets import local_topology, preset
-from soap.profiles.keys import Environment, TileKey, TileKeys, call_kind, distinct, environment, environments
+from soap.profiles.keys import Environment, TileKey, TileKeys, call_kind, distinct, environment, environments, tile_kind
 from soap.simulator.tiling import Tile, tiles_of
 from soap.strategy import OpConfig
 from tests.graph_builder import GraphBuilder, mlp, transformer
@@ -111,6 +111,24 @@ def test_repeated_blocks_of_a_transformer_share_all_keys() -> None:
     found = [keys.key(tiles(graph, op.name)[0]) for op in graph.operators]
     assert len(set(found)) < len(found)
     assert len({k.text for k in found}) == len(set(found))
+
+
+def lookups(alpha: float | None = None) -> OperatorGraph:
+    g = GraphBuilder()
+    return g.build(g.mean(g.embedding(g.input("ids", 4, 8, dtype="int64"), 1000, 8, name="table")), alpha)
+
+
+def test_on_rows_a_tile_is_another_computation_known_by_how_many_rows() -> None:
+    graph = lookups(alpha=0.01)
+    keys, (tile,) = TileKeys(graph), tiles(graph, "table")
+    usual, on_rows = keys.key(tile), keys.key(replace(tile, on_rows=True))
+    assert (usual.regions, on_rows.regions) == ((4, 8, 1000, 8, 4, 8, 8), (4, 8, 10, 8, 4, 8, 8))
+    assert usual.family != on_rows.family and usual.lengths == on_rows.lengths
+    assert len({key.text for key in (usual, on_rows)}) == 2
+    assert [tile_kind(graph, replace(tile, on_rows=way)) for way in (False, True)] == ["embedding", "embedding on rows"]
+    other = lookups(alpha=0.03)
+    assert TileKeys(other).key(tile) == usual
+    assert TileKeys(other).key(replace(tile, on_rows=True)) == replace(on_rows, regions=(4, 8, 30, 8, 4, 8, 8))
 
 
 def test_empty_tiles_are_no_computations() -> None:

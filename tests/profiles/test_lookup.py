@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from soap.graph import OperatorGraph
 from soap.profiles.corrections import Correction
 from soap.profiles.entries import Entry, Timing, runtime_key, update_key
-from soap.profiles.keys import TileKeys, environments
+from soap.profiles.keys import TileKeys, environments, tile_kind
 from soap.profiles.lookup import ProfiledCosts, Source, foreign, read_corrections, read_profiles
 from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.shares import shares, text
@@ -26,7 +26,7 @@ from soap.simulator.tiling import Tile, tiles_of
 from soap.strategies import CLASSICAL
 from soap.strategy import OpConfig, Strategy
 from soap.topology import Topology
-from tests.graph_builder import mlp, transformer
+from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.strategies import CPU, cases, cluster
 
 TOPOLOGY = cluster([2], CPU)
@@ -44,10 +44,9 @@ def second_linear(graph: OperatorGraph) -> int:
 
 
 def entry(graph: OperatorGraph, tile: Tile, forward_ns: float, backward_ns: float | None = None) -> Entry:
-    op = graph.operators[tile.operator]
     backward = None if backward_ns is None else Timing(backward_ns, 1.0)
     works = forward_work(graph, tile), backward_work(graph, tile)
-    return Entry(op.kind, TileKeys(graph).key(tile), Timing(forward_ns, 1.0), backward, 9, *works)
+    return Entry(tile_kind(graph, tile), TileKeys(graph).key(tile), Timing(forward_ns, 1.0), backward, 9, *works)
 
 
 def costs(entries: Sequence[Entry], topology: Topology = TOPOLOGY, optimizer_states: int = 2) -> ProfiledCosts:
@@ -89,6 +88,21 @@ def test_equal_layers_have_one_answer() -> None:
     found = costs([entry(graph, cut(graph, first), 5000.0, 7000.0)])
     twin = next(i for i, op in enumerate(graph.operators) if i > first and op.kind == "linear")
     assert found.answer(graph, cut(graph, twin), CPU, backward=False).source is Source.MEASURED
+
+
+def test_tiles_on_rows_are_measured_and_calibrated_apart() -> None:
+    g = GraphBuilder()
+    ids = g.input("ids", 64, 8, dtype="int64")
+    graph = g.build(g.mean(g.embedding(ids, 1000, 8, name="table")))
+    whole, part, half = cut(graph, 0), cut(graph, 0, 4, 1, 1, 1), cut(graph, 0, 2, 1, 1, 1)
+    on_rows = [replace(tile, on_rows=True) for tile in (whole, part)]
+    found = costs([entry(graph, whole, 5000.0, 7000.0), entry(graph, on_rows[0], 9000.0, 800.0), entry(graph, on_rows[1], 3000.0, 800.0)])
+    answers = [found.answer(graph, tile, CPU, backward=False) for tile in (whole, on_rows[0])]
+    assert [(answer.ns, answer.source) for answer in answers] == [(5100, Source.MEASURED), (9100, Source.MEASURED)]
+    sources = [found.answer(graph, tile, CPU, backward=True).source for tile in (half, replace(half, on_rows=True))]
+    assert sources == [Source.CALIBRATED, Source.INTERPOLATED]
+    factors = {kind for kind, _ in found.profiles[CPU.name].factors}
+    assert factors == {"embedding", "embedding on rows"}
 
 
 def test_the_runtime_is_estimated_where_it_was_not_measured() -> None:

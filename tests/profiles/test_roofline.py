@@ -13,7 +13,7 @@ from soap.graph import WHOLE, DimMap, Factor, FactorKind, OperatorGraph
 from soap.presets import device_types, preset
 from soap.profiles import roofline, work
 from soap.profiles.roofline import PEAK_SHARE, TILE_CALLS, RooflineCosts
-from soap.profiles.work import LSTM_CALLS, STEP_CALLS
+from soap.profiles.work import LSTM_CALLS, PLACE_TRAFFIC, ROW_CALLS, STEP_CALLS
 from soap.simulator.simulate import Simulator
 from soap.simulator.tiling import Tile, tiles_of
 from soap.strategy import OpConfig, Strategy
@@ -127,6 +127,40 @@ def test_a_lookup_reads_rows_and_fills_a_dense_gradient() -> None:
     assert COSTS.backward_ns(graph, table, SLOW_MEMORY) == out + ids + weight
 
 
+def lookups(alpha: float | None = None) -> OperatorGraph:
+    """Four samples look up eight rows each of a table of 1000."""
+    g = GraphBuilder()
+    rows = g.embedding(g.input("ids", 4, 8, dtype="int64"), 1000, 8, name="table")
+    graph = g.build(g.mean(rows), alpha)
+    return replace(graph, operators=tuple(replace(op, saved_bytes=0) for op in graph.operators))
+
+
+def test_on_rows_a_lookup_finds_copies_and_fills_just_these() -> None:
+    graph = lookups(alpha=0.01)  # 10 of 32 rows are different ones
+    table = replace(whole(graph, "table"), on_rows=True)
+    ids, out, rows = 32 * 8, 32 * 8 * 4, 10 * 8 * 4
+    assert COSTS.forward_ns(graph, table, SLOW_MEMORY) == (32 * PLACE_TRAFFIC + 2 * rows) + (ids + out + rows)
+    assert COSTS.backward_ns(graph, table, SLOW_MEMORY) == out + ids + rows
+    assert COSTS.forward_ns(graph, table, SLOW_CALLS) == pytest.approx(100 * (1 + ROW_CALLS) + RUNTIME_NS, abs=1)
+    assert COSTS.backward_ns(graph, table, SLOW_CALLS) == pytest.approx(100 + RUNTIME_NS, abs=1)
+
+
+def test_a_part_of_the_rows_has_its_part_of_those_looked_up() -> None:
+    graph = lookups(alpha=0.01)
+    tile = replace(tiles_of(graph, 0, OpConfig((1, 1, 2, 1), (0, 0)))[0], on_rows=True)
+    ids, out, rows = 32 * 8, 32 * 8 * 4, 5 * 8 * 4
+    assert COSTS.backward_ns(graph, tile, SLOW_MEMORY) == out + ids + rows
+
+
+def test_what_is_known_of_rows_tells_answers_apart() -> None:
+    few, many = lookups(alpha=0.01), lookups(alpha=0.03)
+    assert few.hash == many.hash
+    table = whole(few, "table")
+    assert COSTS.backward_ns(few, table, SLOW_MEMORY) == COSTS.backward_ns(many, table, SLOW_MEMORY)
+    table = replace(table, on_rows=True)
+    assert COSTS.backward_ns(many, table, SLOW_MEMORY) - COSTS.backward_ns(few, table, SLOW_MEMORY) == 20 * 8 * 4
+
+
 def test_a_split_divides_the_operations() -> None:
     graph = two_layers()
     position = graph.index["first"]
@@ -176,7 +210,7 @@ def test_hash_follows_the_figures() -> None:
     assert len(base.hash) == 16
 
 
-@pytest.mark.parametrize("constant", ["TILE_CALLS", "UPDATE_CALLS_PER_STATE", "LSTM_CALLS", "STEP_CALLS"])
+@pytest.mark.parametrize("constant", ["TILE_CALLS", "UPDATE_CALLS_PER_STATE", "LSTM_CALLS", "STEP_CALLS", "ROW_CALLS", "PLACE_TRAFFIC"])
 def test_hash_follows_the_constants(constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = COSTS.hash
     monkeypatch.setattr(roofline if hasattr(roofline, constant) else work, constant, 1000)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -33,6 +34,7 @@ class Watched:
     def __init__(self, model: ExecutableModel) -> None:
         self._model = model
         self.seen: list[tuple[Tile, list[torch.Tensor], list[torch.Tensor], tuple[torch.Tensor, ...], TileContext]] = []
+        self.on_rows: list[tuple[list[torch.Tensor], list[torch.Tensor], dict[int, torch.Tensor], tuple[torch.Tensor, ...]]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -42,6 +44,19 @@ class Watched:
     ) -> tuple[torch.Tensor, ...]:
         outputs = self._model.run_tile(tile, inputs, parameters, context)
         self.seen.append((tile, list(inputs), list(parameters), outputs, context))
+        return outputs
+
+
+    def run_on_rows(
+        self,
+        tile: Tile,
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        rows: Mapping[int, torch.Tensor],
+        context: TileContext,
+    ) -> tuple[torch.Tensor, ...]:
+        outputs = self._model.run_on_rows(tile, inputs, parameters, rows, context)
+        self.on_rows.append((list(inputs), list(parameters), dict(rows), outputs))
         return outputs
 
 
@@ -106,6 +121,42 @@ def test_an_input_of_the_model_gets_no_gradient_and_indices_are_in_range() -> No
                 kind = watched.graph.tensors[operand.tensor].kind
                 assert not tensor.requires_grad or kind is TensorKind.ACTIVATION
         watched.seen.clear()
+
+
+@pytest.mark.parametrize("spec", ["zoo:rnnlm:tiny", "zoo:dlrm:tiny"])
+@pytest.mark.parametrize("degrees", [{}, {"v": 2, "d": 2}])
+def test_a_tile_on_rows_runs_on_what_it_takes_out_of_the_table(spec: str, degrees: dict[str, int]) -> None:
+    watched = Watched(traced(spec, "float32"))
+    timer = TileTimer(watched, CPU)  # type: ignore[arg-type]
+    name, access = next(iter(watched.graph.sparse.items()))
+    position, place = access.lookups[0].operator, access.lookups[0].parameter
+    op = watched.graph.operators[position]
+    assert {"v", "d"} <= {factor.name for factor in op.factors}
+    *_, tile = parts(watched._model, op.name, **degrees)
+    (usual,) = watched._model.run_tile(tile, *timer._copy(tile, {}), TileContext())
+    watched.seen.clear()
+    times = timer.time(replace(tile, on_rows=True), most_seconds=0.0)
+    assert times.forward.ns > 0 and times.backward is not None and times.backward.ns > 0
+    assert watched.seen == [] and len(watched.on_rows) > 1
+    region = watched.parameters[name][tuple(slice(*interval) for interval in tile.parameters[place])]
+    for _, parameters, rows, (output,) in watched.on_rows:
+        assert torch.equal(parameters[place].detach(), region[rows[place] - tile.parameters[place][0][0]])
+        assert parameters[place].is_leaf and parameters[place].grad is not None
+        assert parameters[place].grad.shape == parameters[place].shape and len(rows[place]) < len(watched.parameters[name])
+        assert torch.equal(output.detach(), usual.detach())
+    places = {parameters[place].data_ptr() for _, parameters, _, _ in watched.on_rows}
+    assert len(places) > 1
+
+
+def test_copies_on_rows_share_the_table() -> None:
+    model = traced("zoo:rnnlm:tiny", "float32")
+    timer = TileTimer(model, CPU)
+    name, access = next(iter(model.graph.sparse.items()))
+    tile = replace(whole_tile(model.graph, access.lookups[0].operator), on_rows=True)
+    tables = timer._tables(tile)
+    copies = [timer._copy(tile, tables)[1][access.lookups[0].parameter] for _ in range(2)]
+    assert {copy.data_ptr() for copy in copies} == {timer._values[name].data_ptr()}
+    assert timer._tables(replace(tile, on_rows=False)) == {}
 
 
 def test_statistics_that_nobody_reads_are_not_made() -> None:

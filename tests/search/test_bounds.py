@@ -18,9 +18,10 @@ from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.simulator.tiling import tiles_of
 from soap.strategies import data_parallel
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Device, DeviceType, Topology
 from tests.graph_builder import SAMPLE, GraphBuilder, convnet, mlp, transformer
+from tests.simulator.compiled.agreement import synchronized
 from tests.simulator.examples import UNIT_NS, PointCosts, chain, pairwise_cluster
 from tests.strategies import CPU, GPU, cluster, graphs, topologies
 
@@ -43,6 +44,7 @@ def test_no_strategy_of_the_space_is_below(graph, topology, points, mix, seed) -
     for _ in range(5):
         strategy = Strategy({op.name: own.draw(rng) for op, own in zip(graph.operators, space.operators, strict=True)})
         assert bound.bound_ns <= simulator.makespan_ns(strategy)
+        assert bound.bound_ns <= simulator.makespan_ns(synchronized(strategy, graph, rng))
 
 
 @given(graphs(), st.integers(1, 3), st.integers(0, 2**20))
@@ -86,6 +88,20 @@ def test_the_bound_of_a_chain_by_hand() -> None:
     assert bound.work_ns == pytest.approx(3 * (16 + 4) * UNIT_NS / 2)
     alone = lower_bound(build_space(graph, 1), pairwise_cluster(1), PointCosts())
     assert alone.path_ns == 3 * (16 + 4) * UNIT_NS
+
+
+def test_lookups_count_as_what_is_quicker() -> None:
+    """The gradient of the whole table takes 0.4 ms, that of 64 rows next to nothing."""
+    g = GraphBuilder()
+    ids, table = g.input("ids", 64, dtype="int64"), g.parameter("table", 10**6, 1)
+    graph, topology = g.build(g.mean(g.embedding(ids, 10**6, 1, weight=table))), cluster([1], CPU)
+    costs = RooflineCosts(topology)
+    simulator, usual = Simulator(graph, topology, costs), data_parallel(graph, topology)
+    computing = []
+    for sync in (SyncConfig(), SyncConfig("allgather")):
+        tasks = simulator.run(usual.with_parameter("table", sync)).tasks.tasks
+        computing.append(sum(task.duration_ns for task in tasks if task.tile is not None))
+    assert lower_bound(build_space(graph, 1), topology, costs).bound_ns == computing[1] < computing[0] / 4
 
 
 def test_slower_devices_count_by_their_speed() -> None:

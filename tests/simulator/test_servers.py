@@ -8,20 +8,22 @@ import pytest
 from hypothesis import given, settings
 
 from soap.errors import StrategyError
-from soap.graph import OperatorGraph
+from soap.graph import WHOLE, DimMap, Factor, OperatorGraph
+from soap.row_access import Lookup
 from soap.simulator.buckets import shard_bytes
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import memory_use
 from soap.simulator.plan import gather_name, pull_name, push_name, serve_name
 from soap.simulator.reference import simulate
-from soap.simulator.row_counts import DeviceLookups, row_bytes, touched_rows
+from soap.simulator.row_counts import DeviceLookups, operators_on_rows, row_bytes, touched_rows
 from soap.simulator.servers import HOST_CORE, core_names, first_cores, server_resources, server_type
 from soap.simulator.serving import INDEX_BYTES
 from soap.simulator.tasks import TaskGraph, TaskKind
+from soap.simulator.tiling import Tile
 from soap.simulator.timeline import busy_time_ns, chrome_trace, link_bytes, resource_names
 from soap.strategy import Strategy, SyncConfig
-from soap.topology import Topology
-from tests.graph_builder import GraphBuilder
+from soap.topology import DeviceType, Topology
+from tests.graph_builder import REDUCTION, SAMPLE, GraphBuilder
 from tests.simulator.examples import (
     UNIT_NS,
     PointCosts,
@@ -165,6 +167,43 @@ def test_a_device_without_gradient_pulls_and_pushes_zeros() -> None:
     assert predecessors(tasks, "push l1.weight[0]") == {"backward l1[1]"}
     assert predecessors(tasks, "serve l1.weight[0]/0") == {"push l1.weight[0]"}
     assert by_name(tasks)["push l1.weight[0]"].flows == ((1, 0, 48),)
+
+
+class RowCosts(PointCosts):
+    """On rows a tile takes ten units forward, and twenty backward."""
+
+    def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        return 10 * UNIT_NS if tile.on_rows else super().forward_ns(graph, tile, device)
+
+    def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        return 20 * UNIT_NS if tile.on_rows else super().backward_ns(graph, tile, device)
+
+
+@pytest.mark.parametrize("sync", [SyncConfig(), GATHER, SERVER, SyncConfig("parameter_server", 2, local_aggregation=True)])
+def test_a_tile_is_on_rows_where_rows_travel(sync: SyncConfig) -> None:
+    graph = looked_up(rows=8, width=3, batch=4)
+    plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", sync), TWO)
+    named = by_name(lower(plan, TWO, RowCosts()))
+    points = 2 * 8 * 3
+    found = [units(named[f"{way} find[1]"].duration_ns) for way in ("forward", "backward")]
+    assert found == ([points, 2 * points] if sync == SyncConfig() else [10, 20])
+    assert units(named["forward loss[1]"].duration_ns) == 2
+    assert not any(tile.on_rows for tile in plan.tiles)
+
+
+def test_with_two_tables_both_have_to_travel_by_rows() -> None:
+    g = GraphBuilder()
+    ids, names = g.input("ids", 4, dtype="int64"), ("one", "two")
+    tables = [(g.parameter(name, 8, 3), [DimMap(1), WHOLE]) for name in names]
+    factors = [Factor("b", 4, SAMPLE), Factor("v", 8, REDUCTION, summed=True)]
+    found = g.operator("find", factors, [(ids, [DimMap(0)])], tables, [((4, 3), [DimMap(0), WHOLE])], name="find")[0]
+    for place, name in enumerate(names):
+        g.lookups[name] = [Lookup(0, place, (0,), 4)]
+    graph = finish(g, found)
+    for synced, expected in (((), set()), (("one",), set()), (("two",), set()), (names, {0})):
+        assert operators_on_rows(graph, dict.fromkeys(synced, GATHER)) == expected
+    mixed = operators_on_rows(graph, {"one": GATHER, "two": SyncConfig()})
+    assert mixed == set()
 
 
 def test_figures_of_a_core() -> None:

@@ -18,7 +18,7 @@ from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import STAMP, Scratch
 from soap.simulator.compiled.serving import count_pulls, make_pulls
 from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, Groups, ShardTables, State
-from soap.simulator.compiled.sync_codes import has_server
+from soap.simulator.compiled.sync_codes import goes_by_rows, has_server
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Longs
 from soap.simulator.compiled.variants import CELLS, VariantTables
@@ -26,11 +26,12 @@ from soap.simulator.compiled.variants import CELLS, VariantTables
 UNDER_WAY, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
 REPLACED, RESYNCED, REPULLED, OLD_PULLS, OLD_PULL_SLOT = 10, 11, 12, 13, 14
 """Places in ``Undo.what``: whether anything is changed, number of blocks, whether gradients' sums were made anew, what was taken before,
-how much of ``alive`` and ``rows`` is taken; how many of the blocks (the first ones) are those of operators with another configuration;
+how much of ``alive`` and ``rows`` is taken; how many of the blocks (the first ones) are those of operators that got new tiles;
 number of parameters that are synchronized in another way; whether pulls were made anew (2: completely), and which they were."""
 
-OPERATORS, EDIT_DEVICES, PARAMETERS = range(3)
-"""Places in ``Edit.count``: how many there are of each."""
+OPERATORS, EDIT_DEVICES, PARAMETERS, REPLACED_OPERATORS = range(4)
+"""Places in ``Edit.count``: how many there are of each; and how many operators get new tiles: behind those that are given another
+configuration ``evaluate`` puts those whose tiles take another time because of how a parameter is synchronized."""
 
 
 class Edit(NamedTuple):
@@ -51,7 +52,7 @@ def make_edit(operators: int, parameters: int, devices: int) -> Edit:
     """Room for a change of anything, with so many devices in all."""
     ints = lambda n: np.zeros(n + 1, np.int32)  # noqa: E731
     per_operator = (ints(operators), ints(operators), ints(operators), ints(operators + 1))
-    return Edit(np.zeros(3, np.int64), *per_operator, ints(devices), ints(parameters), ints(parameters))
+    return Edit(np.zeros(4, np.int64), *per_operator, ints(devices), ints(parameters), ints(parameters))
 
 FIELDS = 13
 
@@ -102,6 +103,24 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
 
 
 @compiled
+def find_replaced(G: GraphTables, C: State, E: Edit) -> None:
+    """Add the operators whose tiles will be on rows and are not, or the other way round. They keep their configurations."""
+    replaced = E.count[OPERATORS]
+    for i in range(E.count[PARAMETERS]):
+        parameter = E.parameter[i]
+        if not is_sparse(G, parameter) or goes_by_rows(C.sync[parameter]) == goes_by_rows(E.sync[i]):
+            continue
+        for use in range(G.user_ptr[parameter], G.user_ptr[parameter + 1]):
+            known = False
+            for k in range(replaced):
+                known |= E.operator[k] == G.user[use]
+            if not known:
+                E.operator[replaced] = G.user[use]
+                replaced += 1
+    E.count[REPLACED_OPERATORS] = replaced
+
+
+@compiled
 def change(
     G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D: ShardTables, C: State, S: Scratch, U: Undo, E: Edit
 ) -> None:
@@ -117,13 +136,13 @@ def change(
         U.parameter[i], U.sync[i] = parameter, C.sync[parameter]
         C.sync[parameter] = E.sync[i]
         what[RESYNCED] = i + 1
-    for i in range(E.count[OPERATORS]):
+    for i in range(E.count[REPLACED_OPERATORS]):
         for k in range(G.parameter_ptr[E.operator[i]], G.parameter_ptr[E.operator[i] + 1]):
             pulls |= is_sparse(G, G.parameter[k]) and has_server(C.sync[G.parameter[k]])
     if pulls:
         what[REPULLED], what[OLD_PULLS], what[OLD_PULL_SLOT] = 1, C.used[PULLS], C.pull_slot[0]
         count_pulls(C, -1)
-    if E.count[OPERATORS] > 0:
+    if E.count[REPLACED_OPERATORS] > 0:
         _change_operators(G, V, K, R, C, S, U, E)
     if pulls:
         make_pulls(G, V, K, D, C, S)
@@ -137,13 +156,13 @@ def _change_operators(G, V, K, R, C, S, U, E):  # type: ignore[no-untyped-def]
     S.count[STAMP] += 1
     stamp = S.count[STAMP]
     last = 0
-    for i in range(E.count[OPERATORS]):
+    for i in range(E.count[REPLACED_OPERATORS]):
         op = E.operator[i]
         _mark(G, U, op, stamp)
         U.dirty[op] = stamp
         _save(G, C, U, op, stamp)
         last = max(last, op)
-    U.what[REPLACED] = E.count[OPERATORS]
+    U.what[REPLACED] = E.count[REPLACED_OPERATORS]
     for i in range(E.count[OPERATORS]):
         op, count = E.operator[i], E.dev_ptr[i + 1] - E.dev_ptr[i]
         if C.used[DEVICES] + count > len(C.dev):
@@ -152,7 +171,8 @@ def _change_operators(G, V, K, R, C, S, U, E):  # type: ignore[no-untyped-def]
         C.tiles[op] = V.rows[E.variant[i], CELLS] * E.replicas[i]
         copy(C.dev, C.used[DEVICES], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         C.used[DEVICES] += count
-        place_tiles(V, K, C, len(G.backward), op)
+    for i in range(E.count[REPLACED_OPERATORS]):
+        place_tiles(G, V, K, C, E.operator[i])
     for position in range(last, -1, -1):
         if U.dirty[position] != stamp:
             continue

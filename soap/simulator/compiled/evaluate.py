@@ -8,7 +8,19 @@ it is certain to exceed it: before anything is lowered, if a device has too much
 from __future__ import annotations
 
 from soap.simulator.compiled.arrays import fill
-from soap.simulator.compiled.change import OPERATORS, PARAMETERS, UNDER_WAY, Edit, Undo, change, change_sums, needs_sums, undo
+from soap.simulator.compiled.change import (
+    OPERATORS,
+    PARAMETERS,
+    REPLACED_OPERATORS,
+    UNDER_WAY,
+    Edit,
+    Undo,
+    change,
+    change_sums,
+    find_replaced,
+    needs_sums,
+    undo,
+)
 from soap.simulator.compiled.events import (
     NO_BOUND,
     PAUSED,
@@ -25,11 +37,12 @@ from soap.simulator.compiled.events import (
 from soap.simulator.compiled.history import History, complete, first_difference, first_tile, resume, retrace, take_snapshots
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
+from soap.simulator.compiled.rows import is_on_rows
 from soap.simulator.compiled.scratch import EXPECTED, Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
 from soap.simulator.compiled.synchronization import expect_updates, is_certain
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
-from soap.simulator.compiled.variants import CELLS, COSTS, VariantTables
+from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS, VariantTables
 
 
 @entry
@@ -51,10 +64,11 @@ def evaluate(
 ) -> int:
     """Make a change and simulate; the makespan in ns, or STOPPED if that would exceed ``at_most``. ``P``: the simulation of what is
     changed, complete; ``H``: its snapshots; ``T``: room for the new one. The change stays, if any was made: ``take_back`` undoes it."""
+    find_replaced(G, C, E)
     _expect_updates(G, V, K, D, C, S, E, at_most)
     if at_most < NO_BOUND and overworked(G, V, K, C, S, E, at_most):
         return STOPPED
-    take_snapshots(G, C, R, P, H, first_tile(C, P, E) if E.count[OPERATORS] > 0 else H.first_sum[0])
+    take_snapshots(G, C, R, P, H, first_tile(C, P, E) if E.count[REPLACED_OPERATORS] > 0 else H.first_sum[0])
     change(G, V, K, R, D, C, S, U, E)
     return _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most)
 
@@ -106,7 +120,7 @@ def overworked(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: 
     """Whether the tiles and the update (at least ``floor``) of some device alone would certainly take longer than ``at_most``."""
     for device in range(len(C.busy)):
         S.update[device] = C.busy[device] - C.doubtful[device] + S.floor[device]
-    for i in range(E.count[OPERATORS]):
+    for i in range(E.count[REPLACED_OPERATORS]):
         op = E.operator[i]
         count, sure = C.tiles[op], is_certain(G, C, op)
         for tile in range(count):
@@ -114,19 +128,32 @@ def overworked(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: 
             S.update[device] -= C.duration[slot]
             if C.alive[slot + count] and sure:
                 S.update[device] -= C.duration[slot + count]
-        row = V.rows[E.variant[i]]
-        cells, costs, first = row[CELLS], row[COSTS], E.dev_ptr[i]
-        certain = E.replicas[i] == 1 and G.solid[op]  # every tile has a backward pass
-        for tile in range(E.dev_ptr[i + 1] - first):
-            device = E.dev[first + tile]
-            kind = K.device_type[device]
-            S.update[device] += V.costs[costs + 2 * kind * cells + tile % cells]
-            if certain:
-                S.update[device] += V.costs[costs + (2 * kind + 1) * cells + tile % cells]
+        if i < E.count[OPERATORS]:
+            _add_tiles(G, V, K, C, S, E, op, E.variant[i], E.replicas[i], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
+        else:
+            _add_tiles(G, V, K, C, S, E, op, C.variant[op], C.replicas[op], C.dev, C.dev_ptr[op], C.dev_ptr[op] + count)
     worst = 0
     for device in range(len(C.busy)):
         worst = max(worst, S.update[device])
     return worst > at_most
+
+
+@compiled
+def _add_tiles(G, V, K, C, S, E, op, variant, replicas, devices, first, last):  # type: ignore[no-untyped-def]
+    """What the tiles of an operator of the edit take at least on ``devices[first:last]``: if parameters are synchronized in another way,
+    they may be on rows or not."""
+    row = V.rows[variant]
+    cells, costs, others = row[CELLS], row[COSTS], row[ROW_COSTS]
+    if E.count[PARAMETERS] == 0:
+        costs = others if is_on_rows(G, C, op) else costs
+        others = costs
+    certain = replicas == 1 and G.solid[op]  # every tile has a backward pass
+    for tile in range(last - first):
+        device = devices[first + tile]
+        forward = 2 * K.device_type[device] * cells + tile % cells
+        S.update[device] += min(V.costs[costs + forward], V.costs[others + forward])
+        if certain:
+            S.update[device] += min(V.costs[costs + forward + cells], V.costs[others + forward + cells])
 
 
 @entry

@@ -23,6 +23,7 @@ from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.rows import is_on_rows
 from soap.simulator.compiled.scratch import (
     CARRIERS,
     EDGES,
@@ -38,7 +39,7 @@ from soap.simulator.compiled.scratch import (
 )
 from soap.simulator.compiled.state import ARENA, FORWARD_TILE, OTHER, SLOTS, Groups, State
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
-from soap.simulator.compiled.variants import CELLS, COSTS, VariantTables
+from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS, VariantTables
 
 CROWDED = "the state is full"
 """What compiled code raises when the state's arrays are too small."""
@@ -54,10 +55,12 @@ def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int) -> i
 
 
 @compiled
-def place_tiles(V: VariantTables, K: ClusterTables, C: State, operators: int, op: int) -> None:
+def place_tiles(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, op: int) -> None:
     """New slots for the tiles of an operator, by its current configuration; none has a backward pass yet."""
     row = V.rows[C.variant[op]]
-    cells = row[CELLS]
+    cells, costs, operators = row[CELLS], row[COSTS], len(G.backward)
+    if row[ROW_COSTS] != costs and is_on_rows(G, C, op):
+        costs = row[ROW_COSTS]
     count = tile_count(V, C, op)
     slot = C.used[SLOTS]
     if slot + 2 * count > len(C.key):
@@ -70,7 +73,7 @@ def place_tiles(V: VariantTables, K: ClusterTables, C: State, operators: int, op
                 C.key[slot] = task_key(BACKWARD, operators - 1 - op, 1, tile, 0, 0)
             else:
                 C.key[slot] = task_key(FORWARD, op, 1, tile, 0, 0)
-            C.duration[slot] = V.costs[row[COSTS] + (K.device_type[device] * 2 + backward) * cells + tile % cells]
+            C.duration[slot] = V.costs[costs + (K.device_type[device] * 2 + backward) * cells + tile % cells]
             C.resource[slot], C.resource_n[slot] = device, 1
             C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, FORWARD_TILE + backward
             C.owner[slot], C.index[slot], C.moved[slot] = op, tile, 0

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.simulator.compiled.arrays import copy, fill
-from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, OPERATORS, REPLACED, REPULLED, Edit, Undo
+from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, REPLACED, REPLACED_OPERATORS, REPULLED, Edit, Undo
 from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, hold, push
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
@@ -198,7 +198,7 @@ def _advance(  # type: ignore[no-untyped-def]
 def first_tile(C: State, P: Trial, E: Edit) -> int:
     """The place of the first tile of the operators that are to be changed."""
     place = P.size[TAKEN]
-    for i in range(E.count[OPERATORS]):
+    for i in range(E.count[REPLACED_OPERATORS]):
         op = E.operator[i]
         for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):
             place = min(place, P.place[slot])

@@ -42,7 +42,7 @@ def lower_all(
         C.variant[op], C.replicas[op], C.dev_ptr[op] = variants[op], replicas[op], at
         C.tiles[op] = V.rows[variants[op], CELLS] * replicas[op]
         at += C.tiles[op]
-        place_tiles(V, K, C, operators, op)
+        place_tiles(G, V, K, C, op)
     for op in range(operators - 1, -1, -1):
         lower_operator(G, V, K, R, C, S, op)
         count_backward(G, C, op, 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, USES, Scratch
-from soap.simulator.compiled.state import ShardTables
+from soap.simulator.compiled.state import ShardTables, State
+from soap.simulator.compiled.sync_codes import goes_by_rows
 from soap.simulator.compiled.tables import GraphTables
 
 INDEX_BYTES = 8
@@ -14,6 +15,19 @@ INDEX_BYTES = 8
 def is_sparse(G: GraphTables, parameter: int) -> bool:
     """Whether steps touch some rows of it only."""
     return G.touched_ptr[parameter + 1] > G.touched_ptr[parameter]
+
+
+@compiled
+def is_on_rows(G: GraphTables, C: State, op: int) -> bool:
+    """Whether an operator is one of ``row_counts.operators_on_rows``."""
+    by_rows, as_a_whole = 0, 0
+    for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
+        if is_sparse(G, G.parameter[k]):
+            if goes_by_rows(C.sync[G.parameter[k]]):
+                by_rows += 1
+            else:
+                as_a_whole += 1
+    return by_rows > 0 and as_a_whole == 0
 
 
 @compiled

@@ -12,7 +12,7 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.tables import Ints
 from soap.strategy import Strategy, SyncConfig
 
-GATHERED = 1
+ALL_REDUCED, GATHERED = 0, 1
 
 
 def sync_codes(graph: OperatorGraph, strategy: Strategy) -> Ints:
@@ -24,7 +24,7 @@ def sync_code(sync: SyncConfig) -> int:
     """The number of a synchronization."""
     if sync.method == "parameter_server":
         return 2 * sync.partitions + sync.local_aggregation
-    return GATHERED if sync.method == "allgather" else 0
+    return GATHERED if sync.method == "allgather" else ALL_REDUCED
 
 
 def sync_of(code: int) -> SyncConfig:
@@ -32,6 +32,12 @@ def sync_of(code: int) -> SyncConfig:
     if code <= GATHERED:
         return SyncConfig("allgather" if code == GATHERED else "allreduce")
     return SyncConfig("parameter_server", code // 2, code % 2 == 1)
+
+
+@compiled
+def goes_by_rows(code: int) -> bool:
+    """Whether of a sparse parameter just the rows that are looked up travel."""
+    return code != ALL_REDUCED
 
 
 @compiled

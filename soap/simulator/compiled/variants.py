@@ -7,6 +7,7 @@ that equal numbers are equal regions; an empty region is -1.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -24,12 +25,13 @@ from soap.simulator.tiling import Tile
 from soap.topology import DeviceType, Topology
 
 CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES, LOOKUPS = range(11)
+ROW_COSTS = 11
 """Columns of ``VariantTables.rows``: number of tiles (of one replica); where in ``data`` its regions stand (READS: [activation input,
 tile], OUTPUTS: [output, tile]); where in ``costs`` [device type, forward or backward, tile]; number of groups of partial results (0:
 none), where each tile's group, each group's first tile, and [output, group] regions stand; where the pointers to the outputs' grids, and
 the numbers of the geometries into which it alone would cut its parameters stand; where [parameter, tile] the numbers of rows stand that are
-looked up (-1: it looks up none)."""
-COLUMNS = 11
+looked up (-1: it looks up none); ``ROW_COSTS``: as COSTS, if its tiles are on rows (the same place if it looks up none)."""
+COLUMNS = 12
 
 
 class VariantTables(NamedTuple):
@@ -76,9 +78,9 @@ class Variants:
             self._rows.add(self._make(self._class_of[position], degrees))
         return found
 
-    def durations(self, position: int, degrees: tuple[int, ...]) -> Longs:
+    def durations(self, position: int, degrees: tuple[int, ...], *, on_rows: bool = False) -> Longs:
         """Nanoseconds of the tiles, [device type, forward or backward, tile], without making a variant."""
-        return self._durations(position, *self.cut(position, degrees))
+        return self._durations(position, *self.cut(position, degrees), on_rows=on_rows)
 
     def position(self, number: int) -> int:
         """An operator that a variant is of."""
@@ -105,7 +107,9 @@ class Variants:
         numbers = {o: self._number_boxes(regions[o]) for o in {*activations, *op.outputs}}
         for column, operands in ((READS, activations), (OUTPUTS, op.outputs)):
             row[column] = self._data.add(np.array([numbers[o] for o in operands], np.int32))
-        row[COSTS] = self._costs.add(self._durations(position, cells, regions))
+        row[COSTS] = row[ROW_COSTS] = self._costs.add(self._durations(position, cells, regions, on_rows=False))
+        if any(o.tensor in self.graph.sparse for o in op.parameters):
+            row[ROW_COSTS] = self._costs.add(self._durations(position, cells, regions, on_rows=True))
         groups = _groups(op, degrees, cells)
         holders = np.arange(len(cells))
         outputs = [numbers[o] for o in op.outputs]
@@ -181,13 +185,13 @@ class Variants:
             self._box_volume.add([volume(box)])
         return found
 
-    def _durations(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray]) -> np.ndarray:
+    def _durations(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, on_rows: bool) -> np.ndarray:
         """[device type, forward or backward, tile]. Tiles whose regions have the same shapes take the same time."""
         op = self.graph.operators[position]
         parts = [cells, *(regions[o] for o in (*op.inputs, *op.parameters, *op.outputs))]
         shapes = np.concatenate([np.diff(part, axis=2).reshape(len(cells), -1) for part in parts], axis=1)
         _, firsts, place = np.unique(shapes, axis=0, return_index=True, return_inverse=True)
-        tiles = [_tile(op, position, int(i), cells, regions) for i in firsts]
+        tiles = [replace(_tile(op, position, int(i), cells, regions), on_rows=on_rows) for i in firsts]
         ask = (self.costs.forward_ns, self.costs.backward_ns)
         table = np.array([[[f(self.graph, tile, kind) for tile in tiles] for f in ask] for kind in self._types], np.int64)
         return table[:, :, place.ravel()]
@@ -249,5 +253,6 @@ def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) ->
     position = graph.index[op.name]
     lookups = (own for o in op.parameters if o.tensor in graph.sparse for own in graph.sparse[o.tensor].lookups)
     rows = [(own.parameter, own.indices) for own in lookups if own.operator == position]
+    touched = [(graph.sparse[o.tensor].indices, graph.sparse[o.tensor].touched) for o in op.parameters if o.tensor in graph.sparse]
     figures = (op.flops, op.saved_bytes, len(op.calls), op.partitionable)
-    return repr((backward, rows, order, alone, op.kind, op.factors, operands, same, figures))
+    return repr((backward, rows, touched, order, alone, op.kind, op.factors, operands, same, figures))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +15,9 @@ from benchmarks.agreement import compare
 from soap import api, zoo
 from soap.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
+from soap.row_access import scaled
 from soap.simulator.compiled.events import NO_BOUND
+from soap.simulator.compiled.fragment import FORWARD, task_key
 from soap.simulator.engine import Engine
 from soap.strategies import random_config
 from soap.strategy import OpConfig, Strategy, SyncConfig
@@ -135,6 +138,26 @@ def test_zoo(model: str, devices: int) -> None:
     assert found.accepted > 0
     assert found.different == 0
     assert found.compared > 20 * len(graph.operators)
+
+
+def test_equal_lookups_of_which_other_numbers_of_rows_are_known() -> None:
+    """On rows their tiles take other times."""
+    g = GraphBuilder()
+    found = [g.embedding(g.input(f"ids{i}", 8, 16, dtype="int64"), 4096, 64, weight=g.parameter(f"table{i}", 4096, 64)) for i in range(2)]
+    graph = g.build(g.mean(g.elementwise(*found)))
+    graph = replace(graph, sparse={**graph.sparse, "table1": scaled(graph.sparse["table1"], 0.005)})
+    topology = cluster([2, 1], CPU)
+    start = api.classical("data_parallel", graph, topology)
+    gather, server = SyncConfig("allgather"), SyncConfig("parameter_server", 2)
+    syncs = [{"table0": gather}, {"table1": server}, {"table0": server, "table1": gather}, {"table0": SyncConfig(), "table1": SyncConfig()}]
+    edits = [Edit({}, own, accepted) for own in syncs for accepted in (False, True)]
+    moved = {graph.operators[1].name: OpConfig((1, 2, 1, 1), (2, 0))}
+    check((graph, topology, start, [*edits, Edit(moved, {"table1": gather}, True), Edit({}, {"table1": SyncConfig()}, True)]), afresh=True)
+    both = start.with_parameter("table0", gather).with_parameter("table1", gather)
+    firsts = [task_key(FORWARD, position, 1, 0, 0, 0) for position in range(2)]
+    for strategy, alike in ((start, True), (both, False)):
+        tasks = reference_tasks(graph, topology, RooflineCosts(topology), strategy)
+        assert (tasks[firsts[0]][0] == tasks[firsts[1]][0]) is alike
 
 
 def test_update_comes_to_wait() -> None:
