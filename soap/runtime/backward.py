@@ -74,7 +74,7 @@ class BackwardPass:
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
         root = _Given.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
         outputs.clear()
-        with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self.gradients.segment(number):
+        with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self.gradients.early.segment(number):
             torch.autograd.backward(root)
 
     def return_message(self, number: int) -> None:

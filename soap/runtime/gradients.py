@@ -34,7 +34,7 @@ class Gradients:
         blanks = [
             torch.empty((0, *lengths(table.box)[1:]), dtype=dtype_of(table.parameter), device=comm.device) for table in program.tables
         ]
-        self.tables = TableSync(program.tables, comm, shards.tensors, blanks)
+        self.tables = TableSync(program.tables, comm, shards.tensors, blanks, self.sums.early)
         self.served = DenseServing(program.plan, comm, shards)
         no_rows = torch.empty(0, dtype=torch.int64, device=comm.device)
         by_rows = {table.parameter for table in program.tables}

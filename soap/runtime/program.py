@@ -105,6 +105,7 @@ def compile_program(
         tail = no_tail(plan.graph)
     if _stays_at_home(plan, tail):  # then the model's own order: it completes gradients, and lets their sums begin, the soonest
         order = tuple(range(len(plan.tiles)))
+    order = _sources_late(plan, index, order)
     order = tuple(sorted(order, key=lambda tile: plan.tiles[tile].operator in tail.operators))
     places = _places(order)
     activity = find_activity(plan, index, tail.seeds)
@@ -115,7 +116,7 @@ def compile_program(
     losses = {held.device: i for i, held in reversed(made)}
     tables = sparse_tables(plan)
     forward, number_sums, closing = _set_apart(plan, tail, _forward(plan, places))
-    backward = _backward(plan, index, activity, segments, start_of, tables)
+    backward = _backward(plan, index, activity, segments, start_of, tables, places)
     known = _is_known(plan, tail, number_sums)
     told = Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before
     return Program(
@@ -144,6 +145,21 @@ def _places(order: Sequence[int]) -> list[int]:
     for place, tile in enumerate(order):
         places[tile] = place
     return places
+
+
+def _sources_late(plan: Plan, index: PlanIndex, order: Sequence[int]) -> tuple[int, ...]:
+    """The order, but tiles that wait for no other, such as look-ups, come right before the first that reads them, if all that do are on
+    their device. The backward pass goes the other way round: their gradients, which may have a long way to go, are there soon."""
+    places = _places(order)
+    readers: dict[int, list[int]] = {}
+    tied = {tile for tile, _ in index.fetch_of}
+    for fetch in plan.fetches:
+        for held in (plan.holdings[piece.holding] for piece in fetch.pieces):
+            readers.setdefault(held.tile, []).extend(places[tile] for tile, _ in fetch.consumers)
+            if held.device != fetch.device or held.reduction is not None:
+                tied.update((held.tile,) if held.reduction is None else plan.reductions[held.reduction].tiles)
+    first = {tile: min(own) for tile, own in readers.items() if tile not in tied}
+    return tuple(sorted(order, key=lambda tile: (first.get(tile, places[tile]), tile not in first, places[tile])))
 
 
 def _check_order(plan: Plan, index: PlanIndex, order: Sequence[int]) -> None:
@@ -311,9 +327,11 @@ def _backward(
     segments: Sequence[Segment],
     start_of: dict[int, int],
     tables: Sequence[Table],
+    places: Sequence[int],
 ) -> Iterator[Action]:
-    """Segments by decreasing start; behind each the gradients that it completes: sent back, summed over a group, synchronized."""
-    entries: list[tuple[tuple[int, int, int], Action]] = []
+    """Segments by decreasing start; behind each the gradients that it completes: sent back, summed over a group, synchronized, the soonest
+    complete ones first."""
+    entries: list[tuple[tuple[int, ...], Action]] = []
     complete = {
         number: min(start_of[tile] for tile, _ in plan.fetches[number].consumers if tile in activity.tiles)
         for number in activity.fetches
@@ -335,28 +353,25 @@ def _backward(
         starts = [complete[fetch] for fetch in fetches]
         starts += [returned[key] for holding in holdings for key in index.carriers_from.get(holding, ()) if key in returned]
         entries.append(((-min(starts), 3, number), Action(ActionKind.REDUCE_GRADIENT, number, devices)))
+    def synchronize(uses: Sequence[tuple[int, int]], *actions: Action) -> None:
+        """Behind the segment with which all of these uses have had their backward pass."""
+        active = [tile for tile, _ in uses if tile in activity.tiles]
+        start, first = min((start_of[tile] for tile in active), default=0), min((places[tile] for tile in active), default=0)
+        for number, action in enumerate(actions):
+            entries.append(((-start, 4, -first, number, action.subject), action))
+
     for number, bucket in enumerate(plan.buckets):
         if len(bucket.devices) > 1:
-            uses = [use for shard in bucket.shards for use in plan.shards[shard].uses]
-            entries.append(((-_complete(uses, activity, start_of), 4, number), Action(ActionKind.SYNC, number, bucket.devices)))
+            synchronize([use for i in bucket.shards for use in plan.shards[i].uses], Action(ActionKind.SYNC, number, bucket.devices))
     for number, own in enumerate(plan.served):
         if not own.sparse:
-            start = _complete(own.uses, activity, start_of)
-            if own.leaders != own.readers:
-                entries.append(((-start, 5, number), Action(ActionKind.COLLECT, number, members_of(plan, own))))
-            entries.append(((-start, 6, number), Action(ActionKind.PUSH, number, members_of(plan, own))))
+            members = members_of(plan, own)
+            collect = (Action(ActionKind.COLLECT, number, members),) if own.leaders != own.readers else ()
+            synchronize(own.uses, *collect, Action(ActionKind.PUSH, number, members))
     for number, table in enumerate(tables):
-        start = _complete(table.uses, activity, start_of)
-        if table.leaders != table.readers:
-            entries.append(((-start, 7, number), Action(ActionKind.COLLECT_ROWS, number, table.devices)))
-        entries.append(((-start, 8, number), Action(ActionKind.PUSH_ROWS, number, table.devices)))
+        collect = (Action(ActionKind.COLLECT_ROWS, number, table.devices),) if table.leaders != table.readers else ()
+        synchronize(table.uses, *collect, Action(ActionKind.PUSH_ROWS, number, table.devices))
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
-
-
-def _complete(uses: Iterable[tuple[int, int]], activity: Activity, start_of: Mapping[int, int]) -> int:
-    """Start of the segment with whose backward pass the gradient by all uses is complete; 0 if nothing flows to it: zeros are summed at
-    the end."""
-    return min((start_of[tile] for tile, _ in uses if tile in activity.tiles), default=0)
 
 
 def _returned(index: PlanIndex, complete: Mapping[int, int]) -> dict[Carrier, int]:

@@ -1,4 +1,4 @@
-"""Synchronization of gradients by all-reduce: buffers per bucket, summed while the backward pass goes on.
+"""Synchronization of gradients while the backward pass goes on: what may start when, and all-reduces of buffers, one per bucket.
 
 Gradients of shards that several devices keep live in views of the buffers for the whole training. Autograd leaves what a segment
 contributes on the shards, whence a hook brings it here as soon as it is there, while it is in the processor's cache. A sum over the devices
@@ -20,17 +20,52 @@ from soap.runtime.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.program import Program
 from soap.runtime.redistribute import Communicator, Pending
 
+Key = tuple[ActionKind, int]
+"""An action that starts a communication: its kind and subject."""
+
 
 class SyncSchedule:
-    """When a rank's gradients are complete, by one program. ``contributions``: bucket that is summed -> how often a segment's backward pass
-    may give one of its shards a gradient. ``follow``: segment -> the buckets that are summed right behind it; ``early`` False leaves every
-    sum to its own action."""
+    """When a rank's gradients are complete, by one program. ``contributions``: sum of a bucket, or push of a table's rows -> how often a
+    segment's backward pass may give one of its shards a gradient. ``follow``: segment -> those that are started right behind it; ``early``
+    False leaves every one to its own action."""
 
     def __init__(self, program: Program, rank: int, early: bool = True) -> None:
-        of_shard = _contributions(program, rank)
+        of_shard = [_contributions(program, rank, shard.uses) for shard in program.plan.shards]
         shared = {number: bucket for number, bucket in enumerate(program.buckets) if len(bucket.devices) > 1}
-        self.contributions = {number: sum(of_shard[i] for i in bucket.shards) for number, bucket in shared.items()}
-        self.follow = _buckets_behind(part_of(program.backward, rank)) if early else {}
+        self.contributions = {(ActionKind.SYNC, number): sum(of_shard[i] for i in bucket.shards) for number, bucket in shared.items()}
+        for number, table in enumerate(program.tables):
+            self.contributions[ActionKind.PUSH_ROWS, number] = _contributions(program, rank, table.uses)
+        self.follow = _followers(part_of(program.backward, rank)) if early else {}
+
+
+class EarlyStart:
+    """Starts communications while a segment's backward pass goes on: each as soon as its gradient is complete, in the order of the program,
+    which all ranks share. ``start``: by kind, what starts one; its own action finds it started."""
+
+    def __init__(self) -> None:
+        self.start: dict[ActionKind, Callable[[int], object]] = {}
+        self._follow: Mapping[int, Sequence[Key]] = {}
+        self._missing: dict[Key, int] = {}
+        self._startable: list[Key] = []
+
+    def begin(self, schedule: SyncSchedule, part: MicroBatch) -> None:
+        """Before a micro-batch; only in the last one anything is started."""
+        self._follow = schedule.follow if part.last else {}
+        self._missing = schedule.contributions.copy()
+
+    @contextmanager
+    def segment(self, number: int) -> Iterator[None]:
+        """The backward pass of a segment."""
+        self._startable = list(self._follow.get(number, ()))
+        yield
+        self._startable = []
+
+    def arrived(self, key: Key) -> None:
+        """A segment has given its part of a gradient."""
+        self._missing[key] -= 1
+        while self._startable and self._missing[self._startable[0]] == 0:
+            kind, subject = self._startable.pop(0)
+            self.start[kind](subject)
 
 
 class GradientSync:
@@ -49,10 +84,9 @@ class GradientSync:
         self._places: dict[int, torch.Tensor] = {}
         self._alone: list[int] = []
         self._fresh: set[int] = set()
-        self._missing: dict[int, int] = {}
         self._pending: dict[int, Pending] = {}
-        self._startable: list[int] = []
-        self._follow: Mapping[int, Sequence[int]] = {}
+        self.early = EarlyStart()
+        self.early.start[ActionKind.SYNC] = self.start
         self._bucket_of: dict[int, int] = {}
         for number, bucket in enumerate(program.buckets):
             if comm.rank not in bucket.devices:
@@ -82,8 +116,7 @@ class GradientSync:
         """One forward and backward pass. What an earlier step has left is forgotten; behind the last micro-batch gradients are complete."""
         if part.first:
             self._forget()
-        self._follow = schedule.follow if part.last else {}
-        self._missing = schedule.contributions.copy()
+        self.early.begin(schedule, part)
         self._open = True
         try:
             yield
@@ -106,13 +139,6 @@ class GradientSync:
         for shard in self._alone:
             self._tensors[shard].grad = None
             self.gradients.pop(shard, None)
-
-    @contextmanager
-    def segment(self, number: int) -> Iterator[None]:
-        """The backward pass of a segment, during which sums may start that are to start behind it."""
-        self._startable = list(self._follow.get(number, ()))
-        yield
-        self._startable = []
 
     def start(self, bucket: int) -> Pending:
         """Begin summing a bucket over its devices, unless that has begun already."""
@@ -140,10 +166,7 @@ class GradientSync:
                 own._places[shard].copy_(gradient)
             else:
                 own._places[shard].add_(gradient)
-            missing = own._missing
-            missing[bucket] -= 1
-            while own._startable and missing[own._startable[0]] == 0:
-                own.start(own._startable.pop(0))
+            own.early.arrived((ActionKind.SYNC, bucket))
 
         self._tensors[shard].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
@@ -154,20 +177,21 @@ class GradientSync:
             self._places[shard].zero_()
 
 
-def _contributions(program: Program, rank: int) -> dict[int, int]:
-    """Shard -> number of this rank's segments whose backward pass may give it a gradient."""
-    found: dict[int, int] = {}
-    for i, shard in enumerate(program.plan.shards):
-        tiles = [tile for tile, _ in shard.uses if tile in program.activity.tiles and program.plan.tiles[tile].device == rank]
-        found[i] = len({program.segment_of[tile] for tile in tiles})
-    return found
+def _contributions(program: Program, rank: int, uses: Sequence[tuple[int, int]]) -> int:
+    """Number of this rank's segments whose backward pass may give something a gradient that its tiles use so."""
+    tiles = [tile for tile, _ in uses if tile in program.activity.tiles and program.plan.tiles[tile].device == rank]
+    return len({program.segment_of[tile] for tile in tiles})
 
 
-def _buckets_behind(actions: Sequence[Action]) -> dict[int, tuple[int, ...]]:
-    """Segment -> the buckets that a rank sums right behind it, with no other communication in between."""
-    found: dict[int, tuple[int, ...]] = {}
-    is_sync: Callable[[Action], bool] = lambda action: action.kind is ActionKind.SYNC  # noqa: E731
+def _followers(actions: Sequence[Action]) -> dict[int, tuple[Key, ...]]:
+    """Segment -> what a rank starts right behind it, with no other communication in between, and without waiting for anybody."""
+    found: dict[int, tuple[Key, ...]] = {}
+    waits = {action.subject for action in actions if action.kind is ActionKind.COLLECT_ROWS}
+
+    def starts(action: Action) -> bool:
+        return action.kind is ActionKind.SYNC or (action.kind is ActionKind.PUSH_ROWS and action.subject not in waits)
+
     for place, action in enumerate(actions):
         if action.kind is ActionKind.SEGMENT:
-            found[action.subject] = tuple(following.subject for following in takewhile(is_sync, actions[place + 1 :]))
+            found[action.subject] = tuple((following.kind, following.subject) for following in takewhile(starts, actions[place + 1 :]))
     return found

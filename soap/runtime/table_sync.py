@@ -14,10 +14,12 @@ from itertools import pairwise
 
 import torch
 
+from soap.runtime.actions import ActionKind
 from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.redistribute import Communicator, Pending
 from soap.runtime.row_gradient import RowGradient, add_up, common_rows
+from soap.runtime.sync import EarlyStart
 from soap.runtime.tables import Table, speakers
 from soap.runtime.trace import Watch, watch_nothing
 from soap.simulator.tasks import TaskKind
@@ -30,7 +32,7 @@ class _Step:
     ``rows``: what its tiles look up in this micro-batch, ``compact`` these rows, ``leaf`` the same as tiles read them. ``spoken``: the
     rows that it asks for, for all members, cut by shard (``cuts``), which come as ``pulled``; ``members``: what the others asked it for, by
     micro-batch. ``asked``: shard -> sender -> rows, by micro-batch. ``own``: the gradient of its tiles so far; ``collected``: that of other
-    members; ``given``: shard -> sender -> gradient.
+    members; ``given``: shard -> sender -> gradient. ``pushed``: whether that is under way.
     """
 
     rows: torch.Tensor
@@ -46,6 +48,7 @@ class _Step:
     given: dict[int, dict[int, RowGradient]] = field(default_factory=dict)
     arriving: Pending | None = None
     collecting: Pending | None = None
+    pushed: bool = False
 
 
 class TableSync:
@@ -55,9 +58,17 @@ class TableSync:
     come, in the last one, ``collect`` and ``push``. ``gradient`` is then the sum over all readers.
     """
 
-    def __init__(self, tables: Sequence[Table], comm: Communicator, tensors: Mapping[int, torch.Tensor], blanks: Sequence[torch.Tensor]
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        comm: Communicator,
+        tensors: Mapping[int, torch.Tensor],
+        blanks: Sequence[torch.Tensor],
+        early: EarlyStart,
     ) -> None:
         self.tables, self.comm, self._tensors = tables, comm, tensors
+        self._early = early
+        early.start[ActionKind.PUSH_ROWS] = self.push
         self._rank = comm.rank
         self._empty_rows = torch.empty(0, dtype=torch.int64, device=comm.device)
         self._blank = blanks
@@ -149,6 +160,9 @@ class TableSync:
                 step.arriving.wait()
                 compact = step.compact
             step.leaf = compact.detach().requires_grad_()
+            step.leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _: self._early.arrived((ActionKind.PUSH_ROWS, number))
+            )
         return step.leaf
 
     def collect(self, number: int) -> None:
@@ -169,8 +183,11 @@ class TableSync:
         self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def push(self, number: int) -> None:
-        """Send keepers the gradient of what this rank has asked for, and begin to receive what others give."""
+        """Send keepers the gradient of what this rank has asked for, and begin to receive what others give; once."""
         table, step = self.tables[number], self._steps[number]
+        if step.pushed:
+            return
+        step.pushed = True
         self._add_own(number)
         parcels: Parcels = {}
         places: Parcels = {}

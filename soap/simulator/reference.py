@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -63,33 +62,10 @@ def execution_order(tasks: TaskGraph, schedule: Schedule) -> list[int]:
     """All tiles (positions in ``Plan.tiles``) by simulated start of their forward pass: the one order that the runtime follows.
 
     It is a topological order: a task starts no earlier than its predecessors, and where starts are equal the ids agree with the graph.
-    But tiles that wait for no other and that only tiles behind them wait for, such as look-ups, come right before the first of these: the
-    backward pass takes all tiles the other way round, and has their gradients, which may have a long way to go, as soon as can be.
     """
     forward = [
         (int(schedule.start_ns[position]), task.id, task.tile)
         for position, task in enumerate(tasks.tasks)
         if task.kind is TaskKind.FORWARD and task.tile is not None
     ]
-    order = [tile for _, _, tile in sorted(forward)]
-    place = {tile: i for i, tile in enumerate(order)}
-    before = _first_readers(tasks, place)
-    return sorted(order, key=lambda tile: (before.get(tile, place[tile]), tile not in before, place[tile]))
-
-
-def _first_readers(tasks: TaskGraph, place: Mapping[int, int]) -> dict[int, int]:
-    """Of tiles that wait for no tile, and whose readers are tiles on their own device: where in the order the first of these is."""
-    todo = tasks.tasks
-    readers: dict[int, list[int]] = {}
-    tied = set[int]()
-    for task in todo:
-        behind = task.tile if task.kind is TaskKind.FORWARD else None
-        for earlier in (todo[position] for position in task.predecessors):
-            if behind is not None:
-                tied.update(() if earlier.kind is TaskKind.SYNC else (behind,))
-            if earlier.kind is TaskKind.FORWARD and earlier.tile is not None:
-                if behind is not None:
-                    readers.setdefault(earlier.tile, []).append(place[behind])
-                elif task.kind is not TaskKind.BACKWARD:
-                    tied.add(earlier.tile)
-    return {tile: min(own) for tile, own in readers.items() if tile not in tied}
+    return [tile for _, _, tile in sorted(forward)]

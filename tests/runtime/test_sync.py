@@ -69,7 +69,7 @@ def _backward(program: Program, sync: GradientSync, shards: Values, totals: Valu
     """A backward pass whose gradients come in any order; ``flow``: how likely each comes at all. Adds them to ``totals``."""
     for action in part_of(program.backward, 0):
         if action.kind is ActionKind.SEGMENT:
-            with sync.segment(action.subject):
+            with sync.early.segment(action.subject):
                 for shard in draw.sample(used := _used(program, action.subject), len(used)):
                     if draw.random() < flow:
                         gradient = torch.randn_like(totals[shard])
@@ -113,11 +113,11 @@ def test_a_sum_starts_with_its_last_gradient() -> None:
     shards = _shards(program.plan)
     sync, twin = _sync(program, shards)
     started = []
-    with sync.step(SyncSchedule(program, 0)), sync.segment(0):
-        for shard in (first, *others):
+    with sync.step(SyncSchedule(program, 0)), sync.early.segment(0):
+        for shard in (*others, first):
             shards[shard].backward(torch.ones_like(shards[shard]))
             started.append(len(twin.summed))
-    assert started == [0] * len(others) + [2]  # the second bucket is complete at once, and waits for its turn
+    assert started == [0] * len(others) + [2]  # the first bucket is complete sooner, and waits for its turn
 
 
 def test_other_backward_passes_are_left_alone() -> None:

@@ -8,8 +8,7 @@ from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from soap.topology import Port
-from tests.graph_builder import GraphBuilder
-from tests.simulator.examples import PointCosts, batch_split, chain, finish, on, pairwise_cluster, strategy, units
+from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 
 TWO = pairwise_cluster(1, 1)
 
@@ -115,22 +114,6 @@ def test_execution_order_follows_the_simulated_starts() -> None:
     crossed = strategy(l1=on(0, 1, degrees=(2, 1, 1)), l2=on(1, 1, degrees=(2, 1, 1)), loss=on(1, degrees=(1,)))
     tasks = lower(build_plan(chain(4, 2, 8, 8), crossed, TWO), TWO, PointCosts())
     assert execution_order(tasks, simulate(tasks)) == [0, 1, 3, 2, 4]
-
-
-def test_tiles_that_wait_for_nothing_run_right_before_their_first_readers() -> None:
-    """``b`` is read by the second operator only, and waits for nothing: it comes behind the first."""
-    g = GraphBuilder()
-    a, b = (g.linear(g.input(name, 4, 2), 2, bias=False, name=f"of_{name}") for name in "ab")
-    deep = g.linear(g.linear(a, 2, bias=False, name="l1"), 2, bias=False, name="l2")
-    graph = finish(g, deep, b)
-    alone = strategy(**{op.name: on(0, degrees=(1,) * len(op.factors)) for op in graph.operators})
-    tasks = lower(build_plan(graph, alone, TWO), TWO, PointCosts())
-    names = [graph.operators[tasks.plan.tiles[tile].operator].name for tile in execution_order(tasks, simulate(tasks))]
-    assert names == ["of_a", "l1", "l2", "of_b", "loss"]
-    sent = strategy(**{**alone.operators, "loss": on(1, degrees=(1,))})  # what others wait for is not put off
-    tasks = lower(build_plan(graph, sent, TWO), TWO, PointCosts())
-    names = [graph.operators[tasks.plan.tiles[tile].operator].name for tile in execution_order(tasks, simulate(tasks))]
-    assert names == ["of_b", "of_a", "l1", "l2", "loss"]
 
 
 def test_a_port_keeps_its_device_busy() -> None:
