@@ -26,12 +26,22 @@ class Lookup:
     ``inputs``: the operator's inputs from which the indices come; they are inputs of the model, and perhaps constants. ``indices``: how
     many rows the whole operator looks up, repeated ones counted. A tile of which the operator's other factors (those that no dimension of
     the parameter follows) are a part looks up that part of them.
+
+    ``weight``: how much they count beside the parameter's other look-ups: at least ``indices``, in proportion to the different rows that
+    they touch; 0 if that is not known, so that all indices count alike. The candidates of a sampled softmax, which differ, touch more rows
+    than as many targets do, which repeat.
     """
 
     operator: int
     parameter: int
     inputs: tuple[int, ...]
     indices: int
+    weight: int = 0
+
+    @property
+    def weighed(self) -> int:
+        """``weight``, or ``indices`` where it is not known."""
+        return self.weight or self.indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,11 @@ class RowAccess:
         return sum(lookup.indices for lookup in self.lookups)
 
     @property
+    def weighed(self) -> int:
+        """The same, weighed."""
+        return sum(lookup.weighed for lookup in self.lookups)
+
+    @property
     def alpha(self) -> float:
         """Share of the rows that one batch touches."""
         return self.touched[0] / self.rows
@@ -74,11 +89,11 @@ class RowAccess:
         return "given" if self.given else "measured" if self.measured else "assumed"
 
     def touched_by(self, indices: int) -> int:
-        """How many different rows so many of a batch's look-ups touch: ``touched``, linearly between its entries, rounded up.
+        """How many different rows so many of a batch's weighed look-ups touch: ``touched``, linearly between its entries, rounded up.
 
         Beyond the last entry rows do not repeat any more: every look-up touches the part of a row that it does there.
         """
-        total = self.indices
+        total = self.weighed
         if indices >= total:
             return self.touched[0]
         level = 0

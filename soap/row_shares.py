@@ -18,6 +18,7 @@ def document(graph: OperatorGraph) -> dict[str, dict[str, Any]]:
         name: {
             "rows": access.rows,
             "lookups": access.indices,
+            "weights": [lookup.weighed for lookup in access.lookups],
             "touched": list(access.touched),
             "alpha": access.alpha,
             "source": access.source,
@@ -37,7 +38,11 @@ def with_document(graph: OperatorGraph, found: Mapping[str, Any]) -> OperatorGra
             if (entry["rows"], entry["lookups"]) == (access.rows, access.indices):
                 touched = tuple(int(rows) for rows in entry["touched"])
                 measured, given = entry["source"] == "measured", entry["source"] == "given"
-                sparse[name] = RowAccess(access.rows, access.lookups, touched, measured, given)
+                weights = [int(weight) for weight in entry.get("weights", ())] or [0] * len(access.lookups)
+                if any(0 < weight < own.indices for weight, own in zip(weights, access.lookups, strict=True)):
+                    raise ValueError(weights)
+                lookups = tuple(replace(own, weight=weight) for weight, own in zip(weights, access.lookups, strict=True))
+                sparse[name] = RowAccess(access.rows, lookups, touched, measured, given)
         except (ModelError, KeyError, TypeError, ValueError):
             raise StrategyError(f"the strategy's record of sparse parameter {name!r} is malformed; search again") from None
     return replace(graph, sparse=sparse)

@@ -104,7 +104,7 @@ def _tiles_of_space(graph: OperatorGraph, keys: TileKeys, topology: Topology) ->
     seen: set[tuple[object, ...]] = set()
     for position, op in enumerate(graph.operators):
         accesses = tuple(graph.sparse[operand.tensor] for operand in op.parameters if operand.tensor in graph.sparse)
-        touched = tuple((access.indices, access.touched) for access in accesses)
+        touched = tuple((access.weighed, access.touched) for access in accesses)
         likeness = keys.family(position), tuple(factor.size for factor in op.factors), op.partitionable, touched
         if likeness in seen:
             continue

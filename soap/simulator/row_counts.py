@@ -12,18 +12,21 @@ from soap.simulator.tiling import Tile
 from soap.strategy import SyncConfig
 
 
-def looked_up(graph: OperatorGraph, lookup: Lookup, tile: Tile) -> int:
+def looked_up(graph: OperatorGraph, lookup: Lookup, tile: Tile, *, weighed: bool = False) -> int:
     """How many rows a tile looks up, repeated ones counted: its part of the operator's points in all factors that the parameter does not
     follow, rounded up. A tile with a part of the rows counts what it is asked for, wherever that lies."""
     op = graph.operators[tile.operator]
     own = {dim.factor for dim in op.parameters[lookup.parameter].dims}
     others = [(stop - start, op.factors[i].size) for i, (start, stop) in enumerate(tile.intervals) if i not in own]
-    return -(-lookup.indices * prod(length for length, _ in others) // prod(size for _, size in others))
+    whole = lookup.weighed if weighed else lookup.indices
+    return -(-whole * prod(length for length, _ in others) // prod(size for _, size in others))
 
 
-def tile_lookups(graph: OperatorGraph, parameter: str, tile: Tile) -> int:
-    """How many rows of a sparse parameter a tile looks up, repeated ones counted, by all of its operands that are that parameter."""
-    return sum(looked_up(graph, lookup, tile) for lookup in graph.sparse[parameter].lookups if lookup.operator == tile.operator)
+def tile_lookups(graph: OperatorGraph, parameter: str, tile: Tile, *, weighed: bool = False) -> int:
+    """How many rows of a sparse parameter a tile looks up, repeated ones counted, by all of its operands that are that parameter;
+    ``weighed`` to find how many different rows they touch (``RowAccess.touched_by``)."""
+    own = (lookup for lookup in graph.sparse[parameter].lookups if lookup.operator == tile.operator)
+    return sum(looked_up(graph, lookup, tile, weighed=weighed) for lookup in own)
 
 
 def device_lookups(graph: OperatorGraph, parameter: str, tiles: Sequence[Tile], uses: Iterable[tuple[int, int]]) -> dict[int, int]:
@@ -39,7 +42,7 @@ def device_lookups(graph: OperatorGraph, parameter: str, tiles: Sequence[Tile], 
 
 
 class DeviceLookups:
-    """How many rows of a sparse parameter devices look up, repeated ones counted; but what replicas look up alike counts once.
+    """How many rows of a sparse parameter devices look up, repeated ones counted and weighed; but what replicas look up alike counts once.
 
     ``uses``: (position in ``tiles``, parameter position).
     """
@@ -49,7 +52,7 @@ class DeviceLookups:
         for number in {tile for tile, _ in uses}:
             tile = tiles[number]
             own = self._found.setdefault(tile.device, {})
-            own[tile.operator, tile.intervals] = tile_lookups(graph, parameter, tile)
+            own[tile.operator, tile.intervals] = tile_lookups(graph, parameter, tile, weighed=True)
 
     def __call__(self, devices: Iterable[int]) -> int:
         """How many these devices look up together."""
@@ -78,7 +81,7 @@ def parameters_held(graph: OperatorGraph, tile: Tile) -> tuple[Box, ...]:
         access = graph.sparse.get(operand.tensor)
         if access is not None:
             own = (lookup for lookup in access.lookups if (lookup.operator, lookup.parameter) == (tile.operator, place))
-            lookups = sum(looked_up(graph, lookup, tile) for lookup in own)
+            lookups = sum(looked_up(graph, lookup, tile, weighed=True) for lookup in own)
             held[place] = ((0, touched_rows(access, held[place], lookups)), *held[place][1:])
     return tuple(held)
 

@@ -68,6 +68,7 @@ class _Counter:
         self._name, self._access = name, access
         self._levels = halvings(access.indices)
         self._touched = [0] * len(self._levels)
+        self._different = [0] * len(access.lookups)
         steps = [_step(model, lookup) for lookup in access.lookups]
         factors = [model.graph.operators[lookup.operator].factors for lookup in access.lookups]
         self.indices = [step.call.operands[1] for step in steps]
@@ -80,9 +81,10 @@ class _Counter:
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
         """Count the rows of one batch."""
-        rows, pieces = [], []
+        rows, pieces = list[torch.Tensor](), list[torch.Tensor]()
         for value, kind, sample in zip(self.indices, self._kinds, self._samples, strict=True):
             own = self._checked(values[value].detach().cpu().long().movedim(sample, 0).flatten(), kind)
+            self._different[len(rows)] += len(torch.unique(own))
             rows.append(own)
             pieces.append((torch.arange(len(own)) << HALVINGS) // max(1, len(own)))
         row, piece = torch.cat(rows), torch.cat(pieces)
@@ -90,8 +92,15 @@ class _Counter:
             self._touched[k] += len(torch.unique((piece >> (HALVINGS - k)) * self._access.rows + row))
 
     def result(self, batches: int) -> RowAccess:
-        """The averages, rounded up."""
-        return replace(self._access, touched=tuple(-(-total // (batches << k)) for k, total in enumerate(self._touched)), measured=True)
+        """The averages, rounded up, and what each look-up counts beside the others."""
+        touched = tuple(-(-total // (batches << k)) for k, total in enumerate(self._touched))
+        lookups = self._access.lookups
+        if len(lookups) > 1 and all(self._different):  # by whichever repeats its rows the most
+            counts = [(own.indices, n) for own, n in zip(lookups, self._different, strict=True)]
+            indices, different = max(counts, key=lambda pair: pair[0] / pair[1])
+            pairs = zip(lookups, self._different, strict=True)
+            lookups = tuple(replace(own, weight=max(own.indices, -(-n * indices // different))) for own, n in pairs)
+        return replace(self._access, lookups=lookups, touched=touched, measured=True)
 
     def _checked(self, rows: torch.Tensor, kind: str) -> torch.Tensor:
         count = self._access.rows

@@ -151,7 +151,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
 
 
 def _touched(access: RowAccess | None) -> tuple[int, ...]:
-    return () if access is None else (access.indices, access.rows, *access.touched)
+    return () if access is None else (access.weighed, access.rows, *access.touched)
 
 
 def _solid(graph: OperatorGraph) -> list[bool]:

@@ -29,8 +29,8 @@ ROW_COSTS = 11
 """Columns of ``VariantTables.rows``: number of tiles (of one replica); where in ``data`` its regions stand (READS: [activation input,
 tile], OUTPUTS: [output, tile]); where in ``costs`` [device type, forward or backward, tile]; number of groups of partial results (0:
 none), where each tile's group, each group's first tile, and [output, group] regions stand; where the pointers to the outputs' grids, and
-the numbers of the geometries into which it alone would cut its parameters stand; where [parameter, tile] the numbers of rows stand that are
-looked up (-1: it looks up none); ``ROW_COSTS``: as COSTS, if its tiles are on rows (the same place if it looks up none)."""
+the numbers of the geometries into which it alone would cut its parameters stand; where [parameter, tile] the weighed numbers of rows stand that
+are looked up (-1: it looks up none); ``ROW_COSTS``: as COSTS, if its tiles are on rows (the same place if it looks up none)."""
 COLUMNS = 12
 
 
@@ -132,7 +132,8 @@ class Variants:
         if not any(name in sparse for name in names):
             return -1
         tiles = [_tile(op, position, index, cells, regions) for index in range(len(cells))]
-        return self._data.add([tile_lookups(self.graph, name, tile) if name in sparse else 0 for name in names for tile in tiles])
+        count = lambda name, tile: tile_lookups(self.graph, name, tile, weighed=True) if name in sparse else 0  # noqa: E731
+        return self._data.add([count(name, tile) for name in names for tile in tiles])
 
     def cut(self, position: int, degrees: tuple[int, ...]) -> tuple[np.ndarray, dict[Operand, np.ndarray]]:
         """The tiles' intervals, [tile, factor, start or stop], and the regions of each operand."""
@@ -252,7 +253,7 @@ def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) ->
     backward = graph.needs_backward(op)
     position = graph.index[op.name]
     lookups = (own for o in op.parameters if o.tensor in graph.sparse for own in graph.sparse[o.tensor].lookups)
-    rows = [(own.parameter, own.indices) for own in lookups if own.operator == position]
-    touched = [(graph.sparse[o.tensor].indices, graph.sparse[o.tensor].touched) for o in op.parameters if o.tensor in graph.sparse]
+    rows = [(own.parameter, own.indices, own.weighed) for own in lookups if own.operator == position]
+    touched = [(graph.sparse[o.tensor].weighed, graph.sparse[o.tensor].touched) for o in op.parameters if o.tensor in graph.sparse]
     figures = (op.flops, op.saved_bytes, len(op.calls), op.partitionable)
     return repr((backward, rows, touched, order, alone, op.kind, op.factors, operands, same, figures))
