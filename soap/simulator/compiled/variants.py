@@ -29,8 +29,8 @@ ROW_COSTS = 11
 """Columns of ``VariantTables.rows``: number of tiles (of one replica); where in ``data`` its regions stand (READS: [activation input,
 tile], OUTPUTS: [output, tile]); where in ``costs`` [device type, forward or backward, tile]; number of groups of partial results (0:
 none), where each tile's group, each group's first tile, and [output, group] regions stand; where the pointers to the outputs' grids, and
-the numbers of the geometries into which it alone would cut its parameters stand; where [parameter, tile] the weighed numbers of rows stand that
-are looked up (-1: it looks up none); ``ROW_COSTS``: as COSTS, if its tiles are on rows (the same place if it looks up none)."""
+the numbers of the geometries into which it alone would cut its parameters stand; where [parameter, tile] the weighed numbers of rows
+that are looked up stand (-1: it looks up none); ``ROW_COSTS``: as COSTS, if its tiles are on rows (the same place if it looks up none)."""
 COLUMNS = 12
 
 
