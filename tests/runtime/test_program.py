@@ -10,14 +10,15 @@ from soap.errors import RuntimeFailure
 from soap.graph import OperatorGraph
 from soap.runtime.actions import ActionKind, part_of
 from soap.runtime.program import Program, compile_program
+from soap.runtime.sync import SyncSchedule
 from soap.runtime.tail import find_tail
 from soap.simulator.lowering import build_plan
-from soap.strategy import Strategy, SyncConfig
+from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder, convnet, mlp
 from tests.runtime.plans import plan_of, random_order, split
 from tests.runtime.traced import traced
-from tests.simulator.examples import batch_split
+from tests.simulator.examples import batch_split, finish
 from tests.strategies import cases, cluster
 
 FORTH = {"message": ActionKind.TRANSFER, "exchange": ActionKind.EXCHANGE}
@@ -45,6 +46,36 @@ def test_segment_begins_at_the_first_consumer_of_what_arrives() -> None:
 def test_single_tiles_for_tracing() -> None:
     program = compile_program(plan_of(convnet(), split((0, 1), b=2)), single_tiles=True)
     assert all(len(segment.tiles) == 1 for segment in program.segments)
+
+
+def test_tiles_that_wait_for_nothing_come_right_before_their_first_readers() -> None:
+    """``of_b`` is read by the loss only, and waits for nothing: it comes behind the others. What others wait for is not put off."""
+    g = GraphBuilder()
+    b, a = (g.linear(g.input(name, 4, 2), 2, bias=False, name=f"of_{name}") for name in "ba")
+    graph = finish(g, g.linear(a, 2, bias=False, name="l1"), b)
+    alone, topology = batch_split(graph, [0]), cluster([1, 1])
+    for loss, names in ((0, ["of_a", "l1", "of_b", "loss"]), (1, ["of_b", "of_a", "l1", "loss"])):
+        chosen = Strategy({**alone.operators, "loss": OpConfig((1,), (loss,))})
+        program = compile_program(build_plan(graph, chosen, topology))
+        assert [program.plan.operator(program.plan.tiles[tile]).name for tile in program.order] == names
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_rows_are_pushed_before_the_backward_pass_is_over(local: bool) -> None:
+    """Behind the gradients that are complete before, and ahead of those that come later; not if they have to be collected first."""
+    g = GraphBuilder()
+    table = g.parameter("table", 16, 2)
+    deep = g.linear(g.linear(g.input("x", 4, 2), 2, bias=False, name="l1"), 2, bias=False, name="l2")
+    graph = finish(g, deep, g.embedding(g.input("ids", 4, dtype="int64"), 16, 2, weight=table, name="find"))
+    method = SyncConfig("parameter_server", 2, True) if local else SyncConfig("allgather")
+    chosen = batch_split(graph, range(4)).with_parameter("table", method).with_parameter("l2.weight", SyncConfig("parameter_server", 1))
+    program = compile_program(build_plan(graph, chosen, cluster([2, 2])))
+    schedule = SyncSchedule(program, 1)
+    (segment,) = (i for i, segment in enumerate(program.segments) if segment.device == 1)
+    assert schedule.contributions[ActionKind.PUSH_ROWS, 0] == 1
+    behind = [action.kind for action in part_of(program.backward, 1)][1:-1]
+    assert behind[: 2 if local else 1] == [*[ActionKind.COLLECT_ROWS] * local, ActionKind.PUSH_ROWS] and behind[-1] is ActionKind.SYNC
+    assert schedule.follow[segment] == (() if local else ((ActionKind.PUSH_ROWS, 0),))
 
 
 def test_gradients_are_pushed_when_they_are_complete() -> None:

@@ -84,6 +84,19 @@ def test_several_look_ups_of_a_table_are_counted_together() -> None:
     assert list(found.touched[:4]) == by_hand(parts_of, [ids], 4)
 
 
+def test_look_ups_of_one_table_count_by_the_different_rows_that_they_touch() -> None:
+    """Sixteen candidates, all different, beside sixteen targets that are four rows: the latter count 16, the former four times as much."""
+    model = model_of(
+        lambda self, ids, drawn: F.embedding(ids, self.w).sum(1) + F.embedding(drawn, self.w).sum(0),
+        torch.zeros(8, 2, dtype=torch.int64),
+        torch.zeros(16, dtype=torch.int64),
+    )
+    found = measure_rows(model, [[torch.arange(16).view(8, 2) % 4, torch.arange(4, 20)]])["w"]
+    assert [(own.indices, own.weighed) for own in found.lookups] == [(16, 16), (16, 64)]
+    assert (found.weighed, found.touched[0], found.touched_by(80)) == (80, 20, 20)
+    assert found.touched_by(64 + 16 // 4) > found.touched_by(16) + 10  # candidates and a quarter of the targets, beside the targets alone
+
+
 def test_bags_and_negative_indices() -> None:
     model = model_of(lambda self, ids: F.embedding_bag(ids, self.w) + self.b[ids[:, 0] - ROWS], torch.zeros(4, 3, dtype=torch.int64))
     ids = torch.tensor([[0, 1, 2], [2, 3, 4], [0, 0, 0], [7, 7, 8]])
