@@ -5,7 +5,8 @@
 
 Per model: the found strategy, data parallelism with all-reduced (dense) gradients, with gathered rows of sparse ones, with all
 parameters on servers, and with sparse ones alone on servers, as ``soap-run --emulate`` runs them, in turns. Data parallelism of ours takes
-what DistributedDataParallel does (benchmarks.runtime). Needs root. Data are the zoo's own batches, drawn by Zipf's law.
+what DistributedDataParallel does (benchmarks.runtime). Needs root. Data are the zoo's own batches, drawn by Zipf's law. For a model
+without sparse parameters the search may put dense ones on servers, which it otherwise is not asked to.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from benchmarks.end_to_end import machine
 from soap import api
 from soap.cli.options import not_negative, positive
 from soap.strategies import SYNCHRONIZED
+from soap.synchronization import usual_server
 
 CLUSTER = "emulated:4x1@200Mbit/s"
 MODELS = ("lm1b:emulation", "dlrm:emulation")
@@ -58,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.profile:
             profiled(spec, args.cluster, args.profile)
         simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
-        found = api.search(graph, topology, budget=args.budget, optimizer_states=OPTIMIZER_STATES[OPTIMIZER]).strategy
+        syncs = () if graph.sparse else (usual_server(topology),)
+        found = api.search(graph, topology, budget=args.budget, syncs=syncs, optimizer_states=OPTIMIZER_STATES[OPTIMIZER]).strategy
         strategies = {FOUND: found, **{name: api.classical(name, graph, topology) for name in BASELINES}}
         plans = measure(
             simulator, args.cluster, model, spec, strategies, args.steps, args.rounds, optimizer=OPTIMIZER, data=spec
