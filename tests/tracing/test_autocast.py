@@ -104,6 +104,11 @@ def test_layers_that_cast_inside_run_under_autocast(kind: type[nn.RNNBase]) -> N
     torch.manual_seed(0)
     module = Lambda(lambda self, x: self.memory(x)[0].float().square().sum(), memory=kind(4, 4, batch_first=True))
     inputs = (torch.linspace(-1, 1, 24).view(2, 3, 4),)
+    try:
+        with torch.autocast("cpu", dtype=LOW):
+            module(*inputs)
+    except RuntimeError as error:
+        pytest.skip(f"torch itself cannot do it on this processor: {str(error)[:60]}")
     expected, gradients, loss, found = both(module, inputs)
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
     assert found.keys() == gradients.keys()
