@@ -94,16 +94,17 @@ def with_constants(topology: Topology, constants: Constants) -> Topology:
 
 def synchronized(graph: OperatorGraph, topology: Topology, sync: str, partitions: int) -> Strategy:
     """Data parallelism, synchronized so."""
-    operators, hosts = api.classical("data_parallel", graph, topology).operators, len(topology.hosts)
-
-    def of(name: str) -> SyncConfig:
-        if sync == "AR" and name in graph.sparse:
-            return SyncConfig("allgather")
-        if name not in graph.sparse and sync in ("AR", "HYB"):
-            return SyncConfig()
-        return SyncConfig("parameter_server", partitions if name in graph.sparse else hosts, sync != "PS")
-
-    return Strategy(operators, {parameter.name: of(parameter.name) for parameter in graph.parameters if parameter.requires_grad})
+    operators = api.classical("data_parallel", graph, topology).operators
+    hosts = len(topology.hosts)
+    methods = {
+        "AR": (SyncConfig("allgather"), SyncConfig()),
+        "PS": (SyncConfig("parameter_server", partitions), SyncConfig("parameter_server", hosts)),
+        "OptPS": (SyncConfig("parameter_server", partitions, True), SyncConfig("parameter_server", hosts, True)),
+        "HYB": (SyncConfig("parameter_server", partitions, True), SyncConfig()),
+    }
+    sparse, dense = methods[sync]
+    trained = [parameter.name for parameter in graph.parameters if parameter.requires_grad]
+    return Strategy(operators, {name: sparse if name in graph.sparse else dense for name in trained})
 
 
 def calibrate(graphs: Mapping[str, OperatorGraph]) -> Constants:

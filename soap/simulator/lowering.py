@@ -5,7 +5,8 @@
 belongs to, so that editing another operator leaves them alone; they order tasks of equal ready time as the iteration does: forward
 operators first to last, backward last to first, synchronization, update.
 
-Order in the runtime. ``reference.execution_order`` gives one total order of all tiles, which every rank follows for its own part of it.
+Order in the runtime. ``reference.execution_order`` gives one total order of all tiles, which every rank follows for its own part of it
+(but tiles that wait for no other run right before their first readers: ``runtime.program``).
 Forward: before a tile its fetches that are not there yet, and after the last tile of a group its reduction; a message leaves as soon as
 its pieces are there, an exchange takes place as soon as all of its pieces are. Backward: the tiles in reverse; before the first tile of a
 group (in that reverse order) the reduction of its gradient; after the last consumer of what a message or exchange has brought (in that

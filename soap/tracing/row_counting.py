@@ -98,8 +98,8 @@ class _Counter:
         if len(lookups) > 1 and all(self._different):  # by whichever repeats its rows the most
             counts = [(own.indices, n) for own, n in zip(lookups, self._different, strict=True)]
             indices, different = max(counts, key=lambda pair: pair[0] / pair[1])
-            pairs = zip(lookups, self._different, strict=True)
-            lookups = tuple(replace(own, weight=max(own.indices, -(-n * indices // different))) for own, n in pairs)
+            weights = [max(own, -(-n * indices // different)) for own, n in counts]
+            lookups = tuple(replace(own, weight=weight) for own, weight in zip(lookups, weights, strict=True))
         return replace(self._access, lookups=lookups, touched=touched, measured=True)
 
     def _checked(self, rows: torch.Tensor, kind: str) -> torch.Tensor:

@@ -108,6 +108,8 @@ def test_layers_that_cast_inside_run_under_autocast(kind: type[nn.RNNBase]) -> N
         with torch.autocast("cpu", dtype=LOW):
             module(*inputs)
     except RuntimeError as error:
+        if "could not create a primitive descriptor" not in str(error):
+            raise
         pytest.skip(f"torch itself cannot do it on this processor: {str(error)[:60]}")
     expected, gradients, loss, found = both(module, inputs)
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)

@@ -141,10 +141,14 @@ def _serve_ns(G, K, D, S, parameter, shard, part):  # type: ignore[no-untyped-de
     server = S.p_server[part]
     update = price_ns(D, S, K.core_host[server], updated_bytes(G, D, S, parameter, shard, part))
     added = added_bytes(G, D, S, parameter, shard, part)
-    if added == 0:
-        return update
     rows = added_rows(G, D, S, parameter, part)
-    return nanoseconds(added * REDUCE_TRAFFIC / K.core_bandwidth[server] + rows * K.row_seconds[server]) + update
+    return adding_ns(added, rows, K.core_bandwidth[server], K.row_seconds[server]) + update
+
+
+@compiled
+def adding_ns(added: int, rows: int, bandwidth: float, row_seconds: float) -> int:
+    """``servers.adding_ns``."""
+    return nanoseconds(added * REDUCE_TRAFFIC / bandwidth + rows * row_seconds) if added > 0 else 0
 
 
 @compiled

@@ -5,13 +5,13 @@ In ``State`` the tasks of parameter servers and gathered rows (``serving``) stan
 
 from __future__ import annotations
 
-from soap.simulator.compiled.communication import REDUCE_TRAFFIC, allreduce, find_list, nanoseconds
+from soap.simulator.compiled.communication import allreduce, find_list
 from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_geometry, find_keepers, first_user_with_gradient, is_served
 from soap.simulator.compiled.rows import gathered_bytes, gathered_rows
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, PRICES, STAMP, TASKS, USES, Scratch
-from soap.simulator.compiled.serving import ask_prices, price_ns, serve
+from soap.simulator.compiled.serving import adding_ns, ask_prices, price_ns, serve
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, ShardTables, State
 from soap.simulator.compiled.sync_codes import GATHERED
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
@@ -153,11 +153,8 @@ def _update_ns(K, D, S, device, shard, gathered, rows):  # type: ignore[no-untyp
     if gathered < 0:
         return D.update_ns[kind, shard]
     update = price_ns(D, S, K.hosts[0] + kind, gathered)
-    added = rows * D.row_bytes[shard]
-    if added == 0:
-        return update
-    finding = rows * (K.row_seconds[device] if K.serves_itself[device] else 0.0)
-    return nanoseconds(added * REDUCE_TRAFFIC / K.memory_bandwidth[device] + finding) + update
+    row_seconds = K.row_seconds[device] if K.serves_itself[device] else 0.0
+    return adding_ns(rows * D.row_bytes[shard], rows, K.memory_bandwidth[device], row_seconds) + update
 
 
 @compiled
