@@ -18,7 +18,7 @@ from soap.topology import Topology
 
 CACHE_ENTRIES = 2**18
 
-VERSION = 4
+VERSION = 5
 """To be raised whenever a formula changes."""
 
 

@@ -2,8 +2,9 @@
 
 A task is ready when its last predecessor ends. Tasks are taken in the order of (ready time, id); a taken task starts when all its
 resources are free and holds them to its end. So every device and every link serves in the order of readiness, and ties are
-decided by the stable id. A communication over a link with a port keeps that port's device busy for a while from its start on, or from when
-the device is free: what the device computes later starts later, the communication itself does not.
+decided by the stable id. A communication over a link with a port keeps that port's device busy for a while, from when it is ready or the
+device is free: what the device computes later starts later, the communication itself does not. (From its start on would be nearer to the
+truth where it waits for its links; but a device is free from one moment on, and would stand idle till then.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def simulate(tasks: TaskGraph) -> Schedule:
         for port in held:
             if port.device is not None:
                 busy_ns = port.busy_ns(task.duration_ns, min(own.permille for own in held), over[port.link])
-                free[port.device] = max(free.get(port.device, 0), start[position]) + busy_ns
+                free[port.device] = max(free.get(port.device, 0), ready[position]) + busy_ns
         for successor in successors[position]:
             ready[successor] = max(ready[successor], end[position])
             waiting[successor] -= 1

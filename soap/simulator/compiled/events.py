@@ -200,7 +200,7 @@ def is_late(T: Trial, at_most: int) -> bool:
 
 
 @compiled
-def hold(free, held, first, count, start, duration, port_device, port_fixed, port_permille):  # type: ignore[no-untyped-def]
+def hold(free, held, first, count, ready, start, duration, port_device, port_fixed, port_permille):  # type: ignore[no-untyped-def]
     """Something that is no tile holds ``count`` resources; the devices of their ports are busy with it as well. A link that has a port is
     there once for each message over it (``communication``)."""
     permille = NO_PORT
@@ -212,7 +212,7 @@ def hold(free, held, first, count, start, duration, port_device, port_fixed, por
         free[resource] = start + duration
         device = port_device[resource] if permille < NO_PORT else -1
         if device >= 0:
-            free[device] = max(free[device], start) + port_fixed[resource] + (0 if again else permille * duration // 1000)
+            free[device] = max(free[device], ready) + port_fixed[resource] + (0 if again else permille * duration // 1000)
 
 
 @compiled
@@ -275,12 +275,12 @@ def _play(  # type: ignore[no-untyped-def]
                 for i in range(resource, resource + count):
                     start = max(start, free[static[i]])
                 end = start + duration
-                hold(free, static, resource, count, start, duration, port_device, port_fixed, port_permille)
+                hold(free, static, resource, count, ready[slot], start, duration, port_device, port_fixed, port_permille)
             else:
                 for i in range(-1 - resource, count - 1 - resource):
                     start = max(start, free[arena[i]])
                 end = start + duration
-                hold(free, arena, -1 - resource, count, start, duration, port_device, port_fixed, port_permille)
+                hold(free, arena, -1 - resource, count, ready[slot], start, duration, port_device, port_fixed, port_permille)
         starts[slot], ends[slot] = start, end
         if end > size[MAKESPAN]:
             size[MAKESPAN] = end

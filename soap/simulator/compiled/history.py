@@ -155,9 +155,9 @@ def _advance(  # type: ignore[no-untyped-def]
         else:
             count, start = resource_n[slot], end - durations[slot]
             if resource >= 0:
-                hold(free, static, resource, count, start, durations[slot], port_device, port_fixed, port_permille)
+                hold(free, static, resource, count, ready[slot], start, durations[slot], port_device, port_fixed, port_permille)
             else:
-                hold(free, arena, -1 - resource, count, start, durations[slot], port_device, port_fixed, port_permille)
+                hold(free, arena, -1 - resource, count, ready[slot], start, durations[slot], port_device, port_fixed, port_permille)
         first_row, last_row, own = 0, 1, -1
         if kind == FORWARD_TILE:
             own = slot + tiles[op]
