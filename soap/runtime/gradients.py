@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from soap.regions import lengths
+from soap.runtime.early_start import SyncSchedule
 from soap.runtime.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.program import Program
 from soap.runtime.redistribute import Communicator
@@ -15,7 +16,7 @@ from soap.runtime.row_gradient import RowGradient
 from soap.runtime.row_update import parallel
 from soap.runtime.serving import DenseServing
 from soap.runtime.shards import ShardStore
-from soap.runtime.sync import GradientSync, SyncSchedule
+from soap.runtime.sync import GradientSync
 from soap.runtime.table_sync import TableSync
 from soap.runtime.trace import Watch, watch_nothing
 from soap.simulator.plan import Plan
@@ -35,7 +36,7 @@ class Gradients:
             torch.empty((0, *lengths(table.box)[1:]), dtype=dtype_of(table.parameter), device=comm.device) for table in program.tables
         ]
         self.tables = TableSync(program.tables, comm, shards.tensors, blanks, self.sums.early)
-        self.served = DenseServing(program.plan, comm, shards)
+        self.served = DenseServing(program.plan, comm, shards, self.sums.early)
         no_rows = torch.empty(0, dtype=torch.int64, device=comm.device)
         by_rows = {table.parameter for table in program.tables}
         kept = [(i, program.plan.shards[i].parameter) for i in program.idle_shards if i in shards.tensors]

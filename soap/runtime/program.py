@@ -254,7 +254,7 @@ def _opening(tables: Sequence[Table]) -> Iterator[Action]:
     for number, table in pulled:
         yield Action(ActionKind.PULL, number, table.devices)
     for number, table in pulled:
-        if table.leaders != table.readers:
+        if table.aggregated:
             yield Action(ActionKind.HAND_ON, number, table.devices)
 
 
@@ -354,11 +354,12 @@ def _backward(
         starts += [returned[key] for holding in holdings for key in index.carriers_from.get(holding, ()) if key in returned]
         entries.append(((-min(starts), 3, number), Action(ActionKind.REDUCE_GRADIENT, number, devices)))
     def synchronize(uses: Sequence[tuple[int, int]], *actions: Action) -> None:
-        """Behind the segment with which all of these uses have had their backward pass."""
+        """Behind the segment with which all of these uses have had their backward pass. Second exchanges come behind all first ones: they
+        wait for these, which start before the segment is over."""
         active = [tile for tile, _ in uses if tile in activity.tiles]
         start, first = min((start_of[tile] for tile in active), default=0), min((places[tile] for tile in active), default=0)
         for number, action in enumerate(actions):
-            entries.append(((-start, 4, -first, number, action.subject), action))
+            entries.append(((-start, 4 + number, -first, action.kind.value, action.subject), action))
 
     for number, bucket in enumerate(plan.buckets):
         if len(bucket.devices) > 1:
@@ -366,10 +367,10 @@ def _backward(
     for number, own in enumerate(plan.served):
         if not own.sparse:
             members = members_of(plan, own)
-            collect = (Action(ActionKind.COLLECT, number, members),) if own.leaders != own.readers else ()
+            collect = (Action(ActionKind.COLLECT, number, members),) if own.aggregated else ()
             synchronize(own.uses, *collect, Action(ActionKind.PUSH, number, members))
     for number, table in enumerate(tables):
-        collect = (Action(ActionKind.COLLECT_ROWS, number, table.devices),) if table.leaders != table.readers else ()
+        collect = (Action(ActionKind.COLLECT_ROWS, number, table.devices),) if table.aggregated else ()
         synchronize(table.uses, *collect, Action(ActionKind.PUSH_ROWS, number, table.devices))
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
 

@@ -8,6 +8,7 @@ import torch
 
 from soap.runtime.actions import LAST_ONLY, Action, ActionKind, part_of
 from soap.runtime.backward import BackwardPass
+from soap.runtime.early_start import SyncSchedule
 from soap.runtime.forward import ForwardPass
 from soap.runtime.gradients import Gradients
 from soap.runtime.look_ups import LookUps
@@ -17,7 +18,6 @@ from soap.runtime.program import Program
 from soap.runtime.redistribute import Communicator
 from soap.runtime.shards import ShardStore
 from soap.runtime.state import StepState
-from soap.runtime.sync import SyncSchedule
 from soap.runtime.trace import Recorder
 from soap.runtime.units import units_of
 from soap.tracing.model import TileContext, TracedModel

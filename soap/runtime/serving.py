@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from soap.runtime.actions import ActionKind
+from soap.runtime.early_start import EarlyStart, first_of_dense
 from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.redistribute import Communicator, Pending, cut
@@ -21,8 +23,10 @@ class DenseServing:
     """A rank's part in the dense regions that it reads or keeps as a server. In a step's last micro-batch ``collect`` and ``push``, then
     ``end``; ``gradient`` is then the sum over all readers. After the update, and whenever shards were loaded, ``pull``."""
 
-    def __init__(self, plan: Plan, comm: Communicator, shards: ShardStore) -> None:
+    def __init__(self, plan: Plan, comm: Communicator, shards: ShardStore, early: EarlyStart) -> None:
         self.plan, self.comm, self.store = plan, comm, shards
+        early.by(self.collect, ActionKind.COLLECT)
+        early.by(self.push, ActionKind.PUSH)
         self._rank = comm.rank
         self.regions = {i: own for i, own in enumerate(plan.served) if not own.sparse and self._rank in members_of(plan, own)}
         kept = [(i, number) for number, own in self.regions.items() for i in own.shards if plan.shards[i].devices == (self._rank,)]
@@ -30,8 +34,14 @@ class DenseServing:
         self._blank = torch.empty(0, device=comm.device)
         self._watch: Watch = watch_nothing
         self._collecting: dict[int, tuple[Pending, Parcels]] = {}
-        self._pushing: list[Pending] = []
+        self._pushing: dict[int, Pending] = {}
         self._given: dict[int, dict[int, torch.Tensor]] = {}
+        for number, own in self.regions.items():
+            if self._reads(number):  # the object of a hook is not kept alive by it: a leaf's hooks live as long as the leaf
+                key = first_of_dense(own.aggregated), number
+                self._leaf(number).register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _, key=key: early.arrived(key)
+                )
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -48,7 +58,9 @@ class DenseServing:
                     self._leaf(number).grad = None
 
     def collect(self, number: int) -> None:
-        """Send the leader this rank's gradient, or begin to receive those of the other members."""
+        """Send the leader this rank's gradient, or begin to receive those of the other members; once."""
+        if number in self._collecting:
+            return
         own = self.regions[number]
         parcels: Parcels = {}
         places: Parcels = {}
@@ -63,7 +75,9 @@ class DenseServing:
         self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def push(self, number: int) -> None:
-        """Send servers their partitions of the gradient, or begin to receive them."""
+        """Send servers their partitions of the gradient, or begin to receive them; once."""
+        if number in self._pushing:
+            return
         own = self.regions[number]
         parcels: Parcels = {}
         places: Parcels = {}
@@ -80,12 +94,12 @@ class DenseServing:
                 place = torch.empty_like(self.store.tensors[shard], requires_grad=False)
                 self._given.setdefault(shard, {})[sender] = place
                 places.setdefault(sender, []).append(place)
-        self._pushing.append(self._move(own, parcels, places, push_name(own)))
+        self._pushing[number] = self._move(own, parcels, places, push_name(own))
         self.comm.traffic.pushed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def end(self) -> None:
         """Behind a micro-batch; behind the last one all gradients are there."""
-        for pending in (*self._pushing, *(pending for pending, _ in self._collecting.values())):
+        for pending in (*self._pushing.values(), *(pending for pending, _ in self._collecting.values())):
             pending.wait()
         self._pushing.clear()
         self._collecting.clear()
@@ -123,7 +137,7 @@ class DenseServing:
         """Bring values from leaders to the other members."""
         arriving = []
         for number, own in self.regions.items():
-            if own.leaders != own.readers:
+            if own.aggregated:
                 parcels: Parcels = {}
                 places: Parcels = {}
                 for member, leader in zip(own.readers, own.leaders, strict=True):

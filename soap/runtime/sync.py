@@ -1,71 +1,23 @@
-"""Synchronization of gradients while the backward pass goes on: what may start when, and all-reduces of buffers, one per bucket.
+"""All-reduces of gradients: buffers, one per bucket, that live for the whole training.
 
-Gradients of shards that several devices keep live in views of the buffers for the whole training. Autograd leaves what a segment
-contributes on the shards, whence a hook brings it here as soon as it is there, while it is in the processor's cache. A sum over the devices
-starts when its last gradient has come, at the latest when the program says that the bucket is complete; sums start in the order of the
-program, which all ranks share. What a single device keeps stays where autograd adds it up.
+Gradients of shards that several devices keep are views of the buffers. Autograd leaves what a segment contributes on the shards, whence
+a hook brings it here as soon as it is there, while it is in the processor's cache. What a single device keeps stays where autograd adds it
+up.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import takewhile
 
 import torch
 
-from soap.runtime.actions import Action, ActionKind, part_of
+from soap.runtime.actions import ActionKind
+from soap.runtime.early_start import EarlyStart, SyncSchedule
 from soap.runtime.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.program import Program
 from soap.runtime.redistribute import Communicator, Pending
-
-Key = tuple[ActionKind, int]
-"""An action that starts a communication: its kind and subject."""
-
-
-class SyncSchedule:
-    """When a rank's gradients are complete, by one program. ``contributions``: sum of a bucket, or push of a table's rows -> how often a
-    segment's backward pass may give one of its shards a gradient. ``follow``: segment -> those that are started right behind it; ``early``
-    False leaves every one to its own action."""
-
-    def __init__(self, program: Program, rank: int, early: bool = True) -> None:
-        of_shard = [_contributions(program, rank, shard.uses) for shard in program.plan.shards]
-        shared = {number: bucket for number, bucket in enumerate(program.buckets) if len(bucket.devices) > 1}
-        self.contributions = {(ActionKind.SYNC, number): sum(of_shard[i] for i in bucket.shards) for number, bucket in shared.items()}
-        for number, table in enumerate(program.tables):
-            self.contributions[ActionKind.PUSH_ROWS, number] = _contributions(program, rank, table.uses)
-        self.follow = _followers(part_of(program.backward, rank)) if early else {}
-
-
-class EarlyStart:
-    """Starts communications while a segment's backward pass goes on: each as soon as its gradient is complete, in the order of the program,
-    which all ranks share. ``start``: by kind, what starts one; its own action finds it started."""
-
-    def __init__(self) -> None:
-        self.start: dict[ActionKind, Callable[[int], object]] = {}
-        self._follow: Mapping[int, Sequence[Key]] = {}
-        self._missing: dict[Key, int] = {}
-        self._startable: list[Key] = []
-
-    def begin(self, schedule: SyncSchedule, part: MicroBatch) -> None:
-        """Before a micro-batch; only in the last one anything is started."""
-        self._follow = schedule.follow if part.last else {}
-        self._missing = schedule.contributions.copy()
-
-    @contextmanager
-    def segment(self, number: int) -> Iterator[None]:
-        """The backward pass of a segment."""
-        self._startable = list(self._follow.get(number, ()))
-        yield
-        self._startable = []
-
-    def arrived(self, key: Key) -> None:
-        """A segment has given its part of a gradient."""
-        self._missing[key] -= 1
-        while self._startable and self._missing[self._startable[0]] == 0:
-            kind, subject = self._startable.pop(0)
-            self.start[kind](subject)
 
 
 class GradientSync:
@@ -86,7 +38,7 @@ class GradientSync:
         self._fresh: set[int] = set()
         self._pending: dict[int, Pending] = {}
         self.early = EarlyStart()
-        self.early.start[ActionKind.SYNC] = self.start
+        self.early.by(self.start, ActionKind.SYNC)
         self._bucket_of: dict[int, int] = {}
         for number, bucket in enumerate(program.buckets):
             if comm.rank not in bucket.devices:
@@ -116,10 +68,10 @@ class GradientSync:
         """One forward and backward pass. What an earlier step has left is forgotten; behind the last micro-batch gradients are complete."""
         if part.first:
             self._forget()
-        self.early.begin(schedule, part)
         self._open = True
         try:
-            yield
+            with self.early.step(schedule, part):
+                yield
         finally:
             self._open = False
         for pending in self._pending.values():
@@ -175,23 +127,3 @@ class GradientSync:
         if shard in self._fresh:
             self._fresh.discard(shard)
             self._places[shard].zero_()
-
-
-def _contributions(program: Program, rank: int, uses: Sequence[tuple[int, int]]) -> int:
-    """Number of this rank's segments whose backward pass may give something a gradient that its tiles use so."""
-    tiles = [tile for tile, _ in uses if tile in program.activity.tiles and program.plan.tiles[tile].device == rank]
-    return len({program.segment_of[tile] for tile in tiles})
-
-
-def _followers(actions: Sequence[Action]) -> dict[int, tuple[Key, ...]]:
-    """Segment -> what a rank starts right behind it, with no other communication in between, and without waiting for anybody."""
-    found: dict[int, tuple[Key, ...]] = {}
-    waits = {action.subject for action in actions if action.kind is ActionKind.COLLECT_ROWS}
-
-    def starts(action: Action) -> bool:
-        return action.kind is ActionKind.SYNC or (action.kind is ActionKind.PUSH_ROWS and action.subject not in waits)
-
-    for place, action in enumerate(actions):
-        if action.kind is ActionKind.SEGMENT:
-            found[action.subject] = tuple((following.kind, following.subject) for following in takewhile(starts, actions[place + 1 :]))
-    return found

@@ -15,11 +15,11 @@ from itertools import pairwise
 import torch
 
 from soap.runtime.actions import ActionKind
+from soap.runtime.early_start import EarlyStart, first_of_rows
 from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.redistribute import Communicator, Pending
 from soap.runtime.row_gradient import RowGradient, add_up, common_rows
-from soap.runtime.sync import EarlyStart
 from soap.runtime.tables import Table, speakers
 from soap.runtime.trace import Watch, watch_nothing
 from soap.simulator.tasks import TaskKind
@@ -68,7 +68,8 @@ class TableSync:
     ) -> None:
         self.tables, self.comm, self._tensors = tables, comm, tensors
         self._early = early
-        early.start[ActionKind.PUSH_ROWS] = self.push
+        early.by(self.collect, ActionKind.COLLECT_ROWS)
+        early.by(self.push, ActionKind.PUSH_ROWS)
         self._rank = comm.rank
         self._empty_rows = torch.empty(0, dtype=torch.int64, device=comm.device)
         self._blank = blanks
@@ -160,14 +161,15 @@ class TableSync:
                 step.arriving.wait()
                 compact = step.compact
             step.leaf = compact.detach().requires_grad_()
-            step.leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _: self._early.arrived((ActionKind.PUSH_ROWS, number))
-            )
+            key = first_of_rows(table.aggregated), number
+            step.leaf.register_post_accumulate_grad_hook(lambda _: self._early.arrived(key))  # type: ignore[no-untyped-call]
         return step.leaf
 
     def collect(self, number: int) -> None:
-        """Send the leader this rank's gradient, or begin to receive those of the other members."""
+        """Send the leader this rank's gradient, or begin to receive those of the other members; once."""
         table, step = self.tables[number], self._steps[number]
+        if step.collecting is not None:
+            return
         self._add_own(number)
         parcels: Parcels = {}
         places: Parcels = {}
@@ -239,7 +241,7 @@ class TableSync:
 
     def _ask_leaders(self) -> None:
         """Tell leaders what their members look up."""
-        if all(table.leaders == table.readers for table in self.tables):
+        if not any(table.aggregated for table in self.tables):
             return
         lists = {leader: [self._steps[number].rows for number in numbers] for leader, numbers in self._to_leader.items()}
         for member, found in self._give_lists(lists, {member: len(own) for member, own in self._from_member.items()}).items():

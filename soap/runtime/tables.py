@@ -35,6 +35,11 @@ class Table:
     push: str
 
     @property
+    def aggregated(self) -> bool:
+        """Whether some readers speak through others."""
+        return self.leaders != self.readers
+
+    @property
     def senders(self) -> tuple[int, ...]:
         """Devices that speak with keepers, ascending."""
         return tuple(sorted(set(self.leaders)))

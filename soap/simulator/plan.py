@@ -158,6 +158,11 @@ class Served:
     sparse: bool
     leaders: tuple[int, ...]
 
+    @property
+    def aggregated(self) -> bool:
+        """Whether some readers push and pull through others."""
+        return self.leaders != self.readers
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from soap.errors import RuntimeFailure
 from soap.graph import OperatorGraph
 from soap.runtime.actions import ActionKind, part_of
+from soap.runtime.early_start import SyncSchedule
 from soap.runtime.program import Program, compile_program
-from soap.runtime.sync import SyncSchedule
 from soap.runtime.tail import find_tail
 from soap.simulator.lowering import build_plan
 from soap.strategy import OpConfig, Strategy, SyncConfig
@@ -61,8 +61,8 @@ def test_tiles_that_wait_for_nothing_come_right_before_their_first_readers() -> 
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_rows_are_pushed_before_the_backward_pass_is_over(local: bool) -> None:
-    """Behind the gradients that are complete before, and ahead of those that come later; not if they have to be collected first."""
+def test_gradients_go_before_the_backward_pass_is_over(local: bool) -> None:
+    """In the order in which they are complete; rows that are collected first are pushed behind it."""
     g = GraphBuilder()
     table = g.parameter("table", 16, 2)
     deep = g.linear(g.linear(g.input("x", 4, 2), 2, bias=False, name="l1"), 2, bias=False, name="l2")
@@ -72,10 +72,12 @@ def test_rows_are_pushed_before_the_backward_pass_is_over(local: bool) -> None:
     program = compile_program(build_plan(graph, chosen, cluster([2, 2])))
     schedule = SyncSchedule(program, 1)
     (segment,) = (i for i, segment in enumerate(program.segments) if segment.device == 1)
-    assert schedule.contributions[ActionKind.PUSH_ROWS, 0] == 1
-    behind = [action.kind for action in part_of(program.backward, 1)][1:-1]
-    assert behind[: 2 if local else 1] == [*[ActionKind.COLLECT_ROWS] * local, ActionKind.PUSH_ROWS] and behind[-1] is ActionKind.SYNC
-    assert schedule.follow[segment] == (() if local else ((ActionKind.PUSH_ROWS, 0),))
+    first = ActionKind.COLLECT_ROWS if local else ActionKind.PUSH_ROWS
+    (dense,) = (number for number, own in enumerate(program.plan.served) if not own.sparse)
+    assert schedule.follow[segment] == ((first, 0), (ActionKind.PUSH, dense), (ActionKind.SYNC, 0))
+    assert [schedule.contributions[key] for key in schedule.follow[segment]] == [1, 1, 1]
+    behind = [(action.kind, action.subject) for action in part_of(program.backward, 1)][1:-1]
+    assert behind == [*schedule.follow[segment], *[(ActionKind.PUSH_ROWS, 0)] * local]
 
 
 def test_gradients_are_pushed_when_they_are_complete() -> None:

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from soap.regions import lengths
 from soap.runtime.actions import ActionKind, part_of
+from soap.runtime.early_start import SyncSchedule
+from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.program import Program, compile_program
 from soap.runtime.redistribute import Communicator, Pending, Traffic
-from soap.runtime.sync import GradientSync, MicroBatch, SyncSchedule
+from soap.runtime.sync import GradientSync
 from soap.simulator.plan import Bucket, Plan
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, split
