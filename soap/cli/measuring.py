@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 import torch
 
 from soap import api
+from soap.allocation import keep_freed_memory
 from soap.cli.options import Reading
 from soap.cli.wanted import Wanted
 from soap.emulated_cluster import FAMILY as EMULATED
@@ -63,6 +64,7 @@ def measure(
 ) -> int:  # fmt: skip
     """Measure what is to be done, in its order, each kept as soon as it is known; how many. Ends after the computation in which
     ``budget_s`` is over. Interrupted, it leaves what was kept and no process behind."""
+    keep_freed_memory()  # as ranks do
     place = place_of(topology, environment)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SoapWarning)  # the command has read the model before, and said it

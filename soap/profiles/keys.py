@@ -24,8 +24,8 @@ from soap.simulator.row_counts import parameters_held
 from soap.simulator.tiling import Tile, iteration_points
 from soap.topology import DeviceType, Topology
 
-VERSION = 1
-"""Of what is measured and how it is written down; part of every environment."""
+VERSION = 2
+"""Of what is measured and how it is written down; part of every environment. Since 2 with freed memory kept (``allocation``)."""
 
 ON_ROWS = "on rows"
 

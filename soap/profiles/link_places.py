@@ -11,8 +11,8 @@ from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
 from soap.profiles.measure_machine import cpu_cores, cpu_model
 from soap.topology import Topology
 
-VERSION = 1
-"""Of what is measured and how it is written down; part of every place."""
+VERSION = 2
+"""Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``allocation``)."""
 MOST_SECONDS = 10**6
 
 

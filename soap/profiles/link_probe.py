@@ -19,6 +19,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from soap.allocation import keep_freed_memory
 from soap.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def main() -> None:
 
     rank, store = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
+    keep_freed_memory()
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     distributed.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=2, timeout=timeout)
     try:

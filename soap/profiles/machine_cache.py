@@ -19,8 +19,9 @@ from soap.files import read_text, write_text_atomically
 from soap.profiles.link_probe import LinkRates
 from soap.topology import DeviceType
 
-VERSION = 2
-"""Of the file format and of what is measured; part of every key. Since 2 ``kernel_seconds`` is that of a call in training."""
+VERSION = 3
+"""Of the file format and of what is measured; part of every key. Since 2 ``kernel_seconds`` is that of a call in training, since 3 links
+are measured with freed memory kept (``allocation``)."""
 
 Key = Mapping[str, str | int]
 Measurement = tuple[DeviceType, LinkRates | None]

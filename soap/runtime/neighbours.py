@@ -112,6 +112,7 @@ def main() -> None:
     """Read a job, say that it is understood, and run tiles until the parent has gone."""
     import torch
 
+    from soap.allocation import keep_freed_memory
     from soap.runtime.tile_timing import TileTimer
     from soap.simulator.tiling import tiles_of
     from soap.strategy import OpConfig
@@ -120,6 +121,7 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     _end_with_parent()
     torch.set_num_threads(job["threads"])
+    keep_freed_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         timer = TileTimer(load_model(job["model"], **job["reading"]), torch.device("cpu"), job["threads"])

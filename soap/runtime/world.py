@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from soap.allocation import keep_freed_memory
 from soap.errors import RuntimeFailure
 from soap.topology import DeviceKind
 
@@ -56,7 +57,10 @@ def choose_device(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def open_world(device_count: int, kind: DeviceKind = "cpu", backend: str = "auto", timeout_s: float = TIMEOUT_S) -> World:
-    """Join the ranks: those of an existing process group, those that the environment names, or this process alone."""
+    """Join the ranks: those of an existing process group, those that the environment names, or this process alone.
+
+    From then on the process keeps memory that it frees (``allocation``)."""
+    keep_freed_memory()
     timeout = timedelta(seconds=timeout_s)
     size = dist.get_world_size() if dist.is_initialized() else world_size(os.environ)
     if size < device_count:
