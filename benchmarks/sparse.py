@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from benchmarks.accuracy import FOUND, OPTIMIZER_STATES, Plan, measure, profiled
+from benchmarks.accuracy import FOUND, OPTIMIZER_STATES, REFINEMENTS, Plan, measure, profiled, refined
 from benchmarks.end_to_end import machine
 from soap import api
 from soap.cli.options import not_negative, positive
@@ -59,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         graph, topology = api.load(spec, plan_only=True).graph, api.load_cluster(args.cluster)
         if args.profile:
             profiled(spec, args.cluster, args.profile)
-        simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
-        syncs = () if graph.sparse else (usual_server(topology),)
-        found = api.search(graph, topology, budget=args.budget, syncs=syncs, optimizer_states=OPTIMIZER_STATES[OPTIMIZER]).strategy
+        states, syncs = OPTIMIZER_STATES[OPTIMIZER], () if graph.sparse else (usual_server(topology),)
+        search = partial(api.search, graph, topology, budget=args.budget, syncs=syncs, optimizer_states=states)
+        found = refined(spec, args.cluster, args.profile // REFINEMENTS, lambda search=search: search().strategy)
+        simulator = api.simulator_for(graph, topology, optimizer_states=states)
         strategies = {FOUND: found, **{name: api.classical(name, graph, topology) for name in BASELINES}}
         plans = measure(
             simulator, args.cluster, model, spec, strategies, args.steps, args.rounds, optimizer=OPTIMIZER, data=spec

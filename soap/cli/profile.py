@@ -28,13 +28,13 @@ from soap.profiles.shares import corrected, shares
 from soap.profiles.shares import text as shares_text
 from soap.profiles.store import Store
 from soap.simulator.simulate import Simulator, tile_count
-from soap.strategies import CLASSICAL
+from soap.strategies import CLASSICAL, NAMED
 from soap.strategy import Strategy
 from soap.strategy_differences import one_line
 from soap.topology import Topology
 
 PROG = "soap-profile"
-CLASSICAL_GROUP = "classical strategies"
+NAMED_GROUP = "classical strategies"
 MOST_MISSING = 10
 """Lines of what is not measured; the JSON document has all."""
 
@@ -154,16 +154,16 @@ def _subject(args: argparse.Namespace) -> tuple[Topology, OperatorGraph, dict[st
     """Cluster, model and the strategies to say something about."""
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args)).graph
-    strategies = {name: api.classical(name, graph, topology) for name in CLASSICAL}
+    strategies = {name: api.classical(name, graph, topology) for name in (NAMED if graph.sparse else CLASSICAL)}
     if args.strategy:
         strategies[args.strategy] = api.load_strategy(args.strategy, graph, topology)
     return topology, graph, strategies
 
 
 def _groups(strategies: Mapping[str, Strategy]) -> dict[str, list[Strategy]]:
-    """Which are measured together: the classical ones, then each other one."""
-    groups = {CLASSICAL_GROUP: [strategies[name] for name in CLASSICAL]}
-    return groups | {name: [strategy] for name, strategy in strategies.items() if name not in CLASSICAL}
+    """Which are measured together: those that have names, then each other one."""
+    groups = {NAMED_GROUP: [strategy for name, strategy in strategies.items() if name in NAMED]}
+    return groups | {name: [strategy] for name, strategy in strategies.items() if name not in NAMED}
 
 
 def document(

@@ -19,6 +19,8 @@ from soap.topology import Topology
 SPACE = "search space"
 UPKEEP = "runtime and updates"
 OTHER_UPKEEP = "other updates, and copies"
+MAY_BE_NEEDED = frozenset((SPACE, OTHER_UPKEEP))
+"""Groups that are no strategy's."""
 OPTIMIZERS = (2, 0, 1)
 """Tensors that optimizers keep for each of a parameter's size; Adam's first, as predictions count them."""
 UPKEEP_BYTES = tuple(2**power for power in range(6, 27, 4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from soap.profiles.keys import TileKey
@@ -38,6 +38,12 @@ class Entry:
     forward_work: tuple[Kernel, ...] = ()
     backward_work: tuple[Kernel, ...] = ()
     measured_at: str = ""
+
+    def quicker(self, other: Entry) -> Entry:
+        """Of two measurements of one computation the lower times."""
+        forward = min(self.forward, other.forward, key=lambda timing: timing.ns)
+        backward = [own.backward for own in (self, other) if own.backward is not None]
+        return replace(self, forward=forward, backward=min(backward, key=lambda timing: timing.ns, default=None))
 
     @property
     def points(self) -> int:
