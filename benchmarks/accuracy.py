@@ -148,17 +148,17 @@ def measure(
     return plans
 
 
-def refined(file: Path | str, cluster: str, seconds: int, find: Callable[[], Strategy]) -> Strategy:
+def refined(file: Path | str, cluster: str, seconds: int, find: Callable[[], api.SearchOutcome]) -> api.SearchOutcome:
     """What a search finds that has measured what it finds: estimates that are too low do not make a plan look good."""
     found = find()
     with tempfile.TemporaryDirectory() as temporary:
         path = str(Path(temporary) / "found.json")
         for _ in range(REFINEMENTS if seconds else 0):
             graph, topology = api.load(file, plan_only=True).graph, api.load_cluster(cluster)
-            api.save_strategy(path, found, graph, topology)
+            api.save_strategy(path, found.strategy, graph, topology)
             soap_profile([str(file), "--cluster", cluster, "--strategy", path, "--budget", str(seconds)])
             before, found = found, find()
-            if found == before:
+            if found.strategy == before.strategy:
                 break
     return found
 
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     profiled(file, cluster, args.profile)
                 topology = api.load_cluster(cluster)
                 search = partial(api.search, graph, topology, budget=args.budget, seed=args.seed)
-                found = refined(file, cluster, args.profile // REFINEMENTS, lambda search=search: search().strategy)
+                found = refined(file, cluster, args.profile // REFINEMENTS, search).strategy
                 simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
                 strategies = strategies_of(simulator, found, args.seed, args.least)
                 for plan in measure(simulator, cluster, model, file, strategies, args.steps, args.rounds):

@@ -3,10 +3,11 @@
     python -m benchmarks.sparse
     python -m benchmarks.sparse --models lm1b:emulation --profile 0
 
-Per model: the found strategy, data parallelism with all-reduced (dense) gradients, with gathered rows of sparse ones, with all
-parameters on servers, and with sparse ones alone on servers, as ``soap-run --emulate`` runs them, in turns. Data parallelism of ours takes
-what DistributedDataParallel does (benchmarks.runtime). Needs root. Data are the zoo's own batches, drawn by Zipf's law. For a model
-without sparse parameters the search may put dense ones on servers, which it otherwise is not asked to.
+Per model: the found strategy (``soap-search --verify``: the fastest of those predicted to be), data parallelism with all-reduced (dense)
+gradients, with gathered rows of sparse ones, with all parameters on servers, and with sparse ones alone on servers, as ``soap-run
+--emulate`` runs them, in turns. Data parallelism of ours takes what DistributedDataParallel does (benchmarks.runtime). Needs root. Data are
+the zoo's own batches, drawn by Zipf's law. For a model without sparse parameters the search may put dense ones on servers, which it
+otherwise is not asked to.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from functools import partial
 from benchmarks.accuracy import FOUND, OPTIMIZER_STATES, REFINEMENTS, Plan, measure, profiled, refined
 from benchmarks.end_to_end import machine
 from soap import api
-from soap.cli.options import not_negative, positive
+from soap.cli.options import Reading, not_negative, positive
+from soap.cli.verification import verify
 from soap.strategies import SYNCHRONIZED
 from soap.synchronization import usual_server
 
 CLUSTER = "emulated:4x1@200Mbit/s"
 MODELS = ("lm1b:emulation", "dlrm:emulation")
 OPTIMIZER = "sgd"
+READING: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
+VERIFIED = 3
+"""What ``soap-search --verify`` takes."""
 BASELINES = ("data_parallel", *SYNCHRONIZED)
 
 
@@ -62,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             profiled(spec, args.cluster, args.profile)
         states, syncs = OPTIMIZER_STATES[OPTIMIZER], () if graph.sparse else (usual_server(topology),)
         search = partial(api.search, graph, topology, budget=args.budget, syncs=syncs, optimizer_states=states)
-        found = refined(spec, args.cluster, args.profile // REFINEMENTS, lambda search=search: search().strategy)
+        outcome = refined(spec, args.cluster, args.profile // REFINEMENTS, search)
         simulator = api.simulator_for(graph, topology, optimizer_states=states)
+        found = verify(outcome, VERIFIED, spec, READING, seed=0, data=spec, optimizer=OPTIMIZER).strategy
         strategies = {FOUND: found, **{name: api.classical(name, graph, topology) for name in BASELINES}}
         plans = measure(
             simulator, args.cluster, model, spec, strategies, args.steps, args.rounds, optimizer=OPTIMIZER, data=spec

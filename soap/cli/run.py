@@ -161,14 +161,17 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     return job, predicted, api.costs_record(simulator, predicted[STRATEGY].tasks)
 
 
-def start(job: Job, hosts: Sequence[HostLimits] = ()) -> Outcome | None:
-    """Run the job on all ranks, on emulated hosts if there are any; None under torchrun on all but rank 0, which reports."""
+def start(job: Job, hosts: Sequence[HostLimits] = (), limit_s: float | None = None) -> Outcome | None:
+    """Run the job on all ranks, on emulated hosts if there are any; None under torchrun on all but rank 0, which reports. ``limit_s``: as
+    ``launch`` has it."""
     from soap.cli.training import train
 
-    return on_ranks(job, hosts, train, job)
+    return on_ranks(job, hosts, train, job, limit_s)
 
 
-def on_ranks(job: Job, hosts: Sequence[HostLimits], entry: Callable[[Argument], Result], argument: Argument) -> Result | None:
+def on_ranks(
+    job: Job, hosts: Sequence[HostLimits], entry: Callable[[Argument], Result], argument: Argument, limit_s: float | None = None
+) -> Result | None:
     """The same with what each rank is to do, and the job for whose devices it is."""
     from soap.runtime.launch import launch
     from soap.runtime.world import under_launcher, world_size
@@ -178,7 +181,8 @@ def on_ranks(job: Job, hosts: Sequence[HostLimits], entry: Callable[[Argument], 
     if under_launcher(os.environ) and world_size(os.environ) > devices and os.environ["RANK"] == "0":
         note(PROG, f"{world_size(os.environ)} processes for {devices} devices: {world_size(os.environ) - devices} stay idle")
     with emulation.cluster(hosts) as emulated:
-        return launch(processes=devices, entry=entry, args=(argument,), place=emulated.place, address=emulated.address).get(0)
+        place, address = emulated.place, emulated.address
+        return launch(processes=devices, entry=entry, args=(argument,), limit_s=limit_s, place=place, address=address).get(0)
 
 
 def require_devices(job: Job) -> None:

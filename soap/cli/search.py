@@ -64,7 +64,8 @@ def make_parser() -> Parser:
         type=finalists,
         nargs="?",
         const=DEFAULT_FINALISTS,
-        help="run the K best strategies (default %(const)s) and data parallelism for real, keep the fastest; with --cluster local:N",
+        help="run the K best strategies (default %(const)s), the best start and data parallelism for real, keep the fastest; with "
+        "--cluster local:N or emulated:HxD@RATE",
     )
     parser.add_argument("--budget", metavar="N", type=positive, default=api.DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
     parser.add_argument("--seconds", metavar="S", type=positive_number, help="stop trying after so much time (results may then differ)")

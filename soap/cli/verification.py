@@ -1,4 +1,7 @@
-"""``soap-search --verify``: run the best few strategies and data parallelism for real on this machine, and keep what is fastest."""
+"""``soap-search --verify``: run the best few strategies and data parallelism for real on this machine, and keep what is fastest.
+
+Each is run in several turns, and its quickest turn counts: other users of the machine slow it down for seconds, and only ever add time.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
+from soap.cli import emulation
 from soap.cli.command import UsageError
 from soap.cli.options import Reading
 from soap.cli.tables import aligned, milliseconds
+from soap.emulated_cluster import FAMILY as EMULATED
+from soap.emulation.support import require_support
+from soap.presets import family
 from soap.search.starts import BASELINE
 from soap.simulator.reference import execution_order
 from soap.strategy import Strategy
 
-MOST_STEPS = 6
-"""Timed iterations of each strategy; two more before them warm up."""
+MOST_STEPS = 9
+"""Timed iterations of each strategy; more before each turn's warm up."""
+TURNS = 3
 TIMED_S = 20.0
 """Fewer are timed, at least one, if the slowest strategy's are predicted to take longer than this."""
 LIMIT_S = 600.0
@@ -22,59 +30,67 @@ LIMIT_S = 600.0
 
 
 def check_possible(cluster: str) -> None:
-    """UsageError unless the cluster is this machine."""
-    if not cluster.startswith("local:"):
-        raise UsageError(f"--verify runs on this machine, and --cluster is {cluster!r}; expected --cluster local:N, or no --verify")
+    """UsageError unless the cluster is this machine; RuntimeFailure if it cannot be emulated."""
+    if family(cluster) is None:
+        raise UsageError(
+            f"--verify runs on this machine, and --cluster is {cluster!r}; expected --cluster local:N or emulated:HxD@RATE, or no --verify"
+        )
+    if family(cluster) == EMULATED:
+        require_support()
 
 
 def verify(
-    outcome: api.SearchOutcome, count: int, model: str, reading: Reading, seed: int, data: str | None = None
+    outcome: api.SearchOutcome, count: int, model: str, reading: Reading, seed: int, data: str | None = None, optimizer: str = "adam"
 ) -> api.SearchOutcome:
-    """The outcome with what was measured, whose strategy is the fastest of the ``count`` best ones and data parallelism.
+    """The outcome with what was measured, whose strategy is the fastest of the ``count`` best ones, the best of those that the search began
+    with, and data parallelism. ``optimizer``: usually one with as many states as predictions and memory count.
 
     Data parallelism is measured if it fits into memory, and kept only if it obeys the constraints of the search. RuntimeFailure if a run
     fails or all take longer than ``LIMIT_S``; no process is left behind. ``data``: as ``soap-run --data``.
     """
-    from soap.cli.run import require_devices
-    from soap.cli.training import Job, train  # these need torch
-    from soap.runtime.launch import launch
+    from soap.cli.run import start
+    from soap.cli.training import Job  # these need torch
     from soap.runtime.measure import WARM_UP_STEPS
 
     simulator = outcome.simulator
     strategies = _strategies(outcome, count)
     simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
+    orders = {name: tuple(execution_order(simulation.tasks, simulation.schedule)) for name, simulation in simulations.items()}
     slowest_ns = max(simulation.makespan_ns for simulation in simulations.values())
+    timed = max(1, min(MOST_STEPS, int(TIMED_S * 1e9 / max(1, slowest_ns))))
+    turns = range(min(TURNS, timed))
+    topology = simulator.topology
+    emulated = family(topology.name) == EMULATED
     job = Job(
         model=model,
         reading=reading,
-        topology=simulator.topology,
-        strategies={
-            name: (strategies[name], tuple(execution_order(simulation.tasks, simulation.schedule)))
-            for name, simulation in simulations.items()
-        },
-        steps=WARM_UP_STEPS + max(1, min(MOST_STEPS, int(TIMED_S * 1e9 / max(1, slowest_ns)))),
+        topology=topology,
+        strategies={f"{name}, {turn}": (strategies[name], orders[name]) for turn in turns for name in strategies},
+        steps=WARM_UP_STEPS + timed // len(turns),
         seed=seed,
         data=data,
-        optimizer="adam",  # as many states as predictions and memory count
+        optimizer=optimizer,
+        emulated=emulated,
     )
-    require_devices(job)
-    measured = launch(processes=simulator.topology.device_count, entry=train, args=(job,), limit_s=LIMIT_S)[0].measured
-    runs = [
-        api.Run(name, strategy, simulations[name].makespan_ns, measured[name].median_ns, _may_be_kept(outcome, name, strategy))
-        for name, strategy in strategies.items()
-    ]
+    done = start(job, emulation.limits(topology, 1.0) if emulated else (), LIMIT_S)
+    assert done is not None  # not under torchrun
+    runs = []
+    for name, strategy in strategies.items():
+        measured_ns = min(done.measured[f"{name}, {turn}"].median_ns for turn in turns)
+        runs.append(api.Run(name, strategy, simulations[name].makespan_ns, measured_ns, _may_be_kept(outcome, name, strategy)))
     return outcome.with_runs(runs)
 
 
 def _strategies(outcome: api.SearchOutcome, count: int) -> dict[str, Strategy]:
-    """Name -> strategy, different ones: data parallelism if it fits, then the best ones."""
+    """Name -> strategy, different ones: data parallelism if it fits, the best of the starts, then the best ones."""
     simulator = outcome.simulator
     usual = api.classical(BASELINE, simulator.graph, simulator.topology)
     found = {BASELINE: usual} if simulator.overflow_bytes(usual) == 0 else {}
-    for number, finalist in enumerate(outcome.result.finalists[:count], 1):
-        if finalist.strategy != usual:
-            found[f"found {number}"] = finalist.strategy
-    return found
+    best = [finalist.strategy for finalist in outcome.result.finalists[:count]]
+    others = [start for start in outcome.result.starts if start.fits and start.strategy not in (usual, *best)]
+    for begun in sorted(others, key=lambda start: start.cost_ns)[:1]:
+        found[begun.name] = begun.strategy
+    return found | {f"found {number}": strategy for number, strategy in enumerate(best, 1) if strategy != usual}
 
 
 def _may_be_kept(outcome: api.SearchOutcome, name: str, strategy: Strategy) -> bool:
