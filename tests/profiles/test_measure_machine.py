@@ -14,6 +14,7 @@ from soap.profiles.compute_rates import Rates
 from soap.profiles.link_probe import LinkRates
 from soap.profiles.measure_machine import measure_device, measured_local_topology, measured_topology, threads_per_process
 from soap.profiles.roofline import RooflineCosts, is_measured
+from soap.topology import Topology
 
 
 class Machine:
@@ -167,3 +168,18 @@ def test_this_machine_has_cores_memory_and_a_name() -> None:
     size = measure_machine.memory_bytes()
     assert size > 2**20
     assert size < 2**30 or size % 2**30 == 0
+
+
+def test_of_two_that_measure_at_once_the_first_counts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other has measured and saved while this one was measuring."""
+    others: list[Topology | None] = []
+
+    def link() -> LinkRates:
+        if not others:
+            others.append(None)
+            others[0] = measured_local_topology(2)
+        return machine.link()
+
+    monkeypatch.setattr(measure_machine, "measure_link", link)
+    found = measured_local_topology(2)
+    assert machine.probed == 2 and found == others[0] == measured_local_topology(2)
