@@ -48,6 +48,7 @@ MODELS = tuple(EMULATED_MODELS)
 FOUND = "found"
 OPTIMIZER = "adam"
 """Whose updates searches count."""
+READING: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
 REFINEMENTS = 4
 """How often what was found is measured and searched again, at most."""
 SLOWEST_OVER_BEST = 4.0
@@ -127,10 +128,9 @@ def measure(
     """Run all strategies on the emulated cluster, in the same processes, one after the other, and all of them again."""
     simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
     orders = {name: tuple(execution_order(own.tasks, own.schedule)) for name, own in simulations.items()}
-    reading: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
     job = Job(
         model=str(file),
-        reading=reading,
+        reading=READING,
         topology=simulator.topology,
         strategies={f"{name}, {number}": (strategies[name], orders[name]) for number in range(rounds) for name in strategies},
         steps=steps,
@@ -149,14 +149,13 @@ def measure(
 
 
 def refined(file: Path | str, cluster: str, seconds: int, find: Callable[[], api.SearchOutcome]) -> api.SearchOutcome:
-    """What a search finds that has measured what it finds: estimates that are too low do not make a plan look good."""
-    found = find()
+    """What a search finds that has measured what it finds, for so long in all: estimates that are too low make no plan look good."""
+    found, budget = find(), seconds // REFINEMENTS
     with tempfile.TemporaryDirectory() as temporary:
         path = str(Path(temporary) / "found.json")
-        for _ in range(REFINEMENTS if seconds else 0):
-            graph, topology = api.load(file, plan_only=True).graph, api.load_cluster(cluster)
-            api.save_strategy(path, found.strategy, graph, topology)
-            soap_profile([str(file), "--cluster", cluster, "--strategy", path, "--budget", str(seconds)])
+        for _ in range(REFINEMENTS if budget else 0):
+            found.save(path)
+            soap_profile([str(file), "--cluster", cluster, "--strategy", path, "--budget", str(budget)])
             before, found = found, find()
             if found.strategy == before.strategy:
                 break
@@ -211,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     profiled(file, cluster, args.profile)
                 topology = api.load_cluster(cluster)
                 search = partial(api.search, graph, topology, budget=args.budget, seed=args.seed)
-                found = refined(file, cluster, args.profile // REFINEMENTS, search).strategy
+                found = refined(file, cluster, args.profile, search).strategy
                 simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
                 strategies = strategies_of(simulator, found, args.seed, args.least)
                 for plan in measure(simulator, cluster, model, file, strategies, args.steps, args.rounds):

@@ -22,10 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.accuracy import READING
 from benchmarks.end_to_end import machine
 from soap import api
 from soap.cli import tune
-from soap.cli.options import Reading, positive
+from soap.cli.options import positive
 from soap.cli.run import start
 from soap.cli.training import Job
 from soap.emulation.hosts import host_limits
@@ -35,7 +36,6 @@ from soap.simulator.reference import execution_order
 
 CLUSTER = "emulated:4x1@200Mbit/s"
 MODELS = ("lm1b:emulation", "full_sparse:emulation")
-READING: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
 
 
 class Swept(NamedTuple):

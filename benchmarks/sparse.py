@@ -17,10 +17,10 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.accuracy import FOUND, OPTIMIZER_STATES, REFINEMENTS, Plan, measure, profiled, refined
+from benchmarks.accuracy import FOUND, OPTIMIZER_STATES, READING, Plan, measure, profiled, refined
 from benchmarks.end_to_end import machine
 from soap import api
-from soap.cli.options import Reading, not_negative, positive
+from soap.cli.options import not_negative, positive
 from soap.cli.verification import verify
 from soap.strategies import SYNCHRONIZED
 from soap.synchronization import usual_server
@@ -28,7 +28,6 @@ from soap.synchronization import usual_server
 CLUSTER = "emulated:4x1@200Mbit/s"
 MODELS = ("lm1b:emulation", "dlrm:emulation")
 OPTIMIZER = "sgd"
-READING: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
 VERIFIED = 3
 """What ``soap-search --verify`` takes."""
 BASELINES = ("data_parallel", *SYNCHRONIZED)
@@ -67,12 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             profiled(spec, args.cluster, args.profile)
         states, syncs = OPTIMIZER_STATES[OPTIMIZER], () if graph.sparse else (usual_server(topology),)
         search = partial(api.search, graph, topology, budget=args.budget, syncs=syncs, optimizer_states=states)
-        outcome = refined(spec, args.cluster, args.profile // REFINEMENTS, search)
-        simulator = api.simulator_for(graph, topology, optimizer_states=states)
+        outcome = refined(spec, args.cluster, args.profile, search)
         found = verify(outcome, VERIFIED, spec, READING, seed=0, data=spec, optimizer=OPTIMIZER).strategy
         strategies = {FOUND: found, **{name: api.classical(name, graph, topology) for name in BASELINES}}
         plans = measure(
-            simulator, args.cluster, model, spec, strategies, args.steps, args.rounds, optimizer=OPTIMIZER, data=spec
+            outcome.simulator, args.cluster, model, spec, strategies, args.steps, args.rounds, optimizer=OPTIMIZER, data=spec
         )
         print("\n".join(table(plans)), flush=True)
         used = {f"{sync.method}:{sync.partitions}" for sync in found.parameters.values()}

@@ -19,14 +19,13 @@ Key = tuple[ActionKind, int]
 """An action that starts a communication: its kind and subject."""
 
 
-def first_of_rows(aggregated: bool) -> ActionKind:
-    """What is done first with gradients of rows."""
-    return ActionKind.COLLECT_ROWS if aggregated else ActionKind.PUSH_ROWS
+COLLECTED = {ActionKind.PUSH_ROWS: ActionKind.COLLECT_ROWS, ActionKind.PUSH: ActionKind.COLLECT}
+"""What hosts do, where they aggregate, before they push so."""
 
 
-def first_of_dense(aggregated: bool) -> ActionKind:
-    """What is done first with gradients of dense parameters that servers keep."""
-    return ActionKind.COLLECT if aggregated else ActionKind.PUSH
+def first_exchange(push: ActionKind, aggregated: bool) -> ActionKind:
+    """What is done first with gradients that are pushed so."""
+    return COLLECTED[push] if aggregated else push
 
 
 class SyncSchedule:
@@ -42,10 +41,10 @@ class SyncSchedule:
         shared = {number: bucket for number, bucket in enumerate(program.buckets) if len(bucket.devices) > 1}
         self.contributions = {(ActionKind.SYNC, number): sum(of_shard[i] for i in bucket.shards) for number, bucket in shared.items()}
         for number, table in enumerate(program.tables):
-            self.contributions[first_of_rows(table.aggregated), number] = _contributions(program, rank, table.uses)
+            self.contributions[first_exchange(ActionKind.PUSH_ROWS, table.aggregated), number] = _contributions(program, rank, table.uses)
         for number, own in enumerate(program.plan.served):
             if not own.sparse:
-                self.contributions[first_of_dense(own.aggregated), number] = _contributions(program, rank, own.uses)
+                self.contributions[first_exchange(ActionKind.PUSH, own.aggregated), number] = _contributions(program, rank, own.uses)
         self.follow = _followers(part_of(program.backward, rank)) if early else {}
 
 
@@ -59,10 +58,9 @@ class EarlyStart:
         self._missing: dict[Key, int] = {}
         self._startable: list[Key] = []
 
-    def by(self, starter: Callable[[int], object], *kinds: ActionKind) -> None:
-        """Have a method start communications of these kinds. Its object is not kept alive."""
-        for kind in kinds:
-            self._starters[kind] = weakref.WeakMethod(starter)
+    def by(self, starter: Callable[[int], object], kind: ActionKind) -> None:
+        """Have a method start communications of a kind. Its object is not kept alive."""
+        self._starters[kind] = weakref.WeakMethod(starter)
 
     @contextmanager
     def step(self, schedule: SyncSchedule, part: MicroBatch) -> Iterator[None]:
@@ -102,11 +100,10 @@ def _contributions(program: Program, rank: int, uses: Sequence[tuple[int, int]])
 def _followers(actions: Sequence[Action]) -> dict[int, tuple[Key, ...]]:
     """Segment -> what a rank starts right behind it, with no other communication in between, and without waiting for anybody."""
     found: dict[int, tuple[Key, ...]] = {}
-    behind = {ActionKind.COLLECT_ROWS: ActionKind.PUSH_ROWS, ActionKind.COLLECT: ActionKind.PUSH}
-    waits = {(behind[action.kind], action.subject) for action in actions if action.kind in behind}
+    there = {(action.kind, action.subject) for action in actions}
 
     def starts(action: Action) -> bool:
-        return action.kind in LAST_ONLY and (action.kind, action.subject) not in waits
+        return action.kind in LAST_ONLY and (COLLECTED.get(action.kind), action.subject) not in there
 
     for place, action in enumerate(actions):
         if action.kind is ActionKind.SEGMENT:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from soap.runtime.actions import ActionKind
-from soap.runtime.early_start import EarlyStart, first_of_dense
+from soap.runtime.early_start import EarlyStart, first_exchange
 from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.redistribute import Communicator, Pending, cut
@@ -38,7 +38,7 @@ class DenseServing:
         self._given: dict[int, dict[int, torch.Tensor]] = {}
         for number, own in self.regions.items():
             if self._reads(number):  # the object of a hook is not kept alive by it: a leaf's hooks live as long as the leaf
-                key = first_of_dense(own.aggregated), number
+                key = first_exchange(ActionKind.PUSH, own.aggregated), number
                 self._leaf(number).register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     lambda _, key=key: early.arrived(key)
                 )

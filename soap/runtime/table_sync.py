@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from soap.runtime.actions import ActionKind
-from soap.runtime.early_start import EarlyStart, first_of_rows
+from soap.runtime.early_start import EarlyStart, first_exchange
 from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.redistribute import Communicator, Pending
@@ -161,7 +161,7 @@ class TableSync:
                 step.arriving.wait()
                 compact = step.compact
             step.leaf = compact.detach().requires_grad_()
-            key = first_of_rows(table.aggregated), number
+            key = first_exchange(ActionKind.PUSH_ROWS, table.aggregated), number
             step.leaf.register_post_accumulate_grad_hook(lambda _: self._early.arrived(key))  # type: ignore[no-untyped-call]
         return step.leaf
 
