@@ -1,6 +1,7 @@
 """``soap-search --verify``: run the best few strategies and data parallelism for real on this machine, and keep what is fastest.
 
 Each is run in several turns, and its quickest turn counts: other users of the machine slow it down for seconds, and only ever add time.
+What beats data parallelism by no more than turns of one strategy differ does not replace it.
 """
 
 from __future__ import annotations
@@ -76,8 +77,10 @@ def verify(
     assert done is not None  # not under torchrun
     runs = []
     for name, strategy in strategies.items():
-        measured_ns = min(done.measured[f"{name}, {turn}"].median_ns for turn in turns)
-        runs.append(api.Run(name, strategy, simulations[name].makespan_ns, measured_ns, _may_be_kept(outcome, name, strategy)))
+        measured_ns, *later_ns = sorted(done.measured[f"{name}, {turn}"].median_ns for turn in turns)
+        apart_ns = later_ns[0] - measured_ns if later_ns else 0
+        allowed = _may_be_kept(outcome, name, strategy)
+        runs.append(api.Run(name, strategy, simulations[name].makespan_ns, measured_ns, allowed, apart_ns))
     return outcome.with_runs(runs)
 
 
@@ -103,7 +106,13 @@ def document(runs: Sequence[api.Run], kept: api.Run) -> dict[str, Any]:
     return {
         "kept": kept.name,
         "runs": {
-            run.name: {"predicted_ns": run.predicted_ns, "measured_ns": run.measured_ns, "allowed": run.allowed} for run in runs
+            run.name: {
+                "predicted_ns": run.predicted_ns,
+                "measured_ns": run.measured_ns,
+                "turns_apart_ns": run.apart_ns,
+                "allowed": run.allowed,
+            }
+            for run in runs
         },
     }
 
@@ -115,4 +124,7 @@ def text(found: Mapping[str, Any]) -> str:
         ratio = run["measured_ns"] / max(1, run["predicted_ns"])
         mark = name + ("" if run["allowed"] else " (ruled out by --pin or --forbid)")
         rows.append((mark, milliseconds(run["predicted_ns"]), milliseconds(run["measured_ns"]), f"{ratio:.2f}"))
-    return aligned(rows) + f"\n  kept: {found['kept']}, the fastest measured"
+    kept = found["kept"]
+    fastest = min((name for name, run in found["runs"].items() if run["allowed"]), key=lambda name: found["runs"][name]["measured_ns"])
+    why = "the fastest measured" if kept == fastest else f"as {fastest} is faster by no more than turns of one strategy differ"
+    return f"{aligned(rows)}\n  kept: {kept}, {why}"

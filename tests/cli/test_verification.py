@@ -41,7 +41,10 @@ def test_runs_them_and_keeps_the_fastest(tmp_path: Path, capsys: pytest.CaptureF
     runs, kept = report["measured"]["runs"], report["measured"]["kept"]
     begun = [name for name in runs if name in NAMED and name != "data_parallel"]
     assert len(begun) == 1 and list(runs) == ["data_parallel", *begun, "found 1", "found 2"]
-    assert kept == min(runs, key=lambda name: runs[name]["measured_ns"])
+    fastest = min(runs, key=lambda name: runs[name]["measured_ns"])
+    apart = max(runs[name]["turns_apart_ns"] for name in (fastest, "data_parallel"))
+    is_clear = runs["data_parallel"]["measured_ns"] - runs[fastest]["measured_ns"] > apart
+    assert kept == (fastest if is_clear else "data_parallel")
     assert all(run["measured_ns"] > 0 and run["allowed"] for run in runs.values())
     assert runs["found 1"]["predicted_ns"] < runs["found 2"]["predicted_ns"]
     document = json.loads(out.read_text())
@@ -143,6 +146,34 @@ def test_data_parallelism_that_the_user_ruled_out_is_measured_but_not_kept() -> 
     kept = outcome.with_runs(runs)
     assert kept.kept is runs[2] and kept.strategy == runs[2].strategy and kept.time_ns == 9
     assert outcome.kept is None and outcome.strategy == outcome.result.strategy
+
+
+@pytest.mark.parametrize(
+    ("usual_ns", "usual_apart_ns", "fastest_apart_ns", "kept"),
+    [
+        (100, 0, 0, "found 1"),
+        (100, 9, 0, "found 1"),
+        (100, 10, 0, "data_parallel"),
+        (100, 0, 12, "data_parallel"),
+        (80, 0, 0, "data_parallel"),
+    ],
+)
+def test_what_beats_data_parallelism_by_noise_does_not_replace_it(
+    usual_ns: int, usual_apart_ns: int, fastest_apart_ns: int, kept: str
+) -> None:
+    graph, four = mlp(), cluster([2, 2])
+    outcome = api.SearchOutcome(Simulator(graph, four, PointCosts()), found(graph, four, []))
+    usual = api.classical("data_parallel", graph, four)
+    best, second = (finalist.strategy for finalist in outcome.result.finalists[:2])
+    runs = [
+        api.Run("data_parallel", usual, 10, usual_ns, True, usual_apart_ns),
+        api.Run("found 1", best, 8, 90, True, fastest_apart_ns),
+        api.Run("found 2", second, 8, 95, True, 50),
+    ]
+    chosen = outcome.with_runs(runs).kept
+    assert chosen is not None and chosen.name == kept
+    said = verification.text(verification.document(runs, chosen))
+    assert f"kept: {kept}, " in said and ("no more than turns" in said) == (kept == "data_parallel" and usual_ns > 90)
 
 
 def found(graph: soap.OperatorGraph, topology: soap.Topology, pins: list[tuple[str, str]]) -> SearchResult:
