@@ -95,6 +95,9 @@ def launch(
 
 def _config(processes: int, address: str) -> LaunchConfig:
     """How torchrun's launcher starts the ranks; made where temporary files go to our own folder."""
+    options: dict[str, Any] = {"signals_to_handle": ""}  # ours are there
+    if "shutdown_timeout" in inspect.signature(LaunchConfig).parameters:  # not in torch 2.11
+        options["shutdown_timeout"] = SHUTDOWN_S
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -107,8 +110,7 @@ def _config(processes: int, address: str) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=0.05,
         start_method="spawn",
-        shutdown_timeout=SHUTDOWN_S,
-        signals_to_handle="",  # ours are there
+        **options,
     )
 
 

@@ -108,7 +108,9 @@ class ExecutableModel:
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
         """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but random numbers."""
-        values: dict[str, torch.Tensor] = dict(self.program.constants)
+        given = (*inputs, *parameters.values())
+        device = given[0].device if given else None
+        values: dict[str, torch.Tensor] = {name: constant.to(device) for name, constant in self.program.constants.items()}
         values.update(zip(self.program.inputs, inputs, strict=True))
         values.update({value: parameters[name] for value, name in self.program.parameters.items() if name in parameters})
         last = {name: i for i, call in enumerate(self.program.calls) for name in call.operands}

@@ -7,7 +7,8 @@ import inspect
 import io
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,9 @@ def exported_program(
     """What ``export_model`` writes, which shares its tensors with the model."""
     module = model if loss is None else _with_loss(model, loss)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign
-            separate, named = _separate(tuple(args), dict(kwargs or {}))
-            sizes = _symbolic_batch(module, separate, named, dynamic_batch) if dynamic_batch else None
-            return torch.export.export(module, separate, named, dynamic_shapes=sizes, strict=False)
+        separate, named = _separate(tuple(args), dict(kwargs or {}))
+        sizes = _symbolic_batch(module, separate, named, dynamic_batch) if dynamic_batch else None
+        return traced(module, separate, named, sizes)
     except ModelError:
         raise
     except Exception as error:
@@ -95,6 +94,30 @@ def exported_program(
         if dynamic_batch:
             first = f"the number of samples cannot stay open ({first})"
         raise ModelError(f"torch.export cannot trace {type(model).__name__}: {first}; see torch.export's documentation") from error
+
+
+def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None) -> ExportedProgram:
+    """``torch.export.export``, quietly."""
+    with warnings.catch_warnings(), _mended_lstms():
+        warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign
+        return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+@contextmanager
+def _mended_lstms() -> Iterator[None]:
+    """Torch 2.11 gives the states of a traced LSTM a dimension too many (``squeeze(1)``, which became ``squeeze(0)`` later)."""
+    known: Any = torch._decomp.decompositions
+    original = known.one_layer_lstm
+
+    def mended(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        output, states = original(*args, **kwargs)
+        return output, tuple(state.squeeze(0) if state.dim() > 2 else state for state in states)
+
+    known.one_layer_lstm = mended
+    try:
+        yield
+    finally:
+        known.one_layer_lstm = original
 
 
 def _symbolic_batch(

@@ -17,6 +17,7 @@ from soap import zoo
 from soap.errors import ModelError
 from soap.tracing.archive import plain_archive
 from soap.tracing.execute import ExecutableModel, Source
+from soap.tracing.export import traced
 from soap.tracing.importer import BatchNorm, import_program
 from soap.tracing.row_counting import measure_rows
 from soap.tracing.sizes import Shapes, is_dynamic
@@ -130,10 +131,7 @@ def _imported(
 def export_zoo(spec: str, *, plan_only: bool) -> tuple[ExportedProgram, str]:
     """A zoo model's program and its canonical name; on the meta device if only a plan is wanted."""
     model = zoo.build(spec.removeprefix("zoo:"), fake=plan_only)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign
-        exported = torch.export.export(model.module, model.args, dict(model.kwargs), strict=False)
-    return exported, f"zoo:{model.name}"
+    return traced(model.module, model.args, dict(model.kwargs)), f"zoo:{model.name}"
 
 
 def read_pt2(path: Path) -> ExportedProgram:

@@ -45,6 +45,35 @@ def test_loss_on_top_of_the_model(tmp_path: Path) -> None:
     assert model.graph.operators[0].kind == "linear"
 
 
+class Walked(nn.Module):
+    """An LSTM that is called twice, the second time with the states of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.lstm = nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, states = self.lstm(self.inner(x))
+        return self.lstm(first, states)[0].square().mean()
+
+
+def test_states_of_an_lstm_have_as_many_dimensions_as_they_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In torch 2.11 a traced one's have one more, which is mended here."""
+    known, asked = torch._decomp.decompositions, []
+    original = known.one_layer_lstm
+
+    def as_in_2_11(*args: object, **kwargs: object) -> tuple[Tensor, tuple[Tensor, ...]]:
+        asked.append(args)
+        output, states = original(*args, **kwargs)
+        return output, tuple(state.reshape(1, *state.shape[-2:]) for state in states)
+
+    monkeypatch.setattr(known, "one_layer_lstm", as_in_2_11)
+    export_model(Walked(), (torch.randn(2, 5, 3),), path=tmp_path / "m.pt2")
+    assert asked and known.one_layer_lstm is as_in_2_11
+    kinds = [op.kind for op in load_model(tmp_path / "m.pt2").graph.operators]
+    assert kinds.count("lstm") == 2
+
+
 class Plain(nn.Module):
     """With state of every kind: tied, only read, unused, updated, not persistent."""
 
