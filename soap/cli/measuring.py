@@ -69,6 +69,7 @@ def measure(
     seconds, and only ever add time, so the quicker of both counts.
     """
     keep_freed_memory()  # as ranks do
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")  # the backward pass's thread
     place = place_of(topology, environment)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SoapWarning)  # the command has read the model before, and said it
@@ -104,7 +105,8 @@ def measured(one: Wanted, timer: TileTimer, place: Place) -> Entry:
         forward_kernels = () if left_out else forward_work(timer.graph, one.tile)
         backward_kernels = () if backward is None else backward_work(timer.graph, one.tile)
         repetitions = times.forward.repetitions
-        return Entry(one.kind, one.key, _timing(times.forward), backward, repetitions, forward_kernels, backward_kernels, now)
+        kernels = forward_kernels, backward_kernels
+        return Entry(one.kind, one.key, _timing(times.forward), backward, repetitions, *kernels, now, times.launch_ns)
     found = _upkeep(one, place)
     return Entry(one.kind, one.key, _timing(found), None, found.repetitions, measured_at=now)
 

@@ -27,7 +27,8 @@ class Entry:
     """One computation as it was measured. ``backward`` is None if there is nothing to be done in it.
 
     ``forward_work``, ``backward_work``: what was to be done, so that an estimate can be compared with it; nothing where that was left out,
-    as statistics are that nobody reads. ``measured_at``: ISO 8601, UTC.
+    as statistics are that nobody reads. ``measured_at``: ISO 8601, UTC. ``launch_ns``: on GPUs, what the processor takes to launch the
+    forward and the backward pass.
     """
 
     kind: str
@@ -38,12 +39,15 @@ class Entry:
     forward_work: tuple[Kernel, ...] = ()
     backward_work: tuple[Kernel, ...] = ()
     measured_at: str = ""
+    launch_ns: tuple[float, float] | None = None
 
     def quicker(self, other: Entry) -> Entry:
         """Of two measurements of one computation the lower times."""
         forward = min(self.forward, other.forward, key=lambda timing: timing.ns)
         backward = [own.backward for own in (self, other) if own.backward is not None]
-        return replace(self, forward=forward, backward=min(backward, key=lambda timing: timing.ns, default=None))
+        launches = [own.launch_ns for own in (self, other) if own.launch_ns is not None]
+        launch_ns = (min(own[0] for own in launches), min(own[1] for own in launches)) if launches else None
+        return replace(self, forward=forward, backward=min(backward, key=lambda timing: timing.ns, default=None), launch_ns=launch_ns)
 
     @property
     def points(self) -> int:
@@ -88,6 +92,7 @@ def encode(entry: Entry) -> dict[str, Any]:
         "forward_work": [_kernel(kernel) for kernel in entry.forward_work],
         "backward_work": [_kernel(kernel) for kernel in entry.backward_work],
         "measured_at": entry.measured_at,
+        **({} if entry.launch_ns is None else {LAUNCH: list(entry.launch_ns)}),
     }
 
 
@@ -103,6 +108,7 @@ def decode(record: Mapping[str, Any]) -> Entry:
         tuple(_decode_kernel(kernel) for kernel in record["forward_work"]),
         tuple(_decode_kernel(kernel) for kernel in record["backward_work"]),
         record["measured_at"],
+        tuple(record[LAUNCH]) if LAUNCH in record else None,
     )
 
 
@@ -114,6 +120,8 @@ def _decode_kernel(values: Sequence[Any]) -> Kernel:
     return Kernel(*values)
 
 
+LAUNCH = "launch_ns"
+"""Only entries of GPUs have it."""
 LARGEST = 2**62
 _WORD: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 200}
 _SIZE: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": LARGEST}
@@ -141,5 +149,10 @@ _PROPERTIES: dict[str, Any] = {
     "backward_work": _WORK,
     "measured_at": {"type": "string", "maxLength": 40},
 }
-SCHEMA: dict[str, Any] = {"type": "object", "properties": _PROPERTIES, "required": list(_PROPERTIES), "additionalProperties": False}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {**_PROPERTIES, LAUNCH: _tuple(_NOT_NEGATIVE, _NOT_NEGATIVE)},
+    "required": list(_PROPERTIES),
+    "additionalProperties": False,
+}
 """JSON schema of an encoded entry."""

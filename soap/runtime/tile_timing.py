@@ -31,10 +31,12 @@ WARM_UPS = 2
 
 @dataclass(frozen=True, slots=True)
 class TileTimes:
-    """One tile's passes. ``backward`` is None if there is nothing to be done in it."""
+    """One tile's passes. ``backward`` is None if there is nothing to be done in it. ``launch_ns``: on a GPU, what the processor takes to
+    launch each of them."""
 
     forward: Sample
     backward: Sample | None
+    launch_ns: tuple[float, float] | None = None
 
 
 class TileTimer:
@@ -57,8 +59,12 @@ class TileTimer:
             copies += [self._copy(tile, tables) for _ in range(self._count(tile, spent) - 1)]
             for _ in range(WARM_UPS if len(copies) > 1 else 0):
                 self._run(tile, copies)
-        columns = [sample(times, len(copies)) for times in repeat(lambda: self._run(tile, copies), most_seconds)]
-        return TileTimes(columns[0], columns[1] if len(first) > 1 else None)
+        found = [sample(times, len(copies)) for times in repeat(lambda: self._run(tile, copies), most_seconds)]
+        if self.device.type != "cuda":
+            return TileTimes(found[0], found[1] if len(first) > 1 else None)
+        if len(first) == 2:
+            return TileTimes(found[0], None, (found[1].ns, 0.0))
+        return TileTimes(found[0], found[2], (found[1].ns, found[3].ns))
 
     def exercise(self, tile: Tile) -> None:
         """Run a tile forward and backward without timing it."""
@@ -73,7 +79,8 @@ class TileTimer:
         return max(1, min(MOST_COPIES, self._bytes // max(1, own), int(RUN_SECONDS / max(seconds, 1e-9))))
 
     def _run(self, tile: Tile, copies: Sequence[_Operands]) -> list[float]:
-        """Times of all forward passes together, and of all backward passes together if there are any."""
+        """Times of all forward passes together, and of all backward passes together if there are any; on a GPU each with what launching
+        them took."""
         context = TileContext(0, 0, self._buffers, unread=self._unread(tile))
         active = tile.operator in self.graph.backward_operators
         made: list[torch.Tensor] = []

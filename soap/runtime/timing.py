@@ -2,7 +2,8 @@
 
 On a CPU with one thread per process what counts is the thread's processor time: other programs, which take turns with ours, do not spoil a
 figure that is kept for long. Several threads are timed by the clock on the wall, since the processor time of a thread that waits for others
-is no less. On a GPU events on its stream are timed: where Python is slower than the kernels, they wait for it as a training step does.
+is no less. On a GPU events on its stream are timed, and beside it how long the processor takes to launch the kernels: it runs ahead of the
+GPU as in a long step, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ FEW_REPETITIONS = 2
 """Of what takes longer than the time that is allowed for it."""
 MOST_SECONDS = 0.5
 
+MOST_AHEAD_NS = 10**9
+"""A GPU is kept waiting for no longer than this, so that the processor is ahead of it."""
+
 Step = Callable[[], object]
 
 
@@ -34,7 +38,7 @@ class Clock(Protocol):
     """Times steps that follow each other."""
 
     def times_ns(self, steps: Sequence[Step]) -> list[float]:
-        """Run the steps; nanoseconds of each."""
+        """Run the steps; nanoseconds of each. On a GPU, then, nanoseconds that the processor took to launch each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +59,52 @@ class CpuClock:
         return [max(end - start, 1) / self.share for start, end in pairwise(marks)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CudaClock:
-    """Times on the current stream of the current GPU."""
+    """Times on the current stream of the current GPU.
+
+    ``ahead``: the GPU is given something to wait for first, for as long as launching took the last time; the first few times of a step are
+    too long, then. Else kernels wait for the processor where that is slower.
+    """
+
+    ahead: bool = True
+    _wait_ns: float = 1e6
+    _cycles_per_ns: float = 0.0
 
     def times_ns(self, steps: Sequence[Step]) -> list[float]:
-        """Run the steps; nanoseconds of each."""
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]  # type: ignore[no-untyped-call]
+        """Run the steps; nanoseconds of each, then those of launching each."""
+        marks = [_event() for _ in range(len(steps) + 1)]
+        if self.ahead:
+            self._keep_waiting()
         marks[0].record()
+        launched = [time.perf_counter_ns()]
         for mark, step in zip(marks[1:], steps, strict=True):
             step()
             mark.record()
+            launched.append(time.perf_counter_ns())
         torch.cuda.synchronize()
-        return [max(start.elapsed_time(end) * 1e6, 1.0) for start, end in pairwise(marks)]
+        self._wait_ns = min(MOST_AHEAD_NS, max(1e5, 1.5 * (launched[-1] - launched[0])))
+        times = [max(start.elapsed_time(end) * 1e6, 1.0) for start, end in pairwise(marks)]
+        return [*times, *(float(end - start) for start, end in pairwise(launched))]
+
+    def _keep_waiting(self) -> None:
+        if not self._cycles_per_ns:
+            marks, cycles = (_event(), _event()), 10**7
+            for mark in marks:
+                _wait(cycles)
+                mark.record()
+            torch.cuda.synchronize()
+            self._cycles_per_ns = cycles / (1e6 * marks[0].elapsed_time(marks[1]))
+        _wait(int(self._wait_ns * self._cycles_per_ns))
+
+
+def _wait(cycles: int) -> None:
+    """Keep the GPU's stream from going on for so many cycles."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +150,6 @@ def repeat(run: Callable[[], Sequence[float]], most_seconds: float = MOST_SECOND
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def clock_for(device: torch.device, threads: int = 1, share: float = 1.0) -> Clock:
-    """The clock of a device."""
-    return CudaClock() if device.type == "cuda" else CpuClock(threads, share)
+def clock_for(device: torch.device, threads: int = 1, share: float = 1.0, *, ahead: bool = True) -> Clock:
+    """The clock of a device. ``ahead``: see ``CudaClock``."""
+    return CudaClock(ahead) if device.type == "cuda" else CpuClock(threads, share)

@@ -12,15 +12,16 @@ from torch.utils.benchmark import Timer
 
 from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
 from soap.presets import local_topology
-from soap.runtime.timing import Clock, Sample, clock_for, repeat, sample
+from soap.runtime.timing import Clock, CpuClock, Sample, clock_for, repeat, sample
 from soap.runtime.trainer import Trainer
 from soap.simulator.tiling import Tile
 from soap.strategy import OpConfig, Strategy
 from soap.tracing.model import TileContext, TracedModel
 
-TOGETHER_BYTES = 8 * 2**20
-MOST_TENSORS = 16
-"""An optimizer updates so many tensors of a size at once, but no more than ``TOGETHER_BYTES``: what it does once per step is small then."""
+TOGETHER_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+MOST_TENSORS = {"cpu": 16, "cuda": 128}
+"""An optimizer updates so many tensors of a size at once, but no more than ``TOGETHER_BYTES``: what it does once per step is small then. On
+GPUs it does much once per step, as a kernel updates many tensors."""
 SECONDS = 0.2
 CHAINS = (16, 400)
 """Tiles of the two chains whose steps are compared."""
@@ -36,7 +37,7 @@ OPTIMIZERS: Mapping[int, _Optimizer] = {
 
 def time_update(optimizer_states: int, size_bytes: int, device: torch.device, threads: int = 1, share: float = 1.0) -> Sample:
     """The update of one float32 tensor of so many bytes, as one of several."""
-    count = max(1, min(MOST_TENSORS, TOGETHER_BYTES // size_bytes))
+    count = max(1, min(MOST_TENSORS[device.type], TOGETHER_BYTES[device.type] // size_bytes))
     tensors = [torch.zeros(max(1, size_bytes // 4), device=device) for _ in range(count)]
     for tensor in tensors:
         tensor.requires_grad_().grad = torch.full_like(tensor, 1e-3)
@@ -51,8 +52,9 @@ def time_copy(size_bytes: int, device: torch.device, threads: int = 1, share: fl
 
 
 def time_runtime(device: torch.device, threads: int = 1, share: float = 1.0) -> Sample:
-    """What a tile costs in a step besides its calls, forward and backward together: steps of two chains of tiles that compute nothing."""
-    clock = clock_for(device, threads, share)
+    """What a tile costs in a step besides its calls, forward and backward together: steps of two chains of tiles that compute nothing.
+    It is the processor's work, of a GPU's tile as well."""
+    clock = clock_for(device, threads, share) if device.type == "cpu" else CpuClock(threads)
     few, many = (_steps(clock, device, count) for count in CHAINS)
     tiles = CHAINS[1] - CHAINS[0]
     return Sample(max(1.0, (many.ns - few.ns) / tiles), (many.spread_ns + few.spread_ns) / tiles, min(many.repetitions, few.repetitions))
@@ -61,7 +63,7 @@ def time_runtime(device: torch.device, threads: int = 1, share: float = 1.0) -> 
 def _timed(action: Callable[[], Any], device: torch.device, threads: int, share: float, parts: int) -> Sample:
     """In blocks as long as torch's benchmark finds them to be long beside the clock."""
 
-    clock = clock_for(device, threads, share)
+    clock = clock_for(device, threads, share, ahead=False)
     action()
     block = Timer("action()", globals={"action": action}, num_threads=threads or torch.get_num_threads())
     number = block.blocked_autorange(min_run_time=SECONDS / 10).number_per_run

@@ -73,3 +73,59 @@ def test_what_is_slow_is_repeated_a_few_times() -> None:
 def test_a_gpu_has_a_clock_of_its_own() -> None:
     assert isinstance(clock_for(torch.device("cuda")), timing.CudaClock)
     assert clock_for(torch.device("cpu"), 2, 0.5) == CpuClock(2, 0.5)
+
+
+class _Gpu:
+    """A GPU's stream, its events and the processor's clock, in nanoseconds. A cycle takes two."""
+
+    def __init__(self) -> None:
+        self.now_ns, self.done_ns, self.waits = 0, 0, list[int]()
+
+    def launch(self, launch_ns: int, run_ns: int) -> None:
+        self.now_ns += launch_ns
+        self.done_ns = max(self.done_ns, self.now_ns) + run_ns
+
+    def sleep(self, cycles: int) -> None:
+        self.waits.append(2 * cycles)
+        self.launch(0, 2 * cycles)
+
+    def synchronize(self) -> None:
+        self.now_ns = max(self.now_ns, self.done_ns)
+
+    def event(self) -> _Event:
+        return _Event(self)
+
+
+class _Event:
+    def __init__(self, gpu: _Gpu) -> None:
+        self.gpu, self.ns = gpu, 0
+
+    def record(self) -> None:
+        self.ns = max(self.gpu.now_ns, self.gpu.done_ns)
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.ns - self.ns) / 1e6
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
+    found = _Gpu()
+    monkeypatch.setattr(timing, "_event", found.event)
+    monkeypatch.setattr(timing, "_wait", found.sleep)
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", found.synchronize)
+    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: found.now_ns)
+    return found
+
+
+def test_a_gpu_that_waits_first_shows_what_it_computes_and_the_processor_what_it_launches(gpu: _Gpu) -> None:
+    steps = [lambda: gpu.launch(3_000_000, 1_000_000), lambda: gpu.launch(500_000, 4_000_000)]
+    clock = timing.CudaClock()
+    assert clock.times_ns(steps)[2:] == [3_000_000, 500_000]  # it has waited for less than launching takes, this first time
+    assert clock.times_ns(steps) == [1_000_000, 4_000_000, 3_000_000, 500_000]
+    assert gpu.waits[-1] == 1.5 * 3_500_000
+
+
+def test_a_gpu_that_does_not_wait_first_waits_for_the_processor(gpu: _Gpu) -> None:
+    steps = [lambda: gpu.launch(3_000_000, 1_000_000), lambda: gpu.launch(500_000, 4_000_000)]
+    assert timing.CudaClock(ahead=False).times_ns(steps)[:2] == [4_000_000, 4_000_000]
+    assert gpu.waits == []
