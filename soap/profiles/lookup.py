@@ -7,7 +7,8 @@
   ÷ estimated). Kinds that were not measured get the median of all kinds, if there are ``LEAST_KINDS``;
 - *estimated*: the roofline.
 
-What the runtime adds to a tile is no part of a tile's measurement; it is measured by itself, or else estimated.
+What the runtime adds to a tile is no part of a tile's measurement; it is measured by itself, or else estimated. On GPUs it is a part of
+what launching the tile takes, which is measured beside the tile; of what was not measured it is the median of its kind, else of all.
 
 Answers of a kind and direction that has a correction (``corrections``) are multiplied by it, wherever they come from, and say so.
 """
@@ -24,7 +25,7 @@ from statistics import median
 
 from soap.graph import OperatorGraph
 from soap.profiles.corrections import CORRECTED, Correction
-from soap.profiles.entries import UPDATE, Entry, encode, runtime_key, update_family, update_key
+from soap.profiles.entries import LAUNCH, UPDATE, Entry, encode, runtime_key, update_family, update_key
 from soap.profiles.keys import Environment, TileKey, TileKeys, environments, tile_kind
 from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.store import Store
@@ -37,7 +38,7 @@ from soap.topology import DeviceType, Topology
 
 LEAST_KINDS = 3
 CACHE_ENTRIES = 2**18
-MEASURED_KEYS = ("kind", "family", "lengths", "regions", "entire", "forward_ns", "backward_ns", "forward_work", "backward_work")
+MEASURED_KEYS = ("kind", "family", "lengths", "regions", "entire", "forward_ns", "backward_ns", "forward_work", "backward_work", LAUNCH)
 """What of an encoded entry an answer can depend on."""
 
 
@@ -84,6 +85,12 @@ class Profile:
                     ratios.setdefault((entry.kind, backward), []).append(timing.ns / (1e9 * work_seconds(work, device)))
         self.factors = {known: median(found) for known, found in ratios.items()}
         self._usual = {backward: self._median_of_kinds(backward) for backward in (False, True)}
+        launches: dict[tuple[str, bool], list[float]] = {}
+        for entry in self.entries:
+            for backward, ns in zip((False, True), entry.launch_ns or (), strict=False):
+                if not backward or entry.backward is not None:
+                    launches.setdefault((entry.kind, backward), []).append(ns)
+        self._launches = {known: median(found) for known, found in launches.items()}
 
     def tile(self, key: TileKey, kind: str, work: Sequence[Kernel], backward: bool) -> tuple[float, Source]:
         """Nanoseconds of a pass over a tile, without what the runtime adds."""
@@ -114,8 +121,26 @@ class Profile:
         # Below what was measured the calls decide, which are the same for all; above it the bytes.
         return nearest_ns * max(1.0, size_bytes / nearest_bytes), Source.CALIBRATED
 
+    @property
+    def launches_kernels(self) -> bool:
+        """Whether it is of a GPU, whose kernels are launched by a processor."""
+        return bool(self._launches)
+
+    def launch_ns(self, key: TileKey, kind: str, backward: bool) -> float:
+        """Nanoseconds of launching a pass over a tile, with what the runtime adds."""
+        entry = self._exact.get(key)
+        if entry is not None and entry.launch_ns is not None:
+            return entry.launch_ns[backward] + self._added_ns(backward)
+        found = self._launches.get((kind, backward))
+        if found is None:
+            found = median([ns for (_, direction), ns in self._launches.items() if direction is backward] or [0.0])
+        return found + self._added_ns(backward)
+
     def runtime_ns(self, backward: bool) -> float:
-        """What the runtime adds to a tile in one direction."""
+        """What the runtime adds to a tile in one direction on the device itself."""
+        return 0.0 if self.launches_kernels else self._added_ns(backward)
+
+    def _added_ns(self, backward: bool) -> float:
         entry = self._exact.get(runtime_key())
         if entry is None:
             return 1e9 * runtime_seconds(self.device)
@@ -167,7 +192,7 @@ class ProfiledCosts:
             [name, [_figures(entry) for entry in profile.entries], sorted(profile.corrections.items())]
             for name, profile in self.profiles.items()
         ]
-        text = json.dumps(["profile", 2, LEAST_KINDS, self.estimate.hash, known])
+        text = json.dumps(["profile", 3, LEAST_KINDS, self.estimate.hash, known])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
@@ -181,6 +206,14 @@ class ProfiledCosts:
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update of a shard."""
         return self.update_answer(parameter_bytes, device).ns
+
+    def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
+        """Launching one pass over a tile."""
+        profile = self.profiles.get(device.name)
+        if profile is None or not profile.launches_kernels or not tile.size:
+            return 0
+        key = self._keys.setdefault(graph.hash, TileKeys(graph)).key(tile)
+        return round(profile.launch_ns(key, tile_kind(graph, tile), backward))
 
     def answer(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> Answer:
         """One pass over a tile, and where that number comes from."""
@@ -245,7 +278,7 @@ def _between(points: Sequence[Point], lengths: tuple[int, ...]) -> float | None:
 
 def _figures(entry: Entry) -> list[object]:
     encoded = encode(entry)
-    return [encoded[name] for name in MEASURED_KEYS]
+    return [encoded.get(name) for name in MEASURED_KEYS]
 
 
 def read_profiles(topology: Topology, store: Store) -> dict[str, list[Entry]]:

@@ -6,7 +6,7 @@ What communication costs follows from the topology alone (``communication``) and
 from __future__ import annotations
 
 from math import ceil
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from soap.graph import OperatorGraph
 from soap.simulator.tiling import Tile
@@ -41,3 +41,16 @@ class CostModel(Protocol):
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update of a shard."""
+
+
+@runtime_checkable
+class Launching(Protocol):
+    """What a cost model may say besides: how long a device's processor takes to launch a tile's kernels."""
+
+    def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
+        """Of one pass over a tile; 0 on devices that are processors themselves."""
+
+
+def launch_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
+    """What launching one pass over a tile takes; 0 by cost models that say nothing of it."""
+    return costs.launch_ns(graph, tile, device, backward=backward) if isinstance(costs, Launching) else 0

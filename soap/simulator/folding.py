@@ -36,7 +36,7 @@ from soap.graph import OperatorGraph
 from soap.simulator.allreduce import AllReduceOption, allreduce_bytes, allreduce_options
 from soap.simulator.communication import Communication
 from soap.simulator.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
-from soap.simulator.costs import CostModel
+from soap.simulator.costs import CostModel, launch_ns
 from soap.simulator.plan import Plan
 from soap.simulator.planning import PlanBuilder
 from soap.simulator.tiling import Tile
@@ -98,6 +98,10 @@ class FoldedCosts:
     def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         """Backward pass of a tile."""
         return self.costs.backward_ns(self.graph, tile, device)
+
+    def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
+        """Launching one pass over a tile."""
+        return launch_ns(self.costs, self.graph, tile, device, backward=backward)
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update of a shard."""

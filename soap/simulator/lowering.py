@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from soap.regions import Box
 from soap.simulator.communication import Communication
-from soap.simulator.costs import CostModel
+from soap.simulator.costs import CostModel, launch_ns
 from soap.simulator.flows import box_bytes, exchange_rounds, reduced_tensor, scatter_rounds
 from soap.simulator.places import PlanPlaces
 from soap.simulator.plan import (
@@ -200,8 +200,10 @@ class _Lowering:
             name, duration = forward_name(self.plan.operator(tile), tile), self.costs.forward_ns(graph, asked, device)
         else:
             name, duration = backward_name(self.plan.operator(tile), tile), self.costs.backward_ns(graph, asked, device)
-        place = self._id(tile.operator, 1, tile.index, gradient=kind is TaskKind.BACKWARD)
-        return self._list.add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile))
+        gradient = kind is TaskKind.BACKWARD
+        place = self._id(tile.operator, 1, tile.index, gradient=gradient)
+        launch = launch_ns(self.costs, graph, asked, device, backward=gradient)
+        return self._list.add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile), launch_ns=launch)
 
     def _reduce(self, place: int) -> None:
         """Sum partial results; on a single device that is part of running its tiles."""

@@ -5,6 +5,9 @@ resources are free and holds them to its end. So every device and every link ser
 decided by the stable id. A communication over a link with a port keeps that port's device busy for a while, from when it is ready or the
 device is free: what the device computes later starts later, the communication itself does not. (From its start on would be nearer to the
 truth where it waits for its links; but a device is free from one moment on, and would stand idle till then.)
+
+What a GPU computes its host's processor launches, in the same order and without waiting for the GPU: a pass over a tile begins no earlier
+than its first kernel is launched and ends no earlier than its last one is. Where launching takes longer than computing, it decides.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ def simulate(tasks: TaskGraph) -> Schedule:
     waiting = [len(task.predecessors) for task in todo]
     ready, start, end = [0] * len(todo), [0] * len(todo), [0] * len(todo)
     free: dict[int, int] = {}
+    launched: dict[int, int] = {}
     ports = {tasks.topology.device_count + port.link: port for port in tasks.topology.ports}
     queue = [(0, task.id, position) for position, task in enumerate(todo) if not task.predecessors]
     heapq.heapify(queue)
@@ -35,6 +39,10 @@ def simulate(tasks: TaskGraph) -> Schedule:
         _, _, position = heapq.heappop(queue)
         task = todo[position]
         start[position] = max([ready[position], *(free.get(resource, 0) for resource in task.resources)])
+        if task.launch_ns:
+            (device,) = task.resources
+            launched[device] = launched.get(device, 0) + task.launch_ns
+            start[position] = max(start[position], launched[device] - min(task.launch_ns, task.duration_ns))
         end[position] = start[position] + task.duration_ns
         for resource in task.resources:
             free[resource] = end[position]

@@ -33,9 +33,10 @@ class TaskList:
         size: int = 0,
         tile: int | None = None,
         flows: tuple[Flow, ...] = (),
+        launch_ns: int = 0,
     ) -> int:
         """One more task; its position."""
-        self.tasks.append(Task(place, name, kind, resources, duration_ns, tuple(sorted(set(after))), size, tile, flows))
+        self.tasks.append(Task(place, name, kind, resources, duration_ns, tuple(sorted(set(after))), size, tile, flows, launch_ns))
         return len(self.tasks) - 1
 
     def message(

@@ -33,7 +33,7 @@ class Task:
     cores follow, host by host (``servers.first_cores``).
     ``predecessors``: positions in ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for computation).
     ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends what to whom in an exchange or
-    reduce-scatter; they add up to ``bytes``.
+    reduce-scatter; they add up to ``bytes``. ``launch_ns``: of a tile's pass, what its device's processor takes to launch it (GPUs).
     """
 
     id: tuple[int, ...]
@@ -45,6 +45,7 @@ class Task:
     bytes: int = 0
     tile: int | None = None
     flows: tuple[Flow, ...] = ()
+    launch_ns: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.shares import shares, text
 from soap.profiles.store import Store
 from soap.profiles.work import backward_work, forward_work
-from soap.simulator.costs import nanoseconds
+from soap.simulator.costs import launch_ns, nanoseconds
 from soap.simulator.simulate import Simulator
 from soap.simulator.tiling import Tile, tiles_of
 from soap.strategies import CLASSICAL
 from soap.strategy import OpConfig, Strategy
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder, mlp, transformer
-from tests.strategies import CPU, cases, cluster
+from tests.strategies import CPU, GPU, cases, cluster
 
 TOPOLOGY = cluster([2], CPU)
 GRAPH = mlp(64, (32, 32, 32), 8)
@@ -71,6 +71,22 @@ def test_what_was_measured_is_the_answer_and_the_runtime_comes_on_top() -> None:
     assert (forward.ns, forward.source) == (5100, Source.MEASURED)
     assert (backward.ns, backward.source) == (7000, Source.MEASURED)
     assert (found.forward_ns(GRAPH, tile, CPU), found.backward_ns(GRAPH, tile, CPU)) == (5100, 7000)
+
+
+def test_on_a_gpu_what_launching_takes_is_told_apart() -> None:
+    """Of what was not measured it is the median of its kind, else of all; what the runtime adds is launching, too."""
+    graph = transformer()
+    linear = next(i for i, op in enumerate(graph.operators) if op.kind == "linear")
+    first, part, elsewhere = cut(graph, linear), cut(graph, linear, *sample_degrees(graph, linear, 2)), cut(graph, len(graph.operators) - 1)
+    topology = cluster([2], GPU)
+    measured = replace(entry(graph, first, 5000.0, 7000.0), launch_ns=(900.0, 1300.0))
+    found = ProfiledCosts(topology, {GPU.name: [RUNTIME, measured]})
+    assert (found.forward_ns(graph, first, GPU), found.backward_ns(graph, first, GPU)) == (5000, 7000)
+    launches = [[launch_ns(found, graph, tile, GPU, backward=way) for way in (False, True)] for tile in (first, part, elsewhere)]
+    assert launches == [[1000, 1300]] * 3
+    assert launch_ns(costs([entry(GRAPH, cut(GRAPH, LINEAR), 1.0)]), GRAPH, cut(GRAPH, LINEAR), CPU, backward=False) == 0
+    assert launch_ns(RooflineCosts(topology), graph, first, GPU, backward=False) == 0
+    assert found.hash != ProfiledCosts(topology, {GPU.name: [RUNTIME, replace(measured, launch_ns=(900.0, 1301.0))]}).hash
 
 
 def test_what_is_left_out_costs_nothing_and_calibrates_nothing() -> None:

@@ -142,6 +142,25 @@ def test_a_port_keeps_its_device_busy() -> None:
     }
 
 
+def test_a_device_does_not_begin_before_its_work_is_launched() -> None:
+    """It is launched in order, without waiting for the device, which ends no earlier than the launching does."""
+    launched = [(30, 10), (10, 50), (100, 10), (20, 0), (5, 10)]
+    tasks = by_hand(*(replace(task(str(i), i, ns, 0), launch_ns=launch) for i, (ns, launch) in enumerate(launched)))
+    assert times(tasks, simulate(tasks)) == {
+        "0": (0, 30),  # begins with its first kernel
+        "1": (50, 60),  # its last kernel is launched at 60
+        "2": (60, 160),  # launched by 70, which is early enough
+        "3": (160, 180),
+        "4": (180, 185),
+    }
+
+
+def test_devices_work_is_launched_apart() -> None:
+    first, second = task("a", 0, 10, 0), task("b", 1, 10, 1)
+    tasks = by_hand(replace(first, launch_ns=40), replace(second, launch_ns=20))
+    assert times(tasks, simulate(tasks)) == {"a": (30, 40), "b": (10, 20)}
+
+
 def test_a_port_counts_messages() -> None:
     """Each of a collective's messages over its link keeps the device busy for ``fixed_ns``, the duration's part counts once."""
     flows = ((0, 1, 30), (0, 1, 50))

@@ -47,8 +47,9 @@ NO_BOUND = 1 << 62
 
 class Trial(NamedTuple):
     """A simulation under way, and its outcome. Per slot: ``left`` (predecessors that have not ended), ``ready``, ``start``, ``end`` in ns.
-    ``order``: slots as they were taken. ``free``: when each resource is free. ``rest``: per device, ns at least of what it has still to do.
-    ``heap_``: the heap. ``place``: where a slot stands in ``order`` (valid once it has become a run)."""
+    ``order``: slots as they were taken. ``free``: when each resource is free; then, per device, ns until what was taken has been launched.
+    ``rest``: per device, ns at least of what it has still to do. ``heap_``: the heap. ``place``: where a slot stands in ``order`` (valid
+    once it has become a run)."""
 
     size: Longs
     left: Ints
@@ -68,7 +69,7 @@ def make_trial(slots: int, resources: int, devices: int) -> Trial:
     """Room for so many slots and resources."""
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
     per_slot = (ints(slots), longs(slots), longs(slots), longs(slots), ints(slots), ints(slots))
-    return Trial(longs(16), *per_slot, longs(resources), longs(devices), longs(slots), longs(slots), ints(slots))
+    return Trial(longs(16), *per_slot, longs(resources + devices), longs(devices), longs(slots), longs(slots), ints(slots))
 
 
 @compiled
@@ -221,18 +222,20 @@ def play(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, at_most: int, 
     ``pause``, before the first backward pass of a tile."""
     return _play(
         T.size, T.left, T.ready, T.start, T.end, T.order, T.free, T.rest, T.heap_ready, T.heap_key, T.heap_slot, P.order, P.place, P.ready,
-        C.key, C.duration, C.resource, C.resource_n, C.kind, C.owner, C.index, C.alive, C.alias, C.arena, C.row, C.back_row, C.sync_row,
-        C.tiles, G.source_ptr, G.source, R.static, R.port_device, R.port_fixed_ns, R.port_permille, R.sets.ptr, R.sets.item, at_most, pause,
+        C.key, C.duration, C.launch, C.resource, C.resource_n, C.kind, C.owner, C.index, C.alive, C.alias, C.arena, C.row, C.back_row,
+        C.sync_row, C.tiles, G.source_ptr, G.source, R.static, R.port_device, R.port_fixed_ns, R.port_permille, R.sets.ptr, R.sets.item,
+        at_most, pause,
     )  # fmt: skip
 
 
 @compiled
 def _play(  # type: ignore[no-untyped-def]
-    size, left, ready, starts, ends, order, free, rest, heap_ready, heap_key, heap_slot, run, place, before, key, durations, resources,
-    resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles, source_ptr, source, static, port_device,
-    port_fixed, port_permille, set_ptr, set_item, at_most, pause,
+    size, left, ready, starts, ends, order, free, rest, heap_ready, heap_key, heap_slot, run, place, before, key, durations,
+    launches, resources, resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles, source_ptr, source, static,
+    port_device, port_fixed, port_permille, set_ptr, set_item, at_most, pause,
 ):  # fmt: skip
     """``play`` on plain arrays: without reference counts, which would cost more than everything else."""
+    launched = len(free) - len(rest)
     while True:
         from_run = size[WAITING] > 0
         slot = 0
@@ -262,6 +265,10 @@ def _play(  # type: ignore[no-untyped-def]
         size[TAKEN] += 1
         start, duration, resource = ready[slot], durations[slot], resources[slot]
         if kind <= BACKWARD_TILE or kind == UPDATE_DEVICE:
+            if kind <= BACKWARD_TILE:
+                launch = launches[slot]
+                free[launched + resource] += launch
+                start = max(start, free[launched + resource] - min(launch, duration) if launch > 0 else 0)
             idle = start > free[resource]
             start = max(start, free[resource])
             end = start + duration

@@ -73,7 +73,8 @@ def place_tiles(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, op
                 C.key[slot] = task_key(BACKWARD, operators - 1 - op, 1, tile, 0, 0)
             else:
                 C.key[slot] = task_key(FORWARD, op, 1, tile, 0, 0)
-            C.duration[slot] = V.costs[costs + (K.device_type[device] * 2 + backward) * cells + tile % cells]
+            cost = costs + (K.device_type[device] * 2 + backward) * cells + tile % cells
+            C.duration[slot], C.launch[slot] = V.costs[cost], V.launches[cost]
             C.resource[slot], C.resource_n[slot] = device, 1
             C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, FORWARD_TILE + backward
             C.owner[slot], C.index[slot], C.moved[slot] = op, tile, 0

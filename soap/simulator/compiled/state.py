@@ -36,9 +36,10 @@ class State(NamedTuple):
     predecessors. ``sync``: by parameter, as ``sync_codes``. ``sync_slot``: first slot of the sums and of what parameter servers do behind
     the backward pass; ``pull_slot``: first slot of the pulls before the forward pass.
 
-    Per slot: ``key`` (stable identity, breaks ties), ``duration`` in ns, ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``)
-    and ``resource_n``, ``waits`` (number of edges into it), ``kind``, ``owner`` (operator; -1 behind the backward pass), ``index`` (tile,
-    row of another task, or group of a sum), ``moved`` bytes, ``alias`` (the slot that stands for this one in a trial, -1 if none does).
+    Per slot: ``key`` (stable identity, breaks ties), ``duration`` in ns, ``launch`` (of a tile, in ns), ``resource`` (>= 0: in ``static``,
+    else -1 - place in ``arena``) and ``resource_n``, ``waits`` (number of edges into it), ``kind``, ``owner`` (operator; -1 behind the
+    backward pass), ``index`` (tile, row of another task, or group of a sum), ``moved`` bytes, ``alias`` (the slot that stands for this one
+    in a trial, -1 if none does).
     ``busy``: per device, ns of all its tiles, forward and backward; ``doubtful``: of these, backward passes that may not take place any
     more when another operator changes.
     """
@@ -62,6 +63,7 @@ class State(NamedTuple):
     pull_slot: Ints
     key: Longs
     duration: Longs
+    launch: Longs
     resource: Longs
     resource_n: Ints
     waits: Ints

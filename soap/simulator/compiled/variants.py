@@ -19,7 +19,7 @@ from soap.regions import Box, balanced, volume
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.shards import Geometries, Need
 from soap.simulator.compiled.tables import Ints, Longs, device_types
-from soap.simulator.costs import CostModel
+from soap.simulator.costs import CostModel, launch_ns
 from soap.simulator.row_counts import tile_lookups
 from soap.simulator.tiling import Tile
 from soap.topology import DeviceType, Topology
@@ -35,7 +35,8 @@ COLUMNS = 12
 
 
 class VariantTables(NamedTuple):
-    """``rows``: one per variant. ``box_ptr``: where in ``bounds`` a region's (start, stop) per dimension begin; ``box_volume``: elements.
+    """``rows``: one per variant. ``launches``: what launching takes, as ``costs``. ``box_ptr``: where in ``bounds`` a region's (start,
+    stop) per dimension begin; ``box_volume``: elements.
 
     A *grid* is how the distinct regions of one output (of tiles, or of sums) lie: rank, whether they are disjoint, their number, for each
     dimension the number of its intervals and where they stand, then where the map (position per dimension -> region, -1 if none), the
@@ -45,6 +46,7 @@ class VariantTables(NamedTuple):
     rows: Longs
     data: Ints
     costs: Longs
+    launches: Longs
     box_ptr: Longs
     box_volume: Longs
     bounds: Ints
@@ -67,6 +69,7 @@ class Variants:
         self._positions: list[int] = []
         self.degrees: list[tuple[int, ...]] = []
         self._rows, self._data, self._costs = Growing(np.int64), Growing(np.int32), Growing(np.int64)
+        self._launches = Growing(np.int64)
         self._box_ptr, self._box_volume, self._bounds = Growing(np.int64), Growing(np.int64), Growing(np.int32)
 
     def number(self, position: int, degrees: tuple[int, ...]) -> int:
@@ -80,7 +83,7 @@ class Variants:
 
     def durations(self, position: int, degrees: tuple[int, ...], *, on_rows: bool = False) -> Longs:
         """Nanoseconds of the tiles, [device type, forward or backward, tile], without making a variant."""
-        return self._durations(position, *self.cut(position, degrees), on_rows=on_rows)
+        return self._durations(position, *self.cut(position, degrees), on_rows=on_rows)[0]
 
     def position(self, number: int) -> int:
         """An operator that a variant is of."""
@@ -94,7 +97,7 @@ class Variants:
         """All of them as arrays."""
         rows = self._rows.array().reshape(-1, COLUMNS)
         boxes = (self._box_ptr.array(), self._box_volume.array(), self._bounds.array())
-        return VariantTables(rows, self._data.array(), self._costs.array(), *boxes)
+        return VariantTables(rows, self._data.array(), self._costs.array(), self._launches.array(), *boxes)
 
     def _make(self, position: int, degrees: tuple[int, ...]) -> list[int]:
         op = self.graph.operators[position]
@@ -107,9 +110,9 @@ class Variants:
         numbers = {o: self._number_boxes(regions[o]) for o in {*activations, *op.outputs}}
         for column, operands in ((READS, activations), (OUTPUTS, op.outputs)):
             row[column] = self._data.add(np.array([numbers[o] for o in operands], np.int32))
-        row[COSTS] = row[ROW_COSTS] = self._costs.add(self._durations(position, cells, regions, on_rows=False))
+        row[COSTS] = row[ROW_COSTS] = self._add_costs(position, cells, regions, on_rows=False)
         if any(o.tensor in self.graph.sparse for o in op.parameters):
-            row[ROW_COSTS] = self._costs.add(self._durations(position, cells, regions, on_rows=True))
+            row[ROW_COSTS] = self._add_costs(position, cells, regions, on_rows=True)
         groups = _groups(op, degrees, cells)
         holders = np.arange(len(cells))
         outputs = [numbers[o] for o in op.outputs]
@@ -186,8 +189,17 @@ class Variants:
             self._box_volume.add([volume(box)])
         return found
 
-    def _durations(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, on_rows: bool) -> np.ndarray:
-        """[device type, forward or backward, tile]. Tiles whose regions have the same shapes take the same time."""
+    def _add_costs(self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, on_rows: bool) -> int:
+        """Write down how long tiles and their launches take; where both stand."""
+        durations, launches = self._durations(position, cells, regions, on_rows=on_rows)
+        self._launches.add(launches)
+        return self._costs.add(durations)
+
+    def _durations(
+        self, position: int, cells: np.ndarray, regions: dict[Operand, np.ndarray], *, on_rows: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of the tiles and of launching them, [device type, forward or backward, tile]. Tiles whose regions have the same shapes take the
+        same time."""
         op = self.graph.operators[position]
         parts = [cells, *(regions[o] for o in (*op.inputs, *op.parameters, *op.outputs))]
         shapes = np.concatenate([np.diff(part, axis=2).reshape(len(cells), -1) for part in parts], axis=1)
@@ -195,7 +207,9 @@ class Variants:
         tiles = [replace(_tile(op, position, int(i), cells, regions), on_rows=on_rows) for i in firsts]
         ask = (self.costs.forward_ns, self.costs.backward_ns)
         table = np.array([[[f(self.graph, tile, kind) for tile in tiles] for f in ask] for kind in self._types], np.int64)
-        return table[:, :, place.ravel()]
+        launch = lambda tile, kind, backward: launch_ns(self.costs, self.graph, tile, kind, backward=backward)  # noqa: E731
+        launches = np.array([[[launch(tile, kind, way) for tile in tiles] for way in (False, True)] for kind in self._types], np.int64)
+        return table[:, :, place.ravel()], launches[:, :, place.ravel()]
 
     def _grid(self, boxes: Ints, holders: np.ndarray) -> int:
         """Write down how the distinct regions lie; where that stands."""

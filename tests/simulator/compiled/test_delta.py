@@ -25,6 +25,7 @@ from soap.topology import Topology
 from tests.extent import ALL
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks, synchronized
+from tests.simulator.examples import LaunchedCosts
 from tests.strategies import CPU, cases, cluster, configs, syncs
 
 
@@ -71,10 +72,10 @@ def makespan_of(tasks: dict[int, Played]) -> int:
     return max(end for _, _, _, end, _ in tasks.values())
 
 
-def check(walk: Walk, *, afresh: bool) -> None:
-    """``afresh``: simulate every proposal with another engine as well, from the ground up."""
+def check(walk: Walk, *, afresh: bool, launched: bool = False) -> None:
+    """``afresh``: simulate every proposal with another engine as well, from the ground up. ``launched``: devices' work is."""
     graph, topology, strategy, edits = walk
-    costs = RooflineCosts(topology)
+    costs = LaunchedCosts(topology) if launched else RooflineCosts(topology)
     engine = Engine(graph, topology, costs)
     full = Engine(graph, topology, costs) if afresh else engine
     engine.load(strategy)
@@ -105,9 +106,9 @@ def check(walk: Walk, *, afresh: bool) -> None:
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(walks())
-def test_random_walks(walk: Walk) -> None:
-    check(walk, afresh=True)
+@given(walks(), st.booleans())
+def test_random_walks(walk: Walk, launched: bool) -> None:
+    check(walk, afresh=True, launched=launched)
 
 
 @pytest.mark.slow
@@ -124,7 +125,7 @@ def test_walks_over_models(model: str) -> None:
         configs = {op.name: random_config(op, topology.device_count, draw) for op in ops}
         changed = synchronized(start, graph, draw, 0.1).parameters
         edits.append(Edit(configs, dict(changed), draw.random() < 0.5))
-    check((graph, topology, strategy, edits), afresh=True)
+    check((graph, topology, strategy, edits), afresh=True, launched=model in ("alexnet", "rnnlm"))
 
 
 @pytest.mark.slow
