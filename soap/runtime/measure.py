@@ -55,7 +55,7 @@ def measure_steps(
             trainer.comm.barrier()  # or another rank's next step would count
 
     for number in range(trainer.steps, trainer.steps + warm_up + steps):
-        inputs = batch(number)
+        inputs = [trainer.place(tensor) for tensor in batch(number)]  # as input pipelines do while the step before goes on
         if len(times) == warm_up:
             count(0)
         trainer.comm.barrier()
