@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -21,7 +22,7 @@ from soap.files import check_writable
 from soap.graph import OperatorGraph
 from soap.presets import family
 from soap.profiles.corrections import CORRECTED, Correction
-from soap.profiles.exchange import export_profiles, import_profiles
+from soap.profiles.exchange import export_profiles, import_profiles, shipped_profiles
 from soap.profiles.keys import environments
 from soap.profiles.lookup import ProfiledCosts, Source, foreign, read_corrections
 from soap.profiles.shares import corrected, shares
@@ -67,9 +68,11 @@ def make_show_parser() -> Parser:
 
 def make_file_parser(verb: str) -> Parser:
     """The options of ``export`` and ``import``."""
-    what = "Write all measurements and corrections to a file." if verb == "export" else "Take them from a file that export wrote."
+    taking = "Take them from a file that export wrote, or from those that come with this package."
+    what = "Write all measurements and corrections to a file." if verb == "export" else taking
     parser = Parser(f"{PROG} {verb}", what, f"{PROG} {verb} profile.json")
-    parser.add_argument("file", metavar="FILE", help="JSON")
+    names = "" if verb == "export" else f", or one of these names: {', '.join(shipped_profiles())}"
+    parser.add_argument("file", metavar="FILE", help=f"JSON{names}")
     return parser
 
 
@@ -145,7 +148,8 @@ def execute_export(args: argparse.Namespace) -> int:
 
 def execute_import(args: argparse.Namespace) -> int:
     """Read a file."""
-    count = import_profiles(Store(), args.file)
+    path = args.file if Path(args.file).exists() else shipped_profiles().get(args.file, args.file)
+    count = import_profiles(Store(), path)
     print(f"took {count} measurements and corrections from {args.file}")
     return 0
 

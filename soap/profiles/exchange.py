@@ -1,9 +1,13 @@
-"""Measurements as a JSON file, to take them to another machine or to keep them beside a result. What comes from outside is not trusted."""
+"""Measurements as a JSON file, to take them to another machine or to keep them beside a result. What comes from outside is not trusted.
+
+Some such files come with this package, each with where it is from (``provenance``), which is for people and never read.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from soap.profiles.store import Store
 
 FORMAT = "soap-profile"
 VERSION = 1
+SHIPPED = "profile-"
 _COUNT: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 10**6}
 _WORD: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 200}
 _ENVIRONMENT: dict[str, Any] = {
@@ -70,10 +75,17 @@ SCHEMA: dict[str, Any] = {
                 "type": "array",
                 "items": _record({"place": _record(_PLACE), "timings": {"type": "array", "items": TIMING_SCHEMA}}),
             },
+            "provenance": {"type": "object", "additionalProperties": {"type": "string"}},
         },
-        optional=("links",),  # files from before links were measured have none
+        optional=("links", "provenance"),  # files from before links were measured have none
     ),
 }
+
+
+def shipped_profiles() -> dict[str, Path]:
+    """Name -> file of the measurements that come with this package."""
+    folder = Path(str(files("soap").joinpath("profiles", "data")))
+    return {path.stem.removeprefix(SHIPPED): path for path in sorted(folder.glob(f"{SHIPPED}*.json"))}
 
 
 def export_profiles(store: Store, path: str | Path) -> int:

@@ -219,6 +219,7 @@ def test_files_take_measurements_along(brief: list[str], capsys: Capsys, tmp_pat
     assert f"wrote {len(set(brief))} measurements" in capsys.readouterr().out
     default_path().unlink()
     assert main(["import", str(path)]) == 0
+    assert main(["import", "nvidia-h200"]) == 0
     assert f"took {len(set(brief))} measurements" in capsys.readouterr().out
     assert told(capsys, COMMAND)["measured_now"] == 0
     assert isinstance(api.costs_for(soap.load_cluster(CLUSTER)), ProfiledCosts)

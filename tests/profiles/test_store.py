@@ -21,7 +21,7 @@ from soap.errors import ProfileError
 from soap.profiles import store as store_module
 from soap.profiles.corrections import Correction, decode_correction, encode_correction
 from soap.profiles.entries import Entry, Timing, copy_key, decode, encode, update_family, update_key
-from soap.profiles.exchange import export_profiles, import_profiles
+from soap.profiles.exchange import export_profiles, import_profiles, shipped_profiles
 from soap.profiles.keys import Environment, TileKey
 from soap.profiles.store import Store, default_path
 from soap.profiles.work import Kernel
@@ -42,6 +42,7 @@ timings = st.builds(Timing, st.floats(1e-3, 1e15), st.floats(0, 1e15))
 entries = st.builds(
     Entry, st.sampled_from(["linear", "conv2d"]), st.builds(TileKey, st.text("0123456789abcdef", min_size=16, max_size=16), sizes, sizes,
     st.booleans()), timings, st.none() | timings, st.integers(1, 300), *[st.lists(kernels, max_size=2).map(tuple)] * 2, st.just("now"),
+    st.none() | st.tuples(st.floats(0, 1e15), st.floats(0, 1e15)),
 )  # fmt: skip
 
 
@@ -268,3 +269,14 @@ def test_bad_json_is_one_line_and_changes_nothing(make: Callable[[dict[str, Any]
         import_profiles(other, path)
     assert "\n" not in str(error.value)
     assert not other.path.exists()
+
+
+def test_measurements_that_come_with_the_package_are_taken_and_say_where_they_are_from(store: Store) -> None:
+    shipped = shipped_profiles()
+    assert "nvidia-h200" in shipped
+    for path in shipped.values():
+        document = json.loads(path.read_text())
+        assert {"what", "command", "machine", "date"} <= set(document["provenance"])
+        assert import_profiles(store, path) == sum(len(own["entries"]) for own in document["profiles"]) > 0
+    (gpu,) = [place for place in store.environments() if place.device == "NVIDIA H200"]
+    assert gpu.kind == "cuda" and any(entry.launch_ns is not None for entry in store.entries(gpu))
