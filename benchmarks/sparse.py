@@ -5,16 +5,16 @@
 
 Per model: the found strategy (``soap-search --verify``: the fastest of those predicted to be), data parallelism with all-reduced (dense)
 gradients, with gathered rows of sparse ones, with all parameters on servers, and with sparse ones alone on servers, as ``soap-run
---emulate`` runs them, in turns. Data parallelism of ours takes what DistributedDataParallel does (benchmarks.runtime). Needs root. Data are
-the zoo's own batches, drawn by Zipf's law. For a model without sparse parameters the search may put dense ones on servers, which it
-otherwise is not asked to.
+--emulate`` runs them, in turns; equal ones once. Data parallelism of ours takes what DistributedDataParallel does (benchmarks.runtime).
+Needs root. Data are the zoo's own batches, drawn by Zipf's law. For a model without sparse parameters the search may put dense ones on
+servers, which it otherwise is not asked to.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from benchmarks.accuracy import FOUND, OPTIMIZER_STATES, READING, Plan, measure, profiled, refined
@@ -23,6 +23,7 @@ from soap import api
 from soap.cli.options import not_negative, positive
 from soap.cli.verification import verify
 from soap.strategies import SYNCHRONIZED
+from soap.strategy import Strategy
 from soap.synchronization import usual_server
 
 CLUSTER = "emulated:4x1@200Mbit/s"
@@ -33,13 +34,25 @@ VERIFIED = 3
 BASELINES = ("data_parallel", *SYNCHRONIZED)
 
 
-def table(plans: Sequence[Plan]) -> list[str]:
-    """A line for each strategy of a model, and one for what the found one gains."""
+def different(found: Strategy, others: Mapping[str, Strategy]) -> tuple[dict[str, Strategy], dict[str, str]]:
+    """The found strategy and those that differ from each other, by name; and for each of these all names that it has."""
+    strategies, names = {FOUND: found}, {FOUND: FOUND}
+    for name, strategy in others.items():
+        first = next((known for known, own in strategies.items() if own == strategy), None)
+        if first is None:
+            strategies[name], names[name] = strategy, name
+        else:
+            names[first] += f" = {name}"
+    return strategies, names
+
+
+def table(plans: Sequence[Plan], names: Mapping[str, str]) -> list[str]:
+    """A line for each strategy of a model. ``names``: all those of each."""
     lines = []
     of = {plan.strategy: plan for plan in plans}
     for plan in plans:
         lines.append(
-            f"| {plan.model} | {plan.strategy} | {plan.predicted_ns / 1e6:.1f} | {plan.measured_ns / 1e6:.1f} | {plan.error:+.1%} | "
+            f"| {plan.model} | {names[plan.strategy]} | {plan.predicted_ns / 1e6:.1f} | {plan.measured_ns / 1e6:.1f} | {plan.error:+.1%} | "
             f"{plan.apart:.1%} | {plan.measured_ns / of[FOUND].measured_ns:.2f} |"
         )
     return lines
@@ -68,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         search = partial(api.search, graph, topology, budget=args.budget, syncs=syncs, optimizer_states=states)
         outcome = refined(spec, args.cluster, args.profile, search)
         found = verify(outcome, VERIFIED, spec, READING, seed=0, data=spec, optimizer=OPTIMIZER).strategy
-        strategies = {FOUND: found, **{name: api.classical(name, graph, topology) for name in BASELINES}}
+        strategies, names = different(found, {name: api.classical(name, graph, topology) for name in BASELINES})
         plans = measure(
             outcome.simulator, args.cluster, model, spec, strategies, args.steps, args.rounds, optimizer=OPTIMIZER, data=spec
         )
-        print("\n".join(table(plans)), flush=True)
+        print("\n".join(table(plans, names)), flush=True)
         used = {f"{sync.method}:{sync.partitions}" for sync in found.parameters.values()}
         shares = ", ".join(f"{name} {access.alpha:.3f}" for name, access in list(graph.sparse.items())[:4])
         print(f"\n{model}: found {', '.join(sorted(used)) or 'all-reduces alone'}; alpha {shares}\n", flush=True)

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 import soap
-from benchmarks import end_to_end
+from benchmarks import end_to_end, single_device
 from benchmarks.end_to_end import Result, conclusion, contenders, table
 from benchmarks.models import MODELS, export_model
 from benchmarks.partitions import Swept, report
 from benchmarks.quiet import Watch
+from benchmarks.sparse import different
 from soap import api
+from soap.strategy import OpConfig, Strategy
 
 RESULTS = [
     Result("lm", "data_parallel", 100_000_000, 200_000_000, 190_000_000, 0.05),
@@ -82,3 +84,17 @@ def test_partitions_compare_the_choice_with_the_best_of_the_sweep() -> None:
     sweep = Swept({1: 120e6, 2: 100e6, 3: 110e6}, {1: [120e6], 2: [99e6, 101e6], 3: [110e6]})
     found = {"partitions": 3, "fit": {"deviation": 0.02}, "samples": [{"partitions": 2, "measured_ns": 105_000_000}]}
     assert report("m", found, sweep) == "| m | 2: 105.0 | 2.0% | 3 | 2 | 0.909 | 2.0% | 1: 120.0, 2: 100.0, 3: 110.0 |"
+
+
+def test_equal_strategies_are_one_with_several_names() -> None:
+    one, other, third = (Strategy({"op": OpConfig((1,), (device,))}) for device in range(3))
+    strategies, names = different(one, {"a": other, "b": one, "c": other, "d": third, "e": one})
+    assert strategies == {"found": one, "a": other, "d": third}
+    assert names == {"found": "found = b = e", "a": "a = c", "d": "d"}
+
+
+def test_a_single_device_s_predictions_stand_beside_what_was_measured() -> None:
+    predicted = {"data sheet": 50_000_000, "profile": 98_000_000}
+    result = single_device.Result("m", predicted, 100_000_000, (101_000_000, 100_000_000), 3 * 2**20, 2 * 2**20, "all measured")
+    cells = ["m", "50.0 ms, 0.500", "98.0 ms, 0.980", "100.0 ms (101.0, 100.0)", "3 MiB", "2 MiB", "1.500", "all measured"]
+    assert single_device.line(result) == f"| {' | '.join(cells)} |"
