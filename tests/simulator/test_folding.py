@@ -23,7 +23,7 @@ from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.copied import Case, copied
-from tests.simulator.examples import pairwise_cluster
+from tests.simulator.examples import LaunchedCosts, pairwise_cluster
 from tests.strategies import CPU, GPU, cluster
 
 
@@ -34,7 +34,7 @@ def place(task: Task) -> tuple[int, ...]:
 
 def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding: Folding) -> None:
     """Everything about two copies is the same as in the whole simulation, and the other copies do as copy 1."""
-    costs = RooflineCosts(topology)
+    costs = LaunchedCosts(topology)
     whole = lower(build_plan(graph, strategy, topology), topology, costs)
     small = lower(folding.plan, folding.topology, costs, folding.communication)
     times, small_times = simulate(whole), simulate(small)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.fragment import task_key
 from soap.simulator.engine import Engine
 from soap.simulator.folding import FoldedCosts, fold
 from soap.simulator.lowering import lower
 from soap.simulator.reference import simulate
 from tests.simulator.copied import Case, copied
+from tests.simulator.examples import LaunchedCosts
 
 pytestmark = pytest.mark.slow  # the first use compiles for a minute
 
@@ -23,7 +23,7 @@ def test_every_task(case: Case) -> None:
     folding = fold(graph, topology, strategy)
     assume(not isinstance(folding, str))
     assert not isinstance(folding, str)
-    costs = RooflineCosts(topology)
+    costs = LaunchedCosts(topology)
     tasks = lower(folding.plan, folding.topology, costs, folding.communication)
     schedule = simulate(tasks)
     engine = Engine(folding.copies.graph, folding.topology, FoldedCosts(graph, costs), folding.communication)
