@@ -34,10 +34,10 @@ from soap.cli import profile
 from soap.cli.options import Reading, not_negative, positive
 from soap.cli.run import OPTIMIZER_STATES, start
 from soap.cli.training import Job
+from soap.cli.turns import in_turns, turns_of
 from soap.emulation.hosts import host_limits
 from soap.graph import OperatorGraph
 from soap.profiles.measure_machine import cpu_cores
-from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulator
 from soap.strategies import CLASSICAL, random_config
 from soap.strategy import Strategy
@@ -127,12 +127,11 @@ def measure(
 ) -> list[Plan]:
     """Run all strategies on the emulated cluster, in the same processes, one after the other, and all of them again."""
     simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
-    orders = {name: tuple(execution_order(own.tasks, own.schedule)) for name, own in simulations.items()}
     job = Job(
         model=str(file),
         reading=READING,
         topology=simulator.topology,
-        strategies={f"{name}, {number}": (strategies[name], orders[name]) for number in range(rounds) for name in strategies},
+        strategies=in_turns(strategies, simulations, rounds),
         steps=steps,
         seed=0,
         optimizer=optimizer,
@@ -143,8 +142,8 @@ def measure(
     assert outcome is not None  # not under torchrun
     plans = []
     for name, simulation in simulations.items():
-        times = [outcome.measured[f"{name}, {number}"].times_ns for number in range(rounds)]
-        plans.append(Plan(cluster, model, name, simulation.makespan_ns, int(min(map(median, times))), tuple(map(median, times))))
+        times = [median(own.times_ns) for own in turns_of(outcome.measured, name)]
+        plans.append(Plan(cluster, model, name, simulation.makespan_ns, int(min(times)), tuple(times)))
     return plans
 
 

@@ -29,10 +29,10 @@ from soap.cli import tune
 from soap.cli.options import positive
 from soap.cli.run import start
 from soap.cli.training import Job
+from soap.cli.turns import in_turns, turns_of
 from soap.emulation.hosts import host_limits
 from soap.profiles.measure_machine import cpu_cores
 from soap.runner.tuning import tuned_range, with_partitions
-from soap.simulator.reference import execution_order
 
 CLUSTER = "emulated:4x1@200Mbit/s"
 MODELS = ("lm1b:emulation", "full_sparse:emulation")
@@ -61,13 +61,12 @@ def swept(model: str, cluster: str, strategy: Path, counts: Sequence[int], steps
     simulator = api.simulator_for(model, topology)
     given = api.load_strategy(strategy, simulator.graph, topology)
     names = tuned_range(given, simulator.graph, topology).parameters
-    simulation = simulator.run(given)
-    order = tuple(execution_order(simulation.tasks, simulation.schedule))
-    strategies = {f"{count}, {own}": (with_partitions(given, names, count), order) for own in range(rounds) for count in counts}
-    job = Job(model=model, reading=READING, topology=topology, strategies=strategies, steps=steps, seed=0, optimizer="sgd", emulated=True)
+    strategies = {str(count): with_partitions(given, names, count) for count in counts}
+    runs = in_turns(strategies, dict.fromkeys(strategies, simulator.run(given)), rounds)
+    job = Job(model=model, reading=READING, topology=topology, strategies=runs, steps=steps, seed=0, optimizer="sgd", emulated=True)
     outcome = start(job, host_limits(topology, 1.0, cpu_cores()))
     assert outcome is not None  # not under torchrun
-    times = {count: [outcome.measured[f"{count}, {own}"].times_ns for own in range(rounds)] for count in counts}
+    times = {count: [own.times_ns for own in turns_of(outcome.measured, str(count))] for count in counts}
     whole = {count: median(time for own in found for time in own) for count, found in times.items()}
     return Swept(whole, {count: [median(own) for own in found] for count, found in times.items()})
 

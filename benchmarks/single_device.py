@@ -20,10 +20,10 @@ from soap import api
 from soap.cli.options import not_negative, positive
 from soap.cli.run import OPTIMIZER_STATES, start
 from soap.cli.training import Job
+from soap.cli.turns import in_turns, turns_of
 from soap.presets import device_types, local_topology
 from soap.profiles.lookup import ProfiledCosts
 from soap.profiles.shares import corrected, shares, text
-from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
 from soap.topology import Topology
@@ -65,13 +65,11 @@ def benchmark(model: str, args: argparse.Namespace) -> Result:
         soap_profile([model, "--cluster", CLUSTER, "--budget", str(args.profile)])
     simulator, simulation = simulated(topology, "auto")
     predicted["profile"] = simulation.makespan_ns
-    order = tuple(execution_order(simulation.tasks, simulation.schedule))
-    names = [f"round {number}" for number in range(args.rounds)]
     job = Job(
         model=model,
         reading=READING,
         topology=topology,
-        strategies={name: (strategy, order) for name in names},
+        strategies=in_turns({STRATEGY: strategy}, {STRATEGY: simulation}, args.rounds),
         steps=args.steps,
         seed=0,
         optimizer=args.optimizer,
@@ -79,7 +77,7 @@ def benchmark(model: str, args: argparse.Namespace) -> Result:
     )
     outcome = start(job)
     assert outcome is not None and outcome.peak_bytes is not None  # not under torchrun, and weighed
-    rounds = tuple(outcome.measured[name].median_ns for name in names)
+    rounds = tuple(own.median_ns for own in turns_of(outcome.measured, STRATEGY))
     costs = simulator.costs
     origin = text(shares(costs, simulation.tasks), corrected(costs, simulation.tasks)) if isinstance(costs, ProfiledCosts) else ""
     return Result(model, predicted, min(rounds), rounds, simulation.peak_bytes[0], outcome.peak_bytes[0], origin)

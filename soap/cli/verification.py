@@ -14,11 +14,11 @@ from soap.cli import emulation
 from soap.cli.command import UsageError
 from soap.cli.options import Reading
 from soap.cli.tables import aligned, milliseconds
+from soap.cli.turns import in_turns, turns_of
 from soap.emulated_cluster import FAMILY as EMULATED
 from soap.emulation.support import require_support
 from soap.presets import family
 from soap.search.starts import BASELINE
-from soap.simulator.reference import execution_order
 from soap.strategy import Strategy
 
 MOST_STEPS = 9
@@ -56,18 +56,17 @@ def verify(
     simulator = outcome.simulator
     strategies = _strategies(outcome, count)
     simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
-    orders = {name: tuple(execution_order(simulation.tasks, simulation.schedule)) for name, simulation in simulations.items()}
     slowest_ns = max(simulation.makespan_ns for simulation in simulations.values())
     timed = max(1, min(MOST_STEPS, int(TIMED_S * 1e9 / max(1, slowest_ns))))
-    turns = range(min(TURNS, timed))
+    turns = min(TURNS, timed)
     topology = simulator.topology
     emulated = family(topology.name) == EMULATED
     job = Job(
         model=model,
         reading=reading,
         topology=topology,
-        strategies={f"{name}, {turn}": (strategies[name], orders[name]) for turn in turns for name in strategies},
-        steps=WARM_UP_STEPS + timed // len(turns),
+        strategies=in_turns(strategies, simulations, turns),
+        steps=WARM_UP_STEPS + timed // turns,
         seed=seed,
         data=data,
         optimizer=optimizer,
@@ -77,7 +76,7 @@ def verify(
     assert done is not None  # not under torchrun
     runs = []
     for name, strategy in strategies.items():
-        measured_ns, *later_ns = sorted(done.measured[f"{name}, {turn}"].median_ns for turn in turns)
+        measured_ns, *later_ns = sorted(own.median_ns for own in turns_of(done.measured, name))
         apart_ns = later_ns[0] - measured_ns if later_ns else 0
         allowed = _may_be_kept(outcome, name, strategy)
         runs.append(api.Run(name, strategy, simulations[name].makespan_ns, measured_ns, allowed, apart_ns))

@@ -1,0 +1,34 @@
+"""Strategies that the same processes run one after the other, and all of them again: what slows the machine down for a while does not hit
+one of them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from soap.simulator.reference import execution_order
+from soap.simulator.simulate import Simulation
+from soap.strategy import Strategy
+
+if TYPE_CHECKING:
+    from soap.runtime.measure import StepTimes  # torch
+
+
+def in_turns(
+    strategies: Mapping[str, Strategy], simulations: Mapping[str, Simulation], turns: int
+) -> dict[str, tuple[Strategy, tuple[int, ...]]]:
+    """A job's strategies: each once per turn, under a name of its own, with the order of its tiles. ``simulations``: of each."""
+    orders = {name: tuple(execution_order(own.tasks, own.schedule)) for name, own in simulations.items()}
+    return {_name(name, turn): (strategies[name], orders[name]) for turn in range(turns) for name in strategies}
+
+
+def turns_of(measured: Mapping[str, StepTimes], name: str) -> list[StepTimes]:
+    """What was measured of a strategy, turn by turn."""
+    found: list[StepTimes] = []
+    while (own := _name(name, len(found))) in measured:
+        found.append(measured[own])
+    return found
+
+
+def _name(name: str, turn: int) -> str:
+    return f"{name}, {turn}"
