@@ -22,6 +22,7 @@ from soap.strategy import Strategy
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
+from tests.extent import so_many
 from tests.runtime.exact_modules import EXAMPLES, Batch, Trained, batches, converted, module_of, sgd, train_plainly, with_local_norms, worst
 from tests.runtime.pool import Pool
 
@@ -76,7 +77,7 @@ def checked(path: str, strategy: Strategy, sizes: Sequence[int], example: str, r
         return check(trainer, given.__getitem__, sgd, len(given))
 
 
-def strategies(graph: OperatorGraph, randoms: int = 3) -> dict[str, Strategy]:
+def strategies(graph: OperatorGraph, randoms: int = so_many(1, 3)) -> dict[str, Strategy]:
     """Named and random ways to spread a model over two to four of the four devices."""
     result = {name: CLASSICAL[name](graph, FOUR) for name in ("data_parallel", "model_parallel", "megatron")}
     result["two"] = CLASSICAL["data_parallel"](graph, local_topology(2))

@@ -16,6 +16,7 @@ from soap.simulator.lowering import build_plan
 from soap.simulator.plan import Exchange, Message, Part, Pattern, Plan, remote_parts
 from soap.strategy import Strategy
 from soap.topology import Topology
+from tests.extent import so_many
 from tests.graph_builder import GraphBuilder, convnet, mlp, transformer
 from tests.runtime.cases import Outcome, train
 from tests.runtime.plans import moved_bytes, plan_of, random_order, split
@@ -138,6 +139,6 @@ def test_random_strategies_train_like_one_process(pool: Pool, case: tuple[Operat
 
 @pytest.mark.slow
 @given(cases(max_devices=3, max_moves=9, max_tiles=12), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=so_many(120, 200), deadline=None, suppress_health_check=list(HealthCheck))
 def test_many_random_strategies(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
     check_random(pool, case, rng)

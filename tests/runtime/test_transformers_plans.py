@@ -17,6 +17,7 @@ from soap.runtime.check import TOLERANCES
 from soap.strategies import CLASSICAL, random_strategy
 from soap.tracing.export import export_model
 from soap.tracing.load import DTYPES
+from tests.extent import so_many
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
 from tests.transformers_models import MODELS
@@ -24,7 +25,7 @@ from tests.transformers_models import MODELS
 pytest.importorskip("transformers")
 
 FOUR = local_topology(4)
-STRATEGIES = [("float64", None)] * 5 + [("float32", None)] + [("float64", name) for name in ("data_parallel", "megatron")]
+STRATEGIES = [("float64", None)] * so_many(2, 5) + [("float32", None)] + [("float64", name) for name in ("data_parallel", "megatron")]
 """Dtype, and name of a classical strategy or None for a random one."""
 
 

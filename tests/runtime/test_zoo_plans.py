@@ -27,7 +27,7 @@ def pairs() -> Iterator[Pair]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [pytest.param(pair, id=f"{pair.model}-{pair.number}") for pair in every(8, list(pairs()))])
+@pytest.mark.parametrize("pair", [pytest.param(pair, id=f"{pair.model}-{pair.number}") for pair in every(20, list(pairs()))])
 def test_pair(four: Pool, pair: Pair, record_property: Callable[[str, object], None]) -> None:
     answers = four.run(train_pair, pair, ranks=pair.ranks)
     worst, tolerance = answers[0][1], TOLERANCES[DTYPES[pair.dtype]]

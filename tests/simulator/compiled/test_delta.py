@@ -22,7 +22,7 @@ from soap.simulator.engine import Engine
 from soap.strategies import random_config
 from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
-from tests.extent import ALL
+from tests.extent import ALL, so_many
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks, synchronized
 from tests.simulator.examples import LaunchedCosts
@@ -175,10 +175,10 @@ def test_update_comes_to_wait() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10 if ALL else 1))
 def test_many_short_walks(part: int) -> None:
-    """A thousand in each part. Each has a seed of its own: without, hypothesis draws the same for all of them where it is derandomized."""
+    """Each part has a seed of its own: without, hypothesis draws the same for all of them where it is derandomized."""
 
     @seed(part)
-    @settings(max_examples=1_000, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=so_many(500, 1_000), deadline=None, suppress_health_check=list(HealthCheck))
     @given(walks(max_moves=2, max_tiles=4, max_edits=2))
     def all_agree(walk: Walk) -> None:
         check(walk, afresh=False)
