@@ -44,7 +44,7 @@ class TileTimer:
 
     def __init__(self, model: TracedModel, device: torch.device, threads: int = 1, share: float = 1.0) -> None:
         self.model, self.graph, self.device = model, model.graph, device
-        self._clock = clock_for(device, threads, share)
+        self._clocks = [clock_for(device, threads, share) for _ in range(2)]  # forward, backward: launching takes another time
         self._buffers = {name: tensor.detach().to(device, copy=True) for name, tensor in model.buffers.items()}
         self._values = self._all_values()
         self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._values.values())
@@ -100,9 +100,9 @@ class TileTimer:
             gradients.extend(torch.ones_like(tensor) for tensor in made)
             return lambda: torch.autograd.backward(made, gradients)
 
-        times = self._clock.times_ns([forward])
+        times = self._clocks[0].times_ns([forward])
         if active and any(tensor.requires_grad for tensor in made):
-            times += self._clock.times_ns([ready()])
+            times += self._clocks[1].times_ns([ready()])
         return times
 
     def _run_on_rows(
