@@ -69,7 +69,6 @@ def measure(
     seconds, and only ever add time, so the quicker of both counts.
     """
     keep_freed_memory()  # as ranks do
-    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")  # the backward pass's thread
     place = place_of(topology, environment)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SoapWarning)  # the command has read the model before, and said it
@@ -79,7 +78,13 @@ def measure(
     neighbours = Neighbours(environment.neighbours, spec, reading, degrees, environment.threads)
     known: dict[TileKey, Entry] = {}
     needed = [one for one in todo if one.group not in MAY_BE_NEEDED]
-    with _threads(environment.threads), neighbours, _in_its_share(topology, environment, neighbours):
+    with (
+        warnings.catch_warnings(),
+        _threads(environment.threads),
+        neighbours,
+        _in_its_share(topology, environment, neighbours),
+    ):
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")  # the backward pass's thread
         timer = TileTimer(model, *place.clock)
         stop = time.monotonic() + (float("inf") if budget_s is None else budget_s)
         for one in (*needed, *needed, *(one for one in todo if one.group in MAY_BE_NEEDED)):
