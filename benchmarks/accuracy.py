@@ -124,8 +124,13 @@ def measure(
     rounds: int,
     optimizer: str = OPTIMIZER,
     data: str | None = None,
+    scale: float = 1.0,
 ) -> list[Plan]:
-    """Run all strategies on the emulated cluster, in the same processes, one after the other, and all of them again."""
+    """Run all strategies on the emulated cluster, in the same processes, one after the other, and all of them again.
+
+    ``scale``: of rates and CPU time, as ``soap-run --emulate-scale``. Measured times are the cluster's; the box takes 1 / scale times as
+    long.
+    """
     simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
     job = Job(
         model=str(file),
@@ -138,11 +143,11 @@ def measure(
         data=data,
         emulated=True,
     )
-    outcome = start(job, host_limits(simulator.topology, 1.0, cpu_cores()))
+    outcome = start(job, host_limits(simulator.topology, scale, cpu_cores()))
     assert outcome is not None  # not under torchrun
     plans = []
     for name, simulation in simulations.items():
-        times = [median(own.times_ns) for own in turns_of(outcome.measured, name)]
+        times = [median(own.times_ns) * scale for own in turns_of(outcome.measured, name)]
         plans.append(Plan(cluster, model, name, simulation.makespan_ns, int(min(times)), tuple(times)))
     return plans
 
@@ -196,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=2, help="default %(default)s")
     parser.add_argument("--budget", type=positive, default=2000, help="proposals of each search (default %(default)s)")
     parser.add_argument("--profile", type=not_negative, default=120, help="seconds to profile a model for a cluster (default %(default)s)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of rates and CPU time, at most 1: for clusters too fast for this box")
     parser.add_argument("--seed", type=not_negative, default=0)
     args = parser.parse_args(argv)
     print(f"{machine()}\n\n| cluster | model | strategy | predicted, ms | measured, ms | error | rounds apart |\n|{'---|' * 7}", flush=True)
@@ -206,13 +212,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             graph = api.load(file, plan_only=True).graph
             for cluster in args.clusters:
                 if args.profile:
-                    profiled(file, cluster, args.profile)
+                    profiled(file, cluster, args.profile, args.scale)
                 topology = api.load_cluster(cluster)
                 search = partial(api.search, graph, topology, budget=args.budget, seed=args.seed)
                 found = refined(file, cluster, args.profile, search).strategy
                 simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
                 strategies = strategies_of(simulator, found, args.seed, args.least)
-                for plan in measure(simulator, cluster, model, file, strategies, args.steps, args.rounds):
+                for plan in measure(simulator, cluster, model, file, strategies, args.steps, args.rounds, scale=args.scale):
                     plans.append(plan)
                     print(
                         f"| {cluster} | {model} | {plan.strategy} | {plan.predicted_ns / 1e6:.1f} | {plan.measured_ns / 1e6:.1f} | "
@@ -223,10 +229,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def profiled(file: Path | str, cluster: str, seconds: int) -> None:
-    """Computations and links."""
+def profiled(file: Path | str, cluster: str, seconds: int, scale: float = 1.0) -> None:
+    """Computations, and links of the cluster emulated at this scale."""
     soap_profile([str(file), "--cluster", cluster, "--budget", str(seconds)])
-    soap_profile(["links", "--cluster", cluster, "--emulate"])
+    soap_profile(["links", "--cluster", cluster, "--emulate", "--emulate-scale", str(scale)])
 
 
 def soap_profile(words: list[str]) -> None:

@@ -40,8 +40,8 @@ def measure_and_keep(job: LinkJob) -> int:
             bar.set_postfix_str(f"{timing.probe.operation} of {len(timing.probe.devices)} devices", refresh=False)
             bar.update()
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            seconds = tuple(one * job.scale for one in timing.seconds)
-            store.put_links(job.place, [replace(timing, seconds=seconds, measured_at=now)])
+            seconds, cpu_seconds = tuple(one * job.scale for one in timing.seconds), timing.cpu_seconds * job.scale
+            store.put_links(job.place, [replace(timing, seconds=seconds, cpu_seconds=cpu_seconds, measured_at=now)])
             done += 1
 
         measure_links(job.probes, job.device_count, job.kind, job.place.backend, job.seconds_per_probe, keep, run_evenly)

@@ -11,8 +11,9 @@ from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
 from soap.profiles.measure_machine import cpu_cores, cpu_model
 from soap.topology import Topology
 
-VERSION = 2
-"""Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``allocation``)."""
+VERSION = 3
+"""Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``allocation``); since 3 collectives
+behind a computation, and with ``scheduling.calm_gloo``."""
 MOST_SECONDS = 10**6
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from soap.allocation import keep_freed_memory
 from soap.errors import ProfileError
+from soap.scheduling import calm_gloo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,6 +109,7 @@ def main() -> None:
     keep_freed_memory()
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     distributed.init_process_group("gloo", init_method=Path(store).as_uri(), rank=rank, world_size=2, timeout=timeout)
+    calm_gloo()  # as ranks do
     try:
         small, large = torch.zeros(1), torch.zeros(EXCHANGE_BYTES // 4)
         latency_seconds = _typical_seconds(lambda: _ping_pong(rank, small), PING_PONGS) / 2

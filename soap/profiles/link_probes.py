@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import permutations
+from statistics import median
 
 from soap.errors import ProfileError
 from soap.profiles.alpha_beta import AlphaBeta, fit
@@ -50,7 +51,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """How long a probe took, each time, in seconds of the slowest rank; a message's one way. ``cpu_seconds``: processor time of one of its
+    """How long a probe took, each time, in seconds of the slowest rank (of a collective: on average over the ranks, each from when it was
+    ready itself); a message's one way. ``cpu_seconds``: processor time of one of its
     devices for one of it, which its computation does not get. ``measured_at``: ISO 8601, UTC."""
 
     probe: Probe
@@ -64,8 +66,8 @@ class LinkTiming:
 
     @property
     def typical_seconds(self) -> float:
-        """The fastest tenth: what other programs do meanwhile only ever adds time."""
-        return sorted(self.seconds)[len(self.seconds) // 10]
+        """The median: what other programs do now and then counts little, but what happens in every other round of training counts."""
+        return median(self.seconds)
 
 
 def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> list[Probe]:

@@ -9,6 +9,7 @@ from time import perf_counter_ns
 
 import torch
 
+from soap import pace
 from soap.runtime.trainer import Trainer
 
 WARM_UP_STEPS = 2
@@ -61,11 +62,20 @@ def measure_steps(
         trainer.comm.barrier()
         start = perf_counter_ns()
         losses.append(trainer.step(*inputs))
-        trainer.comm.barrier()
+        _finish(trainer)
         times.append(perf_counter_ns() - start)
+        trainer.comm.barrier()
         if on_step is not None:
             on_step(number, losses[-1])
     count(1)
     slowest = [max(own) for own in zip(*trainer.comm.gather(times), strict=True)]
     crossed = tuple((after[0] - before[0], after[1] - before[1]) for before, after in trainer.comm.gather(moved)) if card else ()
     return StepTimes(tuple(slowest[warm_up:]), tuple(losses), crossed)
+
+
+def _finish(trainer: Trainer) -> None:
+    """Return when what this rank has begun is done. A barrier would tell as well, but takes milliseconds itself."""
+    trainer.comm.finish_sends()
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)
+    pace.catch_up()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from soap import pace
 from soap.regions import Box, lengths, relative
 from soap.runtime.packing import pack
+from soap.scheduling import calm_gloo
 from soap.simulator.transit import SENT_BYTES
 
 SENT_TENSORS = 64
@@ -119,6 +120,7 @@ class Communicator:
         """Make the groups that are not there yet; on all ranks at once, with the same groups."""
         for devices in sorted({tuple(group) for group in groups} - self._groups.keys()):
             self._groups[devices] = dist.new_group(list(devices), timeout=self._timeout)
+        calm_gloo()
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Start sending; ``finish_sends`` waits for it. The tensor must not change until then."""

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +14,7 @@ from soap.errors import RuntimeFailure
 from soap.regions import Box, intersect, lengths, relative, subtract
 from soap.runtime.redistribute import SENT_TENSORS, Communicator, assemble, cut
 from soap.runtime.world import choose_backend, choose_device, open_world
+from soap.scheduling import GLOO_LOOPS
 from tests.runtime.pool import Pool
 from tests.strategies import boxes
 
@@ -137,3 +143,16 @@ def test_backend_on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int,
     else:
         assert choose_backend("auto", "cuda", ranks) == expected
         assert choose_device("cuda", ranks - 1) == torch.device("cuda", (ranks - 1) % gpus)
+
+
+def loop_policies() -> list[int]:
+    comm = Communicator(torch.device("cpu"), [], timedelta(seconds=60))
+    comm.open_groups([(0, 1)])
+    tasks = [path for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text().startswith(GLOO_LOOPS)]
+    comm.barrier()
+    return [os.sched_getscheduler(int(path.name)) for path in tasks]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other schedulers")
+def test_loop_threads_of_gloo_displace_nobody(pool: Pool) -> None:
+    assert [policy for own in pool.run(loop_policies, ranks=2) for policy in own] == [os.SCHED_BATCH] * 4  # two groups on each rank
