@@ -135,24 +135,25 @@ class Link:
 class Port:
     """What processors do for communication over a link. ``device``: whose it is, None for a link that none of them sends or receives by.
 
-    For each communication that holds the link, the device is busy for ``fixed_ns`` times the messages over it and a part of its duration:
-    the fewest ``permille`` of all ports whose links it holds, since its bytes, which make the work, go as fast as the slowest of these lets
-    them.
+    For each communication that holds the link, the device is busy for ``call_ns``, ``fixed_ns`` times the messages over it, and a part of
+    its duration: the fewest ``permille`` of all ports whose links it holds, since its bytes, which make the work, go as fast as the slowest
+    of these lets them.
     """
 
     link: int
     device: int | None
     fixed_ns: int
     permille: int
+    call_ns: int = 0
 
     def __post_init__(self) -> None:
-        for what, value in (("fixed time", self.fixed_ns), ("part of the duration", self.permille)):
+        for what, value in (("time of a call", self.call_ns), ("fixed time", self.fixed_ns), ("part of the duration", self.permille)):
             _check_not_negative(f"port of link {self.link}", what, value)
 
     def busy_ns(self, duration_ns: int, permille: int, messages: int = 1) -> int:
         """How long the device is busy with a communication of this duration, which sends so many messages over the link:
-        messages * fixed_ns + floor(permille * duration_ns / 1000)."""
-        return messages * self.fixed_ns + permille * duration_ns // 1000
+        call_ns + messages * fixed_ns + floor(permille * duration_ns / 1000)."""
+        return self.call_ns + messages * self.fixed_ns + permille * duration_ns // 1000
 
 
 Factors = tuple[tuple[int, float], ...]

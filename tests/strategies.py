@@ -106,7 +106,7 @@ def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> 
     busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4 if ports else 0, unique=True))
     own = 2 * sum(counts)  # a device's links come first, two for each
     own_ports = [
-        Port(link, link // 2 if link < own else None, draw(st.sampled_from((0, 700, 90_000))), draw(st.sampled_from((0, 333, 1000))))
+        Port(link, link // 2 if link < own else None, *(draw(st.sampled_from(of)) for of in ((0, 700, 90_000), (0, 333, 1000), (0, 5_000))))
         for link in busy
     ]
     return replace(made, ports=tuple(own_ports))

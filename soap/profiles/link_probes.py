@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import permutations
 from statistics import median
+from typing import NamedTuple
 
 from soap.errors import ProfileError
 from soap.profiles.alpha_beta import AlphaBeta, fit
@@ -27,12 +28,23 @@ LEAST_CPU_SECONDS = 1e-9
 
 
 class Operation(StrEnum):
-    """``message``: from the first device to the second. ``exchange``: both ways at once. ``all_to_all``: from each to each."""
+    """``message``: from the first device to the second. ``exchange``: both ways at once. ``all_to_all``: from each to each.
+
+    ``step_message`` and ``step_sum``: a few bytes from one tile to the next, or summed behind each tile, as a training step meets them
+    (``soap.runtime.step_timing``).
+    """
 
     MESSAGE = "message"
     EXCHANGE = "exchange"
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
+    STEP_MESSAGE = "step_message"
+    STEP_SUM = "step_sum"
+
+
+IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM)
+STEP_BYTES = 4
+"""Of what is sent or summed by these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,7 @@ class Probe:
     size_bytes: int
 
     def __post_init__(self) -> None:
-        between_two = self.operation in (Operation.MESSAGE, Operation.EXCHANGE)
+        between_two = self.operation in (Operation.MESSAGE, Operation.EXCHANGE, Operation.STEP_MESSAGE)
         if len(self.devices) < 2 or (between_two and len(self.devices) > 2):
             raise ProfileError(f"{self.operation} of devices {self.devices}: expected {'two' if between_two else 'at least two'} devices")
 
@@ -70,9 +82,12 @@ class LinkTiming:
         return median(self.seconds)
 
 
+_Lines = Mapping[tuple[Operation, tuple[int, ...]], AlphaBeta]
+
+
 def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> list[Probe]:
     """Messages and exchanges of one pair of each kind (on one host, on two); collectives over devices of one host, over one device of each
-    host, and over all, in groups of 2, 4, 8, … and whole."""
+    host, and over all, in groups of 2, 4, 8, … and whole. Of processors also those within steps, over a pair's devices and over all."""
     hosts = [own for own in _devices_by_host(topology) if own]
     inside = max(hosts, key=len)
     across = [own[0] for own in hosts]
@@ -84,11 +99,15 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
                 groups[tuple(sorted(own[:count]))] = None
     wanted = [(operation, pair) for operation in (Operation.MESSAGE, Operation.EXCHANGE) for pair in pairs]
     wanted += [(operation, group) for operation in (Operation.ALL_REDUCE, Operation.ALL_TO_ALL) for group in groups]
-    return [Probe(operation, devices, size) for operation, devices in wanted for size in sizes_bytes]
+    probes = [Probe(operation, devices, size) for operation, devices in wanted for size in sizes_bytes]
+    if pairs and all(device.type.kind == "cpu" for device in topology.devices):
+        everyone = tuple(range(topology.device_count))
+        probes += [Probe(Operation.STEP_MESSAGE, pairs[-1], STEP_BYTES), Probe(Operation.STEP_SUM, everyone, STEP_BYTES)]
+    return probes
 
 
 def fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], AlphaBeta]:
-    """By operation and devices, in the order of the measurements."""
+    """By operation and devices, in the order of the measurements; of what has several sizes."""
     return {key: fit([t.probe.size_bytes for t in own], [t.typical_seconds for t in own]) for key, own in by_kind(timings).items()}
 
 
@@ -101,26 +120,27 @@ def cpu_fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, 
 
 
 def by_kind(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], list[LinkTiming]]:
-    """The timings of each operation over the same devices."""
+    """The timings of each operation over the same devices, but for those within steps."""
     found: dict[tuple[Operation, tuple[int, ...]], list[LinkTiming]] = defaultdict(list)
     for timing in timings:
-        found[timing.probe.operation, timing.probe.devices].append(timing)
+        if timing.probe.operation not in IN_STEPS:
+            found[timing.probe.operation, timing.probe.devices].append(timing)
     return dict(found)
 
 
 def is_enough(topology: Topology, timings: Sequence[LinkTiming]) -> bool:
-    """Whether all messages and exchanges were measured, from which the links' figures follow."""
-    known = {timing.probe for timing in timings}
-    return all(probe in known for probe in probes_for(topology) if probe.operation in (Operation.MESSAGE, Operation.EXCHANGE))
+    """Whether all messages and exchanges were measured, from which the links' figures follow, and what they are within steps."""
+    known, needed = {timing.probe for timing in timings}, (Operation.MESSAGE, Operation.EXCHANGE, *IN_STEPS)
+    return all(probe in known for probe in probes_for(topology) if probe.operation in needed)
 
 
 def modelled_seconds(communication: Communication, probe: Probe) -> float:
     """What the simulator says that a probe takes."""
     size, devices = probe.size_bytes, probe.devices
     match probe.operation:
-        case Operation.MESSAGE:
+        case Operation.MESSAGE | Operation.STEP_MESSAGE:
             return communication.transfer_ns(size, *devices) / 1e9
-        case Operation.ALL_REDUCE:
+        case Operation.ALL_REDUCE | Operation.STEP_SUM:
             return communication.allreduce(size, devices)[0] / 1e9
     return communication.exchange_ns([(a, b, size) for a in devices for b in devices if a != b]) / 1e9
 
@@ -130,9 +150,11 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
 
     Of a route between two devices of one host, each link has the bandwidth of an exchange between two of them and an equal part of the
     message's latency. Links that only routes between hosts use have an exchange's between hosts, and an equal part of what remains of that
-    message's latency. What was not measured stays. Devices that are processors have ports: see ``_port``.
+    message's latency. Latencies are those within steps, where these were measured. What was not measured stays. Devices that are processors
+    have ports: see ``_port``.
     """
     found, busy = fits(timings), cpu_fits(timings)
+    within = _within_steps(timings, found, busy)
     ports: dict[int, Port] = {}
     inside: dict[int, tuple[float, float]] = {}
     across: dict[int, tuple[float, float]] = {}
@@ -145,11 +167,11 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
                 raise ProfileError(f"messages between devices {devices} take no longer the larger they are; measure again")
             route = topology.route(devices[0], devices[1])
             known = [link for link in route if link in inside]
-            left = line.alpha_seconds - sum(inside[link][1] for link in known)
+            left = line.alpha_seconds + within.message_seconds - sum(inside[link][1] for link in known)
             each = max(left / max(1, len(route) - len(known)), LEAST_LATENCY_SECONDS)
             for link in _alike(topology, [link for link in route if link not in known], same_host):
                 figures[link] = 1 / exchange.beta_seconds_per_byte, each
-                ports[link] = _port(topology, link, busy[operation, devices], exchange)
+                ports[link] = _port(topology, link, busy[operation, devices], exchange, within.busy_seconds)
     measured = {**across, **inside}
     links = list(topology.links)
     for link, (bandwidth, latency) in measured.items():
@@ -158,29 +180,55 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
     if any(device.type.kind != "cpu" for device in topology.devices):
         ports.clear()  # what sends there is not what computes
     made = replace(topology, links=tuple(links), described=described, links_source=source, ports=tuple(ports[i] for i in sorted(ports)))
-    return replace(made, crowding=_crowding(made, found))
+    return replace(made, crowding=_crowding(made, found, within))
 
 
-def _crowding(topology: Topology, found: Mapping[tuple[Operation, tuple[int, ...]], AlphaBeta]) -> Crowding:
+class _WithinSteps(NamedTuple):
+    """How many seconds longer a message, and a sum, takes within a step than by itself; and for how long an end of a message keeps its
+    device busier there."""
+
+    message_seconds: float = 0.0
+    sum_seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+
+def _within_steps(timings: Sequence[LinkTiming], found: _Lines, busy: _Lines) -> _WithinSteps:
+    """From what was measured; nothing if it was not. Never less than nothing."""
+    more = _WithinSteps()
+    for timing in timings:
+        size, devices = timing.probe.size_bytes, timing.probe.devices
+        message, summed = (Operation.MESSAGE, devices), (Operation.ALL_REDUCE, devices)
+        if timing.probe.operation is Operation.STEP_MESSAGE and message in found:
+            longer, busier = timing.typical_seconds - found[message].seconds(size), timing.cpu_seconds - busy[message].seconds(size)
+            more = more._replace(message_seconds=max(0.0, longer), busy_seconds=max(0.0, busier))
+        elif timing.probe.operation is Operation.STEP_SUM and summed in found:
+            more = more._replace(sum_seconds=max(0.0, timing.typical_seconds - found[summed].seconds(size)))
+    return more
+
+
+def _crowding(topology: Topology, found: _Lines, within: _WithinSteps) -> Crowding:
     """From the latencies of collectives that were measured, beside what the links' latencies make of them: of each number of devices those
-    over most hosts. Never less than 1: no step of theirs is faster than a message."""
+    over most hosts. An exchange as a whole has no less than a message's, as bounds assume. Exchanges are timed behind a computation, which
+    makes as much of a difference to sums as a step does; so no more is added to them."""
     communication = Communication(topology)
     factors: dict[Operation, dict[int, float]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
     for (operation, devices), line in sorted(found.items(), key=lambda entry: len({topology.devices[d].host for d in entry[0][1]})):
         if operation in factors:
             modelled = modelled_seconds(communication, Probe(operation, devices, 0))
-            factors[operation][len(devices)] = max(1.0, line.alpha_seconds / modelled)
+            summed = operation is Operation.ALL_REDUCE
+            factor = (line.alpha_seconds + (within.sum_seconds if summed else 0.0)) / modelled
+            factors[operation][len(devices)] = factor if summed else max(factor, 1 / (len(devices) - 1))
     return Crowding(*(tuple(sorted(own.items())) for own in factors.values()))
 
 
-def _port(topology: Topology, link: int, busy: AlphaBeta, exchange: AlphaBeta) -> Port:
-    """What a device at an end of a link is busy with messages over it: seconds per byte as a part of an exchange's, and what a message of
-    no bytes takes beside that."""
+def _port(topology: Topology, link: int, busy: AlphaBeta, exchange: AlphaBeta, call_seconds: float) -> Port:
+    """What a device at an end of a link is busy with messages over it: seconds per byte as a part of an exchange's, what a message of
+    no bytes takes beside that, and what each communication takes beside its messages."""
     names = {device.name: device.index for device in topology.devices}
     ends = (topology.links[link].source, topology.links[link].target)
     device = next((names[end] for end in ends if end in names), None)
     permille = round(1000 * busy.beta_seconds_per_byte / exchange.beta_seconds_per_byte)
-    return Port(link, device, max(0, round(1e9 * busy.alpha_seconds)), max(0, permille))
+    return Port(link, device, max(0, round(1e9 * busy.alpha_seconds)), max(0, permille), round(1e9 * call_seconds))
 
 
 def _alike(topology: Topology, links: Sequence[int], same_host: bool) -> list[int]:

@@ -14,8 +14,9 @@ from statistics import median
 import torch
 
 from soap import pace
-from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
+from soap.profiles.link_probes import IN_STEPS, MOST_TIMES, LinkTiming, Operation, Probe
 from soap.runtime.redistribute import Communicator
+from soap.runtime.step_timing import measure_in_steps
 from soap.runtime.world import close_world, open_world
 from soap.topology import DeviceKind
 
@@ -51,7 +52,8 @@ def measure_links(
         when_open()
         found = []
         for probe in todo:
-            found.append(_measure(comm, probe, seconds_per_probe))
+            in_steps = probe.operation in IN_STEPS
+            found.append(measure_in_steps(comm, probe, _busy_seconds) if in_steps else _measure(comm, probe, seconds_per_probe))
             if on_probe is not None and comm.rank == 0:
                 on_probe(found[-1])
         return found

@@ -72,7 +72,7 @@ def _timed(action: Callable[[], Any], device: torch.device, threads: int, share:
 
 
 def _steps(clock: Clock, device: torch.device, count: int) -> Sample:
-    model = _Chain(count)
+    model = Chain(count)
     strategy = Strategy({op.name: OpConfig((1,), (0,)) for op in model.graph.operators})
     with Trainer(model, (strategy, local_topology(1)), device_kind="cuda" if device.type == "cuda" else "cpu") as trainer:
         for _ in range(3):
@@ -80,7 +80,7 @@ def _steps(clock: Clock, device: torch.device, count: int) -> Sample:
         return sample(repeat(lambda: clock.times_ns([lambda: trainer.step(*model.example_inputs)]), SECONDS)[0])
 
 
-class _Chain(TracedModel):
+class Chain(TracedModel):
     """One operator after the other, each of which hands its input on."""
 
     def __init__(self, count: int) -> None:

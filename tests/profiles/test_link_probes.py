@@ -114,7 +114,7 @@ def test_ports_and_crowding_follow_from_what_was_measured() -> None:
     timings = []
     for probe in probes_for(topology):
         seconds = modelled_seconds(communication, probe)
-        if probe.operation is Operation.ALL_REDUCE:
+        if probe.operation in (Operation.ALL_REDUCE, Operation.STEP_SUM):
             seconds += 2 * modelled_seconds(communication, replace(probe, size_bytes=0))
         timings.append(LinkTiming(probe, (seconds,) * 5, 2e-5 + 0.5 * probe.size_bytes / 1e8))
     measured = with_measured_links(topology, timings)
@@ -132,3 +132,24 @@ def test_ports_and_crowding_follow_from_what_was_measured() -> None:
 def test_what_sends_for_gpus_does_not_keep_them_busy() -> None:
     topology = cluster([1, 1])
     assert with_measured_links(topology, timed(topology)).ports == ()
+
+
+def test_what_is_longer_within_steps_is_longer_in_predictions() -> None:
+    """A message by 1 ms, of which its ends are busy for 0.4 ms more each; a sum by 2 ms; an exchange has no less than a message's."""
+    topology = cluster([1, 1, 1, 1], CPU)
+    timings = timed(topology)
+    within = {
+        Operation.STEP_MESSAGE: lambda one: replace(one, seconds=(one.seconds[0] + 1e-3,), cpu_seconds=4e-4),
+        Operation.STEP_SUM: lambda one: replace(one, seconds=(one.seconds[0] + 2e-3,)),
+    }
+    measured = with_measured_links(topology, [within.get(one.probe.operation, lambda one: one)(one) for one in timings])
+    before, after = Communication(topology), Communication(measured)
+
+    def longer(operation: Operation, devices: tuple[int, ...]) -> float:
+        probe = Probe(operation, devices, 1024)
+        return modelled_seconds(after, probe) - modelled_seconds(before, probe)
+
+    assert longer(Operation.MESSAGE, (1, 2)) == pytest.approx(1e-3, rel=1e-2)
+    assert longer(Operation.ALL_REDUCE, (0, 1, 2, 3)) == pytest.approx(2e-3, rel=1e-2)
+    assert longer(Operation.ALL_TO_ALL, (0, 1, 2, 3)) == pytest.approx(1e-3, rel=0.1)
+    assert [port.call_ns for port in measured.ports] == pytest.approx([400_000] * len(measured.ports), abs=2)

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from soap.profiles.link_probes import LinkTiming, Operation, Probe
+from soap.presets import local_topology
+from soap.profiles.link_probes import IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.runtime.link_timing import LEAST_ROUNDS, measure_links
+from soap.runtime.step_timing import STEPS, WorkingChain, chain_strategy
+from soap.simulator.lowering import build_plan
 from tests.runtime.pool import Pool
 
 
@@ -19,7 +22,7 @@ def timed(probes: Sequence[Probe], ranks: int) -> tuple[list[LinkTiming], list[P
 
 @pytest.mark.slow
 def test_all_ranks_see_the_same_times_of_all_probes(pool: Pool) -> None:
-    probes = [Probe(operation, (0, 2), 4096) for operation in Operation]
+    probes = [Probe(operation, (0, 2), 4096) for operation in Operation if operation not in IN_STEPS]
     probes += [Probe(operation, (0, 1, 2), 4096) for operation in (Operation.ALL_REDUCE, Operation.ALL_TO_ALL)]
     results = pool.run(timed, probes, 3)
     assert results[0][0] == results[1][0] == results[2][0]
@@ -27,3 +30,21 @@ def test_all_ranks_see_the_same_times_of_all_probes(pool: Pool) -> None:
     for probe, timing in zip(probes, results[0][0], strict=True):
         assert timing.probe == probe and len(timing.seconds) >= LEAST_ROUNDS and min(timing.seconds) > 0
         assert timing.cpu_seconds > 0
+
+
+@pytest.mark.slow
+def test_messages_and_sums_within_steps(pool: Pool) -> None:
+    """Parts of a chain's operators are added up behind each of them; alone, the same chain communicates nothing."""
+    probes = [Probe(Operation.STEP_MESSAGE, (0, 2), STEP_BYTES), Probe(Operation.STEP_SUM, (0, 1, 2), STEP_BYTES)]
+    results = pool.run(timed, probes, 3)
+    assert results[0][0] == results[1][0] == results[2][0]
+    for probe, timing in zip(probes, results[0][0], strict=True):
+        assert timing.probe == probe and len(timing.seconds) == STEPS and timing.cpu_seconds > 0
+
+
+@pytest.mark.parametrize(("summed", "sums", "messages"), [(True, 3, 0), (False, 0, 3)])
+def test_a_chain_communicates_between_all_its_operators(summed: bool, sums: int, messages: int) -> None:
+    model = WorkingChain(4, 3 if summed else 1)
+    for across in (False, True):
+        plan = build_plan(model.graph, chain_strategy(model, (0, 1, 2), summed=summed, across=across), local_topology(3))
+        assert (len(plan.reductions), len(plan.messages)) == ((sums, messages) if across else (0, 0))

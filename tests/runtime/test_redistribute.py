@@ -147,7 +147,7 @@ def test_backend_on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int,
 
 def loop_policies() -> list[int]:
     comm = Communicator(torch.device("cpu"), [], timedelta(seconds=60))
-    comm.open_groups([(0, 1)])
+    comm.open_groups([(1, 0)])
     tasks = [path for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text().startswith(GLOO_LOOPS)]
     comm.barrier()
     return [os.sched_getscheduler(int(path.name)) for path in tasks]

@@ -49,12 +49,13 @@ class DeviceGroups:
         return Groups(self._sets.tables(), *figures)
 
 
-def _ports(topology: Topology) -> tuple[Ints, Longs, Longs]:
-    """By resource: the port's device or -1, its ``fixed_ns`` and its ``permille``, or ``NO_PORT``."""
+def _ports(topology: Topology) -> tuple[Ints, Longs, Longs, Longs]:
+    """By resource: the port's device or -1, its ``call_ns``, its ``fixed_ns``, and its ``permille`` or ``NO_PORT``."""
     count = topology.device_count + len(topology.links) + len(core_names(topology))
-    device, fixed, permille = np.full(count, -1, np.int32), np.zeros(count, np.int64), np.full(count, NO_PORT, np.int64)
+    device, permille = np.full(count, -1, np.int32), np.full(count, NO_PORT, np.int64)
+    call, fixed = np.zeros(count, np.int64), np.zeros(count, np.int64)
     for port in topology.ports:
         place = topology.device_count + port.link
         device[place] = -1 if port.device is None else port.device
-        fixed[place], permille[place] = port.fixed_ns, port.permille
-    return device, fixed, permille
+        call[place], fixed[place], permille[place] = port.call_ns, port.fixed_ns, port.permille
+    return device, call, fixed, permille

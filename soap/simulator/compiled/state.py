@@ -96,8 +96,8 @@ NO_PORT = 1 << 40
 class Groups(NamedTuple):
     """Sets of devices that sum together (``Lists``, ascending). Group g may do so in the ways ``way_ptr[g]:way_ptr[g + 1]``, each of which
     takes ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with
-    the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none), ``port_fixed_ns``,
-    ``port_permille`` (``NO_PORT``: no port).
+    the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none), ``port_call_ns``,
+    ``port_fixed_ns``, ``port_permille`` (``NO_PORT``: no port).
     """
 
     sets: Lists
@@ -108,6 +108,7 @@ class Groups(NamedTuple):
     resource_n: Ints
     static: Ints
     port_device: Ints
+    port_call_ns: Longs
     port_fixed_ns: Longs
     port_permille: Longs
 

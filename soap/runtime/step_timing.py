@@ -1,0 +1,128 @@
+"""What a message, or a sum, takes within a training step: steps of chains of tiles that compute for a while, on one device and across.
+
+By itself a message is quicker. Within a step a tile ends before it and another begins behind it, each in a segment of its own; and a
+processor that has waited computes more slowly at first: between emulated hosts a message delays a step by 2 ms, but takes 0.3 in a loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
+from soap.presets import local_topology
+from soap.profiles.link_probes import LinkTiming, Operation, Probe
+from soap.runtime.redistribute import Communicator
+from soap.runtime.trainer import Trainer
+from soap.runtime.upkeep_timing import Chain
+from soap.simulator.tiling import Tile
+from soap.strategy import OpConfig, Strategy
+from soap.tracing.model import TileContext
+
+CHAINS = (3, 11)
+"""Tiles of the two chains whose steps are compared."""
+STEPS, WARM_UP_STEPS = 8, 3
+LAYERS, ROWS, WIDTH = 8, 64, 192
+"""Of a tile's work, in each direction: about a millisecond."""
+
+Busy = Callable[[], float]
+"""Seconds for which this rank's device has computed so far."""
+
+
+class _Work(torch.autograd.Function):
+    """Hands on what it gets, and computes something else meanwhile, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        ctx.weights = weights
+        _compute(weights)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _compute(ctx.weights)
+        return gradients[0], None
+
+
+def _compute(weights: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        values = torch.ones(ROWS, WIDTH)
+        for weight in weights:
+            values = torch.tanh(values @ weight)
+
+
+class WorkingChain(Chain):
+    """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole."""
+
+    def __init__(self, count: int, parts: int) -> None:
+        super().__init__(count)
+        whole, parted = Factor("b", 1, FactorKind.SAMPLE), Factor("k", parts, FactorKind.REDUCTION, summed=True)
+        names, dims = ["x", *(f"pass{i}" for i in range(count))], (DimMap(0),)
+        tensors = {**self.graph.tensors, "w": Tensor("w", (parts,), "float32", 4, TensorKind.PARAMETER, True)}
+        operators = []
+        for before, after in pairwise(names):
+            first, factors = before == "x", (whole,) if after == names[-1] else (whole, parted)
+            parameters = (Operand("w", (DimMap(1),)),) if first else ()
+            operators.append(Operator(after, "pass", factors, (Operand(before, dims),), parameters, (Operand(after, dims),)))
+        self.graph = OperatorGraph("chain", tuple(operators), tensors, names[-1])
+        self.parameters = {"w": torch.zeros(parts)}
+        self._weights = [torch.randn(WIDTH, WIDTH) for _ in range(LAYERS)]
+
+    def run_tile(
+        self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
+    ) -> tuple[torch.Tensor, ...]:
+        """The input, or the parameter of the first, behind the work."""
+        return (_Work.apply(parameters[0].sum().reshape(1) if parameters else inputs[0], self._weights),)  # type: ignore[no-untyped-call]
+
+
+def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy) -> LinkTiming:
+    """The time of such a probe, on every rank; all ranks take part. ``seconds``: how much longer one message (or sum) makes a step;
+    ``cpu_seconds``: for how long it keeps a device busy, at one of a message's two ends."""
+    summed, tiles = probe.operation is Operation.STEP_SUM, CHAINS[1] - CHAINS[0]
+
+    def chains(across: bool) -> list[tuple[list[float], float]]:
+        models = [WorkingChain(count, len(probe.devices) if summed else 1) for count in CHAINS]
+        return [_steps(comm, model, chain_strategy(model, probe.devices, summed=summed, across=across), busy) for model in models]
+
+    (few, few_busy), (many, many_busy) = chains(across=False)
+    tile, tile_busy = (median(many) - median(few)) / tiles, (many_busy - few_busy) / tiles
+    (few, few_busy), (many, many_busy) = chains(across=True)
+    seconds = [((one - median(few)) / tiles - tile) / 2 for one in many]  # forward and backward
+    own_tiles, ends = (tiles, 2) if summed else (tiles / len(probe.devices), 4)
+    own_busy = ((many_busy - few_busy) / own_tiles - tile_busy) / ends
+    return LinkTiming(probe, tuple(max(1e-9, one) for one in seconds), max(0.0, own_busy))
+
+
+def chain_strategy(model: WorkingChain, devices: Sequence[int], *, summed: bool, across: bool) -> Strategy:
+    """All on the first device, or across them: each operator's parts, or one operator after the other."""
+    last, chosen = len(model.graph.operators) - 1, {}
+    for number, op in enumerate(model.graph.operators):
+        if summed and number < last:
+            chosen[op.name] = OpConfig((1, len(devices)), tuple(devices)) if across else OpConfig((1, 1), (devices[0],))
+        else:
+            place = devices[number % len(devices)] if across and not summed else devices[0]
+            chosen[op.name] = OpConfig((1,) * len(op.factors), (place,))
+    return Strategy(chosen)
+
+
+def _steps(comm: Communicator, model: WorkingChain, strategy: Strategy, busy: Busy) -> tuple[list[float], float]:
+    """Seconds of each step of the slowest rank, and for how many of them the busiest rank's device computes, on all ranks."""
+    trainer = Trainer(model, (strategy, local_topology(comm.world_size)), device_kind="cpu")
+    walls, own_busy = [], []
+    for step in range(WARM_UP_STEPS + STEPS):
+        comm.barrier()
+        before, start = busy(), time.perf_counter()
+        trainer.step(*model.example_inputs)
+        after = busy()
+        if step >= WARM_UP_STEPS:
+            walls.append(time.perf_counter() - start)
+            own_busy.append(after - before)
+    comm.barrier()
+    trainer.comm.close()
+    gathered = comm.gather((walls, median(own_busy)))
+    return [max(own) for own in zip(*(own for own, _ in gathered), strict=True)], max(own for _, own in gathered)
