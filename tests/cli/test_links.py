@@ -160,7 +160,7 @@ def test_measures_on_emulated_hosts(groups: CpuGroups, capsys: Capsys) -> None:
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured() -> None:
     place = link_place(soap.load_cluster(CLUSTER), "gloo", emulated=False)
-    command = [sys.executable, "-m", "soap.cli.profile", "links", "--cluster", CLUSTER, "--seconds", "60"]
+    command = [sys.executable, "-m", "soap.cli.profile", "links", "--cluster", CLUSTER, "--seconds", "3"]
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )

@@ -139,6 +139,6 @@ def test_random_strategies_train_like_one_process(pool: Pool, case: tuple[Operat
 
 @pytest.mark.slow
 @given(cases(max_devices=3, max_moves=9, max_tiles=12), st.randoms(use_true_random=False))
-@settings(max_examples=so_many(120, 200), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=so_many(80, 200), deadline=None, suppress_health_check=list(HealthCheck))
 def test_many_random_strategies(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
     check_random(pool, case, rng)

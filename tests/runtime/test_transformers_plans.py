@@ -25,7 +25,7 @@ from tests.transformers_models import MODELS
 pytest.importorskip("transformers")
 
 FOUR = local_topology(4)
-STRATEGIES = [("float64", None)] * so_many(2, 5) + [("float32", None)] + [("float64", name) for name in ("data_parallel", "megatron")]
+STRATEGIES = [("float64", None)] * so_many(1, 5) + [("float32", None)] + [("float64", name) for name in ("data_parallel", "megatron")]
 """Dtype, and name of a classical strategy or None for a random one."""
 
 

@@ -166,7 +166,7 @@ def test_random_models_by_tiles(net: Net, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(max_examples=so_many(75, 150), **OPTIONS)
+@settings(max_examples=so_many(50, 150), **OPTIONS)
 @given(NETS, st.integers(1001, 100_000))
 def test_many_random_models_by_tiles(net: Net, seed: int) -> None:
     _check(net, seed)

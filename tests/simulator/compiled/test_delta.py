@@ -178,7 +178,7 @@ def test_many_short_walks(part: int) -> None:
     """Each part has a seed of its own: without, hypothesis draws the same for all of them where it is derandomized."""
 
     @seed(part)
-    @settings(max_examples=so_many(500, 1_000), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=so_many(300, 1_000), deadline=None, suppress_health_check=list(HealthCheck))
     @given(walks(max_moves=2, max_tiles=4, max_edits=2))
     def all_agree(walk: Walk) -> None:
         check(walk, afresh=False)
