@@ -2,6 +2,7 @@
 strategies.
 
     python -m benchmarks.memory [--ranks N] [--random K] [--optimizer adam] [MODEL …]
+    python -m benchmarks.memory --ranks 4 emulated-rnnlm emulated-gpt    # models of benchmarks.accuracy
 
 "predicted": the most that the simulated order holds at any time. "bound": what decides whether a strategy fits, for any order. Both are
 given as ratios to what was measured: above 1 is on the safe side. Measured: tensors that torch allocates from before the shards are made to
@@ -14,12 +15,15 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
 
+from benchmarks.models import EMULATED_MODELS, export_model
 from soap import api, zoo
 from soap.cli.run import OPTIMIZER_STATES
 from soap.graph import OperatorGraph
@@ -55,7 +59,7 @@ class Case:
 def strategies(spec: str, graph: OperatorGraph, topology: Topology, randoms: int) -> dict[str, Strategy]:
     """The compared strategies by name; the random ones are a function of the model's name and their number."""
     found = {name: CLASSICAL[name](graph, topology) for name in CLASSICAL_NAMES}
-    return found | {f"random {i}": random_strategy(graph, topology, random.Random(f"{spec}/{i}")) for i in range(randoms)}
+    return found | {f"random {i}": random_strategy(graph, topology, random.Random(f"{Path(spec).stem}/{i}")) for i in range(randoms)}
 
 
 def cases(spec: str, topology: Topology, randoms: int, optimizer: str) -> list[Case]:
@@ -102,8 +106,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adam")
     args = parser.parse_args(argv)
     topology = local_topology(args.ranks)
-    found = [case for spec in args.models for case in cases(spec, topology, args.random, args.optimizer)]
-    measured = launch(args.ranks, measure, (found, topology, args.optimizer))
+    with tempfile.TemporaryDirectory() as temporary:
+        specs = [str(export_model(own, Path(temporary))) if own in EMULATED_MODELS else own for own in args.models]
+        found = [case for spec in specs for case in cases(spec, topology, args.random, args.optimizer)]
+        measured = launch(args.ranks, measure, (found, topology, args.optimizer))
     print("| model | strategy | measured, KiB | predicted / measured | bound / measured | workspaces |\n|---|---|---|---|---|---|")
     ratios, bounds = [], []
     for number, case in enumerate(found):
@@ -113,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         own = [predicted / peak for predicted, peak in zip(case.predicted, peaks, strict=True)]
         most = [bound / peak for bound, peak in zip(case.bound, peaks, strict=True)]
         shown = [" ".join(f"{value:.2f}" for value in values) for values in (own, most)]
-        print(f"| {case.model} | {case.name} | {' '.join(f'{peak / 1024:.0f}' for peak in peaks)} | {shown[0]} | {shown[1]} | {works} |")
+        measured_kib = " ".join(f"{peak / 1024:.0f}" for peak in peaks)
+        print(f"| {Path(case.model).stem} | {case.name} | {measured_kib} | {shown[0]} | {shown[1]} | {works} |")
         ratios += own
         bounds += most
     for what, values in (("predicted", ratios), ("bound", bounds)):

@@ -185,7 +185,7 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
 
 class _WithinSteps(NamedTuple):
     """How many seconds longer a message, and a sum, takes within a step than by itself; and for how long an end of a message keeps its
-    device busier there."""
+    device busier there. The sender's end is no part of the message's: it is its port's."""
 
     message_seconds: float = 0.0
     sum_seconds: float = 0.0
@@ -200,7 +200,7 @@ def _within_steps(timings: Sequence[LinkTiming], found: _Lines, busy: _Lines) ->
         message, summed = (Operation.MESSAGE, devices), (Operation.ALL_REDUCE, devices)
         if timing.probe.operation is Operation.STEP_MESSAGE and message in found:
             longer, busier = timing.typical_seconds - found[message].seconds(size), timing.cpu_seconds - busy[message].seconds(size)
-            more = more._replace(message_seconds=max(0.0, longer), busy_seconds=max(0.0, busier))
+            more = _WithinSteps(max(0.0, longer - max(0.0, busier)), more.sum_seconds, max(0.0, busier))
         elif timing.probe.operation is Operation.STEP_SUM and summed in found:
             more = more._replace(sum_seconds=max(0.0, timing.typical_seconds - found[summed].seconds(size)))
     return more
