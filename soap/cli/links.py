@@ -16,7 +16,17 @@ from soap.cli.tables import aligned
 from soap.errors import INTERRUPTED_EXIT_CODE, ProfileError
 from soap.presets import family
 from soap.profiles.link_places import LinkPlace, link_place
-from soap.profiles.link_probes import LinkTiming, by_kind, cpu_fits, fits, is_enough, modelled_seconds, probes_for, with_measured_links
+from soap.profiles.link_probes import (
+    IN_STEPS,
+    LinkTiming,
+    by_kind,
+    cpu_fits,
+    fits,
+    is_enough,
+    modelled_seconds,
+    probes_for,
+    with_measured_links,
+)
 from soap.profiles.measured_links import known_links
 from soap.profiles.store import Store
 from soap.simulator.communication import Communication
@@ -137,6 +147,16 @@ def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, An
         "used": bool(timings) and enough and problem is None,
         "problem": problem,
         "fits": _fits(timings, Communication(measured)),
+        "in_steps": [
+            {
+                "operation": own.probe.operation.value,
+                "devices": list(own.probe.devices),
+                "latency_ns": 1e9 * own.typical_seconds,
+                "processor_ns": 1e9 * own.cpu_seconds,
+            }
+            for own in timings
+            if own.probe.operation in IN_STEPS
+        ],
         "foreign": {one.text: count for one, count in store.link_places().items() if one != place},
     }
 
@@ -189,11 +209,21 @@ def text(found: Mapping[str, Any]) -> str:
                 f"{line['by_links']:.2f}",
             )
         )
-    sections = [head, *([aligned(rows)] if found["fits"] else []), _use(found)]
+    sections = [head, *([aligned(rows)] if found["fits"] else []), *_in_steps(found["in_steps"]), _use(found)]
     if found["foreign"]:
         elsewhere = [f"  {count} of {place}" for place, count in found["foreign"].items()]
         sections.append("measured elsewhere, and not used here:\n" + "\n".join(elsewhere))
     return "\n\n".join(sections)
+
+
+def _in_steps(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not found:
+        return []
+    rows = [("within training steps", "devices", "latency", "processor")]
+    for line in found:
+        devices = ",".join(map(str, compact_devices(line["devices"])))
+        rows.append((line["operation"], devices, format_seconds(line["latency_ns"] / 1e9), format_seconds(line["processor_ns"] / 1e9)))
+    return [aligned(rows)]
 
 
 def _use(found: Mapping[str, Any]) -> str:
@@ -201,7 +231,9 @@ def _use(found: Mapping[str, Any]) -> str:
         return f"predictions do not use it: {found['problem']}"
     if not found["used"]:
         return "predictions take the links as they are described until all messages and exchanges are measured"
+    within = ",\nwithin training steps where that is known: a message by itself is quicker than by links" if found["in_steps"] else ""
     return (
-        "predictions for this cluster take the latencies of its messages and the bandwidths of its exchanges (--costs estimate does not);\n"
+        "predictions for this cluster take the latencies of its messages and the bandwidths of its exchanges (--costs estimate does not)"
+        f"{within};\n"
         "processor: what one device spends on an operation and cannot compute meanwhile, busy: as a part of the operation's time"
     )

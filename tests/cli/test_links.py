@@ -77,6 +77,8 @@ def test_shows_what_is_known(capsys: Capsys) -> None:
     rows = capsys.readouterr().out.splitlines()
     assert " ".join(rows[3].split()) == "operation devices latency bandwidth processor and per MiB busy deviation measured / by links"
     assert rows[4].split()[:2] == ["message", "0,1"]
+    assert [(line["operation"], line["devices"]) for line in found["in_steps"]] == [("step_message", [0, 1]), ("step_sum", [0, 1])]
+    assert [row.split()[0] for row in rows[9:12]] == ["within", "step_message", "step_sum"] and "quicker than by links" in rows[14]
     elsewhere = told(capsys, ["--cluster", EMULATED, "--show"])
     assert elsewhere["measured"] == 0 and list(elsewhere["foreign"].values()) == [22]
 
