@@ -155,4 +155,5 @@ def loop_policies() -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other schedulers")
 def test_loop_threads_of_gloo_displace_nobody(pool: Pool) -> None:
-    assert [policy for own in pool.run(loop_policies, ranks=2) for policy in own] == [os.SCHED_BATCH] * 4  # two groups on each rank
+    for policies in pool.run(loop_policies, ranks=2):  # of two groups, and of those that other tests have left in these processes
+        assert len(policies) >= 2 and set(policies) == {os.SCHED_BATCH}
