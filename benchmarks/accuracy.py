@@ -31,6 +31,7 @@ from benchmarks.end_to_end import machine
 from benchmarks.models import EMULATED_MODELS, export_model
 from soap import api
 from soap.cli import profile
+from soap.cli.emulation import part_of_the_box
 from soap.cli.options import Reading, not_negative, positive
 from soap.cli.run import OPTIMIZER_STATES, start
 from soap.cli.training import Job
@@ -201,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=2, help="default %(default)s")
     parser.add_argument("--budget", type=positive, default=2000, help="proposals of each search (default %(default)s)")
     parser.add_argument("--profile", type=not_negative, default=120, help="seconds to profile a model for a cluster (default %(default)s)")
-    parser.add_argument("--scale", type=float, default=1.0, help="of rates and CPU time, at most 1: for clusters too fast for this box")
+    parser.add_argument("--scale", type=part_of_the_box, default=1.0, help="of rates and CPU time: for clusters too fast for this box")
     parser.add_argument("--seed", type=not_negative, default=0)
     args = parser.parse_args(argv)
     print(f"{machine()}\n\n| cluster | model | strategy | predicted, ms | measured, ms | error | rounds apart |\n|{'---|' * 7}", flush=True)

@@ -45,7 +45,7 @@ def add_emulation(parser: Parser) -> None:
     parser.add_argument(
         "--emulate-scale",
         metavar="S",
-        type=_scale,
+        type=part_of_the_box,
         help="multiply link rates and CPU shares by S, at most 1; predicted times are divided by it (default 1)",
     )
 
@@ -155,7 +155,8 @@ def text(report: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _scale(value: str) -> float:
+def part_of_the_box(value: str) -> float:
+    """The scale that an option's text says. argparse.ArgumentTypeError if there is none above 0 and at most 1."""
     try:
         scale = float(value)
     except ValueError:

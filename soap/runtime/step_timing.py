@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 
-from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
+from soap.graph import Factor, FactorKind
 from soap.presets import local_topology
 from soap.profiles.link_probes import LinkTiming, Operation, Probe
 from soap.runtime.redistribute import Communicator
@@ -61,23 +61,17 @@ class WorkingChain(Chain):
 
     def __init__(self, count: int, parts: int) -> None:
         super().__init__(count)
-        whole, parted = Factor("b", 1, FactorKind.SAMPLE), Factor("k", parts, FactorKind.REDUCTION, summed=True)
-        names, dims = ["x", *(f"pass{i}" for i in range(count))], (DimMap(0),)
-        tensors = {**self.graph.tensors, "w": Tensor("w", (parts,), "float32", 4, TensorKind.PARAMETER, True)}
-        operators = []
-        for before, after in pairwise(names):
-            first, factors = before == "x", (whole,) if after == names[-1] else (whole, parted)
-            parameters = (Operand("w", (DimMap(1),)),) if first else ()
-            operators.append(Operator(after, "pass", factors, (Operand(before, dims),), parameters, (Operand(after, dims),)))
-        self.graph = OperatorGraph("chain", tuple(operators), tensors, names[-1])
-        self.parameters = {"w": torch.zeros(parts)}
+        *others, last = self.graph.operators
+        parted = Factor("k", parts, FactorKind.REDUCTION, summed=True)
+        operators = [replace(op, factors=(*op.factors, parted)) for op in others]
+        self.graph = replace(self.graph, operators=(*operators, last))
         self._weights = [torch.randn(WIDTH, WIDTH) for _ in range(LAYERS)]
 
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
         """The input, or the parameter of the first, behind the work."""
-        return (_Work.apply(parameters[0].sum().reshape(1) if parameters else inputs[0], self._weights),)  # type: ignore[no-untyped-call]
+        return (_Work.apply(*super().run_tile(tile, inputs, parameters, context), self._weights),)  # type: ignore[no-untyped-call]
 
 
 def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy) -> LinkTiming:
@@ -102,8 +96,8 @@ def chain_strategy(model: WorkingChain, devices: Sequence[int], *, summed: bool,
     """All on the first device, or across them: each operator's parts, or one operator after the other."""
     last, chosen = len(model.graph.operators) - 1, {}
     for number, op in enumerate(model.graph.operators):
-        if summed and number < last:
-            chosen[op.name] = OpConfig((1, len(devices)), tuple(devices)) if across else OpConfig((1, 1), (devices[0],))
+        if across and summed and number < last:
+            chosen[op.name] = OpConfig((1, len(devices)), tuple(devices))
         else:
             place = devices[number % len(devices)] if across and not summed else devices[0]
             chosen[op.name] = OpConfig((1,) * len(op.factors), (place,))
