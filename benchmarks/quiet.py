@@ -23,7 +23,7 @@ class Watch:
         end = _counts()
         assert end is not None
         all_seconds, busy_seconds, own_seconds = (b - a for a, b in zip(self._start, end, strict=True))
-        return max(0.0, busy_seconds - own_seconds) / max(all_seconds, 1e-9)
+        return min(1.0, max(0.0, busy_seconds - own_seconds) / max(all_seconds, 1e-9))  # differences of sums round: a hair over 1 otherwise
 
 
 def wait_until_quiet(limit: float, deadline: float) -> bool:
