@@ -16,7 +16,7 @@ import argparse
 import gc
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,6 +30,7 @@ from soap.graph import OperatorGraph
 from soap.presets import local_topology
 from soap.runtime.launch import launch
 from soap.runtime.memory import PeakMemory, peak_memory
+from soap.runtime.optimizers import OPTIMIZERS
 from soap.runtime.trainer import Trainer
 from soap.runtime.world import close_world, open_world
 from soap.simulator.reference import execution_order
@@ -38,7 +39,6 @@ from soap.strategy import Strategy
 from soap.topology import Topology
 
 CLASSICAL_NAMES = ("data_parallel", "megatron", "model_parallel")
-OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 STEPS = 3
 SAFE, CLOSE = 1.0, 1.15
 """To reach: never under, and at most so much over."""
@@ -88,7 +88,7 @@ def _peak(case: Case, topology: Topology, optimizer: str) -> PeakMemory:
     gc.collect()
     with peak_memory(torch.device("cpu")) as peak:
         trainer = Trainer(
-            model, (case.strategy, topology), case.order, optimizer=lambda tensors: OPTIMIZERS[optimizer](tensors, lr=0.01)  # type: ignore[call-arg]
+            model, (case.strategy, topology), case.order, optimizer=lambda tensors: OPTIMIZERS[optimizer](tensors, 0.01)
         )
         batch = [tensor.clone() for tensor in model.example_inputs]
         for _ in range(STEPS):

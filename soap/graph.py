@@ -165,8 +165,8 @@ class Footprint:
     """What an operator takes of memory beside its inputs, parameters and outputs and the gradients of all these, in bytes.
 
     ``kept``: what autograd keeps for the backward pass; of this, ``fixed`` however small a tile is. ``forward``, ``backward``: the most
-    that its calls pass to each other at once beyond that. ``keeps``: which of its operands autograd keeps, by their places among inputs,
-    parameters and outputs.
+    that its calls pass to each other at once beyond that; ``backward`` is below 0 where not all of the others are there at any time.
+    ``keeps``: which of its operands autograd keeps, by their places among inputs, parameters and outputs.
     """
 
     kept_bytes: int

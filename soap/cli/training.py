@@ -20,6 +20,7 @@ from soap.errors import SoapWarning
 from soap.runtime.check import CheckResult, check
 from soap.runtime.measure import WARM_UP_STEPS, StepTimes, measure_steps
 from soap.runtime.memory import peak_memory
+from soap.runtime.optimizers import OPTIMIZERS
 from soap.runtime.trainer import OptimizerFactory, Trainer
 from soap.runtime.world import close_world, open_world
 from soap.simulator.timeline import MeasuredEvent
@@ -184,9 +185,8 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
 
 
 def _optimizer(job: Job) -> OptimizerFactory:
-    kinds: dict[str, type[Any]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
     rate = LEARNING_RATE if job.learning_rate is None else job.learning_rate
-    return lambda tensors: kinds[job.optimizer](tensors, lr=rate)
+    return lambda tensors: OPTIMIZERS[job.optimizer](tensors, rate)
 
 
 def _show(bar: tqdm[Any], loss: float) -> None:

@@ -141,13 +141,14 @@ def _checked(text: str, path: str | Path) -> dict[str, Any]:
     if error is not None:
         where = "".join(f"[{part!r}]" for part in error.absolute_path) or "the document"
         raise ProfileError(f"profile {str(path)!r}: {where}: {error.message[:200]}; expected what soap-profile export wrote")
-    versions = [("profiles", keys.VERSION, [own["environment"] for own in document["profiles"]])]
-    versions.append(("links", link_places.VERSION, [own["place"] for own in document.get("links", [])]))
-    for part, expected, places in versions:
-        for number, place in enumerate(places):
-            if place["version"] != expected:
-                found = f"[{number}] measured in version {place['version']}; expected {expected}: measure again"
-                raise ProfileError(f"profile {str(path)!r}: {part}{found}")
+    environments = enumerate(own["environment"] for own in document["profiles"])
+    places = enumerate(own["place"] for own in document.get("links", []))
+    measured = [("profiles", number, place, keys.VERSIONS[place["kind"]]) for number, place in environments]
+    measured += [("links", number, place, link_places.VERSION) for number, place in places]
+    for part, number, place, expected in measured:
+        if place["version"] != expected:
+            found = f"[{number}] measured in version {place['version']}; expected {expected}: measure again"
+            raise ProfileError(f"profile {str(path)!r}: {part}{found}")
     return dict(document)
 
 

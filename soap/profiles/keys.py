@@ -24,8 +24,9 @@ from soap.simulator.row_counts import parameters_held
 from soap.simulator.tiling import Tile, iteration_points
 from soap.topology import DeviceType, Topology
 
-VERSION = 2
-"""Of what is measured and how it is written down; part of every environment. Since 2 with freed memory kept (``allocation``)."""
+VERSIONS = {"cpu": 3, "cuda": 2}
+"""Of what is measured and how it is written down, by kind of device; part of every environment. Since 2 with freed memory kept
+(``allocation``), since 3 with Adam's updates in one pass (``runtime.optimizers``)."""
 
 ON_ROWS = "on rows"
 
@@ -91,6 +92,7 @@ class Environment:
     """Where something was measured; what is asked for elsewhere is foreign to it.
 
     ``device``: the device type's name. ``threads``: of each process, 0 on GPUs. ``neighbours``: processes that were kept busy meanwhile.
+    ``version``: that of today if not given.
     """
 
     device: str
@@ -98,7 +100,11 @@ class Environment:
     torch: str
     threads: int
     neighbours: int
-    version: int = VERSION
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.version:
+            object.__setattr__(self, "version", VERSIONS[self.kind])
 
     @cached_property
     def hash(self) -> str:

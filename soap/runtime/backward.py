@@ -7,7 +7,6 @@ order, never in that of arrival, so that equal runs give equal bits.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -28,25 +27,10 @@ from soap.simulator.plan import (
     sync_name,
 )
 from soap.simulator.tasks import TaskKind
+from soap.tracing.given import given
 
 Room = tuple[int, Box, torch.Tensor]
 """Where a part's gradient is received: (holding, region, tensor of that region)."""
-
-
-class _Given(torch.autograd.Function):
-    """A number that stands for outputs whose gradients are given. Autograd has these alone then, and lets go of each when it has been used;
-    what is handed to ``backward`` itself stays until all is over, and so do the outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        return outputs[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        given = (None, *ctx.gradients)
-        ctx.gradients.clear()
-        return given
 
 
 class BackwardPass:
@@ -72,7 +56,7 @@ class BackwardPass:
         if not outputs:
             return
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
-        root = _Given.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
+        root = given(gradients, outputs)
         outputs.clear()
         with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self.gradients.early.segment(number):
             torch.autograd.backward(root)

@@ -24,10 +24,7 @@ from soap import pace
 from soap.regions import Box, lengths, relative
 from soap.runtime.packing import pack
 from soap.scheduling import calm_gloo
-from soap.simulator.transit import SENT_BYTES
-
-SENT_TENSORS = 64
-"""So many messages (of ``SENT_BYTES`` together) may be on their way out before the oldest of them is waited for."""
+from soap.simulator.transit import SENT_BYTES, SENT_TENSORS
 
 EXCHANGE_TAG = 2**30
 """Apart from the numbers of messages and gradients."""
@@ -87,6 +84,10 @@ class Pending:
         for step in steps:
             step()
         return self.tensor
+
+    def let_go(self) -> None:
+        """Wait, and hold the tensor no longer."""
+        self.tensor = self.wait().new_empty(0)
 
     @property
     def is_over(self) -> bool:
@@ -218,12 +219,12 @@ class Communicator:
         self._sends = deque(other for other in self._sends if not other.is_over)
         self._sends.append(pending)
         while len(self._sends) > SENT_TENSORS or (len(self._sends) > 1 and sum(other.tensor.nbytes for other in self._sends) > SENT_BYTES):
-            self._sends.popleft().wait()
+            self._sends.popleft().let_go()
 
     def finish_sends(self) -> None:
         """Wait until everything that was sent has left."""
         while self._sends:
-            self._sends.popleft().wait()
+            self._sends.popleft().let_go()
 
     def close(self) -> None:
         """Give up the groups; on all ranks at once."""

@@ -12,6 +12,7 @@ from torch.utils.benchmark import Timer
 
 from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
 from soap.presets import local_topology
+from soap.runtime.optimizers import OPTIMIZERS, adam
 from soap.runtime.timing import Clock, CpuClock, Sample, clock_for, repeat, sample
 from soap.runtime.trainer import Trainer
 from soap.simulator.tiling import Tile
@@ -27,10 +28,10 @@ CHAINS = (16, 400)
 """Tiles of the two chains whose steps are compared."""
 
 _Optimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-OPTIMIZERS: Mapping[int, _Optimizer] = {
-    0: lambda tensors: torch.optim.SGD(tensors, lr=1e-3),
+_BY_STATES: Mapping[int, _Optimizer] = {
+    0: lambda tensors: OPTIMIZERS["sgd"](tensors, 1e-3),
     1: lambda tensors: torch.optim.SGD(tensors, lr=1e-3, momentum=0.9),
-    2: lambda tensors: torch.optim.Adam(tensors, lr=1e-3),
+    2: lambda tensors: adam(tensors, 1e-3),
 }
 """By the tensors of a parameter's size that they keep."""
 
@@ -41,7 +42,7 @@ def time_update(optimizer_states: int, size_bytes: int, device: torch.device, th
     tensors = [torch.zeros(max(1, size_bytes // 4), device=device) for _ in range(count)]
     for tensor in tensors:
         tensor.requires_grad_().grad = torch.full_like(tensor, 1e-3)
-    return _timed(OPTIMIZERS[optimizer_states](tensors).step, device, threads, share, count)
+    return _timed(_BY_STATES[optimizer_states](tensors).step, device, threads, share, count)
 
 
 def time_copy(size_bytes: int, device: torch.device, threads: int = 1, share: float = 1.0) -> Sample:

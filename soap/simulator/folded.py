@@ -14,7 +14,7 @@ from soap.simulator.allreduce import Algorithm, allreduce_bytes, link_shares
 from soap.simulator.copies import LEFT
 from soap.simulator.folding import Folding
 from soap.simulator.memory import MemoryUse, memory_use, overflow_bytes
-from soap.simulator.residency import MemoryCurve, memory_over_time
+from soap.simulator.residency import MemoryCurve, expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.timeline import critical_path_ns, sum_groups, task_links
 from soap.topology import Topology
@@ -56,8 +56,9 @@ class FoldedSimulation:
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most that each device of the cluster holds at any time."""
-        return tuple(self._for_all([curve.peak_bytes for curve in self._curves]))
+        """The most that each device of the cluster will hold, with an allowance."""
+        uses = memory_use(self._with_an_idle_device.plan, self.optimizer_states)
+        return tuple(self._for_all(expected_peaks(self._curves, uses)))
 
     @cached_property
     def overflow_bytes(self) -> int:

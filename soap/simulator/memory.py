@@ -16,7 +16,7 @@ from math import prod
 from soap.graph import RECURRENT_KINDS, Footprint, Operator, OperatorGraph, TensorKind
 from soap.regions import Box, Interval, in_one_piece, volume, whole
 from soap.simulator.flows import reduced_tensor
-from soap.simulator.parameter_memory import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters
+from soap.simulator.parameter_memory import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters, updating_bytes
 from soap.simulator.plan import Plan
 from soap.simulator.tiling import Tile, is_window, iteration_points, windows
 from soap.simulator.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
@@ -55,14 +55,15 @@ def memory_use(plan: Plan, optimizer_states: int = 2) -> tuple[MemoryUse, ...]:
     activations = _sum((_tile_bytes(plan), _read_bytes(plan), fetched_bytes(plan), _summed_bytes(plan), assembled_bytes(plan)))
     gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan), gradient_bytes(plan)))
     backward = _sum((gradients, sent_bytes(plan), largest_sum_bytes(plan), exchanged_bytes(plan)))
+    updating = [max(most) for most in zip(trainable, updating_bytes(plan, optimizer_states), strict=True)]
     return tuple(
         MemoryUse(
             parameters=parameters[d],
             gradients=trainable[d],
             optimizer=optimizer_states * updated[d],
             activations=activations[d],
-            # An optimizer that updates many tensors in one call needs as much again as it updates; by then the activations are free.
-            buffers=max(backward[d], trainable[d] - activations[d]),
+            # An optimizer that updates many tensors in one call may need as much again as it updates; by then the activations are free.
+            buffers=max(backward[d], updating[d] - activations[d]),
         )
         for d in range(plan.device_count)
     )
@@ -152,7 +153,7 @@ def kept_bytes(plan: Plan) -> list[int]:
     for tile in plan.tiles:
         op = plan.operator(tile)
         kept = list(zip(op.outputs, tile.outputs, strict=True))
-        if op.kind in PACKING_KINDS:
+        if op.kind in PACKING_KINDS and tile.device in plan.accelerators:
             kept += zip(op.parameters, tile.parameters, strict=True)
         own = kept_share(graph, op, tile.intervals)
         result.append(sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + own + tile_padded_bytes(plan, tile))
@@ -225,7 +226,8 @@ def _frontier_bytes(plan: Plan) -> list[int]:
     """Largest sum of gradients that wait between operators, when these go backward in reverse order.
 
     A holding's gradient lives from its last consumer to its producer, and so does what other devices return of it; the gradient of a sum is
-    copied to be summed in its turn, or brought together from cells. A fetched region's gradient lives from its last consumer to its first.
+    copied to be summed in its turn, or brought together from cells. A fetched region's gradient lives from its last consumer to its first,
+    or to its producer, which takes a part of it, if others take parts as well.
     """
     graph = plan.graph
     last = [-1] * len(plan.holdings)
@@ -242,6 +244,7 @@ def _frontier_bytes(plan: Plan) -> list[int]:
             if is_remote(plan, fetch, piece):
                 size = _box_bytes(graph, fetch.tensor, piece.box)
                 _add_life(steps[plan.holdings[piece.holding].device], producer, latest, size)
+                first = producer
         _add_life(steps[fetch.device], first, latest, _box_bytes(graph, fetch.tensor, fetch.box))
     for holding, reader in zip(plan.holdings, last, strict=True):
         if reader >= 0:

@@ -51,6 +51,7 @@ class MemoryBound:
         pairs = np.array([pair for own in users for pair in own], np.int32).reshape(-1, 2)
         given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
         devices = engine.topology.device_count
+        self._packing = {device.type.kind != "cpu" for device in engine.topology.devices}
         self._fixed: dict[str, Any] = {
             "user_ptr": np.cumsum([0, *map(len, users)]).astype(np.int32),
             "user": np.ascontiguousarray(pairs[:, 0]),
@@ -116,9 +117,13 @@ class MemoryBound:
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
         kept, work = self._kept_and_work(op, intervals, regions)
         kept = kept + sum(size[o] for o in op.outputs)
-        if op.kind in PACKING_KINDS:
-            kept = kept + sum(size[o] for o in op.parameters)
         read = sum((self._part(o, regions[o], size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
+        if op.kind in PACKING_KINDS:
+            packed = sum(size[o] for o in op.parameters)
+            if self._packing == {True}:
+                kept = kept + packed
+            elif True in self._packing:  # in doubt, as what is read: it depends on the device
+                read = read + packed
         wanted = [o for o in (*op.inputs, *op.outputs) if graph.tensors[o.tensor].requires_grad]
         gradients = sum((size[o] for o in wanted if graph.needs_backward(op)), work)
         own = sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), np.zeros(len(points), np.int64))

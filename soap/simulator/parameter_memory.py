@@ -46,6 +46,19 @@ def kept_shards(plan: Plan) -> Iterator[tuple[int, int, int, bool]]:
                 yield number, device, size, shard.trainable
 
 
+def updating_bytes(plan: Plan, optimizer_states: int) -> list[int]:
+    """By device, what an optimizer's step makes and frees again. One with several states, as Adam, takes two more tensors of a shard's size
+    (a root, and what divides the step); on CPUs, where it goes from shard to shard, the last shard's second one is there still; elsewhere
+    it takes the roots of all shards at once."""
+    largest, last, together = ([0] * plan.device_count for _ in range(3))
+    for _, device, size, trainable in kept_shards(plan):
+        if trainable and optimizer_states > 1:
+            largest[device] = max(largest[device], last[device] + 2 * size)
+            last[device] = size
+            together[device] += size
+    return [together[device] if device in plan.accelerators else largest[device] for device in range(plan.device_count)]
+
+
 def reader_bytes(plan: Plan, served: Served) -> dict[int, int]:
     """By reader of a served region, bytes of its values that it has: all, or the rows that it looks up."""
     if not served.sparse:
@@ -103,25 +116,22 @@ def operand_bytes(plan: Plan, compact: frozenset[str], tile: Tile, parameter: st
     return min(stop - start, tile_lookups(plan.graph, parameter, tile)) * row_bytes(plan.graph, parameter, box)
 
 
-def assembled_regions(plan: Plan) -> dict[tuple[int, str, Box], int]:
-    """Bytes of parameter regions, by device, that tiles read and that are not one shard: they are put together, and kept for the backward
-    pass."""
+def assembled_regions(plan: Plan) -> Iterator[tuple[int, str, Box, int]]:
+    """(tile, parameter, region, bytes) of what tiles read that is not one shard: it is put together for each segment, and kept for its
+    backward pass. Of rows, each tile has its own."""
     compact = compact_parameters(plan)
     shards = {(shard.parameter, shard.box) for shard in plan.shards} | {(served.parameter, served.box) for served in plan.served}
-    found: dict[tuple[int, str, Box], int] = {}
-    for tile in plan.tiles:
+    for number, tile in enumerate(plan.tiles):
         for operand, box in zip(plan.operator(tile).parameters, tile.parameters, strict=True):
             if (operand.tensor, box) not in shards:
-                key, size = (tile.device, operand.tensor, box), operand_bytes(plan, compact, tile, operand.tensor, box)
-                found[key] = found.get(key, 0) + size if operand.tensor in compact else size
-    return found
+                yield number, operand.tensor, box, operand_bytes(plan, compact, tile, operand.tensor, box)
 
 
 def assembled_bytes(plan: Plan) -> list[int]:
-    """All of these together, by device."""
+    """All of these together, by device: each tile may be a segment."""
     result = [0] * plan.device_count
-    for (device, _, _), size in assembled_regions(plan).items():
-        result[device] += size
+    for number, _, _, size in assembled_regions(plan):
+        result[plan.tiles[number].device] += size
     return result
 
 

@@ -9,10 +9,10 @@ runs, what its calls pass to each other is there as well. Not counted are copies
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from soap.regions import Box, in_one_piece, whole
 from soap.simulator import memory
 from soap.simulator.buckets import idle_shards
 from soap.simulator.flows import box_bytes, reduced_tensor
+from soap.simulator.memory import MemoryUse
 from soap.simulator.parameter_memory import (
     COUNT_BYTES,
     assembled_regions,
@@ -31,12 +32,14 @@ from soap.simulator.parameter_memory import (
     operand_bytes,
     reader_bytes,
     served_gradients,
+    updating_bytes,
 )
 from soap.simulator.plan import (
     Exchange,
     Fetch,
     Message,
     Part,
+    Pattern,
     Reduction,
     exchange_name,
     gather_name,
@@ -44,13 +47,23 @@ from soap.simulator.plan import (
     pull_name,
     push_name,
     reduce_name,
+    remote_parts,
     serve_name,
+    update_name,
 )
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
-from soap.simulator.transit import SENT_BYTES, copied_to_send, is_remote, received_apart
+from soap.simulator.transit import Send, copied_to_send, is_remote, packed_by_source, received_apart, send_spans
 
 Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
+
+ENDS, EARLY, LATE, BEGINS = range(4)
+"""In which order things happen at one time."""
+
+
+ALLOWANCE = 0.06
+"""So much more may be held than at the simulated times: where nothing depends on it, tasks run in another order (a library lets go of what
+it has summed when its thread comes to it, segments run backward one after the other). As measured: ``docs/accuracy.md``."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +85,30 @@ def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int
     held.always(optimizer_states)
     held.synchronized()
     held.values()
+    held.assembled()
     held.fetched()
     held.summed()
     held.gradients()
     held.sent()
+    held.updated(optimizer_states)
     return tuple(_curve(changes) for changes in held.changes)
 
 
-def _curve(changes: list[tuple[int, int]]) -> MemoryCurve:
+def expected_peaks(curves: Iterable[MemoryCurve], bounds: Iterable[MemoryUse]) -> tuple[int, ...]:
+    """Each device's peak, with an allowance for what is not simulated, but not above the bound for any order."""
+    pairs = zip(curves, bounds, strict=True)
+    return tuple(min(bound.total, round((1 + ALLOWANCE) * curve.peak_bytes)) for curve, bound in pairs)
+
+
+def _curve(changes: list[tuple[int, int, int]]) -> MemoryCurve:
     level, points = 0, {0: 0}
-    for time_ns, change in sorted(changes):  # at one time, what ends goes before what begins
-        level += change
-        points[time_ns] = level
+    for time_ns, together in groupby(sorted(changes), key=itemgetter(0)):
+        most = 0
+        for _, order, change in together:
+            level += change
+            if order == EARLY:
+                most = level
+        points[time_ns] = max(level, most)
     return MemoryCurve(np.array(list(points), np.int64), np.array(list(points.values()), np.int64))
 
 
@@ -92,7 +117,8 @@ class _Held:
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
-        self.changes: list[list[tuple[int, int]]] = [[] for _ in range(self.plan.device_count)]
+        self._sends: dict[int, list[Send]] = {}
+        self.changes: list[list[tuple[int, int, int]]] = [[] for _ in range(self.plan.device_count)]
         self._forward: dict[int, Span] = {}
         self._backward: dict[int, Span] = {}
         self._named: dict[str, Span] = {}
@@ -112,10 +138,12 @@ class _Held:
             if (back := self._named.get(self._name(carrier, gradient=True))) is not None:
                 self._returned.update(dict.fromkeys(carrier.parts, back))
 
-    def hold(self, device: int, start_ns: int, end_ns: int, size: int) -> None:
-        """A device holds so many bytes for so long."""
-        if size and end_ns > start_ns:
-            self.changes[device] += [(start_ns, size), (end_ns, -size)]
+    def hold(self, device: int, start_ns: int, end_ns: int, size: int, *, early: bool = False, late: bool = False) -> None:
+        """A device holds so many bytes for so long. At one time ends come before beginnings; but what begins ``early`` is made from what
+        ends ``late``."""
+        if size and end_ns >= start_ns + (not (early or late)):
+            ends = LATE if late or end_ns == start_ns else ENDS
+            self.changes[device] += [(start_ns, EARLY if early else BEGINS, size), (end_ns, ends, -size)]
 
     def always(self, optimizer_states: int) -> None:
         """Parameters, their states and gradients, and the whole batch."""
@@ -154,7 +182,7 @@ class _Held:
                 self.hold(device, start, self.end_ns, gathered_bytes(self.plan, number))
 
     def values(self) -> None:
-        """What tiles make and keep, and their copies of parts of the batch and of parameters."""
+        """What tiles make and keep, and their copies of parts of the batch."""
         plan, graph = self.plan, self.plan.graph
         read: dict[int, int] = {}
         for (number, place), holding in self._pieces():
@@ -165,7 +193,6 @@ class _Held:
             summed.update({(tile, reduction.output): max(begins, self._begun.get(self._segment[tile], 0)) for tile in reduction.tiles})
         ends = {(held.tile, held.tensor): read.get(i, 0) for i, held in enumerate(plan.holdings) if held.reduction is None}
         given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
-        assembled = assembled_regions(plan)
         copies: dict[tuple[int, str, Box], Span] = {}
         for number, (tile, kept) in enumerate(zip(plan.tiles, memory.kept_bytes(plan), strict=True)):
             start, last = self._forward[number][0], self._last(number)
@@ -173,24 +200,34 @@ class _Held:
             for k, (out, box) in enumerate(zip(op.outputs, tile.outputs, strict=True)):
                 size = box_bytes(plan, out.tensor, box)
                 until = max(self._needed(number, out.tensor), ends.get((number, out.tensor), 0), summed.get((number, k), 0))
-                self.hold(tile.device, start, until, size)
+                self.hold(tile.device, start, until, size, late=True)
                 kept -= size
             self.hold(tile.device, start, last, kept)
             self.hold(tile.device, *self._forward[number], memory.passing_bytes(plan, tile)[0])
             reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
-            parameters = ((o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True))
-            reads += [(name, box) for name, box in parameters if (tile.device, name, box) in assembled]
             for tensor, box in reads:
                 own = self._needed(number, tensor)
                 before = copies.get((tile.device, tensor, box), (start, own))
                 copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], own))
         for (device, tensor, box), (start, end) in copies.items():
-            if tensor not in given or not in_one_piece(box, graph.tensors[tensor].shape):
-                self.hold(device, start, end, assembled.get((device, tensor, box), box_bytes(plan, tensor, box)))
+            if not in_one_piece(box, graph.tensors[tensor].shape):
+                self.hold(device, start, end, box_bytes(plan, tensor, box))
+
+    def assembled(self) -> None:
+        """Regions of parameters that are put together of several shards, or of rows."""
+        compact = compact_parameters(self.plan)
+        copies: dict[tuple[int, str, Box], tuple[int, int, int]] = {}
+        for tile, tensor, box, size in assembled_regions(self.plan):
+            key = (tile if tensor in compact else self._segment[tile], tensor, box)
+            start, own = self._forward[tile][0], self._needed(tile, tensor)
+            first, last, _ = copies.get(key, (start, own, size))
+            copies[key] = (min(first, start), max(last, own), size)
+        for (tile, _, _), (start, end, size) in copies.items():
+            self.hold(self.plan.tiles[tile].device, start, end, size)
 
     def fetched(self) -> None:
         """Regions that are put together or received, and what comes for them apart."""
-        plan = self.plan
+        plan, graph = self.plan, self.plan.graph
         apart = received_apart(plan)
         for number, fetch in enumerate(plan.fetches):
             size, ends = box_bytes(plan, fetch.tensor, fetch.box), [self._needed(tile, fetch.tensor) for tile, _ in fetch.consumers]
@@ -198,8 +235,8 @@ class _Held:
             if remote:
                 arrivals = [self._brought[number, place] for place in remote]
                 begun = min(start for start, _ in arrivals)
-                answers = [self._returned[number, place][0] for place in remote if (number, place) in self._returned]
-                self.hold(fetch.device, begun, max([*ends, *answers]), size)
+                taken = self._taken(number) if any(tile in self._backward for tile, _ in fetch.consumers) else 0
+                self.hold(fetch.device, begun, max([*ends, taken if graph.tensors[fetch.tensor].requires_grad else 0]), size, late=True)
                 joined = min(self._forward[tile][1] for tile, _ in fetch.consumers)
                 for place, (start, _) in zip(remote, arrivals, strict=True):
                     if (number, place) in apart:
@@ -221,64 +258,174 @@ class _Held:
             boxes = reduction.cells or [reduction.box] * len(reduction.devices)
             for device, box in zip(reduction.devices, boxes, strict=True):
                 size = box_bytes(plan, reduced_tensor(plan, reduction), box)
-                self.hold(device, start, max(done, ends.get(number, done)), size)
-                if reduction.cells:  # what the others send for the cell
-                    self.hold(device, start, done, (len(boxes) - 1) * size)
+                self.hold(device, start, max(done, ends.get(number, done)), size, late=True)
+                if reduction.cells:  # what is summed, what others are sent of it, and what they send for the cell
+                    total = box_bytes(plan, reduced_tensor(plan, reduction), reduction.box)
+                    self.hold(device, start, start, total, early=True)
+                    self._send(device, start, self._arrived(device, (start, done)), total - size)
+                    self.hold(device, start, done, (len(boxes) - 1) * size, early=True)
 
     def gradients(self) -> None:
         """Gradients between operators, and those of parameters that a backward task makes while it runs."""
         plan, graph = self.plan, self.plan.graph
-        begun: dict[int, int] = {}
+        made: dict[int, int] = {}
         added: dict[int, list[tuple[Span, int]]] = {}
-        for (number, place), holding in self._pieces():
-            fetch = plan.fetches[number]
+        apart: set[int] = set()
+        for number, fetch in enumerate(plan.fetches):
             spans = [self._backward[tile] for tile, _ in fetch.consumers if tile in self._backward]
             if not spans or not graph.tensors[fetch.tensor].requires_grad:
                 continue
             start = min(start for start, _ in spans)
-            back = self._returned.get((number, place))
-            if back is not None:  # first where it was computed, then where it goes
-                self.hold(fetch.device, start, back[1], box_bytes(plan, fetch.tensor, fetch.pieces[place].box))
-                start = back[0]
-            begun[holding] = min(begun.get(holding, start), start)
-            if back is None:
-                added.setdefault(holding, []).extend((span, box_bytes(plan, fetch.tensor, fetch.pieces[place].box)) for span in spans)
+            if any(is_remote(plan, fetch, piece) for piece in fetch.pieces):  # a leaf as a whole, until all have had their parts
+                self.hold(fetch.device, start, self._taken(number), box_bytes(plan, fetch.tensor, fetch.box), late=True)
+                apart |= {piece.holding for piece in fetch.pieces}
+                continue
+            for piece in fetch.pieces:
+                made[piece.holding] = min(made.get(piece.holding, start), start)
+                added.setdefault(piece.holding, []).extend((span, box_bytes(plan, fetch.tensor, piece.box)) for span in spans)
         for holding, parts in added.items():
             for (start, end), size in sorted(parts)[1:]:  # beside what it is added to
                 self.hold(plan.holdings[holding].device, start, end, size)
-        for holding, start in begun.items():
-            held = plan.holdings[holding]
-            makers = [held.tile] if held.reduction is None else plan.reductions[held.reduction].tiles
-            own = [self._backward[tile][1] for tile in makers if plan.tiles[tile].device == held.device and tile in self._backward]
-            self.hold(held.device, start, max(own, default=start), box_bytes(plan, held.tensor, held.box))
+        for holding in made.keys() | apart:
+            self._collected(holding, made.get(holding), holding in apart)
+        for summed in dict.fromkeys(held.reduction for i, held in enumerate(plan.holdings) if i in made or i in apart):
+            if summed is not None:
+                self._summed_gradient(summed)
+        self._returns()
         compact = compact_parameters(plan)
+        shared: dict[tuple[int, str, Box], list[tuple[Span, int]]] = {}
         for number, (start, end) in self._backward.items():
             tile = plan.tiles[number]
             operands = zip(plan.operator(tile).parameters, tile.parameters, strict=True)
-            trained = ((o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad)
-            made = sum(operand_bytes(plan, compact, tile, name, box) for name, box in trained)
-            self.hold(tile.device, start, end, made + memory.passing_bytes(plan, tile)[1])
+            trained = [(o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad]
+            sizes = [operand_bytes(plan, compact, tile, name, box) for name, box in trained]
+            for (name, box), size in zip(trained, sizes, strict=True):
+                shared.setdefault((self._segment[number], name, box), []).append(((start, end), size))
+            self.hold(tile.device, start, end, sum(sizes) + memory.passing_bytes(plan, tile)[1])
+        for (segment, name, _), uses in shared.items():  # autograd adds up what the tiles of a segment make
+            device = plan.tiles[segment].device
+            uses.sort()
+            for ((_, begun), _), ((_, end), size) in pairwise(uses):
+                self.hold(device, begun, end, size)
+            if len(uses) > 1 and name not in graph.sparse:  # the first sum is a third tensor, where gradients are views
+                self.hold(device, *uses[1][0], uses[1][1])
+
+    def _collected(self, holding: int, made: int | None, apart: bool) -> None:
+        """A holding's gradient: as its readers here leave it on a leaf, from ``made`` on; if others give parts of it (``apart``), these are
+        added up in another tensor, when it is wanted."""
+        held = self.plan.holdings[holding]
+        wanted, end = self._wanted(holding)
+        size = box_bytes(self.plan, held.tensor, held.box)
+        if not apart:
+            self.hold(held.device, wanted if made is None else made, end, size)
+            return
+        if made is not None:
+            self.hold(held.device, made, wanted, size, late=True)
+        self.hold(held.device, wanted, end, size, early=True)
+
+    def _summed_gradient(self, number: int) -> None:
+        """What the members of a sum bring together of its gradient."""
+        plan, reduction = self.plan, self.plan.reductions[number]
+        name = reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=True)
+        if name not in self._named:
+            return
+        start, tensor = self._named[name][0], reduced_tensor(plan, reduction)
+        size = box_bytes(plan, tensor, reduction.box)
+        for place, device in enumerate(reduction.devices):
+            tiles = [tile for tile in reduction.tiles if plan.tiles[tile].device == device and tile in self._backward]
+            begun = min((self._begun[self._segment[tile]] for tile in tiles), default=start)
+            self.hold(device, start, max((self._backward[tile][1] for tile in tiles), default=start), size, early=True)
+            if reduction.cells:
+                self._send(device, start, self.end_ns, len(reduction.cells) * box_bytes(plan, tensor, reduction.cells[place]))
+                self.hold(device, start, begun, size, late=True)  # where the others' cells land
+
+    def _returns(self) -> None:
+        """Gradients that come back from other devices: where each is received, and where they land together; and what is sent for that."""
+        plan = self.plan
+        carriers: list[Message | Exchange] = [*plan.messages, *plan.exchanges]
+        for carrier in carriers:
+            back = self._returned.get(carrier.parts[0])
+            if back is None:
+                continue
+            rooms: dict[int, list[tuple[int, int]]] = {}
+            leaving: dict[int, int] = {}
+            told = carrier.parts[:1] if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST else carrier.parts
+            for source, target, box, holding in remote_parts(plan, carrier.parts):
+                size = box_bytes(plan, plan.holdings[holding].tensor, box)
+                leaving[target] = leaving.get(target, 0) + size
+                rooms.setdefault(source, []).append((holding, size))
+            for source, own in rooms.items():
+                own = own[: len(told)]
+                for holding, size in own:
+                    self.hold(source, back[0], self._wanted(holding)[0], size, late=True)
+                if len(own) > 1:
+                    first = min(self._wanted(holding)[0] for holding, _ in own)
+                    self.hold(source, back[0], first, sum(size for _, size in own), late=True)
+            for target, size in leaving.items():
+                self._send(target, back[0], self._arrived(target, back), size)
+
+    def _wanted(self, holding: int) -> Span:
+        """When a holding's gradient is added up, and until when it is there."""
+        held = self.plan.holdings[holding]
+        makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
+        own = [tile for tile in makers if self.plan.tiles[tile].device == held.device and tile in self._backward]
+        begun = min((self._begun[self._segment[tile]] for tile in own), default=self.end_ns)
+        end = max((self._backward[tile][1] for tile in own), default=self.end_ns)
+        if held.reduction is not None:
+            reduction = self.plan.reductions[held.reduction]
+            name = reduce_name(self.plan.graph.operators[reduction.operator], reduction, gradient=True)
+            if name in self._named:
+                start = self._named[name][0]
+                return start, start
+        return begun, end
+
+    def _taken(self, number: int) -> int:
+        """When the last of those that take parts of a fetched region's gradient has had them."""
+        fetch = self.plan.fetches[number]
+        remote = [self._returned[number, k][0] for k in range(len(fetch.pieces)) if (number, k) in self._returned]
+        local = [self._wanted(piece.holding)[0] for piece in fetch.pieces if not is_remote(self.plan, fetch, piece)]
+        return max([*remote, *local], default=0)
 
     def sent(self) -> None:
-        """Copies that were made to send a message, until its answer is there; gradients that were sent, until others push them out."""
+        """What devices give away in the forward pass, and what is on its way out."""
         plan = self.plan
-        leaving: list[list[tuple[int, int]]] = [[] for _ in range(plan.device_count)]
         for message in plan.messages:
             part = message.parts[0]
             back = self._returned.get(part)
-            for source, size in copied_to_send(plan, message.parts):
-                self.hold(source, self._brought[part][0], self.end_ns if back is None else back[0], size)
-            if back is not None:
-                given = [plan.fetches[number].tensor for number, _ in message.parts]
-                boxes = [plan.fetches[number].pieces[place].box for number, place in message.parts]
-                wanted = [box_bytes(plan, t, box) for t, box in zip(given, boxes, strict=True) if plan.graph.tensors[t].requires_grad]
-                leaving[message.target].append((back[1], sum(wanted)))
-        for device, sends in enumerate(leaving):
-            sends.sort()
-            together = list(accumulate(size for _, size in sends))
-            for i, (begin, size) in enumerate(sends):
-                pushed_out = max(i + 1, bisect_right(together, together[i] - size + SENT_BYTES))
-                self.hold(device, begin, sends[pushed_out][0] if pushed_out < len(sends) else self.end_ns, size)
+            start, told = self._brought[part][0], self.end_ns if back is None else back[0]
+            size = sum(box_bytes(plan, plan.holdings[holding].tensor, box) for _, _, box, holding in remote_parts(plan, message.parts))
+            self._send(message.source, start, told, size, sum(held for _, held in copied_to_send(plan, message.parts)))
+        for exchange in plan.exchanges:
+            span = self._brought[exchange.parts[0]]
+            if exchange.pattern is Pattern.BROADCAST:
+                for source, size in copied_to_send(plan, exchange.parts[:1]):
+                    self._send(source, span[0], span[1], size)
+                continue
+            for source, size in packed_by_source(plan, exchange).items():
+                self._send(source, span[0], self._arrived(source, span), size)
+        for device, sends in self._sends.items():
+            for start, end, size in send_spans(sends):
+                self.hold(device, start, end, size)
+
+    def _arrived(self, device: int, span: Span) -> int:
+        """When it is seen that what was sent in this time has left: libraries for CPUs cannot tell before they are asked."""
+        return span[1] if device in self.plan.accelerators else self.end_ns
+
+    def _send(self, device: int, start_ns: int, answer_ns: int, size: int, held: int | None = None) -> None:
+        self._sends.setdefault(device, []).append(Send(start_ns, answer_ns, size, size if held is None else held))
+
+    def updated(self, optimizer_states: int) -> None:
+        """What the optimizer makes for its step, which begins when all gradients are there, of partitions as well. On CPUs those of
+        ``soap-run`` make nothing."""
+        spans: dict[int, Span] = {}
+        for served in self.plan.served:
+            for index, number in enumerate(served.shards):
+                device = self.plan.shards[number].devices[0]
+                spans[device] = max(spans.get(device, (0, 0)), self._named.get(serve_name(served, index), (0, 0)))
+        sizes = updating_bytes(self.plan, optimizer_states)
+        for device in self.plan.accelerators:
+            size = sizes[device]
+            self.hold(device, *self._named.get(update_name(device), spans.get(device, (0, 0))), size)
 
     def _pieces(self) -> Iterator[tuple[Part, int]]:
         """Every piece of every fetch, with its holding."""

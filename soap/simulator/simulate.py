@@ -17,7 +17,7 @@ from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory import MemoryUse, memory_use, overflow_bytes, peak_bytes
 from soap.simulator.plan import Plan
 from soap.simulator.reference import simulate
-from soap.simulator.residency import MemoryCurve, memory_over_time
+from soap.simulator.residency import MemoryCurve, expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.strategy import Strategy
@@ -73,8 +73,8 @@ class Simulation:
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most that each device holds at any time."""
-        return tuple(curve.peak_bytes for curve in self.memory_over_time)
+        """The most that each device will hold, with an allowance (``residency.ALLOWANCE``)."""
+        return expected_peaks(self.memory_over_time, self.memory)
 
     @cached_property
     def overflow_bytes(self) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+from soap.regions import in_one_piece, lengths
 from soap.simulator.buckets import bucket_bytes
 from soap.simulator.flows import box_bytes, reduced_tensor
 from soap.simulator.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
@@ -46,7 +49,61 @@ def is_remote(plan: Plan, fetch: Fetch, piece: Piece) -> bool:
 
 
 SENT_BYTES = 64 * 2**20
-"""So much may be on its way out before the runtime waits for the oldest of it."""
+SENT_TENSORS = 64
+"""So much, in so many messages, may be on its way out before the runtime waits for the oldest of it."""
+
+
+class Send(NamedTuple):
+    """Something that a device sends from ``start_ns`` on: ``size`` bytes, of which it holds ``held`` for nothing else. That it has arrived
+    is known at ``answer_ns``."""
+
+    start_ns: int
+    answer_ns: int
+    size: int
+    held: int
+
+
+def send_spans(sends: Iterable[Send]) -> Iterator[tuple[int, int, int]]:
+    """(start, end, bytes) of what one device holds to send it: until it is answered, or until others push it out. As ``Communicator.keep``
+    does, but for what is over before."""
+    queue: deque[Send] = deque()
+    size = 0
+    for send in sorted(sends):
+        for other in [other for other in queue if other.answer_ns <= send.start_ns]:
+            queue.remove(other)
+            size -= other.size
+            yield other.start_ns, other.answer_ns, other.held
+        queue.append(send)
+        size += send.size
+        while len(queue) > SENT_TENSORS or (len(queue) > 1 and size > SENT_BYTES):
+            pushed_out = queue.popleft()
+            size -= pushed_out.size
+            yield pushed_out.start_ns, send.start_ns, pushed_out.held
+    for left in queue:
+        yield left.start_ns, left.answer_ns, left.held
+
+
+def packed_by_source(plan: Plan, exchange: Exchange) -> dict[int, int]:
+    """By device what it gives in an exchange, as one copy; to receive all in one piece, a device may give itself what it has."""
+    given: dict[int, list[tuple[int, int]]] = {}
+    for source, _, box, holding in remote_parts(plan, exchange.parts):
+        size = box_bytes(plan, exchange.tensor, box)
+        given.setdefault(source, []).append((size, 0 if box == plan.holdings[holding].box else size))
+    result = {source: own[0][1] if len(own) == 1 else sum(size for size, _ in own) for source, own in given.items()}
+    for number in {number for number, _ in exchange.parts}:
+        fetch = plan.fetches[number]
+        if fetch.device in result and lands_in_place(plan, fetch):
+            mine = sum(box_bytes(plan, fetch.tensor, piece.box) for piece in local_pieces(plan, fetch))
+            if mine:
+                result[fetch.device] = sum(size for size, _ in given[fetch.device]) + mine
+    return result
+
+
+def lands_in_place(plan: Plan, fetch: Fetch) -> bool:
+    """Whether the pieces of a region lie one after the other in it."""
+    origin = tuple(start for start, _ in fetch.box)
+    boxes = [tuple((a - o, b - o) for (a, b), o in zip(piece.box, origin, strict=True)) for piece in fetch.pieces]
+    return all(in_one_piece(box, lengths(fetch.box)) for box in boxes)
 
 
 def sent_bytes(plan: Plan) -> list[int]:
@@ -57,9 +114,11 @@ def sent_bytes(plan: Plan) -> list[int]:
         told = carrier.parts[:1] if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST else carrier.parts
         for source, size in copied_to_send(plan, told):
             result[source] += size
-        for (number, _), (_, target, box, _) in zip(carrier.parts, remote_parts(plan, carrier.parts), strict=True):
+        for (number, _), (source, target, box, _) in zip(carrier.parts, remote_parts(plan, carrier.parts), strict=True):
             tensor = plan.fetches[number].tensor
-            result[target] += box_bytes(plan, tensor, box) if plan.graph.tensors[tensor].requires_grad else 0
+            if plan.graph.tensors[tensor].requires_grad:
+                result[target] += box_bytes(plan, tensor, box)
+                result[source] += box_bytes(plan, tensor, box) if len(told) > 1 else 0  # where several come back together
     for exchange in plan.exchanges:  # to receive all in one piece, a device may send itself what it has
         for number in {number for number, _ in exchange.parts}:
             fetch = plan.fetches[number]

@@ -16,6 +16,7 @@ from soap.regions import lengths, relative, whole
 from soap.simulator.tiling import Tile, iteration_points, tiles_of, windows
 from soap.strategy import OpConfig
 from soap.tracing.execute import ExecutableModel
+from soap.tracing.given import given
 from soap.tracing.model import TileContext
 
 REALLY_RUN_FLOPS = 2**32
@@ -146,13 +147,18 @@ class _Trials:
             results.clear()
             backward = 0
             if wanted and answers:
-                given = [torch.zeros_like(tensor, requires_grad=False) for tensor in answers]
-                memory.leave_out(given)
+                gradients = [torch.zeros_like(tensor, requires_grad=False) for tensor in answers]
+                operands = sum(map(_bytes, (*wanted, *gradients)))
+                root = given(gradients, answers)
+                seed = torch.ones_like(root)
+                memory.leave_out((root, seed))
+                answers.clear()
                 memory.most_bytes = 0
-                torch.autograd.grad(answers, wanted, given, allow_unused=True)
-                backward = memory.most_bytes - kept - sum(map(_bytes, wanted))
+                torch.autograd.grad(root, wanted, seed, allow_unused=True)
+                backward = memory.most_bytes - kept - operands
         points = iteration_points(op)
-        kept, forward, backward = (-(-max(0, size) * points // max(1, tile.size)) for size in (kept, forward, backward))
+        kept, forward = max(0, kept), max(0, forward)
+        kept, forward, backward = (-(-size * points // max(1, tile.size)) for size in (kept, forward, backward))
         return Footprint(kept, forward, backward, keeps)
 
 

@@ -43,7 +43,7 @@ def test_says_what_decides_the_iteration(name: str, capsys: pytest.CaptureFixtur
     told, simulation = report["iteration"], soap.simulate("zoo:gpt:tiny", "p100-4x4", name)
     assert told["iteration_ns"] == sum(told["critical_path_ns"].values()) == report["predicted_ns"]
     assert [device["name"] for device in told["devices"]] == report["cluster"]["devices"]
-    assert [device["peak_bytes"] for device in told["devices"]] == [curve.peak_bytes for curve in simulation.memory_over_time]
+    assert [device["peak_bytes"] for device in told["devices"]] == list(simulation.peak_bytes)
     for device, use in zip(told["devices"], report["memory_bytes"], strict=True):
         assert use["parameters"] < device["peak_bytes"] <= use["total"]
         assert device["busy_ns"] == report["busy_ns"][device["name"]] <= told["iteration_ns"]
@@ -59,7 +59,7 @@ def test_says_it_to_people_too(capsys: pytest.CaptureFixture[str]) -> None:
     for kind, duration in critical_path_ns(simulation.tasks, simulation.schedule).items():
         assert [kind.value, f"{duration / 1e6:.3f}", "ms", f"{duration / simulation.makespan_ns:.0%}"] in lines
     (row,) = [line for line in lines if line[:1] == ["node0/gpu0"] and len(line) > 4]
-    assert " ".join(row[-2:]) == format_bytes(simulation.memory_over_time[0].peak_bytes)
+    assert " ".join(row[-2:]) == format_bytes(simulation.peak_bytes[0])
     busiest = max(link_bytes(simulation.tasks).items(), key=lambda entry: entry[1])
     assert any(line[-2:] == format_bytes(busiest[1]).split() and "ms" in line for line in lines)
     assert "more; --json has all" in out  # this cluster has more links than are listed

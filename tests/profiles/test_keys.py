@@ -143,7 +143,7 @@ def test_an_environment_is_a_device_a_torch_threads_and_neighbours() -> None:
     assert (alone.threads, alone.neighbours) == (4, 0)
     assert (pair.threads, pair.neighbours) == (2, 1)
     assert (crowd.threads, crowd.neighbours) == (1, 3)  # no more than there are cores
-    others = [replace(alone, **change) for change in ({"device": "x"}, {"torch": "3"}, {"threads": 1}, {"neighbours": 1}, {"version": 0})]
+    others = [replace(alone, **change) for change in ({"device": "x"}, {"torch": "3"}, {"threads": 1}, {"neighbours": 1}, {"version": 1})]
     assert len({place.hash for place in (alone, *others)}) == 6
     assert "4 threads, alone" in alone.text and "1 busy process beside it" in pair.text
 

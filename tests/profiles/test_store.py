@@ -99,7 +99,7 @@ def test_a_store_from_before_there_were_corrections(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"torch": "2.12.0"}, {"device": "another"}, {"threads": 2}, {"neighbours": 0}, {"version": 0}, {"kind": "cuda"}], ids=str
+    "change", [{"torch": "2.12.0"}, {"device": "another"}, {"threads": 2}, {"neighbours": 0}, {"version": 1}, {"kind": "cuda"}], ids=str
 )
 def test_what_was_measured_elsewhere_is_no_answer(store: Store, change: dict[str, Any]) -> None:
     store.put(replace(HERE, **change), [LINEAR])

@@ -105,11 +105,13 @@ def test_a_training_step_stays_below_the_bound(case: tuple[OperatorGraph, Topolo
         assert most <= bound
 
 
-def test_recurrent_layers_keep_their_weights_in_another_order() -> None:
+def test_recurrent_layers_keep_their_weights_in_another_order_where_a_library_packs_them() -> None:
     graph = chain(4, 2, 6)
     recurrent = replace(graph, operators=tuple(replace(op, kind="lstm") if op.name == "l1" else op for op in graph.operators))
-    plain, packed = (memory_use(build_plan(g, batch_split(g, [0, 0]), TWO))[0] for g in (graph, recurrent))
-    assert packed.activations - plain.activations == 2 * 48
+    for kind, copies in (("cuda", 2), ("cpu", 0)):
+        cluster = replace(TWO, devices=tuple(replace(device, type=replace(device.type, kind=kind)) for device in TWO.devices))
+        plain, packed = (memory_use(build_plan(g, batch_split(g, [0, 0]), cluster))[0] for g in (graph, recurrent))
+        assert packed.activations - plain.activations == copies * 48
 
 
 def test_padding_is_a_copy_only_where_a_tile_lacks_more_on_one_side() -> None:

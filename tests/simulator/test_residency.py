@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from soap.graph import OperatorGraph
-from soap.simulator import residency
+from soap.simulator import transit
 from soap.simulator.flows import box_bytes
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory import kept_bytes, peak_bytes
+from soap.simulator.memory import MemoryUse, kept_bytes, peak_bytes
 from soap.simulator.parameter_memory import kept_shards, reader_bytes
 from soap.simulator.reference import simulate
-from soap.simulator.residency import MemoryCurve, memory_over_time
+from soap.simulator.residency import MemoryCurve, expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph
 from soap.strategy import Strategy
 from soap.topology import Topology
@@ -41,8 +42,14 @@ def test_a_pipeline_by_hand() -> None:
     assert points(first) == {0: always + tile, 84: always + tile + l1, 132: always + tile + l1 + 2 * weight, 180: always + weight, 181: 0}
     # l1 arrives from 24 on, the loss is computed at 72, its gradient from 76 on, which is sent until 132, and kept.
     rise = {0: batch, 24: batch + l1, 72: batch + l1 + loss, 76: batch + 2 * l1 + loss}
-    assert points(second) == {**rise, 84: batch + l1, 132: batch + l1, 181: 0}
+    assert points(second) == {**rise, 84: batch + l1, 181: 0}
     assert (first.peak_bytes, second.peak_bytes) == (always + tile + l1 + 2 * weight, batch + 2 * l1 + loss)
+
+
+def test_an_allowance_is_made_below_the_bound() -> None:
+    curves = [MemoryCurve(np.array([0, 1]), np.array([held, 0])) for held in (1000, 1000)]
+    bounds = [MemoryUse(parameters, 0, 0, 0, 0) for parameters in (2000, 1010)]
+    assert expected_peaks(curves, bounds) == (1060, 1010)
 
 
 def test_what_is_sent_is_kept_until_later_messages_push_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +57,7 @@ def test_what_is_sent_is_kept_until_later_messages_push_it_out(monkeypatch: pyte
     chosen = strategy(l1=on(0, 0, degrees=(2, 1, 1)), loss=on(1, 1, degrees=(2,)))
     ends = []
     for limit in (48, 24):
-        monkeypatch.setattr(residency, "SENT_BYTES", limit)
+        monkeypatch.setattr(transit, "SENT_BYTES", limit)
         curve = memory_over_time(*played(chain(4, 2, 3), chosen), 2)[1]
         ends.append(curve.bytes_held[-2])
     assert ends == [32 + 48, 32 + 24]  # with the batch

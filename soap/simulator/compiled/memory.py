@@ -67,14 +67,14 @@ def bound_memory(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S
         add_holdings(G, V, S, M, op)
     fits, lacking = True, False
     for device in range(devices):
-        _sum_up(M, operators, device)
+        _sum_up(K, M, operators, device)
         fits &= M.total[device] <= M.limit[device]
         lacking |= M.least[device] > M.limit[device]
     return LACKING if lacking else FITS if fits else UNKNOWN
 
 
 @compiled
-def _sum_up(M, operators, device):  # type: ignore[no-untyped-def]
+def _sum_up(K, M, operators, device):  # type: ignore[no-untyped-def]
     level = peak = 0
     for i in range(operators + 1):
         level += M.step[device * (operators + 2) + i]
@@ -84,7 +84,8 @@ def _sum_up(M, operators, device):  # type: ignore[no-untyped-def]
     backward += part[COLLECTED, device] + part[SENT, device]
     held, trainable, work = part[HELD, device], part[TRAINABLE, device], M.fixed[0] + part[ACTIVATIONS, device] + backward
     bucket = min(trainable, BUCKET_BYTES + part[LARGEST_SHARD, device])
-    M.total[device] = held + (1 + states) * trainable + max(work + max(part[LARGEST_SUM, device], bucket), trainable)
+    updating = max(trainable, 3 * part[LARGEST_SHARD, device]) if states > 1 and K.serves_itself[device] else trainable
+    M.total[device] = held + (1 + states) * trainable + max(work + max(part[LARGEST_SUM, device], bucket), updating)
     held, trainable = held - part[HELD_DOUBTFUL, device], trainable - part[TRAINABLE_DOUBTFUL, device]
     work -= 2 * (part[LARGEST_GRADIENT, device] - part[LARGEST_SURE_GRADIENT, device])
     work += part[LARGEST_SUM, device] - part[DOUBTFUL, device] - part[COLLECTED_DOUBTFUL, device]

@@ -95,4 +95,5 @@ def _add_servers(K, M, parameter, code, regions, disjoint, values, indices):  # 
             received = parts * regions * (COPIES * values + indices + COUNT_BYTES)
             if not disjoint:  # all parts of all readers, and indices of their rows, of which there are not more than elements
                 received = len(M.total) * (COPIES * whole + 2 * INDEX_BYTES * M.elements[parameter]) + COUNT_BYTES * M.elements[parameter]
-            _add(M, server, (3 + M.fixed[1]) * kept, received)
+            updating = 3 if M.fixed[1] > 1 else 1
+            _add(M, server, (2 + M.fixed[1] + updating) * kept, received)

@@ -64,6 +64,8 @@ def add_sent(G: GraphTables, V: VariantTables, S: Scratch, M: MemoryTables, op: 
                 M.part[SENT, S.h_dev[hold]] += size
             if G.output_gradient[out]:
                 M.part[SENT, S.f_dev[fetch]] += size
+                if told - begin > 1:
+                    M.part[SENT, S.h_dev[hold]] += size
             if pattern != MESSAGE and fetch != before:
                 for other in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
                     if not is_remote(S, other):
@@ -137,6 +139,7 @@ def _add_regions(G, S, M, op, latest, width):  # type: ignore[no-untyped-def]
             latest[hold] = max(latest[hold], last)
             region += S.p_volume[piece]
             if is_remote(S, piece):
+                first = op
                 _add_life(M, S.h_dev[hold] * width, op, last, S.p_volume[piece] * itemsize)
         _add_life(M, S.f_dev[fetch] * width, first, last, region * itemsize)
 

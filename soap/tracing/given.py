@@ -1,0 +1,29 @@
+"""Backward passes whose gradients come from outside, and go as soon as they have been used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+
+class _Given(torch.autograd.Function):
+    """A number that stands for outputs whose gradients are given. Autograd has these alone then, and lets go of each when it has been used;
+    what is handed to ``backward`` itself stays until all is over, and so do the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return given
+
+
+def given(gradients: list[torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What to begin a backward pass with. ``gradients``: of the outputs, in their order; the list is emptied then."""
+    return cast(torch.Tensor, _Given.apply(gradients, *outputs))  # type: ignore[no-untyped-call]
