@@ -28,7 +28,7 @@ CHAINS = (16, 400)
 """Tiles of the two chains whose steps are compared."""
 
 _Optimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-_BY_STATES: Mapping[int, _Optimizer] = {
+BY_STATES: Mapping[int, _Optimizer] = {
     0: lambda tensors: OPTIMIZERS["sgd"](tensors, 1e-3),
     1: lambda tensors: torch.optim.SGD(tensors, lr=1e-3, momentum=0.9),
     2: lambda tensors: adam(tensors, 1e-3),
@@ -42,7 +42,7 @@ def time_update(optimizer_states: int, size_bytes: int, device: torch.device, th
     tensors = [torch.zeros(max(1, size_bytes // 4), device=device) for _ in range(count)]
     for tensor in tensors:
         tensor.requires_grad_().grad = torch.full_like(tensor, 1e-3)
-    return _timed(_BY_STATES[optimizer_states](tensors).step, device, threads, share, count)
+    return _timed(BY_STATES[optimizer_states](tensors).step, device, threads, share, count)
 
 
 def time_copy(size_bytes: int, device: torch.device, threads: int = 1, share: float = 1.0) -> Sample:

@@ -258,7 +258,7 @@ class _Held:
             boxes = reduction.cells or [reduction.box] * len(reduction.devices)
             for device, box in zip(reduction.devices, boxes, strict=True):
                 size = box_bytes(plan, reduced_tensor(plan, reduction), box)
-                self.hold(device, start, max(done, ends.get(number, done)), size, late=True)
+                self.hold(device, start, max(done, ends.get(number, done)), size, early=True, late=True)  # of partial results
                 if reduction.cells:  # what is summed, what others are sent of it, and what they send for the cell
                     total = box_bytes(plan, reduced_tensor(plan, reduction), reduction.box)
                     self.hold(device, start, start, total, early=True)
@@ -266,7 +266,7 @@ class _Held:
                     self.hold(device, start, done, (len(boxes) - 1) * size, early=True)
 
     def gradients(self) -> None:
-        """Gradients between operators, and those of parameters that a backward task makes while it runs."""
+        """Gradients between operators, and of parameters."""
         plan, graph = self.plan, self.plan.graph
         made: dict[int, int] = {}
         added: dict[int, list[tuple[Span, int]]] = {}
@@ -292,22 +292,31 @@ class _Held:
             if summed is not None:
                 self._summed_gradient(summed)
         self._returns()
+        self._parameter_gradients()
+
+    def _parameter_gradients(self) -> None:
+        """Those that a backward task makes, and what autograd adds up of a segment's tasks. What a single device keeps is counted from the
+        first one on (``always``): the first gradient is itself what is kept, unless it is a view, as those of transposed weights."""
+        plan, graph = self.plan, self.plan.graph
         compact = compact_parameters(plan)
+        kept = {i for bucket in plan.buckets if len(bucket.devices) == 1 for i in bucket.shards}
+        alone = {(plan.shards[i].parameter, plan.shards[i].box) for i in kept}
         shared: dict[tuple[int, str, Box], list[tuple[Span, int]]] = {}
         for number, (start, end) in self._backward.items():
             tile = plan.tiles[number]
-            operands = zip(plan.operator(tile).parameters, tile.parameters, strict=True)
-            trained = [(o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad]
-            sizes = [operand_bytes(plan, compact, tile, name, box) for name, box in trained]
-            for (name, box), size in zip(trained, sizes, strict=True):
-                shared.setdefault((self._segment[number], name, box), []).append(((start, end), size))
-            self.hold(tile.device, start, end, sum(sizes) + memory.passing_bytes(plan, tile)[1])
-        for (segment, name, _), uses in shared.items():  # autograd adds up what the tiles of a segment make
+            for o, box in zip(plan.operator(tile).parameters, tile.parameters, strict=True):
+                if graph.tensors[o.tensor].requires_grad:
+                    size = operand_bytes(plan, compact, tile, o.tensor, box)
+                    shared.setdefault((self._segment[number], o.tensor, box), []).append(((start, end), size))
+            self.hold(tile.device, start, end, memory.passing_bytes(plan, tile)[1])
+        for (segment, name, box), uses in shared.items():
             device = plan.tiles[segment].device
             uses.sort()
-            for ((_, begun), _), ((_, end), size) in pairwise(uses):
+            for (start, end), size in uses[1 if (name, box) in alone and name in graph.sparse else 0 :]:
+                self.hold(device, start, end, size)
+            for ((_, begun), _), ((_, end), size) in pairwise(uses if (name, box) not in alone else ()):
                 self.hold(device, begun, end, size)
-            if len(uses) > 1 and name not in graph.sparse:  # the first sum is a third tensor, where gradients are views
+            if len(uses) > 1 and name not in graph.sparse:  # the first sum of views is a third tensor
                 self.hold(device, *uses[1][0], uses[1][1])
 
     def _collected(self, holding: int, made: int | None, apart: bool) -> None:

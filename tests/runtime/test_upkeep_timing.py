@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from soap.runtime import upkeep_timing
-from soap.runtime.upkeep_timing import OPTIMIZERS, time_copy, time_runtime, time_update
+from soap.runtime.upkeep_timing import BY_STATES, time_copy, time_runtime, time_update
 
 CPU = torch.device("cpu")
 
@@ -16,17 +16,17 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep_timing, "SECONDS", 0.01)
 
 
-@pytest.mark.parametrize("states", list(OPTIMIZERS))
+@pytest.mark.parametrize("states", list(BY_STATES))
 def test_optimizers_keep_as_many_tensors_as_they_are_listed_for(states: int) -> None:
     tensor = torch.zeros(8, requires_grad=True)
     tensor.grad = torch.ones(8)
-    optimizer = OPTIMIZERS[states]([tensor])
+    optimizer = BY_STATES[states]([tensor])
     optimizer.step()
     kept = [value for value in optimizer.state[tensor].values() if isinstance(value, torch.Tensor) and value.shape == tensor.shape]
     assert len(kept) == states
 
 
-@pytest.mark.parametrize("states", list(OPTIMIZERS))
+@pytest.mark.parametrize("states", list(BY_STATES))
 def test_an_update_has_a_time(states: int) -> None:
     assert time_update(states, 4096, CPU).ns > 0
 
