@@ -130,10 +130,12 @@ class ForwardPass:
         """Sum this rank's partial results, then those of the group."""
         reduction, total = self.plan.reductions[number], self._own_sum(number)
         name = reduce_name(self.state.graph.operators[reduction.operator], reduction)
-        if reduction.cells:
-            self._reducing[number] = self.state.scatter_sum(total, reduction, name)
+        state = self.state
+        pending = state.scatter_sum(total, reduction, name) if reduction.cells else state.sum_over(total, reduction.devices, name)
+        if ("holding", self.program.index.reduced.get((number, state.rank))) in self._readers:
+            self._reducing[number] = pending
         else:
-            self._reducing[number] = self.state.sum_over(total, reduction.devices, name)
+            state.comm.leave(pending)
 
     def reduce_numbers(self, together: int) -> None:
         """Sum several reductions of one number each at once."""

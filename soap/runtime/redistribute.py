@@ -114,6 +114,7 @@ class Communicator:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
         self.open_groups(groups)
         self._sends: deque[Pending] = deque()
+        self._left: list[Pending] = []
         if self._nccl:  # a batch of messages may be the first thing on a communicator only if all ranks take part
             dist.all_reduce(torch.zeros(1, device=device))
 
@@ -217,12 +218,21 @@ class Communicator:
     def keep(self, pending: Pending) -> None:
         """Remember what was sent until it has left. When it has become much, the oldest is waited for: its targets get to it without us."""
         self._sends = deque(other for other in self._sends if not other.is_over)
+        self._left = [other for other in self._left if not other.is_over]
         self._sends.append(pending)
         while len(self._sends) > SENT_TENSORS or (len(self._sends) > 1 and sum(other.tensor.nbytes for other in self._sends) > SENT_BYTES):
             self._sends.popleft().let_go()
 
+    def leave(self, pending: Pending) -> None:
+        """Remember a sum that nobody reads here until it is over. It is not waited for in between: others may wait for us before they
+        come to it."""
+        self._left = [other for other in self._left if not other.is_over]
+        self._left.append(pending)
+
     def finish_sends(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until everything that was sent has left, and for what nobody reads."""
+        while self._left:
+            self._left.pop().let_go()
         while self._sends:
             self._sends.popleft().let_go()
 

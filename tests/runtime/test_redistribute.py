@@ -123,6 +123,22 @@ def send_many() -> list[float]:
     return received
 
 
+def test_sums_that_nobody_reads_are_over_when_the_step_is(pool: Pool) -> None:
+    assert pool.run(leave_sums) == [[6.0, 0.0]] * 3
+
+
+def leave_sums() -> list[float]:
+    world = open_world(3)
+    comm = Communicator(world.device, [], world.timeout)
+    total = torch.tensor(float(world.rank + 1))
+    pending = comm.all_reduce(total, (0, 1, 2))
+    comm.leave(pending)
+    comm.finish_sends()
+    found = [total.item(), float(pending.tensor.numel())]
+    comm.close()
+    return found
+
+
 def test_backends() -> None:
     assert choose_backend("auto", "cpu", 4) == "gloo"
     assert choose_backend("gloo", "cpu", 4) == "gloo"

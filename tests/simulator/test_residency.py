@@ -15,6 +15,7 @@ from soap.simulator.parameter_memory import kept_shards, reader_bytes
 from soap.simulator.reference import simulate
 from soap.simulator.residency import MemoryCurve, expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph
+from soap.simulator.transit import Send, send_spans
 from soap.strategy import Strategy
 from soap.topology import Topology
 from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
@@ -61,6 +62,15 @@ def test_what_is_sent_is_kept_until_later_messages_push_it_out(monkeypatch: pyte
         curve = memory_over_time(*played(chain(4, 2, 3), chosen), 2)[1]
         ends.append(curve.bytes_held[-2])
     assert ends == [32 + 48, 32 + 24]  # with the batch
+
+
+def test_what_is_sent_is_held_until_it_is_answered_pushed_out_or_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    sends = [Send(0, 9, 10, 10), Send(1, 3, 10, 10), Send(4, 9, 10, 0), Send(5, 9, 10, 10)]
+    assert sorted(send_spans(sends)) == [(0, 9, 10), (1, 3, 10), (4, 9, 0), (5, 9, 10)]
+    monkeypatch.setattr(transit, "SENT_BYTES", 20)  # the second is answered before there are more
+    assert sorted(send_spans(sends)) == [(0, 5, 10), (1, 3, 10), (4, 9, 0), (5, 9, 10)]
+    monkeypatch.setattr(transit, "SENT_TENSORS", 1)
+    assert sorted(send_spans(sends)) == [(0, 1, 10), (1, 3, 10), (4, 5, 0), (5, 9, 10)]
 
 
 def test_gradients_that_are_summed_have_their_buffers_all_the_time() -> None:
