@@ -5,7 +5,8 @@
 
 For every cluster and model: what a search finds, the classical strategies, and random ones, ``--least`` in all, run as ``soap-run
 --emulate`` runs them. Needs root, as emulation does. Models are profiled before (``soap-profile`` for ``--profile`` seconds per model and
-cluster, and the cluster's links; 0: with what is known already), and what a search finds is measured and searched again. A round is every
+cluster, and the cluster's links; 0: with what is known already), and what a search finds is measured and searched again; with ``--verify``
+the best few are run, and the quickest is what was found, as by ``soap-search --verify``. A round is every
 strategy once, so that what slows the machine down for a while does not hit one of them alone; measured is the median step of a strategy's
 quickest round, as the machine's other users only ever add time. Printed are the error of each prediction,
 how far a strategy's rounds are apart, the median and the 95th percentile of each model's errors, Kendall's tau between predicted and
@@ -36,6 +37,7 @@ from soap.cli.options import Reading, not_negative, positive
 from soap.cli.run import OPTIMIZER_STATES, start
 from soap.cli.training import Job
 from soap.cli.turns import in_turns, turns_of
+from soap.cli.verification import verify
 from soap.emulation.hosts import host_limits
 from soap.graph import OperatorGraph
 from soap.profiles.measure_machine import cpu_cores
@@ -203,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=positive, default=2000, help="proposals of each search (default %(default)s)")
     parser.add_argument("--profile", type=not_negative, default=120, help="seconds to profile a model for a cluster (default %(default)s)")
     parser.add_argument("--scale", type=part_of_the_box, default=1.0, help="of rates and CPU time: for clusters too fast for this box")
+    parser.add_argument("--verify", type=not_negative, default=0, help="run so many of the best ones found before, as soap-search --verify")
     parser.add_argument("--seed", type=not_negative, default=0)
     args = parser.parse_args(argv)
     print(f"{machine()}\n\n| cluster | model | strategy | predicted, ms | measured, ms | error | rounds apart |\n|{'---|' * 7}", flush=True)
@@ -216,7 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                     profiled(file, cluster, args.profile, args.scale)
                 topology = api.load_cluster(cluster)
                 search = partial(api.search, graph, topology, budget=args.budget, seed=args.seed)
-                found = refined(file, cluster, args.profile, search).strategy
+                outcome = refined(file, cluster, args.profile, search)
+                if args.verify:
+                    outcome = verify(outcome, args.verify, str(file), READING, args.seed, optimizer=OPTIMIZER, scale=args.scale)
+                found = outcome.strategy
                 simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
                 strategies = strategies_of(simulator, found, args.seed, args.least)
                 for plan in measure(simulator, cluster, model, file, strategies, args.steps, args.rounds, scale=args.scale):

@@ -41,13 +41,21 @@ def check_possible(cluster: str) -> None:
 
 
 def verify(
-    outcome: api.SearchOutcome, count: int, model: str, reading: Reading, seed: int, data: str | None = None, optimizer: str = "adam"
+    outcome: api.SearchOutcome,
+    count: int,
+    model: str,
+    reading: Reading,
+    seed: int,
+    data: str | None = None,
+    optimizer: str = "adam",
+    scale: float = 1.0,
 ) -> api.SearchOutcome:
     """The outcome with what was measured, whose strategy is the fastest of the ``count`` best ones, the best of those that the search began
-    with, and data parallelism. ``optimizer``: usually one with as many states as predictions and memory count.
+    with, and data parallelism. ``optimizer``: usually one with as many states as predictions and memory count. ``data``: as ``soap-run
+    --data``. ``scale``: of an emulated cluster, as ``soap-run --emulate-scale``; measured times are the cluster's.
 
     Data parallelism is measured if it fits into memory, and kept only if it obeys the constraints of the search. RuntimeFailure if a run
-    fails or all take longer than ``LIMIT_S``; no process is left behind. ``data``: as ``soap-run --data``.
+    fails or all take longer than ``LIMIT_S``; no process is left behind.
     """
     from soap.cli.run import start
     from soap.cli.training import Job  # these need torch
@@ -72,11 +80,11 @@ def verify(
         optimizer=optimizer,
         emulated=emulated,
     )
-    done = start(job, emulation.limits(topology, 1.0) if emulated else (), LIMIT_S)
+    done = start(job, emulation.limits(topology, scale) if emulated else (), LIMIT_S)
     assert done is not None  # not under torchrun
     runs = []
     for name, strategy in strategies.items():
-        measured_ns, *later_ns = sorted(own.median_ns for own in turns_of(done.measured, name))
+        measured_ns, *later_ns = sorted(round(own.median_ns * scale) for own in turns_of(done.measured, name))
         apart_ns = later_ns[0] - measured_ns if later_ns else 0
         allowed = _may_be_kept(outcome, name, strategy)
         runs.append(api.Run(name, strategy, simulations[name].makespan_ns, measured_ns, allowed, apart_ns))
