@@ -14,7 +14,8 @@ from soap.simulator.allreduce import Algorithm, allreduce_bytes, link_shares
 from soap.simulator.copies import LEFT
 from soap.simulator.folding import Folding
 from soap.simulator.memory import MemoryUse, memory_use, overflow_bytes
-from soap.simulator.residency import MemoryCurve, expected_peaks, memory_over_time
+from soap.simulator.memory_ledger import MemoryCurve
+from soap.simulator.residency import expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.timeline import critical_path_ns, sum_groups, task_links
 from soap.topology import Topology

@@ -15,9 +15,10 @@ from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import fold
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory import MemoryUse, memory_use, overflow_bytes, peak_bytes
+from soap.simulator.memory_ledger import MemoryCurve
 from soap.simulator.plan import Plan
 from soap.simulator.reference import simulate
-from soap.simulator.residency import MemoryCurve, expected_peaks, memory_over_time
+from soap.simulator.residency import expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.strategy import Strategy

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from soap.simulator import allreduce
 from soap.simulator.collectives import flow_links
 from soap.simulator.communication import Communication
+from soap.simulator.memory_ledger import MemoryCurve
 from soap.simulator.plan import Plan, reduce_name, sync_name
-from soap.simulator.residency import MemoryCurve
 from soap.simulator.servers import core_names
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 

@@ -11,9 +11,10 @@ from soap.simulator import transit
 from soap.simulator.flows import box_bytes
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import MemoryUse, kept_bytes, peak_bytes
+from soap.simulator.memory_ledger import MemoryCurve
 from soap.simulator.parameter_memory import kept_shards, reader_bytes
 from soap.simulator.reference import simulate
-from soap.simulator.residency import MemoryCurve, expected_peaks, memory_over_time
+from soap.simulator.residency import expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph
 from soap.simulator.transit import Send, send_spans
 from soap.strategy import Strategy
