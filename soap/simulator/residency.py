@@ -44,7 +44,7 @@ from soap.simulator.transit import copied_to_send, is_remote, packed_by_source, 
 
 ALLOWANCE = 0.06
 """So much more may be held than at the simulated times: where nothing depends on it, tasks run in another order (a library lets go of what
-it has summed when its thread comes to it, segments run backward one after the other). As measured: ``docs/accuracy.md``."""
+it has summed when its thread comes to it, segments run backward one after the other). As measured: ``docs/benchmarks.md``."""
 
 
 def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2) -> tuple[MemoryCurve, ...]:
