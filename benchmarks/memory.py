@@ -4,10 +4,10 @@ strategies.
     python -m benchmarks.memory [--ranks N] [--random K] [--optimizer adam] [MODEL …]
     python -m benchmarks.memory --ranks 4 emulated-rnnlm emulated-gpt    # models of benchmarks.accuracy
 
-"predicted": the most that the simulated order holds at any time. "bound": what decides whether a strategy fits, for any order. Both are
-given as ratios to what was measured: above 1 is on the safe side. Measured: tensors that torch allocates from before the shards are made to
-the end of the third step, the model as it was loaded not counted. "workspaces": how much higher the peak is with what kernels take for
-themselves within a call, which nobody predicts.
+"predicted": the most that the simulated order holds at any time, with an allowance. "bound": what decides whether a strategy fits, for any
+order. Both are given as ratios to what was measured: above 1 is on the safe side. Measured: tensors that torch allocates from before the
+shards are made to the end of the third step, the model as it was loaded not counted. "workspaces": how much higher the peak is with what
+kernels take for themselves within a call, which nobody predicts.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from soap.simulator import memory
 from soap.simulator.flows import box_bytes, reduced_tensor
 from soap.simulator.memory_ledger import Ledger
 from soap.simulator.parameter_memory import compact_parameters, operand_bytes
-from soap.simulator.plan import Exchange, Pattern, reduce_name, remote_parts
+from soap.simulator.plan import reduce_name, remote_parts
 from soap.simulator.task_spans import Span, TaskSpans
-from soap.simulator.transit import is_remote
+from soap.simulator.transit import is_remote, told_parts
 
 
 class GradientResidency:
@@ -81,12 +81,10 @@ class GradientResidency:
         held = self.plan.holdings[holding]
         wanted, end = self.spans.wanted(holding)
         size = box_bytes(self.plan, held.tensor, held.box)
-        if not apart:
-            self.hold(held.device, wanted if made is None else made, end, size)
-            return
         if made is not None:
-            self.hold(held.device, made, wanted, size, late=True)
-        self.hold(held.device, wanted, end, size, early=True)
+            self.hold(held.device, made, wanted if apart else end, size, late=apart)
+        if apart:
+            self.hold(held.device, wanted, end, size, early=True)
 
     def _summed_gradient(self, number: int) -> None:
         """What the members of a sum bring together of its gradient."""
@@ -113,13 +111,12 @@ class GradientResidency:
                 continue
             rooms: dict[int, list[tuple[int, int]]] = {}
             leaving: dict[int, int] = {}
-            told = carrier.parts[:1] if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST else carrier.parts
             for source, target, box, holding in remote_parts(plan, carrier.parts):
                 size = box_bytes(plan, plan.holdings[holding].tensor, box)
                 leaving[target] = leaving.get(target, 0) + size
                 rooms.setdefault(source, []).append((holding, size))
             for source, own in rooms.items():
-                own = own[: len(told)]
+                own = own[: len(told_parts(carrier))]
                 for holding, size in own:
                     self.hold(source, back[0], self.spans.wanted(holding)[0], size, late=True)
                 if len(own) > 1:

@@ -40,7 +40,7 @@ from soap.simulator.plan import (
 )
 from soap.simulator.task_spans import Span, TaskSpans
 from soap.simulator.tasks import Schedule, TaskGraph
-from soap.simulator.transit import copied_to_send, is_remote, packed_by_source, received_apart
+from soap.simulator.transit import copied_to_send, is_remote, packed_by_source, received_apart, told_parts
 
 ALLOWANCE = 0.06
 """So much more may be held than at the simulated times: where nothing depends on it, tasks run in another order (a library lets go of what
@@ -116,7 +116,7 @@ class _Values:
     def values(self) -> None:
         """What tiles make and keep, and their copies of parts of the batch."""
         plan, graph, spans = self.plan, self.plan.graph, self.spans
-        read = spans.read_until()
+        read = spans.read_until
         summed: dict[tuple[int, int], int] = {}
         for reduction in plan.reductions:  # partial results wait for the gradient of their sum
             begins = spans.summed_from(reduction)[0]
@@ -179,7 +179,7 @@ class _Values:
         """Sums of partial results, or the cells that are left of them."""
         plan = self.plan
         ends: dict[int, int] = {}
-        for holding, until in self.spans.read_until().items():
+        for holding, until in self.spans.read_until.items():
             summed = plan.holdings[holding].reduction
             if summed is not None:
                 ends[summed] = max(ends.get(summed, 0), until)
@@ -207,7 +207,7 @@ class _Values:
         for exchange in plan.exchanges:
             span = self.spans.brought[exchange.parts[0]]
             if exchange.pattern is Pattern.BROADCAST:
-                for source, size in copied_to_send(plan, exchange.parts[:1]):
+                for source, size in copied_to_send(plan, told_parts(exchange)):
                     self.ledger.send(source, span[0], span[1], size)
                 continue
             for source, size in packed_by_source(plan, exchange).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 from soap.simulator import memory
 from soap.simulator.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name
@@ -47,6 +48,7 @@ class TaskSpans:
             for place, piece in enumerate(fetch.pieces):
                 yield (number, place), piece.holding
 
+    @cached_property
     def read_until(self) -> dict[int, int]:
         """By holding, until when its value is there for others: to be read, and until its gradient is wanted."""
         found: dict[int, int] = {}

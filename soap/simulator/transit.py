@@ -111,7 +111,7 @@ def sent_bytes(plan: Plan) -> list[int]:
     result = [0] * plan.device_count
     carriers: list[Message | Exchange] = [*plan.messages, *plan.exchanges]
     for carrier in carriers:
-        told = carrier.parts[:1] if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST else carrier.parts
+        told = told_parts(carrier)
         for source, size in copied_to_send(plan, told):
             result[source] += size
         for (number, _), (source, target, box, _) in zip(carrier.parts, remote_parts(plan, carrier.parts), strict=True):
@@ -129,6 +129,11 @@ def sent_bytes(plan: Plan) -> list[int]:
             back = len(reduction.devices) * box_bytes(plan, tensor, cell) if plan.graph.tensors[tensor].requires_grad else 0
             result[device] += box_bytes(plan, tensor, reduction.box) + back
     return result
+
+
+def told_parts(carrier: Message | Exchange) -> tuple[Part, ...]:
+    """The parts that a source gives one by one: of a broadcast, which all receive, the first."""
+    return carrier.parts[:1] if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST else carrier.parts
 
 
 def copied_to_send(plan: Plan, parts: Sequence[Part]) -> Iterable[tuple[int, int]]:
