@@ -3,12 +3,15 @@
 A device of an emulated cluster computes at an even rate. A CPU quota alone does not: a process that has waited may use a whole period's
 time at once, and one that has used it up stands still, messages or not. So a process keeps a clock of its own, at which its device is free:
 its thread's processor time, divided by the share, is added to it; and before it communicates, which is when others can notice, it sleeps
-until then. Waiting for others adds nothing: a device that waits computes nothing. Without ``set_share`` all of this does nothing.
+until then. Waiting for others adds nothing: a device that waits computes nothing. What it has waited for it has as soon as it has come,
+even where another device's process has the core just then: a device's core is its own. Without ``set_share`` all of this does nothing.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 
 LEAST_SLEEP_NS = 50_000
 """Less is not slept for at once, but with what follows."""
@@ -22,6 +25,12 @@ class Pace:
         self.busy_ns = 0
         self._free_ns = time.perf_counter_ns()
         self._used_ns = time.thread_time_ns()
+        self._statistics = _open_statistics()
+        self._queued_ns = self._queued()
+
+    def __del__(self) -> None:
+        if self._statistics is not None:
+            os.close(self._statistics)
 
     def catch_up(self) -> None:
         """Return when the device would have come so far."""
@@ -32,11 +41,25 @@ class Pace:
         self._free_ns += computed_ns
         if self._free_ns - now >= LEAST_SLEEP_NS:
             time.sleep((self._free_ns - now) / 1e9)
+        self._queued_ns = self._queued()
 
     def resume(self) -> None:
         """Something that the device has waited for has come: it goes on now, or when it has done what it had begun."""
         self._used_ns = time.thread_time_ns()
-        self._free_ns = max(self._free_ns, time.perf_counter_ns())
+        queued_ns = self._queued()
+        self._free_ns = max(self._free_ns, time.perf_counter_ns() - (queued_ns - self._queued_ns))
+        self._queued_ns = queued_ns
+
+    def _queued(self) -> int:
+        """For how long the thread could have run so far, but others had the cores; 0 where the kernel does not tell."""
+        return 0 if self._statistics is None else int(os.pread(self._statistics, 100, 0).split()[1])
+
+
+def _open_statistics() -> int | None:
+    """Of the calling thread: what it has run for, what it was queued for, and how often, in ns."""
+    with suppress(OSError):
+        return os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    return None
 
 
 _pace: Pace | None = None

@@ -136,8 +136,8 @@ class Port:
     """What processors do for communication over a link. ``device``: whose it is, None for a link that none of them sends or receives by.
 
     For each communication that holds the link, the device is busy for ``call_ns``, ``fixed_ns`` times the messages over it, and a part of
-    its duration: the fewest ``permille`` of all ports whose links it holds, since its bytes, which make the work, go as fast as the slowest
-    of these lets them.
+    the time for which the link is held: the fewest ``permille`` of all ports whose links are, since the bytes, which make the work, go as
+    fast as the slowest of these lets them.
     """
 
     link: int
@@ -150,10 +150,10 @@ class Port:
         for what, value in (("time of a call", self.call_ns), ("fixed time", self.fixed_ns), ("part of the duration", self.permille)):
             _check_not_negative(f"port of link {self.link}", what, value)
 
-    def busy_ns(self, duration_ns: int, permille: int, messages: int = 1) -> int:
-        """How long the device is busy with a communication of this duration, which sends so many messages over the link:
-        call_ns + messages * fixed_ns + floor(permille * duration_ns / 1000)."""
-        return self.call_ns + messages * self.fixed_ns + permille * duration_ns // 1000
+    def busy_ns(self, held_ns: int, permille: int, messages: int = 1) -> int:
+        """How long the device is busy with a communication that holds the link for so long, with so many messages:
+        call_ns + messages * fixed_ns + floor(permille * held_ns / 1000)."""
+        return self.call_ns + messages * self.fixed_ns + permille * held_ns // 1000
 
 
 Factors = tuple[tuple[int, float], ...]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from soap import pace
+
+STATISTICS = Path("/proc/thread-self/schedstat")
 
 
 class Machine:
     """Wall and processor time in ns, which pass when the test says so, and by sleeping."""
 
     def __init__(self) -> None:
-        self.wall = self.used = 0
+        self.wall = self.used = self.queued = 0
         self.slept: list[int] = []
 
     def compute(self, ns: int, beside: int = 0) -> None:
@@ -32,6 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(pace.time, "perf_counter_ns", lambda: made.wall)
     monkeypatch.setattr(pace.time, "thread_time_ns", lambda: made.used)
     monkeypatch.setattr(pace.time, "sleep", made.sleep)
+    monkeypatch.setattr(pace.Pace, "_queued", lambda _: made.queued)
     pace.set_share(0.25)
     yield made
     pace.set_share(None)
@@ -54,6 +58,35 @@ def test_waiting_saves_nothing_up(machine: Machine) -> None:
     machine.compute(1_000_000)
     pace.catch_up()
     assert machine.wall == 54_000_000
+
+
+def test_what_has_come_counts_from_then_though_others_have_the_core(machine: Machine) -> None:
+    pace.catch_up()
+    machine.wall += 8_000_000  # 5 until the message has come, 3 until the thread runs
+    machine.queued += 3_000_000
+    pace.resume()
+    pace.resume()  # for another one that has come meanwhile
+    machine.compute(1_000_000)
+    pace.catch_up()
+    assert machine.wall == 9_000_000
+
+
+def test_being_queued_before_a_wait_is_no_part_of_it(machine: Machine) -> None:
+    machine.compute(1_000_000, beside=2_000_000)
+    machine.queued += 2_000_000
+    pace.catch_up()
+    machine.wall += 5_000_000
+    pace.resume()
+    machine.compute(1_000_000)
+    pace.catch_up()
+    assert machine.wall == 13_000_000
+
+
+@pytest.mark.skipif(not STATISTICS.exists(), reason="this kernel does not tell for how long threads were queued")
+def test_the_kernel_says_how_long_this_thread_was_queued() -> None:
+    before = int(STATISTICS.read_text().split()[1])
+    queued = pace.Pace(0.5)._queued()
+    assert before <= queued <= int(STATISTICS.read_text().split()[1])
 
 
 def test_being_late_is_made_up_for(machine: Machine) -> None:

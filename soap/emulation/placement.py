@@ -16,6 +16,7 @@ from soap.emulation.names import INTERFACE, NAMESPACES
 from soap.emulation.quota import join, move_thread, own_group
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
+from soap.scheduling import GLOO_WORKERS, THREADS, be_prompt, thread_name
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
@@ -70,16 +71,22 @@ def run_evenly() -> None:
     as the computation has used it up, and a sum would come to a stop at every rank in turn; and who has waited would be too fast for a
     while. Where a rank computes with several threads, or has more than a core, nothing is changed. To be called again when threads have
     been added.
+
+    Another host's computation keeps a sum waiting as little as can be: the threads that do sums are prompt, on the cores on which this rank
+    computes. Where they were like all others, the rank that had a sum first computed, and one on the same core had it when that was done.
     """
     group, share = os.environ.get(FREE_GROUP, ""), float(os.environ.get(SHARE) or 0)
     if not group or not 0 < share <= 1 or os.environ.get("OMP_NUM_THREADS") != "1":
         return
-    cores = os.sched_getaffinity(os.getppid())
-    for thread in map(int, os.listdir("/proc/self/task")):
+    own, cores = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+    for thread in map(int, os.listdir(THREADS)):
         move_thread(Path(group), thread)
         if thread != threading.get_native_id():
-            with suppress(ProcessLookupError):
-                os.sched_setaffinity(thread, cores)
+            with suppress(OSError):  # it has ended
+                sums = thread_name(thread).startswith(GLOO_WORKERS)
+                os.sched_setaffinity(thread, own if sums else cores)
+                if sums:
+                    be_prompt(thread)
     pace.set_share(share)
 
 

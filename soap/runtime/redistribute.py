@@ -77,9 +77,9 @@ class Pending:
             pace.catch_up()
             if self._watched is not None:
                 self._watched.result()
+                pace.resume()
             else:
-                self._wait_works()
-            pace.resume()
+                self._wait_works(pace.resume)
         steps, self._steps = self._steps, []
         for step in steps:
             step()
@@ -94,9 +94,10 @@ class Pending:
         """Whether its tensor is no longer needed; messages under gloo cannot tell before they are waited for."""
         return all(work.is_completed() for work in self._works)
 
-    def _wait_works(self) -> None:
+    def _wait_works(self, resume: Callable[[], None] = lambda: None) -> None:
         for work in self._works:
             work.wait()
+            resume()
         self._works = ()
 
 

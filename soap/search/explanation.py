@@ -10,7 +10,7 @@ from soap.search.groups import repeated_groups
 from soap.search.metropolis import Evaluator
 from soap.simulator.attribution import Activity, Shares, activity, slack_ns, task_shares
 from soap.simulator.simulate import Simulation
-from soap.simulator.timeline import critical_path, resource_names
+from soap.simulator.timeline import critical_path, path_parts_ns, resource_names
 from soap.strategy import OpConfig, Strategy, SyncConfig
 
 Costs = Mapping[Activity, int]
@@ -138,15 +138,16 @@ class _Shared:
         busy: dict[int, int] = {}
         for task, parts, slack in zip(tasks.tasks, shares, slack_ns(tasks, schedule), strict=True):
             for resource in task.resources:
-                busy[resource] = busy.get(resource, 0) + task.duration_ns
-                _add(self._held, parts, (activity(task), resource), task.duration_ns)
+                busy[resource] = busy.get(resource, 0) + task.held_ns
+                _add(self._held, parts, (activity(task), resource), task.held_ns)
             for operator in parts:
                 self._slack_ns[operator] = min(self._slack_ns[operator], slack)
-        for position in critical_path(tasks, schedule):
+        path = critical_path(tasks, schedule)
+        for position, part_ns in zip(path, path_parts_ns(tasks, schedule, path), strict=True):
             task = tasks.tasks[position]
             if task.resources:  # of those that a task holds, the one that is busiest
                 where = max(task.resources, key=lambda resource: busy[resource])
-                _add(self._path, shares[position], (activity(task), where), task.duration_ns)
+                _add(self._path, shares[position], (activity(task), where), part_ns)
 
     def costs(self, operators: Sequence[int]) -> Costs:
         """By activity: how long they hold the device or link that they hold longest for it."""

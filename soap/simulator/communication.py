@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import floor
 
 from soap.simulator.allreduce import AllReduceOption, allreduce_bytes, allreduce_options, fastest
 from soap.simulator.collectives import REDUCE_TRAFFIC, Flow, exchange_seconds
@@ -18,7 +19,7 @@ from soap.topology import Topology
 
 CACHE_ENTRIES = 2**18
 
-VERSION = 5
+VERSION = 6
 """To be raised whenever a formula changes."""
 
 
@@ -45,10 +46,19 @@ class Communication:
 
         max(1, ceil((latency_seconds + seconds_per_byte * transfer_bytes) * 1e9)), in this order of operations.
         """
+        latency_seconds, seconds_per_byte = self._route(source, target)
+        return nanoseconds(latency_seconds + seconds_per_byte * transfer_bytes)
+
+    def latency_ns(self, transfer_ns: int, source: int, target: int) -> int:
+        """How much of a message's time no link is held for: min(transfer_ns - 1, floor(latency_seconds * 1e9)). The next message may be
+        under way by then."""
+        return min(transfer_ns - 1, floor(self._route(source, target)[0] * 1e9))
+
+    def _route(self, source: int, target: int) -> tuple[float, float]:
         found = self._routes.get((source, target))
         if found is None:
             found = self._routes[source, target] = self.route_figures(source, target)
-        return nanoseconds(found[0] + found[1] * transfer_bytes)
+        return found
 
     def route_figures(self, source: int, target: int) -> tuple[float, float]:
         """(latency in seconds, seconds per byte) of a message between two devices; zeros on one device."""

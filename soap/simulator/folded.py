@@ -93,7 +93,7 @@ class FoldedSimulation:
         small = self.folding.topology
         held = np.zeros(small.device_count + len(small.links) + 1, np.int64)
         for task in self.tasks.tasks:
-            held[list(task.resources)] += task.duration_ns
+            held[list(task.resources)] += task.held_ns
         devices = self._for_all([*held[: small.device_count].tolist(), 0])
         links = held[small.device_count :][self._stand_in].tolist()
         names = [device.name for device in self.topology.devices] + [link.name for link in self.topology.links]

@@ -1,10 +1,11 @@
 """The reference simulation: event-driven, in plain Python, obviously right. The oracle for faster engines; nobody optimizes it.
 
 A task is ready when its last predecessor ends. Tasks are taken in the order of (ready time, id); a taken task starts when all its
-resources are free and holds them to its end. So every device and every link serves in the order of readiness, and ties are
-decided by the stable id. A communication over a link with a port keeps that port's device busy for a while, from when it is ready or the
-device is free: what the device computes later starts later, the communication itself does not. (From its start on would be nearer to the
-truth where it waits for its links; but a device is free from one moment on, and would stand idle till then.)
+resources are free and holds them to its end, a message until its last byte has left: its latency comes behind that. So every device and
+every link serves in the order of readiness, and ties are decided by the stable id. A communication over a link with a port keeps that
+port's device busy for a while, from when it is ready or the device is free: what the device computes later starts later, the communication
+itself does not. (From its start on would be nearer to the truth where it waits for its links; but a device is free from one moment on, and
+would stand idle till then.)
 
 What a GPU computes its host's processor launches, in the same order and without waiting for the GPU: a pass over a tile begins no earlier
 than its first kernel is launched and ends no earlier than its last one is. Where launching takes longer than computing, it decides.
@@ -45,12 +46,12 @@ def simulate(tasks: TaskGraph) -> Schedule:
             start[position] = max(start[position], launched[device] - min(task.launch_ns, task.duration_ns))
         end[position] = start[position] + task.duration_ns
         for resource in task.resources:
-            free[resource] = end[position]
+            free[resource] = start[position] + task.held_ns
         held = [ports[resource] for resource in task.resources if resource in ports]
         over = _messages(tasks.topology, task) if held else Counter()
         for port in held:
             if port.device is not None:
-                busy_ns = port.busy_ns(task.duration_ns, min(own.permille for own in held), over[port.link])
+                busy_ns = port.busy_ns(task.held_ns, min(own.permille for own in held), over[port.link])
                 free[port.device] = max(free.get(port.device, 0), ready[position]) + busy_ns
         for successor in successors[position]:
             ready[successor] = max(ready[successor], end[position])

@@ -34,9 +34,11 @@ class TaskList:
         tile: int | None = None,
         flows: tuple[Flow, ...] = (),
         launch_ns: int = 0,
+        latency_ns: int = 0,
     ) -> int:
         """One more task; its position."""
-        self.tasks.append(Task(place, name, kind, resources, duration_ns, tuple(sorted(set(after))), size, tile, flows, launch_ns))
+        predecessors = tuple(sorted(set(after)))
+        self.tasks.append(Task(place, name, kind, resources, duration_ns, predecessors, size, tile, flows, launch_ns, latency_ns))
         return len(self.tasks) - 1
 
     def message(
@@ -44,7 +46,9 @@ class TaskList:
     ) -> int:
         """A message from one device to another."""
         resources = self._link_resources(self.topology.route(source, target))
-        return self.add(place, name, kind, resources, self.communication.transfer_ns(size, source, target), after, size)
+        duration_ns = self.communication.transfer_ns(size, source, target)
+        latency_ns = self.communication.latency_ns(duration_ns, source, target)
+        return self.add(place, name, kind, resources, duration_ns, after, size, latency_ns=latency_ns)
 
     def exchange(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """A collective of several rounds, one after the other."""

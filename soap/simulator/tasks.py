@@ -34,6 +34,7 @@ class Task:
     ``predecessors``: positions in ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for computation).
     ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends what to whom in an exchange or
     reduce-scatter; they add up to ``bytes``. ``launch_ns``: of a tile's pass, what its device's processor takes to launch it (GPUs).
+    ``latency_ns``: of a message, how long it is still on its way when its last byte has left: it holds nothing then.
     """
 
     id: tuple[int, ...]
@@ -46,6 +47,12 @@ class Task:
     tile: int | None = None
     flows: tuple[Flow, ...] = ()
     launch_ns: int = 0
+    latency_ns: int = 0
+
+    @property
+    def held_ns(self) -> int:
+        """For how long it holds its resources, from its start; at least 1."""
+        return self.duration_ns - self.latency_ns
 
 
 @dataclass(frozen=True)

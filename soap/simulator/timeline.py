@@ -65,13 +65,15 @@ def chrome_trace(
 ) -> Trace:
     """The schedule as one process with a thread per device, link and busy CPU core; a task that holds several links shows on each.
 
-    A tile's event names its operator's kind. ``memory``: each device's, shown as a counter.
+    A tile's event names its operator's kind. A message's ends when it sets its links free, and says how much later it arrives: of two
+    events on one thread that overlap, viewers draw one. ``memory``: each device's, shown as a counter.
     """
     events = _process_events(process_name, shown_resources(tasks))
     details = task_details(tasks)
-    for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
+    for task, start in zip(tasks.tasks, schedule.start_ns.tolist(), strict=True):
+        told = details.get(task.name, {}) | ({"latency_ns": task.latency_ns} if task.latency_ns else {})
         for resource in task.resources:
-            events.append(_complete_event(task.name, task.kind.value, resource, start, end, details.get(task.name)))
+            events.append(_complete_event(task.name, task.kind.value, resource, start, start + task.held_ns, told))
     for device, curve in zip(tasks.topology.devices, memory, strict=False):
         for time_ns, held in zip(curve.times_ns.tolist(), curve.bytes_held.tolist(), strict=True):
             counter = {"name": f"memory of {device.name}", "ph": "C", "pid": 0, "ts": time_ns / NS_PER_US}
@@ -146,7 +148,7 @@ def merge_traces(*traces: Trace) -> Trace:
 
 
 def critical_path(tasks: TaskGraph, schedule: Schedule) -> list[int]:
-    """Positions of the tasks that decide the makespan, first to last: each starts when the one before it ends.
+    """Positions of the tasks that decide the makespan, first to last: each starts when the one before it ends, or sets a link free.
 
     A task waits for its predecessors or for a device or link that another task holds. Among several reasons that end at the same
     time, a predecessor is taken before a resource, then the lowest position.
@@ -154,7 +156,7 @@ def critical_path(tasks: TaskGraph, schedule: Schedule) -> list[int]:
     if not tasks.tasks:
         return []
     ends, starts = schedule.end_ns.tolist(), schedule.start_ns.tolist()
-    holders = _holders_by_end(tasks, ends)
+    holders = _holders_by_release(tasks, starts)
     position: int | None = ends.index(max(ends))
     path: list[int] = []
     while position is not None:
@@ -166,10 +168,18 @@ def critical_path(tasks: TaskGraph, schedule: Schedule) -> list[int]:
 def critical_path_ns(tasks: TaskGraph, schedule: Schedule) -> dict[TaskKind, int]:
     """How much of the critical path each kind of task is; together they are the makespan."""
     found: dict[TaskKind, int] = {}
-    for position in critical_path(tasks, schedule):
-        task = tasks.tasks[position]
-        found[task.kind] = found.get(task.kind, 0) + task.duration_ns
+    path = critical_path(tasks, schedule)
+    for position, part_ns in zip(path, path_parts_ns(tasks, schedule, path), strict=True):
+        kind = tasks.tasks[position].kind
+        found[kind] = found.get(kind, 0) + part_ns
     return found
+
+
+def path_parts_ns(tasks: TaskGraph, schedule: Schedule, path: Sequence[int]) -> list[int]:
+    """For how long each task of a critical path is what the iteration waits for: until it ends, or the next one begins."""
+    starts = schedule.start_ns[list(path)].tolist()
+    until = [*starts[1:], schedule.makespan_ns]
+    return [min(tasks.tasks[i].duration_ns, end - start) for i, start, end in zip(path, starts, until, strict=True)]
 
 
 def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:
@@ -178,7 +188,7 @@ def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:
     busy = dict.fromkeys(names, 0)
     for task in tasks.tasks:
         for resource in task.resources:
-            busy[resource] += task.duration_ns
+            busy[resource] += task.held_ns
     return {name: busy[number] for number, name in names.items()}
 
 
@@ -243,17 +253,17 @@ def task_links(communication: Communication, task: Task, groups: Mapping[str, tu
     yield from allreduce.link_bytes(topology, algorithm, devices, reduced_bytes).items()
 
 
-def _holders_by_end(tasks: TaskGraph, ends: Sequence[int]) -> dict[tuple[int, int], int]:
-    """(resource, end) -> the lowest task that then sets the resource free."""
+def _holders_by_release(tasks: TaskGraph, starts: Sequence[int]) -> dict[tuple[int, int], int]:
+    """(resource, time) -> the lowest task that then sets the resource free."""
     holders: dict[tuple[int, int], int] = {}
     for position, task in enumerate(tasks.tasks):
         for resource in task.resources:
-            holders.setdefault((resource, ends[position]), position)
+            holders.setdefault((resource, starts[position] + task.held_ns), position)
     return holders
 
 
 def _reason(task: Task, start_ns: int, ends: Sequence[int], holders: Mapping[tuple[int, int], int]) -> int | None:
-    """The task whose end let this one start; None at the beginning."""
+    """The task whose end, or whose link, let this one start; None at the beginning."""
     if start_ns == 0:
         return None
     for predecessor in task.predecessors:

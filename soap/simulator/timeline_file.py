@@ -136,6 +136,7 @@ def _timeline(description: Description, events: list[dict[str, Any]]) -> Timelin
 def _task(event: Mapping[str, Any], threads: Mapping[int, str]) -> TimedTask:
     start_ns, shown_ns = round(event["ts"] * NS_PER_US), round(event["dur"] * NS_PER_US)
     args = event.get("args", {})
+    shown_ns += args.get("latency_ns", 0)
     duration_ns = args.get("median_ns", shown_ns)
     thread = threads.get(event["tid"], f"thread {event['tid']}")
     kind, size, operator = TaskKind(event["cat"]), args.get("bytes", 0), args.get("operator", "")
@@ -232,7 +233,8 @@ def _details(value: Any) -> dict[str, Any]:
     """What an event says besides: names and counts."""
     if not isinstance(value, dict):
         raise ValueError("an object")
-    checks: dict[str, Callable[[Any], Any]] = {"bytes": _count, "median_ns": _count, "sort_index": _count, "operator": _name, "name": _name}
+    checks: dict[str, Callable[[Any], Any]] = dict.fromkeys(("bytes", "median_ns", "latency_ns", "sort_index"), _count)
+    checks |= dict.fromkeys(("operator", "name"), _name)
     return {key: check(value[key]) for key, check in checks.items() if key in value}
 
 

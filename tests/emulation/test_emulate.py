@@ -26,6 +26,7 @@ from soap.emulation.placement import Placement, card_counters, run_evenly, worki
 from soap.emulation.quota import CpuGroups
 from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
 from soap.presets import preset
+from soap.scheduling import GLOO_LOOPS, GLOO_WORKERS, THREADS
 from tests.emulation.conftest import abandoned, traces
 from tests.emulation.test_hosts import boxes
 
@@ -91,41 +92,46 @@ def test_this_process_may_work_as_a_rank_and_leaves_again(groups: CpuGroups) -> 
     assert traces(groups, emulation.number) == [] and os.sched_getaffinity(0) == before
 
 
-def with_two_threads(place: Placement, pipe: Connection) -> None:
-    """A placed rank that has one more thread than its main one, and is paced."""
+def with_three_threads(place: Placement, pipe: Connection) -> None:
+    """A placed rank that has two more threads than its main one, named as gloo's, and is paced."""
     os.environ["OMP_NUM_THREADS"] = "1"
     place(0)
     started, over = threading.Event(), threading.Event()
     numbers = [threading.get_native_id()]
 
-    def communicate() -> None:
+    def communicate(name: str) -> None:
         numbers.append(threading.get_native_id())
+        (THREADS / str(numbers[-1]) / "comm").write_text(name)
         started.set()
         over.wait()
 
-    other = threading.Thread(target=communicate)
-    other.start()
-    started.wait()
+    others = [threading.Thread(target=communicate, args=(name,)) for name in (f"{GLOO_LOOPS}_loop", f"{GLOO_WORKERS}_runloop")]
+    for other in others:
+        started.clear()
+        other.start()
+        started.wait()
     run_evenly()
-    pipe.send([*numbers, os.sched_getaffinity(numbers[0]), os.sched_getaffinity(numbers[1])])
+    pipe.send([(number, os.sched_getaffinity(number), os.sched_getscheduler(number)) for number in numbers])
     pipe.recv()
     over.set()
-    other.join()
+    for other in others:
+        other.join()
 
 
 def test_ranks_that_are_paced_have_no_quota(groups: CpuGroups) -> None:
     spawn = get_context("spawn")
     with emulated(host_limits(preset("emulated:4x1"), 1.0, 2)) as emulation:
         ours, theirs = spawn.Pipe()
-        rank = spawn.Process(target=with_two_threads, args=(emulation.place, theirs))
+        rank = spawn.Process(target=with_three_threads, args=(emulation.place, theirs))
         rank.start()
         assert ours.poll(PATIENCE_S)
-        main, other, main_cores, other_cores = ours.recv()
+        (main, main_cores, _), (loop, loop_cores, _), (worker, worker_cores, policy) = ours.recv()
         name = "cgroup.threads" if groups.unified else "tasks"
         limited, free = groups.group(emulation.number, 0), groups.free_group(emulation.number)
         assert (limited / name).read_text().split() == []
-        assert {str(main), str(other)} <= set((free / name).read_text().split())
-        assert main_cores == set(emulation.place.cores[0]) and other_cores == os.sched_getaffinity(0)
+        assert {str(main), str(loop), str(worker)} <= set((free / name).read_text().split())
+        assert main_cores == worker_cores == set(emulation.place.cores[0]) and loop_cores == os.sched_getaffinity(0)
+        assert policy == os.SCHED_OTHER
         assert rank.pid in quota.processes(groups, emulation.number)
         ours.send("go")
         rank.join(PATIENCE_S)

@@ -51,15 +51,15 @@ def units(duration_ns: int) -> int:
     return duration_ns // UNIT_NS
 
 
-def pairwise_cluster(*counts: int) -> Topology:
+def pairwise_cluster(*counts: int, latency: int = 0) -> Topology:
     """``counts[h]`` devices on host h; every ordered pair of devices has a link of its own, numbered by source, then target.
 
-    A byte takes a unit on a link, a row one to be found.
+    A byte takes a unit on a link, a row one to be found. ``latency``: of a link, in units.
     """
     places = [host for host, count in enumerate(counts) for _ in range(count)]
     devices = tuple(Device(i, f"d{i}", host, SLOW) for i, host in enumerate(places))
     ends = [(a.name, b.name) for a in devices for b in devices if a is not b]
-    links = tuple(Link(i, f"{a}->{b}", a, b, 2.0**9, 0.0) for i, (a, b) in enumerate(ends))
+    links = tuple(Link(i, f"{a}->{b}", a, b, 2.0**9, latency * 2.0**-9) for i, (a, b) in enumerate(ends))
     return Topology("test", devices, tuple(Host(f"h{i}", 1, 2**30, row_seconds=2.0**-9) for i in range(len(counts))), links)
 
 

@@ -68,7 +68,7 @@ def makespan_ns(tasks: TaskGraph, schedule: Schedule, longer: int, by_ns: int) -
         start = max(start, int(schedule.start_ns[i]))  # nothing begins earlier than it did
         ends[i] = start + task.duration_ns + (by_ns if i == longer else 0)
         for resource in task.resources:
-            free[resource] = ends[i]
+            free[resource] = ends[i] - task.latency_ns
     return max(ends.values())
 
 

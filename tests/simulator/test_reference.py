@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from soap.simulator.communication import Communication
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from soap.topology import Port
-from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
+from tests.simulator.examples import UNIT_NS, PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 
 TWO = pairwise_cluster(1, 1)
 
@@ -64,6 +65,26 @@ def test_two_transfers_share_a_link_one_after_the_other() -> None:
         "backward l1[1]": (114, 138),
         "update @0": (138, 139),
     }
+
+
+def test_a_message_sets_its_link_free_before_it_arrives() -> None:
+    away = pairwise_cluster(1, 1, latency=4)
+    split = strategy(l1=on(0, 0, degrees=(2, 1, 1)), loss=on(1, 1, degrees=(2,)))
+    tasks = lower(build_plan(chain(4, 2, 3), split, away), away, PointCosts())
+    spans = played(tasks)
+    assert spans["transfer l1[0:2,0:3] 0->1"] == (12, 36 + 4)
+    assert spans["transfer l1[2:4,0:3] 0->1"] == (36, 60 + 4)
+    assert spans["forward loss[0]"] == (40, 42)
+    assert spans["transfer gradient of l1[0:2,0:3] 1->0"] == (70, 94 + 4)
+    assert spans["transfer gradient of l1[2:4,0:3] 1->0"] == (94, 118 + 4)
+    sums = {one.kind for one in tasks.tasks if one.latency_ns}
+    assert sums == {TaskKind.TRANSFER}
+
+
+def test_a_message_of_nothing_holds_its_link_for_a_nanosecond() -> None:
+    communication = Communication(pairwise_cluster(1, 1, latency=4))
+    whole_ns = communication.transfer_ns(0, 0, 1)
+    assert whole_ns == 4 * UNIT_NS and communication.latency_ns(whole_ns, 0, 1) == whole_ns - 1
 
 
 def test_data_parallel_devices_meet_in_the_loss_and_in_the_synchronization() -> None:
@@ -159,6 +180,12 @@ def test_devices_work_is_launched_apart() -> None:
     first, second = task("a", 0, 10, 0), task("b", 1, 10, 1)
     tasks = by_hand(replace(first, launch_ns=40), replace(second, launch_ns=20))
     assert times(tasks, simulate(tasks)) == {"a": (30, 40), "b": (10, 20)}
+
+
+def test_a_port_takes_its_part_of_the_time_for_which_the_link_is_held() -> None:
+    sent = replace(task("over", 0, 80, 2), latency_ns=20)
+    tasks = TaskGraph(by_hand().plan, replace(TWO, ports=(Port(0, 0, 10, 500),)), (sent, task("behind", 1, 5, 0)))
+    assert times(tasks, simulate(tasks)) == {"over": (0, 80), "behind": (40, 45)}
 
 
 def test_a_port_counts_messages() -> None:

@@ -151,6 +151,29 @@ def test_critical_path_goes_through_waits_for_a_link() -> None:
     ]
 
 
+def test_a_message_under_way_is_on_the_path_as_far_as_others_wait_for_it() -> None:
+    away = pairwise_cluster(1, 1, latency=4)
+    split = strategy(l1=on(0, 0, degrees=(2, 1, 1)), loss=on(1, 1, degrees=(2,)))
+    tasks, schedule = played(chain(4, 2, 3), split, away)
+    path = timeline.critical_path(tasks, schedule)
+    parts = {tasks.tasks[p].name: units(ns) for p, ns in zip(path, timeline.path_parts_ns(tasks, schedule, path), strict=True)}
+    assert parts == {
+        "forward l1[0]": 12,
+        "transfer l1[0:2,0:3] 0->1": 24,  # the next has the link then
+        "transfer l1[2:4,0:3] 0->1": 24 + 4,
+        "forward loss[1]": 2,
+        "backward loss[0]": 4,
+        "transfer gradient of l1[0:2,0:3] 1->0": 24,
+        "transfer gradient of l1[2:4,0:3] 1->0": 24 + 4,
+        "backward l1[1]": 24,
+        "update @0": 1,
+    }
+    assert {name: units(busy_ns) for name, busy_ns in timeline.busy_time_ns(tasks).items()}["d0->d1"] == 48
+    shown = {(e["name"], e["tid"]): e for e in complete(timeline.chrome_trace(tasks, schedule))}
+    first = shown["transfer l1[0:2,0:3] 0->1", 2]
+    assert first["dur"] * timeline.NS_PER_US == 24 * UNIT_NS and first["args"] == {"bytes": 24, "latency_ns": 4 * UNIT_NS}
+
+
 def test_critical_path_of_nothing() -> None:
     tasks, _ = over_two_devices()
     empty = TaskGraph(tasks.plan, tasks.topology, ())
@@ -185,8 +208,8 @@ def test_what_holds_for_every_schedule(case: tuple[OperatorGraph, Topology, Stra
     path = timeline.critical_path(tasks, schedule)
     start, end = schedule.start_ns.tolist(), schedule.end_ns.tolist()
     assert start[path[0]] == 0
-    assert all(end[a] == start[b] for a, b in pairwise(path))
-    assert sum(tasks.tasks[p].duration_ns for p in path) == schedule.makespan_ns
+    assert all(start[b] in (end[a], end[a] - tasks.tasks[a].latency_ns) for a, b in pairwise(path))
+    assert sum(timeline.path_parts_ns(tasks, schedule, path)) == schedule.makespan_ns
     by_kind = timeline.critical_path_ns(tasks, schedule)
     assert sum(by_kind.values()) == schedule.makespan_ns and set(by_kind) == {tasks.tasks[p].kind for p in path}
     shown = complete(timeline.chrome_trace(tasks, schedule))

@@ -53,6 +53,15 @@ def test_what_was_written_is_read() -> None:
     assert json.loads(again) == json.loads(text())  # memory, names of threads, and their order stay
 
 
+def test_a_message_ends_when_it_arrives() -> None:
+    away = pairwise_cluster(1, 1, latency=4)
+    plan = build_plan(chain(4, 2, 3), strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(1, degrees=(1,))), away)
+    tasks = lower(plan, away, PointCosts())
+    (read,) = loads(dumps([(chrome_trace(tasks, simulate(tasks)), PREDICTED)]))
+    moved = read.tasks["transfer l1[0:4,0:3] 0->1"]
+    assert (moved.start_ns, moved.end_ns, moved.duration_ns) == (24 * UNIT_NS, 76 * UNIT_NS, 52 * UNIT_NS)
+
+
 def test_aligned_timelines_start_at_zero() -> None:
     _, measured = loads(text())
     late = replace(measured, trace={"traceEvents": [{**e, "ts": e["ts"] + 7.5} if "ts" in e else e for e in measured.trace["traceEvents"]]})

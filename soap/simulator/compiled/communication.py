@@ -3,7 +3,7 @@ operations on floats is the same, so that results are equal to the bit."""
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, floor
 
 import numpy as np
 
@@ -28,6 +28,12 @@ def nanoseconds(seconds: float) -> int:
 def transfer_ns(K: ClusterTables, source: int, target: int, size: int) -> int:
     """A message: latency of the route, and its bytes through the narrowest link."""
     return nanoseconds(K.latency_seconds[source, target] + K.seconds_per_byte[source, target] * size)
+
+
+@compiled
+def latency_ns(K: ClusterTables, source: int, target: int, duration: int) -> int:
+    """How much of a message's duration it holds no link for."""
+    return min(duration - 1, floor(K.latency_seconds[source, target] * 1e9))
 
 
 @compiled

@@ -202,8 +202,8 @@ def is_late(T: Trial, at_most: int) -> bool:
 
 @compiled
 def hold(free, held, first, count, ready, start, duration, port_device, port_call, port_fixed, port_permille):  # type: ignore[no-untyped-def]
-    """Something that is no tile holds ``count`` resources; the devices of their ports are busy with it as well. A link that has a port is
-    there once for each message over it (``communication``)."""
+    """Something that is no tile holds ``count`` resources for ``duration``; the devices of their ports are busy with it as well. A link
+    that has a port is there once for each message over it (``communication``)."""
     permille = NO_PORT
     for i in range(first, first + count):
         permille = min(permille, port_permille[held[i]])
@@ -223,8 +223,8 @@ def play(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, at_most: int, 
     ``pause``, before the first backward pass of a tile."""
     return _play(
         T.size, T.left, T.ready, T.start, T.end, T.order, T.free, T.rest, T.heap_ready, T.heap_key, T.heap_slot, P.order, P.place, P.ready,
-        C.key, C.duration, C.launch, C.resource, C.resource_n, C.kind, C.owner, C.index, C.alive, C.alias, C.arena, C.row, C.back_row,
-        C.sync_row, C.tiles, G.source_ptr, G.source, R.static, R.port_device, R.port_call_ns, R.port_fixed_ns, R.port_permille,
+        C.key, C.duration, C.launch, C.latency, C.resource, C.resource_n, C.kind, C.owner, C.index, C.alive, C.alias, C.arena, C.row,
+        C.back_row, C.sync_row, C.tiles, G.source_ptr, G.source, R.static, R.port_device, R.port_call_ns, R.port_fixed_ns, R.port_permille,
         R.sets.ptr, R.sets.item, at_most, pause,
     )  # fmt: skip
 
@@ -232,8 +232,8 @@ def play(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, at_most: int, 
 @compiled
 def _play(  # type: ignore[no-untyped-def]
     size, left, ready, starts, ends, order, free, rest, heap_ready, heap_key, heap_slot, run, place, before, key, durations,
-    launches, resources, resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles, source_ptr, source, static,
-    port_device, port_call, port_fixed, port_permille, set_ptr, set_item, at_most, pause,
+    launches, latencies, resources, resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles, source_ptr,
+    source, static, port_device, port_call, port_fixed, port_permille, set_ptr, set_item, at_most, pause,
 ):  # fmt: skip
     """``play`` on plain arrays: without reference counts, which would cost more than everything else."""
     launched = len(free) - len(rest)
@@ -278,17 +278,17 @@ def _play(  # type: ignore[no-untyped-def]
             if idle and end + rest[resource] > at_most:
                 return STOPPED
         else:
-            count = resource_n[slot]
+            count, held = resource_n[slot], duration - latencies[slot]
             if resource >= 0:
                 for i in range(resource, resource + count):
                     start = max(start, free[static[i]])
                 end = start + duration
-                hold(free, static, resource, count, ready[slot], start, duration, port_device, port_call, port_fixed, port_permille)
+                hold(free, static, resource, count, ready[slot], start, held, port_device, port_call, port_fixed, port_permille)
             else:
                 for i in range(-1 - resource, count - 1 - resource):
                     start = max(start, free[arena[i]])
                 end = start + duration
-                hold(free, arena, -1 - resource, count, ready[slot], start, duration, port_device, port_call, port_fixed, port_permille)
+                hold(free, arena, -1 - resource, count, ready[slot], start, held, port_device, port_call, port_fixed, port_permille)
         starts[slot], ends[slot] = start, end
         if end > size[MAKESPAN]:
             size[MAKESPAN] = end

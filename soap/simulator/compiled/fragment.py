@@ -15,6 +15,7 @@ from soap.simulator.compiled.communication import (
     begin_links,
     find_list,
     join_flow,
+    latency_ns,
     round_ns,
     total_flow,
     transfer_ns,
@@ -74,7 +75,7 @@ def place_tiles(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, op
             else:
                 C.key[slot] = task_key(FORWARD, op, 1, tile, 0, 0)
             cost = costs + (K.device_type[device] * 2 + backward) * cells + tile % cells
-            C.duration[slot], C.launch[slot] = V.costs[cost], V.launches[cost]
+            C.duration[slot], C.launch[slot], C.latency[slot] = V.costs[cost], V.launches[cost], 0
             C.resource[slot], C.resource_n[slot] = device, 1
             C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, FORWARD_TILE + backward
             C.owner[slot], C.index[slot], C.moved[slot] = op, tile, 0
@@ -116,7 +117,7 @@ def _task(S, key, duration, resource, resource_n, size):  # type: ignore[no-unty
     n = S.count[TASKS]
     if n + 2 > len(S.t_key):
         raise MemoryError(FULL)
-    S.t_key[n], S.t_dur[n], S.t_res[n], S.t_res_n[n], S.t_bytes[n] = key, duration, resource, resource_n, size
+    S.t_key[n], S.t_dur[n], S.t_latency[n], S.t_res[n], S.t_res_n[n], S.t_bytes[n] = key, duration, 0, resource, resource_n, size
     S.count[TASKS] = n + 1
     return n
 
@@ -231,7 +232,10 @@ def _carrier_task(G, K, C, S, op, carrier, gradient):  # type: ignore[no-untyped
             source, target = target, source
         pair = source * devices + target
         resource_n = K.route_ptr[pair + 1] - K.route_ptr[pair]
-        return _task(S, key, transfer_ns(K, source, target, size), devices + K.route_ptr[pair], resource_n, size)
+        duration = transfer_ns(K, source, target, size)
+        task = _task(S, key, duration, devices + K.route_ptr[pair], resource_n, size)
+        S.t_latency[task] = latency_ns(K, source, target, duration)
+        return task
     begin_links(S)
     resources = S.count[RESOURCES]
     itemsize = G.output_itemsize[first_output + S.f_out[fetch]]
@@ -440,6 +444,7 @@ def _install(C, S, op, own, own_slot, first_reader, last_reader):  # type: ignor
     for task in range(tasks):
         slot = own_slot + task
         C.key[slot], C.duration[slot], C.resource_n[slot], C.moved[slot] = S.t_key[task], S.t_dur[task], S.t_res_n[task], S.t_bytes[task]
+        C.latency[slot] = S.t_latency[task]
         C.resource[slot] = S.t_res[task] if S.t_res[task] >= 0 else -1 - (pool - 1 - S.t_res[task])
         C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, OTHER, op, base + own + task
     C.used[SLOTS] = own_slot + tasks

@@ -112,8 +112,9 @@ def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, la
         k = H.at[MADE]
         H.at[LATEST] = _advance(
             C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
-            C.launch, C.waits, G.source_ptr, G.source, R.static, R.port_device, R.port_call_ns, R.port_fixed_ns, R.port_permille,
-            R.sets.ptr, R.sets.item, P.order, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now, H.at, H.place[k], H.at[LATEST],
+            C.launch, C.latency, C.waits, G.source_ptr, G.source, R.static, R.port_device, R.port_call_ns, R.port_fixed_ns,
+            R.port_permille, R.sets.ptr, R.sets.item, P.order, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now, H.at, H.place[k],
+            H.at[LATEST],
         )  # fmt: skip
         H.makespan[k] = H.at[LATEST]
         copy(H.met[k], 0, H.met_now, 0, slots)
@@ -139,9 +140,9 @@ def _pending(waits, order, met, pending, taken, count):  # type: ignore[no-untyp
 
 @compiled
 def _advance(  # type: ignore[no-untyped-def]
-    kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, launches, waits, source_ptr,
-    source, static, port_device, port_call, port_fixed, port_permille, set_ptr, set_item, order, ends, met, ready, free, gone, at, last,
-    makespan,
+    kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, launches, latencies, waits,
+    source_ptr, source, static, port_device, port_call, port_fixed, port_permille, set_ptr, set_item, order, ends, met, ready, free, gone,
+    at, last, makespan,
 ):  # fmt: skip
     """Take the tasks before the place ``last`` again; the latest end so far."""
     launched = len(free) - len(gone)
@@ -156,12 +157,11 @@ def _advance(  # type: ignore[no-untyped-def]
                 gone[resource] += durations[slot]
                 free[launched + resource] += launches[slot]
         else:
-            count, duration = resource_n[slot], durations[slot]
-            start = end - duration
+            count, held, start = resource_n[slot], durations[slot] - latencies[slot], end - durations[slot]
             if resource >= 0:
-                hold(free, static, resource, count, ready[slot], start, duration, port_device, port_call, port_fixed, port_permille)
+                hold(free, static, resource, count, ready[slot], start, held, port_device, port_call, port_fixed, port_permille)
             else:
-                hold(free, arena, -1 - resource, count, ready[slot], start, duration, port_device, port_call, port_fixed, port_permille)
+                hold(free, arena, -1 - resource, count, ready[slot], start, held, port_device, port_call, port_fixed, port_permille)
         first_row, last_row, own = 0, 1, -1
         if kind == FORWARD_TILE:
             own = slot + tiles[op]

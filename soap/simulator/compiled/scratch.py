@@ -75,6 +75,7 @@ class Scratch(NamedTuple):
     part: Ints
     t_key: Longs
     t_dur: Longs
+    t_latency: Longs
     t_res: Longs
     t_res_n: Ints
     t_bytes: Longs

@@ -83,6 +83,7 @@ def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0):  # type: ignor
         slot, server = served + part, S.p_server[part]
         C.arena[updates + part] = slot
         C.key[slot] = task_key(SYNC, parameter, SERVE, number, 0, part)
+        C.latency[slot] = 0
         C.duration[slot] = _serve_ns(G, K, D, S, parameter, shard, part)
         C.resource[slot], C.resource_n[slot] = server, 1
         if not K.serves_itself[server]:
@@ -131,7 +132,7 @@ def _exchange(C, S, slot, key, duration, moved):  # type: ignore[no-untyped-def]
     for i in range(count):
         C.arena[at + i] = S.res[i]
     C.used[ARENA] = at + count
-    C.key[slot], C.duration[slot], C.moved[slot], C.alive[slot] = key, duration, moved, 1
+    C.key[slot], C.duration[slot], C.latency[slot], C.moved[slot], C.alive[slot] = key, duration, 0, moved, 1
     C.resource[slot], C.resource_n[slot] = -1 - at, count
 
 

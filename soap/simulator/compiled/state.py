@@ -36,7 +36,8 @@ class State(NamedTuple):
     predecessors. ``sync``: by parameter, as ``sync_codes``. ``sync_slot``: first slot of the sums and of what parameter servers do behind
     the backward pass; ``pull_slot``: first slot of the pulls before the forward pass.
 
-    Per slot: ``key`` (stable identity, breaks ties), ``duration`` in ns, ``launch`` (of a tile, in ns), ``resource`` (>= 0: in ``static``,
+    Per slot: ``key`` (stable identity, breaks ties), ``duration`` in ns, ``launch`` (of a tile, in ns), ``latency`` (of a message,
+    in ns, for which it holds nothing), ``resource`` (>= 0: in ``static``,
     else -1 - place in ``arena``) and ``resource_n``, ``waits`` (number of edges into it), ``kind``, ``owner`` (operator; -1 behind the
     backward pass), ``index`` (tile, row of another task, or group of a sum), ``moved`` bytes, ``alias`` (the slot that stands for this one
     in a trial, -1 if none does).
@@ -64,6 +65,7 @@ class State(NamedTuple):
     key: Longs
     duration: Longs
     launch: Longs
+    latency: Longs
     resource: Longs
     resource_n: Ints
     waits: Ints

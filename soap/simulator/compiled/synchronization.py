@@ -197,7 +197,7 @@ def _finish(R, C, S, bucket, slot):  # type: ignore[no-untyped-def]
     duration, way = allreduce(R, group, S.t_bytes[bucket])
     members = R.sets.ptr[group + 1] - R.sets.ptr[group]
     C.key[slot], C.duration[slot], C.resource[slot], C.resource_n[slot] = S.t_key[bucket], duration, R.resource[way], R.resource_n[way]
-    C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, SYNC_BUCKET, -1, group
+    C.latency[slot], C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 0, 1, SYNC_BUCKET, -1, group
     C.moved[slot] = 2 * (members - 1) * S.t_bytes[bucket]
 
 
