@@ -65,7 +65,6 @@ def test_what_has_come_counts_from_then_though_others_have_the_core(machine: Mac
     machine.wall += 8_000_000  # 5 until the message has come, 3 until the thread runs
     machine.queued += 3_000_000
     pace.resume()
-    pace.resume()  # for another one that has come meanwhile
     machine.compute(1_000_000)
     pace.catch_up()
     assert machine.wall == 9_000_000

@@ -151,7 +151,8 @@ def _groups(pairs: Iterable[Pair], key: Callable[[Pair], str]) -> tuple[Group, .
 
 
 def _links(predicted: Description, pairs: Iterable[Pair]) -> tuple[LinkUse, ...]:
-    """Every link that carries something, those that were busy longest first. A measured task holds the links that it was predicted to."""
+    """Every link that carries something, those that were busy longest first: a message, until it arrives. A measured task is on the links
+    that it was predicted to be on."""
     held: dict[str, list[Pair]] = {name: [] for name, size in predicted.link_bytes.items() if size}
     for pair in pairs:
         for name in set(pair.predicted.threads) & held.keys():

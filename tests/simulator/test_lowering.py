@@ -331,7 +331,7 @@ def test_schedules_are_legal(case: Case) -> None:
         assert all(start[position] >= end[p] for p in task.predecessors)
         longest[position] = task.duration_ns + max((longest[p] for p in task.predecessors), default=0)
         for resource in task.resources:
-            busy[resource].append((start[position], end[position]))
+            busy[resource].append((start[position], start[position] + task.held_ns))
     for spans in busy.values():
         spans.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
