@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 LEAST_SLEEP_NS = 50_000
@@ -28,9 +29,9 @@ class Pace:
         self._statistics = _open_statistics()
         self._queued_ns = self._queued()
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self._statistics is not None:
-            os.close(self._statistics)
+            close(self._statistics)  # when the program ends, ``os`` may be gone before
 
     def catch_up(self) -> None:
         """Return when the device would have come so far."""
