@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import struct
 import sys
 import threading
@@ -15,7 +16,7 @@ from soap.scheduling import SLICE_NS, be_prompt, thread_name
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 ATTRIBUTES = struct.Struct("=IIQiIQQQ")
-KERNEL = tuple(int(part) for part in platform.release().split(".")[:2]) if sys.platform == "linux" else (0, 0)
+KERNEL = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) if sys.platform == "linux" else (0, 0)
 
 
 def slice_ns(thread: int) -> int:

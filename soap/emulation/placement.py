@@ -82,7 +82,7 @@ def run_evenly() -> None:
     for thread in map(int, os.listdir(THREADS)):
         move_thread(Path(group), thread)
         if thread != threading.get_native_id():
-            with suppress(OSError):  # it has ended
+            with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
                 sums = thread_name(thread).startswith(GLOO_WORKERS)
                 os.sched_setaffinity(thread, own if sums else cores)
                 if sums:
