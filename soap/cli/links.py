@@ -69,7 +69,8 @@ def execute(args: argparse.Namespace) -> int:
     done = 0
     if not args.show:
         _check_is_there(args, topology)
-        known = set() if args.again else {timing.probe for timing in known_links(topology, place, store)}
+        scale = args.emulate_scale or 1.0
+        known = set() if args.again else {timing.probe for timing in known_links(topology, place, store) if timing.scale == scale}
         try:
             measured = _measure(args, topology, place, [probe for probe in probes_for(topology) if probe not in known], store)
         except KeyboardInterrupt:
@@ -144,6 +145,7 @@ def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, An
         "store": str(store.path),
         "probes": len(wanted),
         "measured": len(timings),
+        "scales": sorted({timing.scale for timing in timings}),
         "used": bool(timings) and enough and problem is None,
         "problem": problem,
         "fits": _fits(timings, Communication(measured)),
@@ -192,7 +194,8 @@ def _rate(seconds_per_byte: float) -> float | None:
 
 def text(found: Mapping[str, Any]) -> str:
     """The document as a table for people."""
-    head = f"links of {found['place']}: {found['measured']} of {found['probes']} probes measured\nkept in: {found['store']}"
+    scales = "" if found["scales"] in ([], [1.0]) else f" at --emulate-scale {', '.join(f'{scale:g}' for scale in found['scales'])}"
+    head = f"links of {found['place']}: {found['measured']} of {found['probes']} probes measured{scales}\nkept in: {found['store']}"
     rows = [("operation", "devices", "latency", "bandwidth", "processor", "and per MiB", "busy", "deviation", "measured / by links")]
     for line in found["fits"]:
         rate = line["bytes_per_second"]

@@ -109,7 +109,7 @@ def execute(args: argparse.Namespace) -> int:
         measured = outcome.measured[STRATEGY].median_ns
         strategy, _ = job.strategies[STRATEGY]
         made = {"costs_hash": costs["hash"], "not_as_priced": not_as_priced(job, scale)}
-        picture = measured_text(strategy, predicted[STRATEGY], outcome.iterations, measured, job.accumulate, **made)
+        picture = measured_text(strategy, predicted[STRATEGY], outcome.iterations, measured, job.accumulate, scale=scale, **made)
         write_text_atomically(args.timeline, picture)
     report = document(job, predicted, outcome, costs, hosts, scale)
     print(json.dumps(report, indent=2) if args.json else text(report))

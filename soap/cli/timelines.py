@@ -43,25 +43,30 @@ def measured_text(
     *,
     costs_hash: str,
     not_as_priced: str = "",
+    scale: float = 1.0,
 ) -> str:
     """The file of a predicted iteration and a measured one, side by side.
 
     ``iterations``: the events of each traced iteration (at least one); the one of middle length is shown, with each task's median time.
-    ``step_ns``: what a step takes without tracing. ``costs_hash``, ``not_as_priced``: as in ``Description``.
+    ``step_ns``: what a step takes without tracing. ``costs_hash``, ``not_as_priced``: as in ``Description``. ``scale``: of an emulation;
+    what was measured is written in the cluster's time, in which predictions are.
     """
     graph, topology = simulation.plan.graph, simulation.topology
     predicted_ns = simulation.step_ns(micro_batches)
     what = graph, topology, strategy, simulation
     predicted = _description("predicted", *what, predicted_ns, micro_batches=micro_batches, costs_hash=costs_hash)
-    measured = replace(
-        _description("measured", *what, step_ns, micro_batches=micro_batches, iterations=len(iterations)), not_as_priced=not_as_priced
-    )
-    middle, medians_ns = middle_iteration(iterations)
+    made = _description("measured", *what, round(step_ns * scale), micro_batches=micro_batches, iterations=len(iterations))
+    measured = replace(made, not_as_priced=not_as_priced)
+    middle, medians_ns = middle_iteration([_slowed(events, scale) for events in iterations])
     known = task_details(simulation.tasks)
     details = {name: {**known.get(name, {}), "median_ns": time_ns} for name, time_ns in medians_ns.items()}
     names = [device.name for device in topology.devices]
     picture = measured_trace(middle, "measured", names, details)
     return dumps([(chrome_trace(simulation.tasks, simulation.schedule, "predicted"), predicted), (picture, measured)])
+
+
+def _slowed(events: Sequence[MeasuredEvent], scale: float) -> list[MeasuredEvent]:
+    return [(rank, name, kind, round(start * scale), round(end * scale)) for rank, name, kind, start, end in events]
 
 
 def not_as_priced(job: Job, scale: float) -> str:

@@ -11,7 +11,8 @@ from types import FrameType
 from typing import Any
 
 from soap.emulation import network, quota
-from soap.emulation.cores import cores_by_rank, usable_cores
+from soap.emulation.awake import kept_awake
+from soap.emulation.cores import computing_and_communicating, cores_by_rank, usable_cores
 from soap.emulation.hosts import HostLimits
 from soap.emulation.leftovers import remove, remove_leftovers, reserved
 from soap.emulation.names import box_address, host_name
@@ -41,16 +42,20 @@ def emulated(hosts: Sequence[HostLimits]) -> Iterator[Emulation]:
         with reserved(network.is_subnet_free) as number:
             try:
                 shares = {rank: host.cores / len(host.ranks) for host in hosts for rank in host.ranks}
-                quota.build(groups, number, [shares[rank] for rank in sorted(shares)])
+                by_share = tuple(shares[rank] for rank in sorted(shares))
+                quota.build(groups, number, by_share)
                 network.build(number, hosts)
                 places = [
                     (rank, host_name(number, i), str(groups.group(number, rank))) for i, host in enumerate(hosts) for rank in host.ranks
                 ]
                 by_rank = tuple((namespace, group) for _, namespace, group in sorted(places))
-                cores = cores_by_rank(len(shares), usable_cores())
-                place = Placement(by_rank, cores, str(groups.free_group(number)), tuple(shares[rank] for rank in sorted(shares)))
-                signals.let_through()
-                yield Emulation(number, str(box_address(number)), place)
+                computing, communicating = computing_and_communicating(by_share, usable_cores())
+                cores = cores_by_rank(len(shares), computing)
+                place = Placement(by_rank, cores, str(groups.free_group(number)), by_share, communicating)
+                idle, busy = groups.idle_group(number), (*computing, *communicating) if communicating else ()
+                with kept_awake(busy, idle if idle.exists() else None):
+                    signals.let_through()
+                    yield Emulation(number, str(box_address(number)), place)
             finally:
                 signals.hold()
                 remove(groups, number)

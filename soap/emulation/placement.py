@@ -24,6 +24,8 @@ FREE_GROUP = "SOAP_EMULATED_FREE_GROUP"
 """Environment variable of a placed rank: the control group without a quota."""
 SHARE = "SOAP_EMULATED_SHARE"
 """Environment variable of a placed rank: how many cores its device has."""
+COMMUNICATION_CORES = "SOAP_EMULATED_COMMUNICATION_CORES"
+"""Environment variable of a placed rank: numbers of the cores that only what communicates uses, with commas; empty if there are none."""
 COUNTERS = Path("/proc/thread-self/net/dev")
 """Unlike /sys, which shows the namespace in which it was mounted."""
 
@@ -33,13 +35,14 @@ class Placement:
     """Puts this process onto the host of its rank; to be called before any thread is made that communicates.
 
     ``hosts``: (namespace, control group) of each rank. ``cores``: numbers of those that each may use; empty: all. ``free_group``: a group
-    without a quota. ``shares``: how many cores the device of each rank has.
+    without a quota. ``shares``: how many cores the device of each rank has. ``communication_cores``: on which no device computes.
     """
 
     hosts: tuple[tuple[str, str], ...]
     cores: tuple[tuple[int, ...], ...] = ()
     free_group: str = ""
     shares: tuple[float, ...] = ()
+    communication_cores: tuple[int, ...] = ()
 
     def __call__(self, rank: int) -> None:
         """Join the control group, the cores, and the namespace; gloo takes the network card there. The process ends with its launcher."""
@@ -61,6 +64,7 @@ class Placement:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
         os.environ[FREE_GROUP] = self.free_group
         os.environ[SHARE] = str(self.shares[rank]) if self.shares else ""
+        os.environ[COMMUNICATION_CORES] = ",".join(map(str, self.communication_cores))
 
 
 def run_evenly() -> None:
@@ -72,13 +76,15 @@ def run_evenly() -> None:
     while. Where a rank computes with several threads, or has more than a core, nothing is changed. To be called again when threads have
     been added.
 
-    Another host's computation keeps a sum waiting as little as can be: the threads that do sums are prompt, on the cores on which this rank
-    computes. Where they were like all others, the rank that had a sum first computed, and one on the same core had it when that was done.
+    Another host's computation keeps a sum waiting as little as can be: what communicates has cores of its own, if there are some. If not,
+    the threads that do sums are prompt, on the cores on which this rank computes. Where they were like all others, the rank that had a sum
+    first computed, and one on the same core had it when that was done.
     """
     group, share = os.environ.get(FREE_GROUP, ""), float(os.environ.get(SHARE) or 0)
     if not group or not 0 < share <= 1 or os.environ.get("OMP_NUM_THREADS") != "1":
         return
-    own, cores = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+    apart = {int(core) for core in os.environ.get(COMMUNICATION_CORES, "").split(",") if core}
+    own, cores = apart or os.sched_getaffinity(0), apart or os.sched_getaffinity(os.getppid())
     for thread in map(int, os.listdir(THREADS)):
         move_thread(Path(group), thread)
         if thread != threading.get_native_id():
@@ -88,6 +94,11 @@ def run_evenly() -> None:
                 if sums:
                     be_prompt(thread)
     pace.set_share(share)
+
+
+def communicates_apart() -> bool:
+    """Whether what communicates has cores of its own, on which no emulated device computes."""
+    return bool(os.environ.get(COMMUNICATION_CORES))
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
 from soap.profiles.measure_machine import cpu_cores, cpu_model
 from soap.topology import Topology
 
-VERSION = 4
+VERSION = 5
 """Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``allocation``); since 3 collectives
-behind a computation, and with ``scheduling.calm_gloo``; since 4 emulated hosts' sums are prompt."""
+behind a computation, and with ``scheduling.calm_gloo``; since 4 emulated hosts' sums are prompt; since 5 with the scale."""
 MOST_SECONDS = 10**6
 
 
@@ -82,13 +82,14 @@ def encode_timing(timing: LinkTiming) -> dict[str, Any]:
         "times_ns": [max(1, round(1e9 * one)) for one in timing.seconds],
         "cpu_ns": max(0, round(1e9 * timing.cpu_seconds)),
         "measured_at": timing.measured_at,
+        "scale": timing.scale,
     }
 
 
 def decode_timing(record: Mapping[str, Any]) -> LinkTiming:
     """The timing of values that TIMING_SCHEMA allows."""
     probe = Probe(Operation(record["operation"]), tuple(record["devices"]), record["size_bytes"])
-    return LinkTiming(probe, tuple(one / 1e9 for one in record["times_ns"]), record["cpu_ns"] / 1e9, record["measured_at"])
+    return LinkTiming(probe, tuple(one / 1e9 for one in record["times_ns"]), record["cpu_ns"] / 1e9, record["measured_at"], record["scale"])
 
 
 _LONGEST_NS = MOST_SECONDS * 10**9
@@ -100,6 +101,7 @@ _PROPERTIES: dict[str, Any] = {
     "times_ns": {"type": "array", "items": _NS, "minItems": 1, "maxItems": MOST_TIMES},
     "cpu_ns": {"type": "integer", "minimum": 0, "maximum": _LONGEST_NS},
     "measured_at": {"type": "string", "maxLength": 40},
+    "scale": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
 }
 TIMING_SCHEMA: dict[str, Any] = {
     "type": "object", "properties": _PROPERTIES, "required": list(_PROPERTIES), "additionalProperties": False,

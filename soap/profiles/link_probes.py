@@ -65,12 +65,14 @@ class Probe:
 class LinkTiming:
     """How long a probe took, each time, in seconds of the slowest rank (of a collective: on average over the ranks, each from when it was
     ready itself); a message's one way. ``cpu_seconds``: processor time of one of its
-    devices for one of it, which its computation does not get. ``measured_at``: ISO 8601, UTC."""
+    devices for one of it, which its computation does not get. ``measured_at``: ISO 8601, UTC. ``scale``: of the emulation in which it was
+    measured; times are the cluster's."""
 
     probe: Probe
     seconds: tuple[float, ...]
     cpu_seconds: float
     measured_at: str = ""
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.seconds or min(self.seconds) <= 0:
@@ -129,9 +131,11 @@ def by_kind(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, .
 
 
 def is_enough(topology: Topology, timings: Sequence[LinkTiming]) -> bool:
-    """Whether all messages and exchanges were measured, from which the links' figures follow, and what they are within steps."""
+    """Whether all messages and exchanges were measured, from which the links' figures follow, and what they are within steps; at one
+    scale."""
     known, needed = {timing.probe for timing in timings}, (Operation.MESSAGE, Operation.EXCHANGE, *IN_STEPS)
-    return all(probe in known for probe in probes_for(topology) if probe.operation in needed)
+    complete = all(probe in known for probe in probes_for(topology) if probe.operation in needed)
+    return complete and len({timing.scale for timing in timings}) == 1
 
 
 def modelled_seconds(communication: Communication, probe: Probe) -> float:
@@ -184,25 +188,29 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
 
 
 class _WithinSteps(NamedTuple):
-    """How many seconds longer a message, and a sum, takes within a step than by itself; and for how long an end of a message keeps its
-    device busier there. The sender's end is no part of the message's: it is its port's."""
+    """How many seconds longer a message, and a sum, takes within a step than by itself, and what part of the latter's time where it is
+    shorter; and for how long an end of a message keeps its device busier there. The sender's end is no part of the message's: it is its
+    port's."""
 
     message_seconds: float = 0.0
     sum_seconds: float = 0.0
+    sum_part: float = 1.0
     busy_seconds: float = 0.0
 
 
 def _within_steps(timings: Sequence[LinkTiming], found: _Lines, busy: _Lines) -> _WithinSteps:
-    """From what was measured; nothing if it was not. Never less than nothing."""
+    """From what was measured; nothing if it was not."""
     more = _WithinSteps()
     for timing in timings:
         size, devices = timing.probe.size_bytes, timing.probe.devices
         message, summed = (Operation.MESSAGE, devices), (Operation.ALL_REDUCE, devices)
         if timing.probe.operation is Operation.STEP_MESSAGE and message in found:
             longer, busier = timing.typical_seconds - found[message].seconds(size), timing.cpu_seconds - busy[message].seconds(size)
-            more = _WithinSteps(max(0.0, longer - max(0.0, busier)), more.sum_seconds, max(0.0, busier))
+            more = more._replace(message_seconds=max(0.0, longer - max(0.0, busier)), busy_seconds=max(0.0, busier))
         elif timing.probe.operation is Operation.STEP_SUM and summed in found:
-            more = more._replace(sum_seconds=max(0.0, timing.typical_seconds - found[summed].seconds(size)))
+            itself = found[summed].seconds(size)
+            longer, part = timing.typical_seconds - itself, timing.typical_seconds / max(itself, LEAST_LATENCY_SECONDS)
+            more = more._replace(sum_seconds=max(0.0, longer), sum_part=min(1.0, part))
     return more
 
 
@@ -216,7 +224,8 @@ def _crowding(topology: Topology, found: _Lines, within: _WithinSteps) -> Crowdi
         if operation in factors:
             modelled = modelled_seconds(communication, Probe(operation, devices, 0))
             summed = operation is Operation.ALL_REDUCE
-            factor = (line.alpha_seconds + (within.sum_seconds if summed else 0.0)) / modelled
+            latency_seconds = line.alpha_seconds * within.sum_part + within.sum_seconds if summed else line.alpha_seconds
+            factor = latency_seconds / modelled
             factors[operation][len(devices)] = factor if summed else max(factor, 1 / (len(devices) - 1))
     return Crowding(*(tuple(sorted(own.items())) for own in factors.values()))
 

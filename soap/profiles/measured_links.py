@@ -31,7 +31,10 @@ def with_stored_links(topology: Topology, store: Store) -> Topology:
             except ProfileError as cause:
                 problem = problem or str(cause)
         elif timings:
-            problem = problem or f"only {len(timings)} of {len(probes_for(topology))} probes were measured; soap-profile links goes on"
+            count, scales = len(probes_for(topology)), sorted({timing.scale for timing in timings})
+            missing = f"only {len(timings)} of {count} probes were measured; soap-profile links goes on"
+            mixed = f"they were measured at different scales ({', '.join(f'{one:g}' for one in scales)}); soap-profile links goes on at one"
+            problem = problem or (missing if len(scales) == 1 else mixed)
     if problem:
         warnings.warn(f"measured links of cluster {topology.name!r} are not used: {problem}", SoapWarning, stacklevel=2)
     return topology

@@ -27,6 +27,8 @@ from soap.tracing.model import TileContext
 CHAINS = (3, 11)
 """Tiles of the two chains whose steps are compared."""
 STEPS, WARM_UP_STEPS = 8, 3
+TURNS = 3
+"""How often all chains are run, one after the other: what slows the machine down for a while does not hit one of them alone."""
 LAYERS, ROWS, WIDTH = 8, 64, 192
 """Of a tile's work, in each direction: about a millisecond."""
 
@@ -57,15 +59,16 @@ def _compute(weights: Sequence[torch.Tensor]) -> None:
 
 
 class WorkingChain(Chain):
-    """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole."""
+    """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole. ``layers``: of each
+    tile's work."""
 
-    def __init__(self, count: int, parts: int) -> None:
+    def __init__(self, count: int, parts: int, layers: int = LAYERS) -> None:
         super().__init__(count)
         *others, last = self.graph.operators
         parted = Factor("k", parts, FactorKind.REDUCTION, summed=True)
         operators = [replace(op, factors=(*op.factors, parted)) for op in others]
         self.graph = replace(self.graph, operators=(*operators, last))
-        self._weights = [torch.randn(WIDTH, WIDTH) for _ in range(LAYERS)]
+        self._weights = [torch.randn(WIDTH, WIDTH) for _ in range(layers)]
 
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
@@ -74,22 +77,27 @@ class WorkingChain(Chain):
         return (_Work.apply(*super().run_tile(tile, inputs, parameters, context), self._weights),)  # type: ignore[no-untyped-call]
 
 
-def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy) -> LinkTiming:
+def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, layers: int = LAYERS) -> LinkTiming:
     """The time of such a probe, on every rank; all ranks take part. ``seconds``: how much longer one message (or sum) makes a step;
-    ``cpu_seconds``: for how long it keeps a device busy, at one of a message's two ends."""
+    ``cpu_seconds``: for how long it keeps a device busy, at one of a message's two ends. ``layers``: of each tile's work."""
+    turns = [_turn(comm, probe, busy, layers) for _ in range(TURNS)]
+    seconds = tuple(max(1e-9, one) for own, _ in turns for one in own)
+    return LinkTiming(probe, seconds, max(0.0, median(own_busy for _, own_busy in turns)))
+
+
+def _turn(comm: Communicator, probe: Probe, busy: Busy, layers: int) -> tuple[list[float], float]:
     summed, tiles = probe.operation is Operation.STEP_SUM, CHAINS[1] - CHAINS[0]
 
     def chains(across: bool) -> list[tuple[list[float], float]]:
-        models = [WorkingChain(count, len(probe.devices) if summed else 1) for count in CHAINS]
+        models = [WorkingChain(count, len(probe.devices) if summed else 1, layers) for count in CHAINS]
         return [_steps(comm, model, chain_strategy(model, probe.devices, summed=summed, across=across), busy) for model in models]
 
     (few, few_busy), (many, many_busy) = chains(across=False)
     tile, tile_busy = (median(many) - median(few)) / tiles, (many_busy - few_busy) / tiles
     (few, few_busy), (many, many_busy) = chains(across=True)
-    seconds = [((one - median(few)) / tiles - tile) / 2 for one in many]  # forward and backward
     own_tiles, ends = (tiles, 2) if summed else (tiles / len(probe.devices), 4)
     own_busy = ((many_busy - few_busy) / own_tiles - tile_busy) / ends
-    return LinkTiming(probe, tuple(max(1e-9, one) for one in seconds), max(0.0, own_busy))
+    return [((one - median(few)) / tiles - tile) / 2 for one in many], own_busy  # forward and backward
 
 
 def chain_strategy(model: WorkingChain, devices: Sequence[int], *, summed: bool, across: bool) -> Strategy:

@@ -47,6 +47,19 @@ def files(tmp_path_factory: pytest.TempPathFactory, simulation: Simulation) -> t
     return predicted, str(ran)
 
 
+def test_a_scaled_emulation_is_written_in_the_cluster_s_time(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], simulation: Simulation
+) -> None:
+    chosen, path = api.classical("data_parallel", simulation.plan.graph, simulation.topology), tmp_path / "half.json"
+    step_ns = 2 * simulation.makespan_ns
+    path.write_text(measured_text(chosen, simulation, [half_as_fast(simulation)], step_ns, costs_hash="aa", scale=0.5))
+    assert main([str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["error"] == 0.0 and found["measured"]["iteration_ns"] == simulation.makespan_ns
+    assert found["measured"]["shown_ns"] == pytest.approx(simulation.makespan_ns, abs=2)
+    assert max(group["median_error"] for group in found["task_kinds"]) < 1e-3
+
+
 def test_json_of_one_file_with_both_sides(files: tuple[str, str], capsys: pytest.CaptureFixture[str], simulation: Simulation) -> None:
     assert main([files[1], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

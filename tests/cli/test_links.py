@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import soap
 from soap import api
 from soap.cli import link_measuring, links, simulate
 from soap.cli.profile import main
+from soap.emulation.placement import COMMUNICATION_CORES
 from soap.emulation.quota import CpuGroups
 from soap.profiles.link_places import link_place
 from soap.profiles.link_probes import IN_STEPS, LinkTiming, Operation, Probe, probes_for
@@ -121,21 +123,46 @@ def test_planners_take_them_and_say_so(capsys: Capsys, tmp_path: Path) -> None:
     assert soap.load_strategy(path, graph, topology) == api.classical("megatron", graph, topology)
 
 
-def test_a_scaled_emulation_counts_as_the_whole_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", ["", "1"])
+def test_a_scaled_emulation_counts_as_the_whole_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, apart: str) -> None:
+    monkeypatch.setenv(COMMUNICATION_CORES, apart)
     topology = soap.load_cluster(EMULATED)
     place, store = link_place(topology, "gloo", emulated=True), Store(tmp_path / "s.sqlite")
     probes = probes_for(topology)[:2]
 
-    def measured(todo: Any, count: int, kind: str, backend: str, seconds: float, on_probe: Any, when_open: Any) -> None:
-        assert (list(todo), count, kind, backend) == (probes, 2, "cpu", "gloo")
+    def measured(todo: Any, count: int, kind: str, backend: str, seconds: float, on_probe: Any, when_open: Any, disturbed: bool) -> None:
+        assert (list(todo), count, kind, backend, disturbed) == (probes, 2, "cpu", "gloo", not apart)
         for probe in todo:
             on_probe(LinkTiming(probe, (4e-3, 8e-3), 1e-3))
 
     monkeypatch.setattr(link_measuring, "measure_links", measured)
     assert link_measuring.measure_and_keep(link_measuring.LinkJob(probes, 2, "cpu", place, store.path, 0.25)) == 2
     for timing in store.links(place):
-        assert timing.seconds == pytest.approx((1e-3, 2e-3)) and timing.cpu_seconds == pytest.approx(2.5e-4)
+        assert timing.seconds == pytest.approx((1e-3, 2e-3)) and timing.cpu_seconds == pytest.approx(2.5e-4) and timing.scale == 0.25
         assert timing.measured_at.startswith("20")
+
+
+def test_what_was_measured_at_another_scale_is_measured_again(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = soap.load_cluster(EMULATED)
+    asked: list[tuple[float, tuple[Probe, ...]]] = []
+    timings = keep(topology, emulated=True)
+
+    def measured(processes: int, entry: Any, args: tuple[link_measuring.LinkJob], **_: Any) -> dict[int, int]:
+        asked.append((args[0].scale, tuple(args[0].probes)))
+        return {0: len(args[0].probes)}
+
+    monkeypatch.setattr("soap.runtime.launch.launch", measured)
+    monkeypatch.setattr(links.emulation, "check_possible", lambda args: None)
+    monkeypatch.setattr(links.emulation, "cluster", lambda hosts: nullcontext(links.emulation.Placed()))
+    common = ["--cluster", EMULATED, "--emulate"]
+    assert told(capsys, common)["measured_now"] == 0 and asked == []
+    assert told(capsys, [*common, "--emulate-scale", "0.25"])["measured_now"] == len(timings)
+    assert asked == [(0.25, tuple(probes_for(topology)))]
+    Store().put_links(link_place(topology, "gloo", emulated=True), [replace(one, scale=0.25) for one in timings])
+    found = told(capsys, [*common, "--show"])
+    assert found["scales"] == [0.25] and found["used"]
+    assert main(["links", *common, "--show"]) == 0
+    assert f"{len(timings)} of {len(timings)} probes measured at --emulate-scale 0.25\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

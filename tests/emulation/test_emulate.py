@@ -118,9 +118,10 @@ def with_three_threads(place: Placement, pipe: Connection) -> None:
         other.join()
 
 
-def test_ranks_that_are_paced_have_no_quota(groups: CpuGroups) -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.1])
+def test_ranks_that_are_paced_have_no_quota(groups: CpuGroups, scale: float) -> None:
     spawn = get_context("spawn")
-    with emulated(host_limits(preset("emulated:4x1"), 1.0, 2)) as emulation:
+    with emulated(host_limits(preset("emulated:4x1"), scale, 2)) as emulation:
         ours, theirs = spawn.Pipe()
         rank = spawn.Process(target=with_three_threads, args=(emulation.place, theirs))
         rank.start()
@@ -130,7 +131,9 @@ def test_ranks_that_are_paced_have_no_quota(groups: CpuGroups) -> None:
         limited, free = groups.group(emulation.number, 0), groups.free_group(emulation.number)
         assert (limited / name).read_text().split() == []
         assert {str(main), str(loop), str(worker)} <= set((free / name).read_text().split())
-        assert main_cores == worker_cores == set(emulation.place.cores[0]) and loop_cores == os.sched_getaffinity(0)
+        own, apart = set(emulation.place.cores[0]), set(emulation.place.communication_cores)
+        assert main_cores == own and worker_cores == (apart or own) and loop_cores == (apart or os.sched_getaffinity(0))
+        assert not apart & own and bool(apart) == (scale < 1 and len(os.sched_getaffinity(0)) > 1)
         assert policy == os.SCHED_OTHER
         assert rank.pid in quota.processes(groups, emulation.number)
         ours.send("go")

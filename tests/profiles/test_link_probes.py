@@ -8,7 +8,18 @@ from hypothesis import given, settings
 
 from soap.errors import ProfileError
 from soap.presets import preset
-from soap.profiles.link_probes import LinkTiming, Operation, Probe, cpu_fits, fits, modelled_seconds, probes_for, with_measured_links
+from soap.profiles.link_probes import (
+    STEP_BYTES,
+    LinkTiming,
+    Operation,
+    Probe,
+    cpu_fits,
+    fits,
+    is_enough,
+    modelled_seconds,
+    probes_for,
+    with_measured_links,
+)
 from soap.simulator.communication import Communication
 from soap.topology import Topology
 from tests.strategies import CPU, cluster, topologies
@@ -90,6 +101,32 @@ def test_a_cluster_with_measured_links_is_the_same_cluster(topology: Topology) -
     assert measured.described == again.described == topology.links != measured.links
     assert (measured.links_source, again.links_source) == ("here", "there")
     assert Communication(measured).hash != Communication(topology).hash
+
+
+@pytest.mark.parametrize(("within_ms", "expected"), [(8.0, (6.0, 8.0)), (1.5, (0.5, 1.5))])
+def test_small_sums_take_what_they_take_within_a_step(within_ms: float, expected: tuple[float, float]) -> None:
+    """By themselves those of two devices take 1 ms and those of four 3: what they take longer is added, what less is a part."""
+    topology = cluster([1, 1, 1, 1], CPU)
+    taken, communication = {2: 1e-3, 4: 3e-3}, Communication(topology)
+    timings = []
+    for probe in probes_for(topology):
+        seconds = modelled_seconds(communication, probe)
+        if probe.operation is Operation.ALL_REDUCE:
+            seconds += taken[len(probe.devices)] - modelled_seconds(communication, replace(probe, size_bytes=0))
+        elif probe.operation is Operation.STEP_SUM:
+            seconds = within_ms / 1e3
+        timings.append(LinkTiming(probe, (seconds,) * 5, 0.0))
+    measured = Communication(with_measured_links(topology, timings))
+    found = [1e3 * modelled_seconds(measured, Probe(Operation.ALL_REDUCE, devices, STEP_BYTES)) for devices in ((0, 1), (0, 1, 2, 3))]
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_timings_at_different_scales_are_not_enough() -> None:
+    topology = cluster([2])
+    timings = timed(topology)
+    assert is_enough(topology, timings)
+    assert is_enough(topology, [replace(one, scale=0.25) for one in timings])
+    assert not is_enough(topology, [replace(timings[0], scale=0.25), *timings[1:]])
 
 
 def test_the_median_counts() -> None:

@@ -122,6 +122,13 @@ def test_what_was_measured_in_part_is_not_used_and_that_is_said(store: Store) ->
     assert quietly(BOX, store).links_source
 
 
+def test_what_was_measured_at_different_scales_is_not_used_and_that_is_said(store: Store) -> None:
+    first, *others = timed(BOX)
+    store.put_links(PLACE, [first, *(replace(one, scale=0.25) for one in others)])
+    with pytest.warns(SoapWarning, match=r"measured at different scales \(0\.25, 1\); soap-profile links goes on at one"):
+        assert with_stored_links(BOX, store) is BOX
+
+
 def test_what_cannot_be_right_is_not_used_and_that_is_said(store: Store) -> None:
     store.put_links(PLACE, [replace(one, seconds=(1e-3,)) for one in timed(BOX)])
     with pytest.warns(SoapWarning, match="take no longer the larger they are; measure again"):
