@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 from soap.emulation import network, quota
-from soap.emulation.awake import kept_awake
 from soap.emulation.cores import computing_and_communicating, cores_by_rank, usable_cores
 from soap.emulation.hosts import HostLimits
 from soap.emulation.leftovers import remove, remove_leftovers, reserved
@@ -52,10 +51,8 @@ def emulated(hosts: Sequence[HostLimits]) -> Iterator[Emulation]:
                 computing, communicating = computing_and_communicating(by_share, usable_cores())
                 cores = cores_by_rank(len(shares), computing)
                 place = Placement(by_rank, cores, str(groups.free_group(number)), by_share, communicating)
-                idle, busy = groups.idle_group(number), (*computing, *communicating) if communicating else ()
-                with kept_awake(busy, idle if idle.exists() else None):
-                    signals.let_through()
-                    yield Emulation(number, str(box_address(number)), place)
+                signals.let_through()
+                yield Emulation(number, str(box_address(number)), place)
             finally:
                 signals.hold()
                 remove(groups, number)

@@ -1,8 +1,7 @@
 """A CPU quota per rank by control groups, of either version; a group also says which processes belong to it.
 
 Not one per host: a rank that waits must not lend its time to another one of its host, which would be faster than a device can be.
-One more group, without a quota, is for the threads that communicate; and where the kernel has such (Linux 5.15), an idle one, which gets
-only what no other wants.
+One more group, without a quota, is for the threads that communicate.
 """
 
 from __future__ import annotations
@@ -38,10 +37,6 @@ class CpuGroups:
     def free_group(self, number: int) -> Path:
         """The group for threads that communicate."""
         return self.root / group_name(number) / "communication"
-
-    def idle_group(self, number: int) -> Path:
-        """The group that gets what is left; there only where the kernel has such groups."""
-        return self.root / group_name(number) / "idle"
 
     def group(self, number: int, rank: int) -> Path:
         """A rank's group."""
@@ -81,7 +76,6 @@ def build(groups: CpuGroups, number: int, cores: Sequence[float]) -> None:
             group.mkdir()
             if groups.unified:
                 _write(group / "cgroup.type", "threaded")  # or all threads of a process would have to be in one group
-        _build_idle(groups, groups.idle_group(number))
         for rank, share in enumerate(cores):
             group = groups.group(number, rank)
             quota, period = quota_us(share)
@@ -95,16 +89,6 @@ def build(groups: CpuGroups, number: int, cores: Sequence[float]) -> None:
             f"--emulate: CPU quota in {folder}: {cause.strerror}; expected that root may write there: in a container, mount its control "
             "groups writable (with docker: --privileged)"
         ) from None
-
-
-def _build_idle(groups: CpuGroups, group: Path) -> None:
-    group.mkdir()
-    if not (group / "cpu.idle").exists():
-        group.rmdir()
-        return
-    if groups.unified:
-        _write(group / "cgroup.type", "threaded")
-    _write(group / "cpu.idle", "1")
 
 
 def own_group(groups: CpuGroups) -> Path:

@@ -188,18 +188,16 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
 
 
 class _WithinSteps(NamedTuple):
-    """How many seconds longer a message, and a sum, takes within a step than by itself, and what part of the latter's time where it is
-    shorter; and for how long an end of a message keeps its device busier there. The sender's end is no part of the message's: it is its
-    port's."""
+    """How many seconds longer a message, and a sum, takes within a step than by itself; and for how long an end of a message keeps its
+    device busier there. The sender's end is no part of the message's: it is its port's."""
 
     message_seconds: float = 0.0
     sum_seconds: float = 0.0
-    sum_part: float = 1.0
     busy_seconds: float = 0.0
 
 
 def _within_steps(timings: Sequence[LinkTiming], found: _Lines, busy: _Lines) -> _WithinSteps:
-    """From what was measured; nothing if it was not."""
+    """From what was measured; nothing if it was not. Never less than nothing."""
     more = _WithinSteps()
     for timing in timings:
         size, devices = timing.probe.size_bytes, timing.probe.devices
@@ -208,9 +206,7 @@ def _within_steps(timings: Sequence[LinkTiming], found: _Lines, busy: _Lines) ->
             longer, busier = timing.typical_seconds - found[message].seconds(size), timing.cpu_seconds - busy[message].seconds(size)
             more = more._replace(message_seconds=max(0.0, longer - max(0.0, busier)), busy_seconds=max(0.0, busier))
         elif timing.probe.operation is Operation.STEP_SUM and summed in found:
-            itself = found[summed].seconds(size)
-            longer, part = timing.typical_seconds - itself, timing.typical_seconds / max(itself, LEAST_LATENCY_SECONDS)
-            more = more._replace(sum_seconds=max(0.0, longer), sum_part=min(1.0, part))
+            more = more._replace(sum_seconds=max(0.0, timing.typical_seconds - found[summed].seconds(size)))
     return more
 
 
@@ -224,8 +220,7 @@ def _crowding(topology: Topology, found: _Lines, within: _WithinSteps) -> Crowdi
         if operation in factors:
             modelled = modelled_seconds(communication, Probe(operation, devices, 0))
             summed = operation is Operation.ALL_REDUCE
-            latency_seconds = line.alpha_seconds * within.sum_part + within.sum_seconds if summed else line.alpha_seconds
-            factor = latency_seconds / modelled
+            factor = (line.alpha_seconds + (within.sum_seconds if summed else 0.0)) / modelled
             factors[operation][len(devices)] = factor if summed else max(factor, 1 / (len(devices) - 1))
     return Crowding(*(tuple(sorted(own.items())) for own in factors.values()))
 
