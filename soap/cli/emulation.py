@@ -50,6 +50,11 @@ def add_emulation(parser: Parser) -> None:
     )
 
 
+def asked_scale(args: argparse.Namespace) -> float:
+    """What ``--emulate-scale`` says."""
+    return args.emulate_scale or 1.0
+
+
 def check_possible(args: argparse.Namespace) -> None:
     """UsageError or RuntimeFailure if the options or this system do not allow an emulation that is asked for."""
     if not args.emulate:

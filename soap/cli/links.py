@@ -25,6 +25,7 @@ from soap.profiles.link_probes import (
     is_enough,
     modelled_seconds,
     probes_for,
+    scales_of,
     with_measured_links,
 )
 from soap.profiles.measured_links import known_links
@@ -69,7 +70,7 @@ def execute(args: argparse.Namespace) -> int:
     done = 0
     if not args.show:
         _check_is_there(args, topology)
-        scale = args.emulate_scale or 1.0
+        scale = emulation.asked_scale(args)
         known = set() if args.again else {timing.probe for timing in known_links(topology, place, store) if timing.scale == scale}
         try:
             measured = _measure(args, topology, place, [probe for probe in probes_for(topology) if probe not in known], store)
@@ -121,7 +122,7 @@ def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, tod
         return 0
     kind = topology.devices[0].type.kind
     choose_backend(place.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))  # refuses what is not here
-    scale = args.emulate_scale or 1.0
+    scale = emulation.asked_scale(args)
     hosts = emulation.limits(topology, scale) if args.emulate else ()
     seconds = {} if args.seconds is None else {"seconds_per_probe": args.seconds}
     job = LinkJob(todo, topology.device_count, kind, place, store.path, scale, **seconds)
@@ -145,7 +146,7 @@ def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, An
         "store": str(store.path),
         "probes": len(wanted),
         "measured": len(timings),
-        "scales": sorted({timing.scale for timing in timings}),
+        "scales": scales_of(timings),
         "used": bool(timings) and enough and problem is None,
         "problem": problem,
         "fits": _fits(timings, Communication(measured)),

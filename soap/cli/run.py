@@ -100,7 +100,7 @@ def execute(args: argparse.Namespace) -> int:
         check_writable(args.timeline)
     emulation.check_possible(args)
     job, predicted, costs = prepare(args)
-    scale = args.emulate_scale or 1.0
+    scale = emulation.asked_scale(args)
     hosts = emulation.limits(job.topology, scale, job.device_kind) if args.emulate else ()
     outcome = start(job, hosts)
     if outcome is None:  # under torchrun, and not the rank that reports

@@ -57,7 +57,7 @@ def measured_text(
     predicted = _description("predicted", *what, predicted_ns, micro_batches=micro_batches, costs_hash=costs_hash)
     made = _description("measured", *what, round(step_ns * scale), micro_batches=micro_batches, iterations=len(iterations))
     measured = replace(made, not_as_priced=not_as_priced)
-    middle, medians_ns = middle_iteration([_slowed(events, scale) for events in iterations])
+    middle, medians_ns = middle_iteration([_in_cluster_time(events, scale) for events in iterations])
     known = task_details(simulation.tasks)
     details = {name: {**known.get(name, {}), "median_ns": time_ns} for name, time_ns in medians_ns.items()}
     names = [device.name for device in topology.devices]
@@ -65,7 +65,7 @@ def measured_text(
     return dumps([(chrome_trace(simulation.tasks, simulation.schedule, "predicted"), predicted), (picture, measured)])
 
 
-def _slowed(events: Sequence[MeasuredEvent], scale: float) -> list[MeasuredEvent]:
+def _in_cluster_time(events: Sequence[MeasuredEvent], scale: float) -> list[MeasuredEvent]:
     return [(rank, name, kind, round(start * scale), round(end * scale)) for rank, name, kind, start, end in events]
 
 

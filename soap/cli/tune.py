@@ -85,7 +85,7 @@ def execute(args: argparse.Namespace) -> int:
     given = predicted[STRATEGY]
     graph, topology = given.plan.graph, job.topology
     wanted = tuned_range(strategy, graph, topology)
-    scale = args.emulate_scale or 1.0
+    scale = emulation.asked_scale(args)
     hosts = emulation.limits(topology, scale, job.device_kind) if args.emulate else ()
     tuning = sample(Trial(job, wanted, args.batches), hosts)
     if tuning is None:  # under torchrun, and not the rank that reports

@@ -40,17 +40,17 @@ def emulated(hosts: Sequence[HostLimits]) -> Iterator[Emulation]:
         remove_leftovers(groups)
         with reserved(network.is_subnet_free) as number:
             try:
-                shares = {rank: host.cores / len(host.ranks) for host in hosts for rank in host.ranks}
-                by_share = tuple(shares[rank] for rank in sorted(shares))
-                quota.build(groups, number, by_share)
+                by_rank = sorted((rank, host.cores / len(host.ranks)) for host in hosts for rank in host.ranks)
+                shares = tuple(share for _, share in by_rank)
+                quota.build(groups, number, shares)
                 network.build(number, hosts)
                 places = [
                     (rank, host_name(number, i), str(groups.group(number, rank))) for i, host in enumerate(hosts) for rank in host.ranks
                 ]
-                by_rank = tuple((namespace, group) for _, namespace, group in sorted(places))
-                computing, communicating = computing_and_communicating(by_share, usable_cores())
+                where = tuple((namespace, group) for _, namespace, group in sorted(places))
+                computing, communicating = computing_and_communicating(shares, usable_cores())
                 cores = cores_by_rank(len(shares), computing)
-                place = Placement(by_rank, cores, str(groups.free_group(number)), by_share, communicating)
+                place = Placement(where, cores, str(groups.free_group(number)), shares, communicating)
                 signals.let_through()
                 yield Emulation(number, str(box_address(number)), place)
             finally:

@@ -83,7 +83,7 @@ def run_evenly() -> None:
     group, share = os.environ.get(FREE_GROUP, ""), float(os.environ.get(SHARE) or 0)
     if not group or not 0 < share <= 1 or os.environ.get("OMP_NUM_THREADS") != "1":
         return
-    apart = {int(core) for core in os.environ.get(COMMUNICATION_CORES, "").split(",") if core}
+    apart = communication_cores()
     own, cores = apart or os.sched_getaffinity(0), apart or os.sched_getaffinity(os.getppid())
     for thread in map(int, os.listdir(THREADS)):
         move_thread(Path(group), thread)
@@ -96,9 +96,9 @@ def run_evenly() -> None:
     pace.set_share(share)
 
 
-def communicates_apart() -> bool:
-    """Whether what communicates has cores of its own, on which no emulated device computes."""
-    return bool(os.environ.get(COMMUNICATION_CORES))
+def communication_cores() -> set[int]:
+    """Numbers of the cores that only what communicates uses; none where it shares those on which emulated devices compute."""
+    return {int(core) for core in os.environ.get(COMMUNICATION_CORES, "").split(",") if core}
 
 
 @contextmanager

@@ -130,12 +130,17 @@ def by_kind(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, .
     return dict(found)
 
 
+def scales_of(timings: Sequence[LinkTiming]) -> list[float]:
+    """The scales at which these were measured, the smallest first."""
+    return sorted({timing.scale for timing in timings})
+
+
 def is_enough(topology: Topology, timings: Sequence[LinkTiming]) -> bool:
     """Whether all messages and exchanges were measured, from which the links' figures follow, and what they are within steps; at one
     scale."""
     known, needed = {timing.probe for timing in timings}, (Operation.MESSAGE, Operation.EXCHANGE, *IN_STEPS)
     complete = all(probe in known for probe in probes_for(topology) if probe.operation in needed)
-    return complete and len({timing.scale for timing in timings}) == 1
+    return complete and len(scales_of(timings)) == 1
 
 
 def modelled_seconds(communication: Communication, probe: Probe) -> float:

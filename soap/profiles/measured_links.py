@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 from soap.errors import ProfileError, SoapWarning
 from soap.profiles.link_places import LinkPlace, link_places
-from soap.profiles.link_probes import LinkTiming, is_enough, probes_for, with_measured_links
+from soap.profiles.link_probes import LinkTiming, is_enough, probes_for, scales_of, with_measured_links
 from soap.profiles.store import Store
 from soap.topology import Topology
 
@@ -31,10 +32,14 @@ def with_stored_links(topology: Topology, store: Store) -> Topology:
             except ProfileError as cause:
                 problem = problem or str(cause)
         elif timings:
-            count, scales = len(probes_for(topology)), sorted({timing.scale for timing in timings})
-            missing = f"only {len(timings)} of {count} probes were measured; soap-profile links goes on"
-            mixed = f"they were measured at different scales ({', '.join(f'{one:g}' for one in scales)}); soap-profile links goes on at one"
-            problem = problem or (missing if len(scales) == 1 else mixed)
+            problem = problem or _what_is_missing(topology, timings)
     if problem:
         warnings.warn(f"measured links of cluster {topology.name!r} are not used: {problem}", SoapWarning, stacklevel=2)
     return topology
+
+
+def _what_is_missing(topology: Topology, timings: Sequence[LinkTiming]) -> str:
+    scales = scales_of(timings)
+    if len(scales) > 1:
+        return f"they were measured at different scales ({', '.join(f'{one:g}' for one in scales)}); soap-profile links goes on at one"
+    return f"only {len(timings)} of {len(probes_for(topology))} probes were measured; soap-profile links goes on"

@@ -77,7 +77,7 @@ class WorkingChain(Chain):
         return (_Work.apply(*super().run_tile(tile, inputs, parameters, context), self._weights),)  # type: ignore[no-untyped-call]
 
 
-def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, layers: int = LAYERS) -> LinkTiming:
+def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, layers: int) -> LinkTiming:
     """The time of such a probe, on every rank; all ranks take part. ``seconds``: how much longer one message (or sum) makes a step;
     ``cpu_seconds``: for how long it keeps a device busy, at one of a message's two ends. ``layers``: of each tile's work."""
     turns = [_turn(comm, probe, busy, layers) for _ in range(TURNS)]
