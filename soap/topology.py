@@ -30,6 +30,11 @@ _FALLBACK_SHARES = {"float64": 0.5, "complex128": 0.5}
 """Rate of a dtype without figure, relative to float32: half as many lanes fit into a vector register."""
 
 
+def _check_not_negative(where: str, what: str, value: float) -> None:
+    if not (isfinite(value) and value >= 0):
+        raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number of at least 0")
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceType:
     """A kind of device and its figures, as a data sheet or a measurement gives them (``source`` says which).
@@ -178,6 +183,20 @@ class Crowding:
         return _between(self.exchange, devices)
 
 
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A device that has waited, or communicated, since its last tile is slower for a while: each tile takes ``permille`` of its duration
+    longer, until that is ``most_ns`` together. A processor that others have had meanwhile finds its caches cold, and one that has slept
+    comes back at a lower clock."""
+
+    permille: int = 0
+    most_ns: int = 0
+
+    def __post_init__(self) -> None:
+        for what, value in (("part of the duration", self.permille), ("most", self.most_ns)):
+            _check_not_negative("restart of a device that has waited", what, value)
+
+
 @dataclass(frozen=True)
 class Topology:
     """Devices, hosts and links of a cluster. Immutable and checked: every device reaches every other.
@@ -188,7 +207,7 @@ class Topology:
     because whoever asked for the cluster named it. ``described``: the links as the cluster was described, where ``links`` have figures that
     were measured between its ranks: it is still that cluster, and its identity follows from these. ``links_source``: where such figures
     come from, in one line. ``ports``: what processors do for communication, at most one per link, and ``crowding``: what is longer in
-    collectives, where that was measured; no part of the identity.
+    collectives, and ``restart``: what takes longer behind a wait, where that was measured; no part of the identity.
     """
 
     name: str
@@ -201,6 +220,7 @@ class Topology:
     links_source: str = ""
     ports: tuple[Port, ...] = ()
     crowding: Crowding = Crowding()
+    restart: Restart = Restart()
 
     def __post_init__(self) -> None:
         for attribute in ("devices", "hosts", "links", "described", "ports"):
@@ -216,7 +236,7 @@ class Topology:
         self._check_connected()
 
     def __reduce__(self) -> tuple[object, ...]:
-        measured = (self.measured, self.stated, self.described, self.links_source, self.ports, self.crowding)
+        measured = (self.measured, self.stated, self.described, self.links_source, self.ports, self.crowding, self.restart)
         return (Topology, (self.name, self.devices, self.hosts, self.links, *measured))
 
     @property
@@ -369,11 +389,6 @@ def _check_unique(what: str, names: Iterable[str]) -> None:
 def _check_positive(where: str, what: str, value: float) -> None:
     if not (isfinite(value) and value > 0):
         raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number above 0")
-
-
-def _check_not_negative(where: str, what: str, value: float) -> None:
-    if not (isfinite(value) and value >= 0):
-        raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number of at least 0")
 
 
 def _stated(host: Host) -> list[Any]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from soap.graph import DimMap, Factor, Operator, OperatorGraph
 from soap.regions import Box
 from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Device, DeviceType, Host, Link, Port, Topology
+from soap.topology import Device, DeviceType, Host, Link, Port, Restart, Topology
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
 CPU = DeviceType("test-cpu", "cpu", {"float32": 1e10}, 1e10, 2**30, 1e-6, "made up for tests")
@@ -100,7 +100,8 @@ def _sum_scalars(g: GraphBuilder, scalars: list[str]) -> str:
 
 @st.composite
 def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> Topology:
-    """One to three hosts with a switch each, joined by one more, with up to ``max_devices`` devices; with ``ports`` at some links."""
+    """One to three hosts with a switch each, joined by one more, with up to ``max_devices`` devices; with ``ports`` at some links,
+    and a price of waiting."""
     counts = draw(st.lists(st.integers(1, max_devices), min_size=1, max_size=3).filter(lambda c: sum(c) <= max_devices))
     made = cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
     busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4 if ports else 0, unique=True))
@@ -109,7 +110,8 @@ def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> 
         Port(link, link // 2 if link < own else None, *(draw(st.sampled_from(of)) for of in ((0, 700, 90_000), (0, 333, 1000), (0, 5_000))))
         for link in busy
     ]
-    return replace(made, ports=tuple(own_ports))
+    restart = Restart(draw(st.sampled_from((0, 250, 1500))), draw(st.sampled_from((700, 90_000)))) if ports else Restart()
+    return replace(made, ports=tuple(own_ports), restart=restart)
 
 
 def cluster(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from soap.emulation.placement import communication_cores, run_evenly
+from soap.emulation.placement import run_evenly
 from soap.profiles.link_places import LinkPlace
 from soap.profiles.link_probes import LinkTiming, Probe
 from soap.profiles.store import Store
@@ -44,6 +44,5 @@ def measure_and_keep(job: LinkJob) -> int:
             store.put_links(job.place, [replace(timing, seconds=seconds, cpu_seconds=cpu_seconds, measured_at=now, scale=job.scale)])
             done += 1
 
-        disturbed = not communication_cores()
-        measure_links(job.probes, job.device_count, job.kind, job.place.backend, job.seconds_per_probe, keep, run_evenly, disturbed)
+        measure_links(job.probes, job.device_count, job.kind, job.place.backend, job.seconds_per_probe, keep, run_evenly)
     return done

@@ -33,7 +33,7 @@ from soap.profiles.store import Store
 from soap.simulator.communication import Communication
 from soap.strategy_json import compact_devices
 from soap.topology import Topology
-from soap.units import format_rate, format_seconds
+from soap.units import format_bytes, format_rate, format_seconds
 
 PROG = "soap-profile links"
 MIB = 2**20
@@ -154,6 +154,7 @@ def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, An
             {
                 "operation": own.probe.operation.value,
                 "devices": list(own.probe.devices),
+                "bytes": own.probe.size_bytes,
                 "latency_ns": 1e9 * own.typical_seconds,
                 "processor_ns": 1e9 * own.cpu_seconds,
             }
@@ -223,10 +224,11 @@ def text(found: Mapping[str, Any]) -> str:
 def _in_steps(found: Sequence[Mapping[str, Any]]) -> list[str]:
     if not found:
         return []
-    rows = [("within training steps", "devices", "latency", "processor")]
+    rows = [("within training steps", "devices", "bytes", "latency", "processor")]
     for line in found:
         devices = ",".join(map(str, compact_devices(line["devices"])))
-        rows.append((line["operation"], devices, format_seconds(line["latency_ns"] / 1e9), format_seconds(line["processor_ns"] / 1e9)))
+        times = (format_seconds(line["latency_ns"] / 1e9), format_seconds(line["processor_ns"] / 1e9))
+        rows.append((line["operation"], devices, format_bytes(line["bytes"]), *times))
     return [aligned(rows)]
 
 

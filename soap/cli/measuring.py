@@ -131,8 +131,9 @@ def _timing(found: Sample) -> Timing:
 
 @contextmanager
 def _in_its_share(topology: Topology, environment: Environment, neighbours: Neighbours) -> Iterator[None]:
-    """On emulated hosts processor time is measured while all have their quotas: what a process that is stopped again and again does is
-    slower than its processor time alone would say, as others have used the caches meanwhile.
+    """On emulated hosts processor time is measured on a rank's core, while other ranks work there and elsewhere as much as they may. It has
+    no quota itself: ranks that are paced compute from one communication to the next without one, and what it costs them to go on behind
+    that is measured with the links (``Topology.restart``).
 
     Not with several threads, which are timed by the clock on the wall: for that it would run and stand still by turns.
     """

@@ -22,6 +22,8 @@ CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 FREE_GROUP = "SOAP_EMULATED_FREE_GROUP"
 """Environment variable of a placed rank: the control group without a quota."""
+QUOTA_GROUP = "SOAP_EMULATED_QUOTA_GROUP"
+"""Environment variable of a placed rank: the control group with its device's quota."""
 SHARE = "SOAP_EMULATED_SHARE"
 """Environment variable of a placed rank: how many cores its device has."""
 COMMUNICATION_CORES = "SOAP_EMULATED_COMMUNICATION_CORES"
@@ -35,7 +37,8 @@ class Placement:
     """Puts this process onto the host of its rank; to be called before any thread is made that communicates.
 
     ``hosts``: (namespace, control group) of each rank. ``cores``: numbers of those that each may use; empty: all. ``free_group``: a group
-    without a quota. ``shares``: how many cores the device of each rank has. ``communication_cores``: on which no device computes.
+    without a quota, in which a rank is until ``run_evenly``: it reads its model at this machine's speed. ``shares``: how many cores the
+    device of each rank has. ``communication_cores``: on which no device computes.
     """
 
     hosts: tuple[tuple[str, str], ...]
@@ -52,7 +55,7 @@ class Placement:
             os.sched_setaffinity(0, self.cores[rank])
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         try:
-            (Path(group) / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+            (Path(self.free_group or group) / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
             descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as cause:
             raise RuntimeFailure(f"emulated host {namespace}: {cause.strerror}; it was removed meanwhile: start again") from None
@@ -62,26 +65,29 @@ class Placement:
         finally:
             os.close(descriptor)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-        os.environ[FREE_GROUP] = self.free_group
+        os.environ[FREE_GROUP], os.environ[QUOTA_GROUP] = self.free_group, group
         os.environ[SHARE] = str(self.shares[rank]) if self.shares else ""
         os.environ[COMMUNICATION_CORES] = ",".join(map(str, self.communication_cores))
 
 
 def run_evenly() -> None:
-    """From now on the calling thread computes at its device's even rate (``soap.pace``) instead of under a quota, and this process's other
-    threads, which communicate, get what they need.
+    """From now on the calling thread computes at its device's even rate (``soap.pace``), and this process's other threads, which
+    communicate, get what they need.
 
-    A device computes and communicates at once, as the simulator has it, and evenly. Under the quota both would stand still together as soon
+    A device computes and communicates at once, as the simulator has it, and evenly. Under a quota both would stand still together as soon
     as the computation has used it up, and a sum would come to a stop at every rank in turn; and who has waited would be too fast for a
-    while. Where a rank computes with several threads, or has more than a core, nothing is changed. To be called again when threads have
-    been added.
+    while. Where a rank computes with several threads, or has more than a core, it gets its quota. To be called again when threads
+    have been added.
 
     Another host's computation keeps a sum waiting as little as can be: what communicates has cores of its own, if there are some. If not,
     the threads that do sums are prompt, on the cores on which this rank computes. Where they were like all others, the rank that had a sum
     first computed, and one on the same core had it when that was done.
     """
     group, share = os.environ.get(FREE_GROUP, ""), float(os.environ.get(SHARE) or 0)
-    if not group or not 0 < share <= 1 or os.environ.get("OMP_NUM_THREADS") != "1":
+    if not group:
+        return
+    if not 0 < share <= 1 or os.environ.get("OMP_NUM_THREADS") != "1":
+        join(Path(os.environ[QUOTA_GROUP]), os.getpid())
         return
     apart = communication_cores()
     own, cores = apart or os.sched_getaffinity(0), apart or os.sched_getaffinity(os.getppid())
@@ -103,15 +109,16 @@ def communication_cores() -> set[int]:
 
 @contextmanager
 def working_as_ranks(place: Placement, others: Sequence[int]) -> Iterator[None]:
-    """Within this context the calling process has rank 0's CPU time, and the processes ``others`` have that of the next ranks; all keep
-    their networks.
+    """Within this context the calling process is on rank 0's core, without a quota, as ranks compute that are paced (``run_evenly``), and
+    the processes ``others`` have the CPU time of the next ranks; all keep their networks.
 
     It leaves its group in the end, since what is in a group ends with it; the others should have ended. RuntimeFailure if one is gone.
     """
     groups = require_support()
     group_before, cores_before = own_group(groups), os.sched_getaffinity(0)
     try:
-        for process, (_, group), cores in zip((os.getpid(), *others), place.hosts, place.cores, strict=False):
+        quotas = [group for _, group in place.hosts[1:]]
+        for process, group, cores in zip((os.getpid(), *others), (place.free_group, *quotas), place.cores, strict=False):
             join(Path(group), process)
             os.sched_setaffinity(process, cores)
         yield

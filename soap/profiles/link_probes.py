@@ -17,7 +17,7 @@ from typing import NamedTuple
 from soap.errors import ProfileError
 from soap.profiles.alpha_beta import AlphaBeta, fit
 from soap.simulator.communication import Communication
-from soap.topology import Crowding, Port, Topology
+from soap.topology import Crowding, Port, Restart, Topology
 
 SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)
@@ -31,7 +31,7 @@ class Operation(StrEnum):
     """``message``: from the first device to the second. ``exchange``: both ways at once. ``all_to_all``: from each to each.
 
     ``step_message`` and ``step_sum``: a few bytes from one tile to the next, or summed behind each tile, as a training step meets them
-    (``soap.runtime.step_timing``).
+    (``soap.runtime.step_timing``). ``step_restart``: what a tile that reads so many bytes takes longer behind a sum.
     """
 
     MESSAGE = "message"
@@ -40,16 +40,20 @@ class Operation(StrEnum):
     ALL_TO_ALL = "all_to_all"
     STEP_MESSAGE = "step_message"
     STEP_SUM = "step_sum"
+    STEP_RESTART = "step_restart"
 
 
-IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM)
+IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_RESTART)
 STEP_BYTES = 4
-"""Of what is sent or summed by these."""
+"""Of what is sent or summed within steps."""
+LAYER_BYTES = 4 * 192 * 192
+RESTART_BYTES = (8 * LAYER_BYTES, 24 * LAYER_BYTES)
+"""Of what a tile reads that is timed behind sums: two to three milliseconds on a device with 0.4 cores, and three times that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One operation over these devices with so many bytes: of a message, or of each device's buffer that is summed."""
+    """One operation over these devices with so many bytes: of a message, of each device's buffer that is summed, or read by a tile."""
 
     operation: Operation
     devices: tuple[int, ...]
@@ -64,8 +68,8 @@ class Probe:
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
     """How long a probe took, each time, in seconds of the slowest rank (of a collective: on average over the ranks, each from when it was
-    ready itself); a message's one way. ``cpu_seconds``: processor time of one of its
-    devices for one of it, which its computation does not get. ``measured_at``: ISO 8601, UTC. ``scale``: of the emulation in which it was
+    ready itself); a message's one way. ``cpu_seconds``: processor time of one of its devices for one of it, which its computation does not
+    get; of a restart the tile's, by itself. ``measured_at``: ISO 8601, UTC. ``scale``: of the emulation in which it was
     measured; times are the cluster's."""
 
     probe: Probe
@@ -89,7 +93,8 @@ _Lines = Mapping[tuple[Operation, tuple[int, ...]], AlphaBeta]
 
 def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> list[Probe]:
     """Messages and exchanges of one pair of each kind (on one host, on two); collectives over devices of one host, over one device of each
-    host, and over all, in groups of 2, 4, 8, … and whole. Of processors also those within steps, over a pair's devices and over all."""
+    host, and over all, in groups of 2, 4, 8, … and whole. Of processors also those within steps, over a pair's devices and over
+    all."""
     hosts = [own for own in _devices_by_host(topology) if own]
     inside = max(hosts, key=len)
     across = [own[0] for own in hosts]
@@ -105,6 +110,7 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
     if pairs and all(device.type.kind == "cpu" for device in topology.devices):
         everyone = tuple(range(topology.device_count))
         probes += [Probe(Operation.STEP_MESSAGE, pairs[-1], STEP_BYTES), Probe(Operation.STEP_SUM, everyone, STEP_BYTES)]
+        probes += [Probe(Operation.STEP_RESTART, everyone, size) for size in RESTART_BYTES]
     return probes
 
 
@@ -144,13 +150,15 @@ def is_enough(topology: Topology, timings: Sequence[LinkTiming]) -> bool:
 
 
 def modelled_seconds(communication: Communication, probe: Probe) -> float:
-    """What the simulator says that a probe takes."""
+    """What the simulator says that a probe takes of its links; nothing for a restart."""
     size, devices = probe.size_bytes, probe.devices
     match probe.operation:
         case Operation.MESSAGE | Operation.STEP_MESSAGE:
             return communication.transfer_ns(size, *devices) / 1e9
         case Operation.ALL_REDUCE | Operation.STEP_SUM:
             return communication.allreduce(size, devices)[0] / 1e9
+        case Operation.STEP_RESTART:
+            return 0.0
     return communication.exchange_ns([(a, b, size) for a in devices for b in devices if a != b]) / 1e9
 
 
@@ -160,7 +168,7 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
     Of a route between two devices of one host, each link has the bandwidth of an exchange between two of them and an equal part of the
     message's latency. Links that only routes between hosts use have an exchange's between hosts, and an equal part of what remains of that
     message's latency. Latencies are those within steps, where these were measured. What was not measured stays. Devices that are processors
-    have ports: see ``_port``.
+    have ports (see ``_port``), and are slower behind a wait.
     """
     found, busy = fits(timings), cpu_fits(timings)
     within = _within_steps(timings, found, busy)
@@ -189,7 +197,7 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
     if any(device.type.kind != "cpu" for device in topology.devices):
         ports.clear()  # what sends there is not what computes
     made = replace(topology, links=tuple(links), described=described, links_source=source, ports=tuple(ports[i] for i in sorted(ports)))
-    return replace(made, crowding=_crowding(made, found, within))
+    return replace(made, crowding=_crowding(made, found, within), restart=_restart(timings))
 
 
 class _WithinSteps(NamedTuple):
@@ -228,6 +236,15 @@ def _crowding(topology: Topology, found: _Lines, within: _WithinSteps) -> Crowdi
             factor = (line.alpha_seconds + (within.sum_seconds if summed else 0.0)) / modelled
             factors[operation][len(devices)] = factor if summed else max(factor, 1 / (len(devices) - 1))
     return Crowding(*(tuple(sorted(own.items())) for own in factors.values()))
+
+
+def _restart(timings: Sequence[LinkTiming]) -> Restart:
+    """The part of its duration that the smaller tile took longer behind sums, and the most that any did."""
+    own = sorted((t for t in timings if t.probe.operation is Operation.STEP_RESTART), key=lambda t: t.probe.size_bytes)
+    if not own or own[0].cpu_seconds <= 0:
+        return Restart()
+    most_seconds = max(timing.typical_seconds for timing in own)
+    return Restart(round(1000 * own[0].typical_seconds / own[0].cpu_seconds), round(1e9 * most_seconds))
 
 
 def _port(topology: Topology, link: int, busy: AlphaBeta, exchange: AlphaBeta, call_seconds: float) -> Port:

@@ -16,7 +16,7 @@ import torch
 from soap import pace
 from soap.profiles.link_probes import IN_STEPS, MOST_TIMES, LinkTiming, Operation, Probe
 from soap.runtime.redistribute import Communicator
-from soap.runtime.step_timing import LAYERS, measure_in_steps
+from soap.runtime.step_timing import measure_in_steps
 from soap.runtime.world import close_world, open_world
 from soap.topology import DeviceKind
 
@@ -37,14 +37,12 @@ def measure_links(
     seconds_per_probe: float = SECONDS_PER_PROBE,
     on_probe: Callable[[LinkTiming], None] | None = None,
     when_open: Callable[[], None] = lambda: None,
-    disturbed: bool = True,
 ) -> list[LinkTiming]:
     """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
 
     Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's are measured, whatever the others' are,
     which may know of other measurements. ``on_probe`` hears on rank 0 of each probe that is done. ``when_open``: called on every rank as
-    soon as all groups have their threads. ``disturbed``: what communicates takes processors from what computes, so that what is timed
-    within steps is timed with tiles that compute; how much slower they are then is part of it.
+    soon as all groups have their threads.
     """
     world = open_world(device_count, kind, backend)
     comm = Communicator(world.device, (), world.timeout)
@@ -52,10 +50,10 @@ def measure_links(
         todo: tuple[Probe, ...] = comm.gather(tuple(probes))[0]
         comm.open_groups({probe.devices for probe in todo})
         when_open()
-        found, layers = [], LAYERS if disturbed else 0
+        found = []
         for probe in todo:
             in_steps = probe.operation in IN_STEPS
-            found.append(measure_in_steps(comm, probe, _busy_seconds, layers) if in_steps else _measure(comm, probe, seconds_per_probe))
+            found.append(measure_in_steps(comm, probe, _busy_seconds) if in_steps else _measure(comm, probe, seconds_per_probe))
             if on_probe is not None and comm.rank == 0:
                 on_probe(found[-1])
         return found

@@ -1,7 +1,8 @@
-"""What a message, or a sum, takes within a training step: steps of chains of tiles that compute for a while, on one device and across.
+"""What a message, or a sum, takes within a training step: steps of chains of tiles, on one device and across.
 
-By itself a message is quicker. Within a step a tile ends before it and another begins behind it, each in a segment of its own; and a
-processor that has waited computes more slowly at first: between emulated hosts a message delays a step by 2 ms, but takes 0.3 in a loop.
+By itself a message is quicker. Within a step a tile ends before it and another begins behind it, each in a segment of its own. And a
+processor that has waited computes more slowly at first: what a tile that computes takes longer behind a sum is a *restart*. (Between
+emulated hosts a sum delays a step by 1.3 ms, and by 2.2 where tiles of 2.3 ms are behind it, but takes 0.6 in a loop.)
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from soap.graph import Factor, FactorKind
 from soap.presets import local_topology
-from soap.profiles.link_probes import LinkTiming, Operation, Probe
+from soap.profiles.link_probes import LAYER_BYTES, LinkTiming, Operation, Probe
 from soap.runtime.redistribute import Communicator
 from soap.runtime.trainer import Trainer
 from soap.runtime.upkeep_timing import Chain
@@ -29,8 +30,8 @@ CHAINS = (3, 11)
 STEPS, WARM_UP_STEPS = 8, 3
 TURNS = 3
 """How often all chains are run, one after the other: what slows the machine down for a while does not hit one of them alone."""
-LAYERS, ROWS, WIDTH = 8, 64, 192
-"""Of a tile's work, in each direction: about a millisecond."""
+ROWS, WIDTH = 64, 192
+"""Of each layer of a tile's work, in each direction: about a tenth of a millisecond of a processor."""
 
 Busy = Callable[[], float]
 """Seconds for which this rank's device has computed so far."""
@@ -60,9 +61,9 @@ def _compute(weights: Sequence[torch.Tensor]) -> None:
 
 class WorkingChain(Chain):
     """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole. ``layers``: of each
-    tile's work."""
+    tile's work, none for what only hands on."""
 
-    def __init__(self, count: int, parts: int, layers: int = LAYERS) -> None:
+    def __init__(self, count: int, parts: int, layers: int = 0) -> None:
         super().__init__(count)
         *others, last = self.graph.operators
         parted = Factor("k", parts, FactorKind.REDUCTION, summed=True)
@@ -77,16 +78,34 @@ class WorkingChain(Chain):
         return (_Work.apply(*super().run_tile(tile, inputs, parameters, context), self._weights),)  # type: ignore[no-untyped-call]
 
 
-def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, layers: int) -> LinkTiming:
+class _PerTile(NamedTuple):
+    """Seconds: of a tile of a chain on one device, how much longer it takes across them in each step, and for how long that keeps a
+    device busy, at one of a message's two ends."""
+
+    alone: float
+    longer: list[float]
+    busier: float
+
+
+def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy) -> LinkTiming:
     """The time of such a probe, on every rank; all ranks take part. ``seconds``: how much longer one message (or sum) makes a step;
-    ``cpu_seconds``: for how long it keeps a device busy, at one of a message's two ends. ``layers``: of each tile's work."""
-    turns = [_turn(comm, probe, busy, layers) for _ in range(TURNS)]
-    seconds = tuple(max(1e-9, one) for own, _ in turns for one in own)
-    return LinkTiming(probe, seconds, max(0.0, median(own_busy for _, own_busy in turns)))
+    ``cpu_seconds``: for how long it keeps a device busy, at one of a message's two ends. Of a restart: how much longer still if tiles
+    compute, and how long such a tile takes on one device."""
+    turns = [_turn(comm, probe, busy, 0) for _ in range(TURNS)]
+    if probe.operation is not Operation.STEP_RESTART:
+        seconds = [one for turn in turns for one in turn.longer]
+        return _timing(probe, seconds, median(turn.busier for turn in turns))
+    itself = median(one for turn in turns for one in turn.longer)
+    turns = [_turn(comm, probe, busy, round(probe.size_bytes / LAYER_BYTES)) for _ in range(TURNS)]
+    return _timing(probe, [one - itself for turn in turns for one in turn.longer], median(turn.alone for turn in turns))
 
 
-def _turn(comm: Communicator, probe: Probe, busy: Busy, layers: int) -> tuple[list[float], float]:
-    summed, tiles = probe.operation is Operation.STEP_SUM, CHAINS[1] - CHAINS[0]
+def _timing(probe: Probe, seconds: Sequence[float], cpu_seconds: float) -> LinkTiming:
+    return LinkTiming(probe, tuple(max(1e-9, one) for one in seconds), max(0.0, cpu_seconds))
+
+
+def _turn(comm: Communicator, probe: Probe, busy: Busy, layers: int) -> _PerTile:
+    summed, tiles = probe.operation is not Operation.STEP_MESSAGE, CHAINS[1] - CHAINS[0]
 
     def chains(across: bool) -> list[tuple[list[float], float]]:
         models = [WorkingChain(count, len(probe.devices) if summed else 1, layers) for count in CHAINS]
@@ -97,7 +116,8 @@ def _turn(comm: Communicator, probe: Probe, busy: Busy, layers: int) -> tuple[li
     (few, few_busy), (many, many_busy) = chains(across=True)
     own_tiles, ends = (tiles, 2) if summed else (tiles / len(probe.devices), 4)
     own_busy = ((many_busy - few_busy) / own_tiles - tile_busy) / ends
-    return [((one - median(few)) / tiles - tile) / 2 for one in many], own_busy  # forward and backward
+    longer = [((one - median(few)) / tiles - tile) / 2 for one in many]  # forward and backward
+    return _PerTile(tile / 2, longer, own_busy)
 
 
 def chain_strategy(model: WorkingChain, devices: Sequence[int], *, summed: bool, across: bool) -> Strategy:

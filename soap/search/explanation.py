@@ -143,7 +143,7 @@ class _Shared:
             for operator in parts:
                 self._slack_ns[operator] = min(self._slack_ns[operator], slack)
         path = critical_path(tasks, schedule)
-        for position, part_ns in zip(path, path_parts_ns(tasks, schedule, path), strict=True):
+        for position, part_ns in zip(path, path_parts_ns(schedule, path), strict=True):
             task = tasks.tasks[position]
             if task.resources:  # of those that a task holds, the one that is busiest
                 where = max(task.resources, key=lambda resource: busy[resource])

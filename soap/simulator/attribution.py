@@ -72,11 +72,11 @@ def slack_ns(tasks: TaskGraph, schedule: Schedule) -> list[int]:
         for resource in task.resources:
             after = following.get(resource)
             if after is not None:
-                latest_start_ns = latest_ns[after] - tasks.tasks[after].duration_ns
+                latest_start_ns = latest_ns[after] - (ends[after] - starts[after])
                 latest_ns[position] = min(latest_ns[position], latest_start_ns + task.latency_ns)
             following[resource] = position
         for predecessor in task.predecessors:
-            latest_ns[predecessor] = min(latest_ns[predecessor], latest_ns[position] - task.duration_ns)
+            latest_ns[predecessor] = min(latest_ns[predecessor], latest_ns[position] - (ends[position] - starts[position]))
     return [latest - end for latest, end in zip(latest_ns, ends, strict=True)]
 
 

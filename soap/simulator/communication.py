@@ -37,8 +37,8 @@ class Communication:
         """16 hex digits over every figure that enters an answer."""
         links = [[float(link.bandwidth_bytes_per_second), float(link.latency_seconds)] for link in self.topology.links]
         devices = [[device.type.kind, float(device.type.memory_bandwidth_bytes_per_second)] for device in self.topology.devices]
-        ports, crowding = [asdict(port) for port in self.topology.ports], asdict(self.topology.crowding)
-        text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices, ports, crowding])
+        measured = [[asdict(port) for port in self.topology.ports], asdict(self.topology.crowding), asdict(self.topology.restart)]
+        text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices, *measured])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def transfer_ns(self, transfer_bytes: int, source: int, target: int) -> int:

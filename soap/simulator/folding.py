@@ -141,6 +141,8 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Foldin
         return "gradients are gathered by rows"
     if topology.ports:
         return "devices are busy with communication"
+    if topology.restart.most_ns:
+        return "devices that have waited are slower"
     no_copies: list[str] = []
     unlike_copies: list[str] = []
     for count in candidates(strategy):

@@ -5,7 +5,8 @@ resources are free and holds them to its end, a message until its last byte has 
 every link serves in the order of readiness, and ties are decided by the stable id. A communication over a link with a port keeps that
 port's device busy for a while, from when it is ready or the device is free: what the device computes later starts later, the communication
 itself does not. (From its start on would be nearer to the truth where it waits for its links; but a device is free from one moment on, and
-would stand idle till then.)
+would stand idle till then.) A device that has done something else since its last tile, or
+nothing, computes more slowly for a while (``Topology.restart``).
 
 What a GPU computes its host's processor launches, in the same order and without waiting for the GPU: a pass over a tile begins no earlier
 than its first kernel is launched and ends no earlier than its last one is. Where launching takes longer than computing, it decides.
@@ -33,6 +34,9 @@ def simulate(tasks: TaskGraph) -> Schedule:
     ready, start, end = [0] * len(todo), [0] * len(todo), [0] * len(todo)
     free: dict[int, int] = {}
     launched: dict[int, int] = {}
+    computed: dict[int, int] = {}
+    left: dict[int, int] = {}
+    restart = tasks.topology.restart
     ports = {tasks.topology.device_count + port.link: port for port in tasks.topology.ports}
     queue = [(0, task.id, position) for position, task in enumerate(todo) if not task.predecessors]
     heapq.heapify(queue)
@@ -45,8 +49,16 @@ def simulate(tasks: TaskGraph) -> Schedule:
             launched[device] = launched.get(device, 0) + task.launch_ns
             start[position] = max(start[position], launched[device] - min(task.launch_ns, task.duration_ns))
         end[position] = start[position] + task.duration_ns
+        if task.tile is not None:
+            (device,) = task.resources
+            if start[position] > computed.get(device, 0):
+                left[device] = restart.most_ns
+            extra_ns = min(restart.permille * task.duration_ns // 1000, left.get(device, 0))
+            end[position] += extra_ns
+            left[device] = left.get(device, 0) - extra_ns
+            computed[device] = end[position]
         for resource in task.resources:
-            free[resource] = start[position] + task.held_ns
+            free[resource] = end[position] - task.latency_ns
         held = [ports[resource] for resource in task.resources if resource in ports]
         over = _messages(tasks.topology, task) if held else Counter()
         for port in held:

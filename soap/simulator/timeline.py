@@ -169,17 +169,16 @@ def critical_path_ns(tasks: TaskGraph, schedule: Schedule) -> dict[TaskKind, int
     """How much of the critical path each kind of task is; together they are the makespan."""
     found: dict[TaskKind, int] = {}
     path = critical_path(tasks, schedule)
-    for position, part_ns in zip(path, path_parts_ns(tasks, schedule, path), strict=True):
+    for position, part_ns in zip(path, path_parts_ns(schedule, path), strict=True):
         kind = tasks.tasks[position].kind
         found[kind] = found.get(kind, 0) + part_ns
     return found
 
 
-def path_parts_ns(tasks: TaskGraph, schedule: Schedule, path: Sequence[int]) -> list[int]:
+def path_parts_ns(schedule: Schedule, path: Sequence[int]) -> list[int]:
     """For how long each task of a critical path is what the iteration waits for: until it ends, or the next one begins."""
-    starts = schedule.start_ns[list(path)].tolist()
-    until = [*starts[1:], schedule.makespan_ns]
-    return [min(tasks.tasks[i].duration_ns, end - start) for i, start, end in zip(path, starts, until, strict=True)]
+    starts, ends = schedule.start_ns[list(path)].tolist(), schedule.end_ns[list(path)].tolist()
+    return [min(end, following) - start for start, end, following in zip(starts, ends, [*starts[1:], schedule.makespan_ns], strict=True)]
 
 
 def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:

@@ -20,7 +20,6 @@ import soap
 from soap import api
 from soap.cli import link_measuring, links, simulate
 from soap.cli.profile import main
-from soap.emulation.placement import COMMUNICATION_CORES
 from soap.emulation.quota import CpuGroups
 from soap.profiles.link_places import link_place
 from soap.profiles.link_probes import IN_STEPS, LinkTiming, Operation, Probe, probes_for
@@ -66,7 +65,7 @@ def test_shows_what_is_known(capsys: Capsys) -> None:
     topology = soap.load_cluster(CLUSTER)
     timings = keep(topology)
     found = told(capsys, ["--cluster", CLUSTER, "--show"])
-    assert (found["probes"], found["measured"], found["measured_now"], found["used"]) == (22, 22, 0, True)
+    assert (found["probes"], found["measured"], found["measured_now"], found["used"]) == (24, 24, 0, True)
     of_sizes = [operation.value for operation in Operation if operation not in IN_STEPS]
     assert [(line["operation"], line["devices"]) for line in found["fits"]] == [(operation, [0, 1]) for operation in of_sizes]
     for line in found["fits"]:
@@ -79,10 +78,12 @@ def test_shows_what_is_known(capsys: Capsys) -> None:
     rows = capsys.readouterr().out.splitlines()
     assert " ".join(rows[3].split()) == "operation devices latency bandwidth processor and per MiB busy deviation measured / by links"
     assert rows[4].split()[:2] == ["message", "0,1"]
-    assert [(line["operation"], line["devices"]) for line in found["in_steps"]] == [("step_message", [0, 1]), ("step_sum", [0, 1])]
-    assert [row.split()[0] for row in rows[9:12]] == ["within", "step_message", "step_sum"] and "quicker than by links" in rows[14]
+    in_steps = [(line["operation"], line["devices"]) for line in found["in_steps"]]
+    assert in_steps == [(operation.value, [0, 1]) for operation in (*IN_STEPS, IN_STEPS[-1])]
+    assert [row.split()[0] for row in rows[9:14]] == ["within", "step_message", "step_sum", "step_restart", "step_restart"]
+    assert "quicker than by links" in rows[16]
     elsewhere = told(capsys, ["--cluster", EMULATED, "--show"])
-    assert elsewhere["measured"] == 0 and list(elsewhere["foreign"].values()) == [22]
+    assert elsewhere["measured"] == 0 and list(elsewhere["foreign"].values()) == [24]
 
 
 def test_what_is_left_is_said(capsys: Capsys) -> None:
@@ -123,15 +124,13 @@ def test_planners_take_them_and_say_so(capsys: Capsys, tmp_path: Path) -> None:
     assert soap.load_strategy(path, graph, topology) == api.classical("megatron", graph, topology)
 
 
-@pytest.mark.parametrize("apart", ["", "1"])
-def test_a_scaled_emulation_counts_as_the_whole_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, apart: str) -> None:
-    monkeypatch.setenv(COMMUNICATION_CORES, apart)
+def test_a_scaled_emulation_counts_as_the_whole_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     topology = soap.load_cluster(EMULATED)
     place, store = link_place(topology, "gloo", emulated=True), Store(tmp_path / "s.sqlite")
     probes = probes_for(topology)[:2]
 
-    def measured(todo: Any, count: int, kind: str, backend: str, seconds: float, on_probe: Any, when_open: Any, disturbed: bool) -> None:
-        assert (list(todo), count, kind, backend, disturbed) == (probes, 2, "cpu", "gloo", not apart)
+    def measured(todo: Any, count: int, kind: str, backend: str, seconds: float, on_probe: Any, when_open: Any) -> None:
+        assert (list(todo), count, kind, backend) == (probes, 2, "cpu", "gloo")
         for probe in todo:
             on_probe(LinkTiming(probe, (4e-3, 8e-3), 1e-3))
 
@@ -169,7 +168,7 @@ def test_what_was_measured_at_another_scale_is_measured_again(capsys: Capsys, mo
 def test_measures_between_real_ranks_once(capsys: Capsys) -> None:
     brief = ["--cluster", CLUSTER, "--seconds", "0.001"]
     found = told(capsys, brief)
-    assert (found["measured_now"], found["measured"], len(found["fits"])) == (22, 22, 4)
+    assert (found["measured_now"], found["measured"], len(found["fits"])) == (24, 24, 4)
     timings = Store().links(link_place(soap.load_cluster(CLUSTER), "gloo", emulated=False))
     assert {timing.probe for timing in timings} == set(probes_for(soap.load_cluster(CLUSTER)))
     assert all(timing.measured_at and len(timing.seconds) >= 5 for timing in timings)
@@ -179,7 +178,7 @@ def test_measures_between_real_ranks_once(capsys: Capsys) -> None:
 @pytest.mark.slow
 def test_measures_on_emulated_hosts(groups: CpuGroups, capsys: Capsys) -> None:
     found = told(capsys, ["--cluster", EMULATED, "--emulate", "--seconds", "0.001"])
-    assert found["measured_now"] == 22 and "emulated hosts" in found["place"]
+    assert found["measured_now"] == 24 and "emulated hosts" in found["place"]
     timings = {one.probe: one for one in Store().links(link_place(soap.load_cluster(EMULATED), "gloo", emulated=True))}
     size = 2 * 2**20
     for operation in (Operation.MESSAGE, Operation.EXCHANGE):  # but for what the buckets at both ends hold, nothing passes more quickly
@@ -201,7 +200,7 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert err == "soap-profile links: interrupted: what was measured is kept, and the same command goes on from there\n"
-    assert 0 < len(Store().links(place)) < 22
+    assert 0 < len(Store().links(place)) < 24
 
 
 GPUS = """

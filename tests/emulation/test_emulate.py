@@ -85,7 +85,8 @@ def test_this_process_may_work_as_a_rank_and_leaves_again(groups: CpuGroups) -> 
     with subprocess.Popen(["sleep", "60"]) as other:
         interrupted = pytest.raises(KeyboardInterrupt)
         with emulated(SLOW_PAIR) as emulation, interrupted, working_as_ranks(emulation.place, [other.pid]):
-            members = [(groups.group(emulation.number, rank) / "cgroup.procs").read_text().split() for rank in (0, 1)]
+            where = (groups.free_group(emulation.number), groups.group(emulation.number, 1))
+            members = [(group / "cgroup.procs").read_text().split() for group in where]
             raise KeyboardInterrupt
         assert members == [[str(os.getpid())], [str(other.pid)]]
         assert other.wait(PATIENCE_S) == -signal.SIGKILL  # with its group
@@ -139,6 +140,33 @@ def test_ranks_that_are_paced_have_no_quota(groups: CpuGroups, scale: float) -> 
         ours.send("go")
         rank.join(PATIENCE_S)
         assert rank.exitcode == 0
+
+
+def with_two_computing_threads(place: Placement, pipe: Connection) -> None:
+    """A placed rank that cannot be paced."""
+    os.environ["OMP_NUM_THREADS"] = "2"
+    place(0)
+    for _ in range(2):
+        pipe.send(Path("/proc/self/cgroup").read_text())
+        pipe.recv()
+        run_evenly()
+
+
+def test_other_ranks_have_a_quota_as_soon_as_they_train(groups: CpuGroups) -> None:
+    spawn = get_context("spawn")
+    with emulated(SLOW_PAIR) as emulation:
+        ours, theirs = spawn.Pipe()
+        rank = spawn.Process(target=with_two_computing_threads, args=(emulation.place, theirs))
+        rank.start()
+        where = []
+        for _ in range(2):
+            assert ours.poll(PATIENCE_S)
+            where.append(ours.recv())
+            ours.send("go")
+        rank.join(PATIENCE_S)
+        assert rank.exitcode == 0
+        free, limited = groups.free_group(emulation.number), groups.group(emulation.number, 0)
+        assert [f"/{free.parent.name}/{group.name}" in text for text, group in zip(where, (free, limited), strict=True)] == [True, True]
 
 
 def test_a_process_that_is_gone_cannot_work_as_a_rank(groups: CpuGroups) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from soap.errors import ProfileError
 from soap.presets import preset
 from soap.profiles.link_probes import (
+    RESTART_BYTES,
     STEP_BYTES,
     LinkTiming,
     Operation,
@@ -21,14 +22,14 @@ from soap.profiles.link_probes import (
     with_measured_links,
 )
 from soap.simulator.communication import Communication
-from soap.topology import Topology
+from soap.topology import Restart, Topology
 from tests.strategies import CPU, cluster, topologies
 
 
 def timed(topology: Topology) -> list[LinkTiming]:
     """What the simulator says that all probes take, as if it had been measured."""
     communication = Communication(topology)
-    return [LinkTiming(probe, (modelled_seconds(communication, probe),) * 5, 0.0) for probe in probes_for(topology)]
+    return [LinkTiming(probe, (max(1e-9, modelled_seconds(communication, probe)),) * 5, 0.0) for probe in probes_for(topology)]
 
 
 def test_what_the_simulator_says_of_a_probe() -> None:
@@ -115,7 +116,7 @@ def test_small_sums_take_what_they_take_longer_within_a_step(within_ms: float, e
             seconds += taken[len(probe.devices)] - modelled_seconds(communication, replace(probe, size_bytes=0))
         elif probe.operation is Operation.STEP_SUM:
             seconds = within_ms / 1e3
-        timings.append(LinkTiming(probe, (seconds,) * 5, 0.0))
+        timings.append(LinkTiming(probe, (max(1e-9, seconds),) * 5, 0.0))
     measured = Communication(with_measured_links(topology, timings))
     found = [1e3 * modelled_seconds(measured, Probe(Operation.ALL_REDUCE, devices, STEP_BYTES)) for devices in ((0, 1), (0, 1, 2, 3))]
     assert found == pytest.approx(expected, rel=0.01)
@@ -153,7 +154,8 @@ def test_ports_and_crowding_follow_from_what_was_measured() -> None:
         seconds = modelled_seconds(communication, probe)
         if probe.operation in (Operation.ALL_REDUCE, Operation.STEP_SUM):
             seconds += 2 * modelled_seconds(communication, replace(probe, size_bytes=0))
-        timings.append(LinkTiming(probe, (seconds,) * 5, 2e-5 + 0.5 * probe.size_bytes / 1e8))
+        restart = probe.operation is Operation.STEP_RESTART
+        timings.append(LinkTiming(probe, (max(1e-9, seconds),) * 5, 0.0 if restart else 2e-5 + 0.5 * probe.size_bytes / 1e8))
     measured = with_measured_links(topology, timings)
     devices = {port.link: port.device for port in measured.ports}
     assert devices == {link.index: link.index // 2 if link.index < 8 else None for link in topology.links}  # a device's links come first
@@ -163,12 +165,28 @@ def test_ports_and_crowding_follow_from_what_was_measured() -> None:
     assert dict(measured.crowding.exchange) == {2: pytest.approx(1.0, rel=1e-3), 4: pytest.approx(1.0, rel=1e-3)}
     found = Communication(measured)
     for timing in timings:
-        assert modelled_seconds(found, timing.probe) == pytest.approx(timing.typical_seconds, rel=0.01)
+        assert modelled_seconds(found, timing.probe) == pytest.approx(timing.typical_seconds, rel=0.01, abs=1e-8)
 
 
 def test_what_sends_for_gpus_does_not_keep_them_busy() -> None:
     topology = cluster([1, 1])
     assert with_measured_links(topology, timed(topology)).ports == ()
+
+
+def test_a_wait_costs_a_part_of_what_follows_up_to_what_was_measured() -> None:
+    """A tile of 2 ms takes 0.5 ms longer behind a sum, one of 6 ms takes 0.9; nothing costs nothing."""
+    topology = cluster([1, 1], CPU)
+    assert with_measured_links(topology, timed(topology)).restart == Restart()
+    taken = dict(zip(RESTART_BYTES, ((2e-3, 0.5e-3), (6e-3, 0.9e-3)), strict=True))
+    timings = []
+    for timing in timed(topology):
+        if timing.probe.operation is Operation.STEP_RESTART:
+            itself, longer = taken[timing.probe.size_bytes]
+            timing = replace(timing, seconds=(longer,), cpu_seconds=itself)
+        timings.append(timing)
+    restart = with_measured_links(topology, timings).restart
+    assert restart == Restart(250, 900_000)
+    assert Communication(replace(topology, restart=restart)).hash != Communication(topology).hash
 
 
 def test_what_is_longer_within_steps_is_longer_in_predictions() -> None:

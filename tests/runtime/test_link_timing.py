@@ -6,17 +6,17 @@ import pytest
 import torch.distributed as dist
 
 from soap.presets import local_topology
-from soap.profiles.link_probes import IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
+from soap.profiles.link_probes import IN_STEPS, LAYER_BYTES, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.runtime.link_timing import LEAST_ROUNDS, measure_links
 from soap.runtime.step_timing import STEPS, TURNS, WorkingChain, chain_strategy
 from soap.simulator.lowering import build_plan
 from tests.runtime.pool import Pool
 
 
-def timed(probes: Sequence[Probe], ranks: int, disturbed: bool = True) -> tuple[list[LinkTiming], list[Probe]]:
+def timed(probes: Sequence[Probe], ranks: int) -> tuple[list[LinkTiming], list[Probe]]:
     done: list[LinkTiming] = []
     known = probes if dist.get_rank() == 0 else probes[1:]  # another rank may know of what rank 0 does not
-    found = measure_links(known, ranks, backend="gloo", seconds_per_probe=0.001, on_probe=done.append, disturbed=disturbed)
+    found = measure_links(known, ranks, backend="gloo", seconds_per_probe=0.001, on_probe=done.append)
     return found, [timing.probe for timing in done]
 
 
@@ -33,11 +33,11 @@ def test_all_ranks_see_the_same_times_of_all_probes(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("disturbed", [True, False])
-def test_messages_and_sums_within_steps(pool: Pool, disturbed: bool) -> None:
+def test_messages_sums_and_restarts_within_steps(pool: Pool) -> None:
     """Parts of a chain's operators are added up behind each of them; alone, the same chain communicates nothing."""
     probes = [Probe(Operation.STEP_MESSAGE, (0, 2), STEP_BYTES), Probe(Operation.STEP_SUM, (0, 1, 2), STEP_BYTES)]
-    results = pool.run(timed, probes, 3, disturbed)
+    probes.append(Probe(Operation.STEP_RESTART, (0, 1, 2), 2 * LAYER_BYTES))
+    results = pool.run(timed, probes, 3)
     assert results[0][0] == results[1][0] == results[2][0]
     for probe, timing in zip(probes, results[0][0], strict=True):
         assert timing.probe == probe and len(timing.seconds) == STEPS * TURNS and timing.cpu_seconds > 0

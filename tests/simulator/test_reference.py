@@ -8,7 +8,7 @@ from soap.simulator.communication import Communication
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
-from soap.topology import Port
+from soap.topology import Port, Restart
 from tests.simulator.examples import UNIT_NS, PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 
 TWO = pairwise_cluster(1, 1)
@@ -160,6 +160,39 @@ def test_a_port_keeps_its_device_busy() -> None:
         "over one": (180, 260),
         "last": (260, 265),  # the device was busy until 180 + 10 + 40
         "elsewhere": (100, 105),
+    }
+
+
+def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
+    """A part of its duration, and what follows at once too, up to a limit together; a message never. Communication is as good as a wait."""
+    def tile(made: Task) -> Task:
+        return replace(made, tile=0)
+
+    tasks = TaskGraph(
+        by_hand().plan,
+        replace(TWO, restart=Restart(500, 7), ports=(Port(3, 1, 3, 0),)),
+        (
+            tile(task("first", 0, 10, 0)),
+            task("sent", 1, 20, 4, after=(0,)),
+            tile(task("short", 2, 5, 0, after=(1,))),
+            tile(task("at once", 3, 10, 0, after=(2,))),
+            task("sent again", 4, 20, 4, after=(3,)),
+            tile(task("long", 5, 100, 0, after=(4,))),
+            tile(task("elsewhere", 6, 4, 1, after=(0,))),
+            task("from there", 7, 1, 5, after=(6,)),
+            tile(task("behind its port", 8, 10, 1, after=(6,))),
+        ),
+    )
+    assert times(tasks, simulate(tasks)) == {
+        "first": (0, 10),
+        "sent": (10, 30),
+        "short": (30, 37),  # and a half of 5
+        "at once": (37, 52),  # what is left of 7
+        "sent again": (52, 72),
+        "long": (72, 179),
+        "elsewhere": (10, 16),
+        "from there": (16, 17),
+        "behind its port": (19, 34),  # the device has been busy with what it sends
     }
 
 

@@ -156,7 +156,7 @@ def test_a_message_under_way_is_on_the_path_as_far_as_others_wait_for_it() -> No
     split = strategy(l1=on(0, 0, degrees=(2, 1, 1)), loss=on(1, 1, degrees=(2,)))
     tasks, schedule = played(chain(4, 2, 3), split, away)
     path = timeline.critical_path(tasks, schedule)
-    parts = {tasks.tasks[p].name: units(ns) for p, ns in zip(path, timeline.path_parts_ns(tasks, schedule, path), strict=True)}
+    parts = {tasks.tasks[p].name: units(ns) for p, ns in zip(path, timeline.path_parts_ns(schedule, path), strict=True)}
     assert parts == {
         "forward l1[0]": 12,
         "transfer l1[0:2,0:3] 0->1": 24,  # the next has the link then
@@ -209,7 +209,7 @@ def test_what_holds_for_every_schedule(case: tuple[OperatorGraph, Topology, Stra
     start, end = schedule.start_ns.tolist(), schedule.end_ns.tolist()
     assert start[path[0]] == 0
     assert all(start[b] in (end[a], end[a] - tasks.tasks[a].latency_ns) for a, b in pairwise(path))
-    assert sum(timeline.path_parts_ns(tasks, schedule, path)) == schedule.makespan_ns
+    assert sum(timeline.path_parts_ns(schedule, path)) == schedule.makespan_ns
     by_kind = timeline.critical_path_ns(tasks, schedule)
     assert sum(by_kind.values()) == schedule.makespan_ns and set(by_kind) == {tasks.tasks[p].kind for p in path}
     shown = complete(timeline.chrome_trace(tasks, schedule))

@@ -47,7 +47,8 @@ NO_BOUND = 1 << 62
 
 class Trial(NamedTuple):
     """A simulation under way, and its outcome. Per slot: ``left`` (predecessors that have not ended), ``ready``, ``start``, ``end`` in ns.
-    ``order``: slots as they were taken. ``free``: when each resource is free; then, per device, ns until what was taken has been launched.
+    ``order``: slots as they were taken. ``free``: when each resource is free; then, per device, ns until what was taken has been
+    launched; when its last tile ended; and how many ns the next ones may take longer, as it has waited.
     ``rest``: per device, ns at least of what it has still to do. ``heap_``: the heap. ``place``: where a slot stands in ``order`` (valid
     once it has become a run)."""
 
@@ -69,7 +70,7 @@ def make_trial(slots: int, resources: int, devices: int) -> Trial:
     """Room for so many slots and resources."""
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
     per_slot = (ints(slots), longs(slots), longs(slots), longs(slots), ints(slots), ints(slots))
-    return Trial(longs(16), *per_slot, longs(resources + devices), longs(devices), longs(slots), longs(slots), ints(slots))
+    return Trial(longs(16), *per_slot, longs(resources + 3 * devices), longs(devices), longs(slots), longs(slots), ints(slots))
 
 
 @compiled
@@ -225,7 +226,7 @@ def play(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, at_most: int, 
         T.size, T.left, T.ready, T.start, T.end, T.order, T.free, T.rest, T.heap_ready, T.heap_key, T.heap_slot, P.order, P.place, P.ready,
         C.key, C.duration, C.launch, C.latency, C.resource, C.resource_n, C.kind, C.owner, C.index, C.alive, C.alias, C.arena, C.row,
         C.back_row, C.sync_row, C.tiles, G.source_ptr, G.source, R.static, R.port_device, R.port_call_ns, R.port_fixed_ns, R.port_permille,
-        R.sets.ptr, R.sets.item, at_most, pause,
+        R.restart, R.sets.ptr, R.sets.item, at_most, pause,
     )  # fmt: skip
 
 
@@ -233,10 +234,12 @@ def play(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, at_most: int, 
 def _play(  # type: ignore[no-untyped-def]
     size, left, ready, starts, ends, order, free, rest, heap_ready, heap_key, heap_slot, run, place, before, key, durations,
     launches, latencies, resources, resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles, source_ptr,
-    source, static, port_device, port_call, port_fixed, port_permille, set_ptr, set_item, at_most, pause,
+    source, static, port_device, port_call, port_fixed, port_permille, restart, set_ptr, set_item, at_most, pause,
 ):  # fmt: skip
     """``play`` on plain arrays: without reference counts, which would cost more than everything else."""
-    launched = len(free) - len(rest)
+    slow = len(free) - len(rest)
+    computed = slow - len(rest)
+    launched = computed - len(rest)
     while True:
         from_run = size[WAITING] > 0
         slot = 0
@@ -273,6 +276,12 @@ def _play(  # type: ignore[no-untyped-def]
             idle = start > free[resource]
             start = max(start, free[resource])
             end = start + duration
+            if kind <= BACKWARD_TILE:
+                if start > free[computed + resource]:
+                    free[slow + resource] = restart[1]
+                end += min(restart[0] * duration // 1000, free[slow + resource])
+                free[slow + resource] -= end - start - duration
+                free[computed + resource] = end
             free[resource] = end
             rest[resource] -= duration
             if idle and end + rest[resource] > at_most:

@@ -29,6 +29,8 @@ class DeviceGroups:
         self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
         self._way_ptr.add([0])
         self._ports = _ports(communication.topology)
+        restart = communication.topology.restart
+        self._restart = np.array([restart.permille, restart.most_ns], np.int64)
         self.tables = self._make()
 
     def add(self, devices: tuple[int, ...]) -> None:
@@ -45,7 +47,7 @@ class DeviceGroups:
 
     def _make(self) -> Groups:
         growing = (self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static)
-        figures: list[NDArray[Any]] = [*(figure.array() for figure in growing), *self._ports]
+        figures: list[NDArray[Any]] = [*(figure.array() for figure in growing), *self._ports, self._restart]
         return Groups(self._sets.tables(), *figures)
 
 

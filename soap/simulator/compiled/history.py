@@ -28,7 +28,7 @@ SMOOTHING = 8
 
 class History(NamedTuple):
     """Snapshot k is of the time before the task at ``place[k]`` of the order is taken. Per slot: ``met`` (predecessors that have ended),
-    ``ready`` (by these). Per resource, then per device: ``free`` (see ``Trial``). Per device: ``gone`` (ns of tiles that have been
+    ``ready`` (by these). Per resource, then thrice per device: ``free`` (see ``Trial``). Per device: ``gone`` (ns of tiles that have been
     taken). ``pending[k, :pending_n[k]]``: ready slots. Snapshots are made when they are first needed, one after the other.
 
     ``first_sum``: place of the first backward pass or sum of gradients. ``first_update``: a place before which no device has done its last
@@ -56,8 +56,8 @@ def make_history(slots: int, resources: int, devices: int) -> History:
     """Room for snapshots of a state with so many slots."""
     count = min(MOST_SNAPSHOTS, max(1, MOST_BYTES // (16 * slots + 8 * resources)))
     longs, ints = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n, np.int32))
-    tables = (ints(count, slots), longs(count, slots), longs(count, resources + devices), longs(count, devices), ints(count, slots))
-    now = (ints(slots), longs(slots), longs(resources + devices), longs(devices))
+    tables = (ints(count, slots), longs(count, slots), longs(count, resources + 3 * devices), longs(count, devices), ints(count, slots))
+    now = (ints(slots), longs(slots), longs(resources + 3 * devices), longs(devices))
     return History(longs(count), longs(count), *tables, longs(count), longs(8), longs(1), longs(1), longs(devices), *now)
 
 
@@ -113,8 +113,8 @@ def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, la
         H.at[LATEST] = _advance(
             C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
             C.launch, C.latency, C.waits, G.source_ptr, G.source, R.static, R.port_device, R.port_call_ns, R.port_fixed_ns,
-            R.port_permille, R.sets.ptr, R.sets.item, P.order, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now, H.at, H.place[k],
-            H.at[LATEST],
+            R.port_permille, R.restart, R.sets.ptr, R.sets.item, P.order, P.start, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now,
+            H.at, H.place[k], H.at[LATEST],
         )  # fmt: skip
         H.makespan[k] = H.at[LATEST]
         copy(H.met[k], 0, H.met_now, 0, slots)
@@ -141,11 +141,13 @@ def _pending(waits, order, met, pending, taken, count):  # type: ignore[no-untyp
 @compiled
 def _advance(  # type: ignore[no-untyped-def]
     kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, launches, latencies, waits,
-    source_ptr, source, static, port_device, port_call, port_fixed, port_permille, set_ptr, set_item, order, ends, met, ready, free, gone,
-    at, last, makespan,
+    source_ptr, source, static, port_device, port_call, port_fixed, port_permille, restart, set_ptr, set_item, order, starts, ends, met,
+    ready, free, gone, at, last, makespan,
 ):  # fmt: skip
     """Take the tasks before the place ``last`` again; the latest end so far."""
-    launched = len(free) - len(gone)
+    slow = len(free) - len(gone)
+    computed = slow - len(gone)
+    launched = computed - len(gone)
     ready_n = at[READY]
     for place in range(at[NOW], last):
         slot = order[place]
@@ -156,6 +158,10 @@ def _advance(  # type: ignore[no-untyped-def]
             if kind != UPDATE_DEVICE:
                 gone[resource] += durations[slot]
                 free[launched + resource] += launches[slot]
+                if starts[slot] > free[computed + resource]:
+                    free[slow + resource] = restart[1]
+                free[slow + resource] -= end - starts[slot] - durations[slot]
+                free[computed + resource] = end
         else:
             count, held, start = resource_n[slot], durations[slot] - latencies[slot], end - durations[slot]
             if resource >= 0:

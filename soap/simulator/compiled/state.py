@@ -99,7 +99,7 @@ class Groups(NamedTuple):
     """Sets of devices that sum together (``Lists``, ascending). Group g may do so in the ways ``way_ptr[g]:way_ptr[g + 1]``, each of which
     takes ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with
     the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none), ``port_call_ns``,
-    ``port_fixed_ns``, ``port_permille`` (``NO_PORT``: no port).
+    ``port_fixed_ns``, ``port_permille`` (``NO_PORT``: no port). ``restart``: the figures of ``Topology.restart``.
     """
 
     sets: Lists
@@ -113,6 +113,7 @@ class Groups(NamedTuple):
     port_call_ns: Longs
     port_fixed_ns: Longs
     port_permille: Longs
+    restart: Longs
 
 
 class ShardTables(NamedTuple):
