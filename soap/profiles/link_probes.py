@@ -46,8 +46,11 @@ class Operation(StrEnum):
 IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_RESTART)
 STEP_BYTES = 4
 """Of what is sent or summed within steps."""
-LAYER_BYTES = 4 * 192 * 192
-RESTART_BYTES = (8 * LAYER_BYTES, 24 * LAYER_BYTES)
+LAYERS, ROWS, WIDTH = 4, 64, 192
+SAMPLES, CHANNELS, SIDE, WINDOW = 8, 24, 16, 3
+BLOCK_BYTES = 4 * (LAYERS * WIDTH**2 + SAMPLES * CHANNELS * SIDE**2 + (CHANNELS * WINDOW) ** 2)
+"""Weights of so many layers (on so many rows), and what a convolution reads: a block of a tile's work."""
+RESTART_BYTES = (BLOCK_BYTES, 3 * BLOCK_BYTES)
 """Of what a tile reads that is timed behind sums: two to three milliseconds on a device with 0.4 cores, and three times that."""
 
 
@@ -239,12 +242,12 @@ def _crowding(topology: Topology, found: _Lines, within: _WithinSteps) -> Crowdi
 
 
 def _restart(timings: Sequence[LinkTiming]) -> Restart:
-    """The part of its duration that the smaller tile took longer behind sums, and the most that any did."""
-    own = sorted((t for t in timings if t.probe.operation is Operation.STEP_RESTART), key=lambda t: t.probe.size_bytes)
-    if not own or own[0].cpu_seconds <= 0:
+    """The part of their durations that tiles took longer behind sums, and the most that one did."""
+    own = [timing for timing in timings if timing.probe.operation is Operation.STEP_RESTART]
+    longer_seconds, alone_seconds = sum(timing.typical_seconds for timing in own), sum(timing.cpu_seconds for timing in own)
+    if alone_seconds <= 0:
         return Restart()
-    most_seconds = max(timing.typical_seconds for timing in own)
-    return Restart(round(1000 * own[0].typical_seconds / own[0].cpu_seconds), round(1e9 * most_seconds))
+    return Restart(round(1000 * longer_seconds / alone_seconds), round(1e9 * max(timing.typical_seconds for timing in own)))
 
 
 def _port(topology: Topology, link: int, busy: AlphaBeta, exchange: AlphaBeta, call_seconds: float) -> Port:

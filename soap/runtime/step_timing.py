@@ -14,10 +14,23 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from soap.graph import Factor, FactorKind
 from soap.presets import local_topology
-from soap.profiles.link_probes import LAYER_BYTES, LinkTiming, Operation, Probe
+from soap.profiles.link_probes import (
+    BLOCK_BYTES,
+    CHANNELS,
+    LAYERS,
+    ROWS,
+    SAMPLES,
+    SIDE,
+    WIDTH,
+    WINDOW,
+    LinkTiming,
+    Operation,
+    Probe,
+)
 from soap.runtime.redistribute import Communicator
 from soap.runtime.trainer import Trainer
 from soap.runtime.upkeep_timing import Chain
@@ -30,52 +43,68 @@ CHAINS = (3, 11)
 STEPS, WARM_UP_STEPS = 8, 3
 TURNS = 3
 """How often all chains are run, one after the other: what slows the machine down for a while does not hit one of them alone."""
-ROWS, WIDTH = 64, 192
-"""Of each layer of a tile's work, in each direction: about a tenth of a millisecond of a processor."""
 
 Busy = Callable[[], float]
 """Seconds for which this rank's device has computed so far."""
+
+
+class _Block(NamedTuple):
+    """Operands of a part of a tile's work. Of one kind of call alone, a processor would have the code at hand behind a wait as well."""
+
+    weights: list[torch.Tensor]
+    image: torch.Tensor
+    kernel: torch.Tensor
+
+    @classmethod
+    def drawn(cls) -> _Block:
+        weights = [torch.randn(WIDTH, WIDTH) for _ in range(LAYERS)]
+        return cls(weights, torch.randn(SAMPLES, CHANNELS, SIDE, SIDE), torch.randn(CHANNELS, CHANNELS, WINDOW, WINDOW))
 
 
 class _Work(torch.autograd.Function):
     """Hands on what it gets, and computes something else meanwhile, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        ctx.weights = weights
-        _compute(weights)
+    def forward(ctx: Any, value: torch.Tensor, blocks: Sequence[_Block]) -> torch.Tensor:
+        ctx.blocks = blocks
+        _compute(blocks)
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _compute(ctx.weights)
+        _compute(ctx.blocks)
         return gradients[0], None
 
 
-def _compute(weights: Sequence[torch.Tensor]) -> None:
+def _compute(blocks: Sequence[_Block]) -> None:
+    """What tiles do: products, a convolution, its channels normalised, and elementwise functions."""
     with torch.no_grad():
-        values = torch.ones(ROWS, WIDTH)
-        for weight in weights:
-            values = torch.tanh(values @ weight)
+        for block in blocks:
+            values = torch.ones(ROWS, WIDTH)
+            for weight in block.weights:
+                values = torch.tanh(values @ weight)
+            image = F.conv2d(block.image, block.kernel, padding=WINDOW // 2)
+            mean, square = (one.mean((0, 2, 3), keepdim=True) for one in (image, image * image))
+            torch.relu((image - mean) * torch.rsqrt(square - mean * mean + 1)) + block.image
 
 
 class WorkingChain(Chain):
-    """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole. ``layers``: of each
+    """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole. ``blocks``: of each
     tile's work, none for what only hands on."""
 
-    def __init__(self, count: int, parts: int, layers: int = 0) -> None:
+    def __init__(self, count: int, parts: int, blocks: int = 0) -> None:
         super().__init__(count)
         *others, last = self.graph.operators
         parted = Factor("k", parts, FactorKind.REDUCTION, summed=True)
         operators = [replace(op, factors=(*op.factors, parted)) for op in others]
         self.graph = replace(self.graph, operators=(*operators, last))
-        self._weights = [torch.randn(WIDTH, WIDTH) for _ in range(layers)]
+        self._blocks = [_Block.drawn() for _ in range(blocks)]
 
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
         """The input, or the parameter of the first, behind the work."""
-        return (_Work.apply(*super().run_tile(tile, inputs, parameters, context), self._weights),)  # type: ignore[no-untyped-call]
+        return (_Work.apply(*super().run_tile(tile, inputs, parameters, context), self._blocks),)  # type: ignore[no-untyped-call]
 
 
 class _PerTile(NamedTuple):
@@ -96,7 +125,7 @@ def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy) -> LinkTiming
         seconds = [one for turn in turns for one in turn.longer]
         return _timing(probe, seconds, median(turn.busier for turn in turns))
     itself = median(one for turn in turns for one in turn.longer)
-    turns = [_turn(comm, probe, busy, round(probe.size_bytes / LAYER_BYTES)) for _ in range(TURNS)]
+    turns = [_turn(comm, probe, busy, round(probe.size_bytes / BLOCK_BYTES)) for _ in range(TURNS)]
     return _timing(probe, [one - itself for turn in turns for one in turn.longer], median(turn.alone for turn in turns))
 
 
@@ -104,11 +133,11 @@ def _timing(probe: Probe, seconds: Sequence[float], cpu_seconds: float) -> LinkT
     return LinkTiming(probe, tuple(max(1e-9, one) for one in seconds), max(0.0, cpu_seconds))
 
 
-def _turn(comm: Communicator, probe: Probe, busy: Busy, layers: int) -> _PerTile:
+def _turn(comm: Communicator, probe: Probe, busy: Busy, blocks: int) -> _PerTile:
     summed, tiles = probe.operation is not Operation.STEP_MESSAGE, CHAINS[1] - CHAINS[0]
 
     def chains(across: bool) -> list[tuple[list[float], float]]:
-        models = [WorkingChain(count, len(probe.devices) if summed else 1, layers) for count in CHAINS]
+        models = [WorkingChain(count, len(probe.devices) if summed else 1, blocks) for count in CHAINS]
         return [_steps(comm, model, chain_strategy(model, probe.devices, summed=summed, across=across), busy) for model in models]
 
     (few, few_busy), (many, many_busy) = chains(across=False)

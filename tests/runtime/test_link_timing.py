@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from soap.presets import local_topology
-from soap.profiles.link_probes import IN_STEPS, LAYER_BYTES, STEP_BYTES, LinkTiming, Operation, Probe
+from soap.profiles.link_probes import BLOCK_BYTES, IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.runtime.link_timing import LEAST_ROUNDS, measure_links
 from soap.runtime.step_timing import STEPS, TURNS, WorkingChain, chain_strategy
 from soap.simulator.lowering import build_plan
@@ -36,7 +36,7 @@ def test_all_ranks_see_the_same_times_of_all_probes(pool: Pool) -> None:
 def test_messages_sums_and_restarts_within_steps(pool: Pool) -> None:
     """Parts of a chain's operators are added up behind each of them; alone, the same chain communicates nothing."""
     probes = [Probe(Operation.STEP_MESSAGE, (0, 2), STEP_BYTES), Probe(Operation.STEP_SUM, (0, 1, 2), STEP_BYTES)]
-    probes.append(Probe(Operation.STEP_RESTART, (0, 1, 2), 2 * LAYER_BYTES))
+    probes.append(Probe(Operation.STEP_RESTART, (0, 1, 2), 2 * BLOCK_BYTES))
     results = pool.run(timed, probes, 3)
     assert results[0][0] == results[1][0] == results[2][0]
     for probe, timing in zip(probes, results[0][0], strict=True):
