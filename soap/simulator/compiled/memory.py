@@ -43,7 +43,7 @@ from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import State
 from soap.simulator.compiled.sync_codes import has_server
-from soap.simulator.compiled.synchronized_memory import add_synchronized
+from soap.simulator.compiled.synchronized_memory import add_synchronized, cut_of
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
 from soap.simulator.compiled.variants import CELLS, VariantTables
@@ -100,9 +100,9 @@ def _parameter(G, V, K, C, M, parameter):  # type: ignore[no-untyped-def]
         return
     code = C.sync[parameter] if M.trainable[parameter] else 0
     devices, itemsize, part = len(C.busy), M.itemsize[parameter], M.part
-    cut, same, covered = _cut_of(C, M, first), True, False
+    cut, same, covered = cut_of(C, M, first), True, False
     for i in range(first, last):
-        own = _cut_of(C, M, i)
+        own = cut_of(C, M, i)
         same &= own == cut
         covered |= M.cut_volume[own] == M.elements[parameter]
     disjoint = same and M.cut_volume[cut] >= 0
@@ -150,11 +150,6 @@ def _parameter(G, V, K, C, M, parameter):  # type: ignore[no-untyped-def]
             part[COLLECTED_DOUBTFUL, device] += 0 if disjoint else held
             part[COLLECTED, device] += held if has_server(code) else 0
             part[COLLECTED_DOUBTFUL, device] += held if has_server(code) else 0
-
-
-@compiled
-def _cut_of(C, M, user):  # type: ignore[no-untyped-def]
-    return M.cut[M.cut_ptr[C.variant[M.user[user]]] + M.user_operand[user]]
 
 
 @compiled

@@ -25,6 +25,12 @@ from soap.simulator.parameter_memory import COPIES, COUNT_BYTES
 
 
 @compiled
+def cut_of(C, M, user):  # type: ignore[no-untyped-def]
+    """Into which regions a user cuts its parameter, as a number."""
+    return M.cut[M.cut_ptr[C.variant[M.user[user]]] + M.user_operand[user]]
+
+
+@compiled
 def add_synchronized(
     G: GraphTables, V: VariantTables, K: ClusterTables, C: State, M: MemoryTables, parameter: int, code: int, disjoint: bool
 ) -> None:
@@ -34,7 +40,8 @@ def add_synchronized(
     fill(M.looked_up, 0, devices, 0)
     regions = 0
     for i in range(M.user_ptr[parameter], M.user_ptr[parameter + 1]):
-        _add_user(V, C, M, parameter, M.user[i], M.user_operand[i], sparse and disjoint)
+        pieces = 1 if disjoint else _pieces(V, C, M, parameter, cut_of(C, M, i))
+        _add_user(V, C, M, parameter, M.user[i], M.user_operand[i], sparse and disjoint, pieces)
         regions += V.rows[C.variant[M.user[i]], CELLS]
     values = indices = 0
     for device in range(devices):
@@ -68,8 +75,23 @@ def _add(M, device, held, sent):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _add_user(V, C, M, parameter, op, operand, by_rows):  # type: ignore[no-untyped-def]
-    """``total``, ``looked_up``: by device bytes of the parameter that tiles have, tile by tile, and how many rows they look up."""
+def _pieces(V, C, M, parameter, cut):  # type: ignore[no-untyped-def]
+    """How many parts a region of such a cut may consist of at most, as other users of the parameter cut it in other ways."""
+    pieces = 1
+    for i in range(M.user_ptr[parameter], M.user_ptr[parameter + 1]):
+        other = cut_of(C, M, i)
+        new = other != cut
+        for before in range(M.user_ptr[parameter], i):
+            new &= cut_of(C, M, before) != other
+        if new:
+            pieces = min(M.elements[parameter], pieces * V.rows[C.variant[M.user[i]], CELLS])
+    return pieces
+
+
+@compiled
+def _add_user(V, C, M, parameter, op, operand, by_rows, pieces):  # type: ignore[no-untyped-def]
+    """``total``, ``looked_up``: by device bytes of the parameter that tiles have, tile by tile, and how many rows they look up, which each
+    piece of a region is asked for."""
     row = C.variant[op]
     cells = V.rows[row, CELLS]
     for tile in range(C.tiles[op]):
@@ -78,7 +100,7 @@ def _add_user(V, C, M, parameter, op, operand, by_rows):  # type: ignore[no-unty
         if region < 0:
             continue
         if M.rows[row, LOOKUPS] >= 0:
-            M.looked_up[device] += M.data[M.rows[row, LOOKUPS] + at]
+            M.looked_up[device] += M.data[M.rows[row, LOOKUPS] + at] * min(pieces, M.region_volume[region])
         whole = M.region_volume[region] * M.itemsize[parameter]
         M.total[device] += M.data[M.rows[row, COMPACT] + at] if by_rows else whole
 

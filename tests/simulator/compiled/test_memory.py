@@ -20,9 +20,9 @@ from soap.simulator.memory import peak_bytes
 from soap.simulator.memory_bound import MemoryBound
 from soap.simulator.simulate import Simulator
 from soap.strategies import random_config, random_strategy
-from soap.strategy import Strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
-from tests.graph_builder import transformer
+from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cases, cluster
 
 
@@ -55,6 +55,22 @@ def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int) 
             strategy = proposed
         else:
             engine.reject()
+
+
+def test_users_that_cut_a_table_across_each_other_ask_for_its_pieces() -> None:
+    """One cuts its rows, one its columns: who reads all of it looks rows up in four pieces."""
+    g = GraphBuilder()
+    ids, table = g.input("ids", 40, dtype="int64"), g.parameter("table", 2, 2)
+    users = [g.embedding(ids, 2, 2, weight=table, name=f"find{i}") for i in range(3)]
+    graph = g.build(g.cross_entropy(g.elementwise(*users), g.input("targets", 40, dtype="int64")))
+    topology = cluster([1, 1], CPU)
+    strategy = api.classical("single_device", graph, topology).with_parameter("table", SyncConfig("parameter_server"))
+    for name, degrees, devices in (("find0", (1, 2, 1), (0, 0)), ("find1", (1, 1, 2), (0, 0)), ("find2", (1, 1, 1), (1,))):
+        strategy = strategy.with_operator(name, OpConfig(degrees, devices))
+    engine, memory = bound(graph, topology)
+    engine.load(strategy)
+    exact = peak_bytes(build_plan(graph, strategy, topology))
+    assert all(least <= own <= most for (least, most), own in zip(memory.bounds_bytes(), exact, strict=True))
 
 
 NETS = ["alexnet", "dlrm", "gpt", "inception_v3", "lm", "nmt", "resnet50", "rnnlm", "rnntc"]
