@@ -2,9 +2,10 @@
 
 A device of an emulated cluster computes at an even rate. A CPU quota alone does not: a process that has waited may use a whole period's
 time at once, and one that has used it up stands still, messages or not. So a process keeps a clock of its own, at which its device is free:
-its thread's processor time, divided by the share, is added to it; and before it communicates, which is when others can notice, it sleeps
-until then. Waiting for others adds nothing: a device that waits computes nothing. What it has waited for it has as soon as it has come,
-even where another device's process has the core just then: a device's core is its own. Without ``set_share`` all of this does nothing.
+its thread's processor time (even, where ``soap.yardstick`` makes it so), divided by the share, is added to it; and before it communicates,
+which is when others can notice, it sleeps until then. Waiting for others adds nothing: a device that waits computes nothing. What it has
+waited for it has as soon as it has come, even where another device's process has the core just then: a device's core is its own. Without
+``set_share`` all of this does nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+
+from soap import yardstick
 
 LEAST_SLEEP_NS = 50_000
 """Less is not slept for at once, but with what follows."""
@@ -25,7 +28,7 @@ class Pace:
         self.share = share
         self.busy_ns = 0
         self._free_ns = time.perf_counter_ns()
-        self._used_ns = time.thread_time_ns()
+        self._used_ns = yardstick.thread_time_ns()
         self._statistics = _open_statistics()
         self._queued_ns = self._queued()
 
@@ -35,7 +38,7 @@ class Pace:
 
     def catch_up(self) -> None:
         """Return when the device would have come so far."""
-        used, now = time.thread_time_ns(), time.perf_counter_ns()
+        used, now = yardstick.thread_time_ns(), time.perf_counter_ns()
         computed_ns = int((used - self._used_ns) / self.share)
         self._used_ns = used
         self.busy_ns += computed_ns
@@ -46,7 +49,7 @@ class Pace:
 
     def resume(self) -> None:
         """Something that the device has waited for has come: it goes on now, or when it has done what it had begun."""
-        self._used_ns = time.thread_time_ns()
+        self._used_ns = yardstick.thread_time_ns()
         queued_ns = self._queued()
         self._free_ns = max(self._free_ns, time.perf_counter_ns() - (queued_ns - self._queued_ns))
         self._queued_ns = queued_ns

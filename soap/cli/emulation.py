@@ -16,6 +16,7 @@ from soap.emulation.network import MTU_BYTES
 from soap.emulation.placement import Placement
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
+from soap.profiles.core_speed import yardstick_ns
 from soap.profiles.measure_machine import cpu_cores
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import TaskKind
@@ -84,7 +85,7 @@ def cluster(hosts: Sequence[HostLimits]) -> Iterator[Placed]:
         return
     from soap.emulation.emulate import emulated  # locks files in a way that only Unix has
 
-    with emulated(hosts) as emulation:
+    with emulated(hosts, yardstick_ns()) as emulation:
         yield Placed(emulation.place, emulation.address)
 
 

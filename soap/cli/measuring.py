@@ -20,6 +20,7 @@ from soap.emulated_cluster import device_cores
 from soap.emulation.hosts import host_limits
 from soap.errors import SoapWarning
 from soap.presets import family
+from soap.profiles.core_speed import yardstick_ns
 from soap.profiles.entries import COPY, RUNTIME, Entry, Timing
 from soap.profiles.keys import Environment, TileKey
 from soap.profiles.measure_machine import cpu_cores
@@ -144,7 +145,7 @@ def _in_its_share(topology: Topology, environment: Environment, neighbours: Neig
     from soap.emulation.placement import working_as_ranks
 
     hosts = host_limits(topology, 1.0, cpu_cores())
-    with emulated(hosts) as emulation, working_as_ranks(emulation.place, neighbours.numbers):
+    with emulated(hosts, yardstick_ns()) as emulation, working_as_ranks(emulation.place, neighbours.numbers):
         yield
 
 

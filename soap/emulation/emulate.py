@@ -30,8 +30,9 @@ class Emulation:
 
 
 @contextmanager
-def emulated(hosts: Sequence[HostLimits]) -> Iterator[Emulation]:
-    """These hosts on this box. What killed launchers left is removed first. RuntimeFailure if the system does not allow it.
+def emulated(hosts: Sequence[HostLimits], yardstick_ns: float | None = None) -> Iterator[Emulation]:
+    """These hosts on this box; ``yardstick_ns``: see ``Placement``. What killed launchers left is removed first. RuntimeFailure if the
+    system does not allow it.
 
     Signals that come while the hosts are made are obeyed afterwards; SIGTERM and its like raise StoppedBySignal. None ends the removal.
     """
@@ -50,7 +51,7 @@ def emulated(hosts: Sequence[HostLimits]) -> Iterator[Emulation]:
                 where = tuple((namespace, group) for _, namespace, group in sorted(places))
                 computing, communicating = computing_and_communicating(shares, usable_cores())
                 cores = cores_by_rank(len(shares), computing)
-                place = Placement(where, cores, str(groups.free_group(number)), shares, communicating)
+                place = Placement(where, cores, str(groups.free_group(number)), shares, communicating, yardstick_ns)
                 signals.let_through()
                 yield Emulation(number, str(box_address(number)), place)
             finally:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from soap import pace
+from soap import pace, yardstick
 from soap.emulation.names import INTERFACE, NAMESPACES
 from soap.emulation.quota import join, move_thread, own_group
 from soap.emulation.support import require_support
@@ -28,6 +28,8 @@ SHARE = "SOAP_EMULATED_SHARE"
 """Environment variable of a placed rank: how many cores its device has."""
 COMMUNICATION_CORES = "SOAP_EMULATED_COMMUNICATION_CORES"
 """Environment variable of a placed rank: numbers of the cores that only what communicates uses, with commas; empty if there are none."""
+YARDSTICK = "SOAP_EMULATED_YARDSTICK_NS"
+"""Environment variable of a placed rank: what the yardstick takes on a core as fast as its device's; empty: as this core is."""
 COUNTERS = Path("/proc/thread-self/net/dev")
 """Unlike /sys, which shows the namespace in which it was mounted."""
 
@@ -38,7 +40,8 @@ class Placement:
 
     ``hosts``: (namespace, control group) of each rank. ``cores``: numbers of those that each may use; empty: all. ``free_group``: a group
     without a quota, in which a rank is until ``run_evenly``: it reads its model at this machine's speed. ``shares``: how many cores the
-    device of each rank has. ``communication_cores``: on which no device computes.
+    device of each rank has. ``communication_cores``: on which no device computes. ``yardstick_ns``: what the yardstick takes on a core as
+    fast as a device's (``soap.yardstick``); None: it is as fast as its core is just then.
     """
 
     hosts: tuple[tuple[str, str], ...]
@@ -46,6 +49,7 @@ class Placement:
     free_group: str = ""
     shares: tuple[float, ...] = ()
     communication_cores: tuple[int, ...] = ()
+    yardstick_ns: float | None = None
 
     def __call__(self, rank: int) -> None:
         """Join the control group, the cores, and the namespace; gloo takes the network card there. The process ends with its launcher."""
@@ -67,6 +71,7 @@ class Placement:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
         os.environ[FREE_GROUP], os.environ[QUOTA_GROUP] = self.free_group, group
         os.environ[SHARE] = str(self.shares[rank]) if self.shares else ""
+        os.environ[YARDSTICK] = "" if self.yardstick_ns is None else str(self.yardstick_ns)
         os.environ[COMMUNICATION_CORES] = ",".join(map(str, self.communication_cores))
 
 
@@ -99,6 +104,8 @@ def run_evenly() -> None:
                 os.sched_setaffinity(thread, own if sums else cores)
                 if sums:
                     be_prompt(thread)
+    if os.environ.get(YARDSTICK):
+        yardstick.start(float(os.environ[YARDSTICK]))
     pace.set_share(share)
 
 
@@ -109,8 +116,8 @@ def communication_cores() -> set[int]:
 
 @contextmanager
 def working_as_ranks(place: Placement, others: Sequence[int]) -> Iterator[None]:
-    """Within this context the calling process is on rank 0's core, without a quota, as ranks compute that are paced (``run_evenly``), and
-    the processes ``others`` have the CPU time of the next ranks; all keep their networks.
+    """Within this context the calling process is on rank 0's core, without a quota, as ranks compute that are paced (``run_evenly``), its
+    thread's time is even, and the processes ``others`` have the CPU time of the next ranks; all keep their networks.
 
     It leaves its group in the end, since what is in a group ends with it; the others should have ended. RuntimeFailure if one is gone.
     """
@@ -121,8 +128,11 @@ def working_as_ranks(place: Placement, others: Sequence[int]) -> Iterator[None]:
         for process, group, cores in zip((os.getpid(), *others), (place.free_group, *quotas), place.cores, strict=False):
             join(Path(group), process)
             os.sched_setaffinity(process, cores)
+        if place.yardstick_ns is not None:
+            yardstick.start(place.yardstick_ns)
         yield
     finally:
+        yardstick.stop()
         join(group_before, os.getpid())
         os.sched_setaffinity(0, cores_before)
 

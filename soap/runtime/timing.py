@@ -1,9 +1,9 @@
 """Clocks for what a device does, and when a median is known well enough.
 
-On a CPU with one thread per process what counts is the thread's processor time: other programs, which take turns with ours, do not spoil a
-figure that is kept for long. Several threads are timed by the clock on the wall, since the processor time of a thread that waits for others
-is no less. On a GPU events on its stream are timed, and beside it how long the processor takes to launch the kernels: it runs ahead of the
-GPU as in a long step, so that neither waits for the other.
+On a CPU with one thread per process what counts is the thread's processor time (even, where ``soap.yardstick`` makes it so): other
+programs, which take turns with ours, do not spoil a figure that is kept for long. Several threads are timed by the clock on the wall, since
+the processor time of a thread that waits for others is no less. On a GPU events on its stream are timed, and beside it how long the
+processor takes to launch the kernels: it runs ahead of the GPU as in a long step, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from statistics import median, quantiles
 from typing import Protocol
 
 import torch
+
+from soap import yardstick
 
 FINE_CLOCK_SECONDS = 1e-4
 """A thread's processor time is used where the system counts it at least this finely."""
@@ -51,7 +53,7 @@ class CpuClock:
     def times_ns(self, steps: Sequence[Step]) -> list[float]:
         """Run the steps; nanoseconds of each."""
         fine = time.get_clock_info("thread_time").resolution <= FINE_CLOCK_SECONDS
-        now = time.thread_time_ns if self.threads == 1 and fine else time.perf_counter_ns
+        now = yardstick.thread_time_ns if self.threads == 1 and fine else time.perf_counter_ns
         marks = [now()]
         for step in steps:
             step()

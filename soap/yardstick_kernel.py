@@ -1,0 +1,104 @@
+"""The yardstick itself: a fixed piece of work, timed in a signal's handler. Compiled, as Python would run its own handler too late.
+
+A thread's state is one array of numbers, to which the timer's signal points. The handler runs between two instructions of the thread, so it
+calls nothing that allocates memory or takes a lock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cfunc, njit, types
+from numba.core.typing.templates import signature
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+
+EVEN_NS, MARK_NS, TAKES_NS, REFERENCE_NS, COUNT, SPENT_NS, PLACE, SUM, CLOCK = range(9)
+"""Places in a state: the even time up to the last sample, the processor time at its end, what the yardstick takes (smoothed) and should
+take, how many samples there were, what they took in all; where the next one reads, a result to compute, and two numbers of a clock."""
+HEAD = 16
+NEAR, FAR = 1024, 1 << 18
+"""Numbers that stay in the first cache, and those behind them that do not stay in the second."""
+ROUNDS, STRETCH = 60, 8192
+"""How often a sample goes over the near numbers, and how many of the far ones it reads: about as long for either."""
+SMOOTHING = 0.1
+"""Of the newest sample."""
+MOST = 2.0
+"""A sample counts as at most so many times as long as usual: one may have been interrupted."""
+THREAD_CLOCK = 3
+"""CLOCK_THREAD_CPUTIME_ID."""
+VALUE = 3
+"""Where a siginfo_t has the timer's pointer, in units of eight bytes."""
+
+_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.CPointer(types.int64)))
+
+
+def _cast(result: Any) -> Any:
+    """An intrinsic that makes an address a pointer to numbers of this type."""
+
+    @intrinsic
+    def cast(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, chosen: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(chosen.return_type))
+
+        return signature(types.CPointer(result), types.int64), generate
+
+    return cast
+
+
+_reals, _integers = _cast(types.float64), _cast(types.int64)
+
+
+def new_state() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Of a thread, before its first sample; no number is special to a processor."""
+    state = np.ones(HEAD + NEAR + FAR)
+    state[:HEAD] = 0
+    return state
+
+
+@njit(cache=True)
+def _now_ns(address):  # type: ignore[no-untyped-def]
+    clock = _integers(address + 8 * CLOCK)
+    _clock_gettime(THREAD_CLOCK, clock)
+    parts = carray(clock, 2)
+    return parts[0] * 1e9 + parts[1]
+
+
+@njit(cache=True, fastmath=True)
+def _near(state, rounds):  # type: ignore[no-untyped-def]
+    total = 0.0
+    half = NEAR // 2
+    for _ in range(rounds):
+        for i in range(half):
+            total += state[HEAD + i] * state[HEAD + half + i]
+    return total
+
+
+@njit(cache=True, fastmath=True)
+def _far(state, place):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for i in range(STRETCH):
+        total += state[HEAD + NEAR + place + i]
+    return total
+
+
+@cfunc(types.void(types.int32, types.CPointer(types.int64), types.voidptr), cache=True)
+def sample(_signal, info, _context):  # type: ignore[no-untyped-def]
+    """A signal's handler (SA_SIGINFO): what was computed since the last sample counts by what that took, and another is taken."""
+    address = carray(info, VALUE + 1)[VALUE]
+    state = carray(_reals(address), HEAD + NEAR + FAR)
+    began = _now_ns(address)
+    if state[TAKES_NS] > 0:  # or nothing is known yet
+        state[EVEN_NS] += (began - state[MARK_NS]) * state[REFERENCE_NS] / state[TAKES_NS]
+    state[SUM] = _near(state, 1)  # into the cache
+    start = _now_ns(address)
+    place = int(state[PLACE])
+    state[SUM] += _near(state, ROUNDS) + _far(state, place)
+    end = _now_ns(address)
+    state[PLACE] = (place + STRETCH) % FAR
+    takes = state[TAKES_NS]
+    state[TAKES_NS] = takes + SMOOTHING * (min(end - start, MOST * takes) - takes) if takes > 0 else end - start
+    state[MARK_NS] = end
+    state[SPENT_NS] += end - began
+    state[COUNT] += 1

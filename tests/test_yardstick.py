@@ -1,0 +1,102 @@
+"""Even time: processor time by how fast the core is, sampled on the thread itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from soap import yardstick
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux sends signals by a thread's processor time")
+REFERENCE_NS = 20_000.0
+
+
+@pytest.fixture(autouse=True)
+def stopped() -> Iterator[None]:
+    yield
+    yardstick.stop()
+
+
+def _compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(1000))
+
+
+def test_time_is_the_processors_unless_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yardstick.time, "thread_time_ns", lambda: 123)
+    assert yardstick.thread_time_ns() == 123
+    yardstick.start(REFERENCE_NS)
+    yardstick.stop()
+    yardstick.stop()
+    assert yardstick.thread_time_ns() == 123
+
+
+def test_what_is_computed_while_the_yardstick_takes_twice_as_long_counts_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = yardstick._Yardstick(REFERENCE_NS)
+    own.close()
+    kernel, state = own._kernel, own.state
+    state[[kernel.EVEN_NS, kernel.MARK_NS, kernel.TAKES_NS]] = 1e9, 5e9, 2 * REFERENCE_NS
+    monkeypatch.setattr(yardstick.time, "thread_time_ns", lambda: 5_008_000_000)
+    assert own.even_ns() == 1_004_000_000
+    state[kernel.TAKES_NS] = REFERENCE_NS
+    assert own.even_ns() == 1_008_000_000
+
+
+def test_samples_are_taken_while_a_thread_computes_and_only_then() -> None:
+    yardstick.start(REFERENCE_NS)
+    own = yardstick._yardstick
+    assert own is not None
+    kernel, state = own._kernel, own.state
+    yardstick.start(REFERENCE_NS)  # for the same thread: nothing new
+    assert yardstick._yardstick is own
+    while state[kernel.COUNT] < 20:
+        _compute(0.01)
+    assert 0 < state[kernel.TAKES_NS] < state[kernel.SPENT_NS]
+    count = state[kernel.COUNT]
+    time.sleep(0.2)
+    assert state[kernel.COUNT] <= count + 2
+
+
+def test_even_time_leaves_samples_out_and_never_goes_back() -> None:
+    yardstick.start(REFERENCE_NS)
+    own = yardstick._yardstick
+    assert own is not None
+    kernel, state = own._kernel, own.state
+    before = yardstick.thread_time_ns()
+    while state[kernel.COUNT] < 30:
+        sum(range(100))
+        now = yardstick.thread_time_ns()
+        assert now >= before
+        before = now
+    state[kernel.SPENT_NS] = 0
+    first_even, first_used = own.state[kernel.EVEN_NS], own.state[kernel.MARK_NS]
+    _compute(0.1)
+    assert state[kernel.MARK_NS] - first_used > state[kernel.SPENT_NS] > 0
+    assert state[kernel.EVEN_NS] > first_even
+
+
+def test_another_thread_has_its_own_processor_time() -> None:
+    yardstick.start(REFERENCE_NS)
+    _compute(0.05)
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(yardstick.thread_time_ns()))
+    thread.start()
+    thread.join()
+    assert found[0] < 50_000_000
+
+
+def test_the_reference_is_what_samples_take() -> None:
+    found = yardstick.measured_reference_ns()
+    assert found is not None and 1_000 < found < 10_000_000
+
+
+def test_a_process_ends_with_its_timer_running() -> None:
+    program = "from soap import yardstick; yardstick.start(2e4)\nfor _ in range(200): sum(range(10000))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
