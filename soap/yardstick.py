@@ -33,7 +33,7 @@ VERSION = 1
 """Of the piece of work."""
 INTERVAL_NS = 2_000_000
 """Of processor time between two samples; most kernels look at their next tick, which is every 1 to 10 ms."""
-REFERENCE_SECONDS = 1.0
+REFERENCE_SECONDS = 0.5
 LEAST_SAMPLES = 20
 SIGNAL_ABOVE_FIRST = 5
 """Which of the signals that mean nothing by themselves."""
@@ -124,6 +124,13 @@ def stop() -> None:
         ended.close()
 
 
+def reference_ns() -> float | None:
+    """What the calling thread's yardstick should take; None if its time is not even."""
+    if _yardstick is None or _yardstick.thread != threading.get_ident():
+        return None
+    return float(_yardstick.state[_yardstick._kernel.REFERENCE_NS])
+
+
 def thread_time_ns() -> int:
     """The calling thread's processor time, even if that was asked for; only differences mean something."""
     if _yardstick is None or _yardstick.thread != threading.get_ident():
@@ -132,7 +139,7 @@ def thread_time_ns() -> int:
 
 
 def measured_reference_ns() -> float | None:
-    """What the yardstick takes now and then while the calling thread computes for a second; None where there are no such timers."""
+    """What the yardstick takes now and then while the calling thread computes for half a second; None where there are no such timers."""
     if sys.platform != "linux":
         return None
     import numpy as np

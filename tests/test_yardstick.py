@@ -30,8 +30,9 @@ def _compute(seconds: float) -> None:
 
 def test_time_is_the_processors_unless_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yardstick.time, "thread_time_ns", lambda: 123)
-    assert yardstick.thread_time_ns() == 123
+    assert yardstick.thread_time_ns() == 123 and yardstick.reference_ns() is None
     yardstick.start(REFERENCE_NS)
+    assert yardstick.reference_ns() == REFERENCE_NS
     yardstick.stop()
     yardstick.stop()
     assert yardstick.thread_time_ns() == 123
@@ -84,11 +85,12 @@ def test_even_time_leaves_samples_out_and_never_goes_back() -> None:
 def test_another_thread_has_its_own_processor_time() -> None:
     yardstick.start(REFERENCE_NS)
     _compute(0.05)
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(yardstick.thread_time_ns()))
+    found: list[int | None] = []
+    thread = threading.Thread(target=lambda: found.extend([yardstick.thread_time_ns(), yardstick.reference_ns()]))
     thread.start()
     thread.join()
-    assert found[0] < 50_000_000
+    time_ns, reference_ns = found
+    assert time_ns is not None and time_ns < 50_000_000 and reference_ns is None
 
 
 def test_the_reference_is_what_samples_take() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from soap import yardstick
 from soap.emulation import leftovers, network, quota
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
@@ -35,6 +36,7 @@ PAIR = host_limits(preset("emulated:2x1@80Mbit/s"), 1.0, 2)
 SLOW_PAIR = host_limits(preset("emulated:2x1@80Mbit/s"), 0.25, 2)
 PAYLOAD_BYTES = 1_000_000
 PATIENCE_S = 10.0
+YARDSTICK_NS = 20_000.0
 
 
 @pytest.fixture(autouse=True)
@@ -84,10 +86,12 @@ def test_this_process_may_work_as_a_rank_and_leaves_again(groups: CpuGroups) -> 
     before = os.sched_getaffinity(0)
     with subprocess.Popen(["sleep", "60"]) as other:
         interrupted = pytest.raises(KeyboardInterrupt)
-        with emulated(SLOW_PAIR) as emulation, interrupted, working_as_ranks(emulation.place, [other.pid]):
+        with emulated(SLOW_PAIR, YARDSTICK_NS) as emulation, interrupted, working_as_ranks(emulation.place, [other.pid]):
+            assert yardstick.reference_ns() == YARDSTICK_NS
             where = (groups.free_group(emulation.number), groups.group(emulation.number, 1))
             members = [(group / "cgroup.procs").read_text().split() for group in where]
             raise KeyboardInterrupt
+        assert yardstick.reference_ns() is None
         assert members == [[str(os.getpid())], [str(other.pid)]]
         assert other.wait(PATIENCE_S) == -signal.SIGKILL  # with its group
     assert traces(groups, emulation.number) == [] and os.sched_getaffinity(0) == before
@@ -113,6 +117,7 @@ def with_three_threads(place: Placement, pipe: Connection) -> None:
         started.wait()
     run_evenly()
     pipe.send([(number, os.sched_getaffinity(number), os.sched_getscheduler(number)) for number in numbers])
+    pipe.send(yardstick.reference_ns())
     pipe.recv()
     over.set()
     for other in others:
@@ -122,7 +127,7 @@ def with_three_threads(place: Placement, pipe: Connection) -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.1])
 def test_ranks_that_are_paced_have_no_quota(groups: CpuGroups, scale: float) -> None:
     spawn = get_context("spawn")
-    with emulated(host_limits(preset("emulated:4x1"), scale, 2)) as emulation:
+    with emulated(host_limits(preset("emulated:4x1"), scale, 2), YARDSTICK_NS) as emulation:
         ours, theirs = spawn.Pipe()
         rank = spawn.Process(target=with_three_threads, args=(emulation.place, theirs))
         rank.start()
@@ -137,6 +142,7 @@ def test_ranks_that_are_paced_have_no_quota(groups: CpuGroups, scale: float) -> 
         assert not apart & own and bool(apart) == (scale < 1 and len(os.sched_getaffinity(0)) > 1)
         assert policy == os.SCHED_OTHER
         assert rank.pid in quota.processes(groups, emulation.number)
+        assert ours.recv() == YARDSTICK_NS
         ours.send("go")
         rank.join(PATIENCE_S)
         assert rank.exitcode == 0
