@@ -37,8 +37,8 @@ REFERENCE_SECONDS = 0.5
 LEAST_SAMPLES = 20
 SIGNAL_ABOVE_FIRST = 5
 """Which of the signals that mean nothing by themselves."""
-THREAD_CLOCK, TO_THREAD = 3, 4
-"""CLOCK_THREAD_CPUTIME_ID and SIGEV_THREAD_ID."""
+TO_THREAD = 4
+"""SIGEV_THREAD_ID."""
 SA_SIGINFO, SA_RESTART = 0x4, 0x10000000
 
 
@@ -76,7 +76,7 @@ class _Yardstick:
         self._timer = ctypes.c_void_p()
         interval = (ctypes.c_long * 4)(0, INTERVAL_NS, 0, INTERVAL_NS)
         self._call("sigaction", number, ctypes.byref(action), None)
-        self._call("timer_create", THREAD_CLOCK, ctypes.byref(event), ctypes.byref(self._timer))
+        self._call("timer_create", kernel.THREAD_CLOCK, ctypes.byref(event), ctypes.byref(self._timer))
         self.state[kernel.REFERENCE_NS] = self.state[kernel.TAKES_NS] = reference_ns
         self.state[kernel.EVEN_NS] = self.state[kernel.MARK_NS] = time.thread_time_ns()
         self._call("timer_settime", self._timer, 0, ctypes.byref(interval), None)
@@ -103,13 +103,18 @@ class _Yardstick:
 _yardstick: _Yardstick | None = None
 
 
+def _own() -> _Yardstick | None:
+    """The calling thread's, if it has one."""
+    return _yardstick if _yardstick is not None and _yardstick.thread == threading.get_ident() else None
+
+
 def start(reference_ns: float) -> None:
     """From now on the calling thread's time is even. ``reference_ns``: what the yardstick takes on a core as fast as it should be.
 
     For one thread of a process at a time. RuntimeFailure if the system refuses.
     """
     global _yardstick
-    if _yardstick is not None and _yardstick.thread == threading.get_ident():
+    if _own() is not None:
         return
     stop()
     _yardstick = _Yardstick(reference_ns)
@@ -126,16 +131,14 @@ def stop() -> None:
 
 def reference_ns() -> float | None:
     """What the calling thread's yardstick should take; None if its time is not even."""
-    if _yardstick is None or _yardstick.thread != threading.get_ident():
-        return None
-    return float(_yardstick.state[_yardstick._kernel.REFERENCE_NS])
+    own = _own()
+    return None if own is None else float(own.state[own._kernel.REFERENCE_NS])
 
 
 def thread_time_ns() -> int:
     """The calling thread's processor time, even if that was asked for; only differences mean something."""
-    if _yardstick is None or _yardstick.thread != threading.get_ident():
-        return time.thread_time_ns()
-    return _yardstick.even_ns()
+    own = _own()
+    return time.thread_time_ns() if own is None else own.even_ns()
 
 
 def measured_reference_ns() -> float | None:

@@ -14,7 +14,7 @@ from soap.topology import Topology
 VERSION = 7
 """Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``allocation``); since 3 collectives
 behind a computation, and with ``scheduling.calm_gloo``; since 4 emulated hosts' sums are prompt; since 5 with the scale; since 6
-restarts apart."""
+restarts apart; since 7 devices compute by even time (``soap.yardstick``)."""
 MOST_SECONDS = 10**6
 
 
