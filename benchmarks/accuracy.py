@@ -7,10 +7,10 @@ For every cluster and model: what a search finds, the classical strategies, and 
 --emulate`` runs them. Needs root, as emulation does. Models are profiled before (``soap-profile`` for ``--profile`` seconds per model and
 cluster, and the cluster's links; 0: with what is known already), and what a search finds is measured and searched again; with ``--verify``
 the best few are run, and the quickest is what was found, as by ``soap-search --verify``. A round is every
-strategy once, so that what slows the machine down for a while does not hit one of them alone; measured is the median step of a strategy's
-quickest round, as the machine's other users only ever add time. Printed are the error of each prediction,
-how far a strategy's rounds are apart, the median and the 95th percentile of each model's errors, Kendall's tau between predicted and
-measured order, and whether the found plan is the measured best.
+strategy once, so that what slows the machine down for a while does not hit one of them alone; measured is the median of a strategy's
+rounds, of each its median step: emulated devices' time is even (``soap.yardstick``), so what is left of noise adds and takes.
+Printed are the error of each prediction, how far a strategy's rounds are apart, the median and the 95th percentile of each model's
+errors, Kendall's tau between predicted and measured order, and whether the found plan is the measured best.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def measure(
     plans = []
     for name, simulation in simulations.items():
         times = [median(own.times_ns) * scale for own in turns_of(outcome.measured, name)]
-        plans.append(Plan(cluster, model, name, simulation.makespan_ns, int(min(times)), tuple(times)))
+        plans.append(Plan(cluster, model, name, simulation.makespan_ns, int(median(times)), tuple(times)))
     return plans
 
 
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="of benchmarks.models (default %(default)s)")
     parser.add_argument("--least", type=positive, default=9, help="strategies of each, random ones included (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=8, help="of each strategy in a round, warm-up included (default %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=2, help="default %(default)s")
+    parser.add_argument("--rounds", type=positive, default=3, help="default %(default)s")
     parser.add_argument("--budget", type=positive, default=2000, help="proposals of each search (default %(default)s)")
     parser.add_argument("--profile", type=not_negative, default=120, help="seconds to profile a model for a cluster (default %(default)s)")
     parser.add_argument("--scale", type=part_of_the_box, default=1.0, help="of rates and CPU time: for clusters too fast for this box")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain
 
 import torch
 
@@ -21,7 +22,7 @@ from soap.emulation.hosts import host_limits
 from soap.errors import SoapWarning
 from soap.presets import family
 from soap.profiles.core_speed import yardstick_ns
-from soap.profiles.entries import COPY, RUNTIME, Entry, Timing
+from soap.profiles.entries import COPY, RUNTIME, Entry, Timing, apart, typical
 from soap.profiles.keys import Environment, TileKey
 from soap.profiles.measure_machine import cpu_cores
 from soap.profiles.store import Store
@@ -34,6 +35,8 @@ from soap.strategies import CLASSICAL
 from soap.topology import Topology
 
 Progress = Callable[[Wanted], None]
+APART = 0.05
+"""Two times of one computation that differ by more than this do not say what it usually takes."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def measure(
     """Measure what is to be done, in its order, each kept as soon as it is known; how many. Ends after the computation in which
     ``budget_s`` is over. Interrupted, it leaves what was kept and no process behind.
 
-    What strategies need is measured again when all of it is known, before the search space: other users of the machine slow it down for
-    seconds, and only ever add time, so the quicker of both counts.
+    What strategies need is measured again when all of it is known, before the search space, and a third time where the two differ by more
+    than ``APART``: other users of the machine make it slower or quicker for seconds. The mean of two counts, or the median of three.
     """
     keep_freed_memory()  # as ranks do
     place = place_of(topology, environment)
@@ -77,7 +80,7 @@ def measure(
     usual = CLASSICAL["data_parallel"](model.graph, topology)
     degrees = [usual.operators[op.name].degrees for op in model.graph.operators]
     neighbours = Neighbours(environment.neighbours, spec, reading, degrees, environment.threads)
-    known: dict[TileKey, Entry] = {}
+    known: dict[TileKey, list[Entry]] = {}
     needed = [one for one in todo if one.group not in MAY_BE_NEEDED]
     with (
         warnings.catch_warnings(),
@@ -88,15 +91,16 @@ def measure(
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")  # the backward pass's thread
         timer = TileTimer(model, *place.clock)
         stop = time.monotonic() + (float("inf") if budget_s is None else budget_s)
-        for one in (*needed, *needed, *(one for one in todo if one.group in MAY_BE_NEEDED)):
+        again = (one for one in needed if apart(known[one.key]) > APART)
+        for one in chain(needed, needed, again, (one for one in todo if one.group in MAY_BE_NEEDED)):
             if time.monotonic() >= stop:
                 break
             found = measured(one, timer, place)
             neighbours.check()
-            before = known.get(one.key)
-            known[one.key] = found if before is None else before.quicker(found)
-            store.put(environment, [known[one.key]])
-            if before is None:
+            of_this = known.setdefault(one.key, [])
+            of_this.append(found)
+            store.put(environment, [typical(of_this)])
+            if len(of_this) == 1:
                 progress(one)
     return len(known)
 

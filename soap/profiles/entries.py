@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from soap.profiles.keys import TileKey
@@ -41,14 +42,6 @@ class Entry:
     measured_at: str = ""
     launch_ns: tuple[float, float] | None = None
 
-    def quicker(self, other: Entry) -> Entry:
-        """Of two measurements of one computation the lower times."""
-        forward = min(self.forward, other.forward, key=lambda timing: timing.ns)
-        backward = [own.backward for own in (self, other) if own.backward is not None]
-        launches = [own.launch_ns for own in (self, other) if own.launch_ns is not None]
-        launch_ns = (min(own[0] for own in launches), min(own[1] for own in launches)) if launches else None
-        return replace(self, forward=forward, backward=min(backward, key=lambda timing: timing.ns, default=None), launch_ns=launch_ns)
-
     @property
     def points(self) -> int:
         """Points of the iteration space, or bytes."""
@@ -56,6 +49,28 @@ class Entry:
         for length in self.key.lengths:
             points *= length
         return points
+
+
+def typical(entries: Sequence[Entry]) -> Entry:
+    """Of measurements of one computation, oldest first, the median times; of two their mean. The rest is the last one's."""
+    last = entries[-1]
+    launches = [own.launch_ns for own in entries if own.launch_ns is not None]
+    return replace(
+        last,
+        forward=_typical([own.forward for own in entries]),
+        backward=None if last.backward is None else _typical([own.backward for own in entries if own.backward is not None]),
+        launch_ns=(median(own[0] for own in launches), median(own[1] for own in launches)) if launches else None,
+    )
+
+
+def _typical(timings: Sequence[Timing]) -> Timing:
+    return Timing(median(own.ns for own in timings), median(own.spread_ns for own in timings))
+
+
+def apart(entries: Sequence[Entry]) -> float:
+    """How far measurements of one computation are from each other, relative to the least; of its two passes the more."""
+    passes = [own.forward for own in entries], [own.backward for own in entries if own.backward is not None]
+    return max(max(own.ns for own in one) / min(own.ns for own in one) - 1 for one in passes if one)
 
 
 def update_family(optimizer_states: int) -> str:

@@ -26,6 +26,7 @@ from soap.errors import ProfileError, SoapWarning
 from soap.presets import local_topology
 from soap.profiles import keys
 from soap.profiles.corrections import Correction
+from soap.profiles.entries import Entry, Timing
 from soap.profiles.keys import environments
 from soap.profiles.lookup import ProfiledCosts
 from soap.profiles.roofline import RooflineCosts
@@ -63,6 +64,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(upkeep_timing, "CHAINS", (2, 8))
     monkeypatch.setattr(tile_timing.TileTimer.time, "__defaults__", (0.005,))
     monkeypatch.setattr(Neighbours, "__enter__", lambda self: self)
+    monkeypatch.setattr(measuring, "APART", float("inf"))  # so shortly times differ as they like
     return seen
 
 
@@ -106,6 +108,32 @@ def test_measures_each_computation_and_nothing_again(brief: list[str], capsys: C
     found = told(capsys, [*COMMAND, "--again"])
     assert (found["measured_now"], found["corrections_dropped"], len(brief)) == (len(set(brief)), 1, 2 * before)
     assert found["corrections"] == {} and Store().corrections(place) == []
+
+
+def test_a_third_time_decides_where_two_differ(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {0: (100.0, 104.0), 1: (100.0, 120.0, 110.0), 2: (100.0, 100.0)}  # the last one's backward passes are apart
+    needed = [one for one in everything() if one.group not in MAY_BE_NEEDED and one.tile is not None][: len(times)]
+    seen: list[int] = []
+
+    def fake(one: Any, *_: Any) -> Entry:
+        index = needed.index(one)
+        ns = [*times[index], 50.0][seen.count(index)]
+        backward = Timing((40.0, 80.0, 70.0)[seen.count(index)], 2.0) if index == 2 else None
+        seen.append(index)
+        return Entry(one.kind, one.key, Timing(ns, 1.0), backward, 7)
+
+    monkeypatch.setattr(measuring, "measured", fake)
+    monkeypatch.setattr(measuring, "TileTimer", lambda *_: None)
+    monkeypatch.setattr(Neighbours, "__enter__", lambda self: self)
+    topology, store = soap.load_cluster(CLUSTER), Store()
+    (place,) = environments(topology).values()
+    reading: Any = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
+    assert measuring.measure(MODEL, reading, topology, place, needed, store, None) == len(times)
+    assert seen == [0, 1, 2, 0, 1, 2, 1, 2]
+    found = {entry.key: entry for entry in store.entries(place)}
+    assert [found[one.key].forward.ns for one in needed] == [102.0, 110.0, 100.0]
+    last = found[needed[2].key].backward
+    assert last is not None and last.ns == 70.0
 
 
 @pytest.mark.slow
