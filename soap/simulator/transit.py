@@ -84,18 +84,24 @@ def send_spans(sends: Iterable[Send]) -> Iterator[tuple[int, int, int]]:
 
 
 def packed_by_source(plan: Plan, exchange: Exchange) -> dict[int, int]:
-    """By device what it gives in an exchange, as one copy; to receive all in one piece, a device may give itself what it has."""
+    """By device what it gives in an exchange, as one copy. One that receives for a single region gives itself what it has of that, if it
+    gives others of the same values and all then comes in one piece (``Arrivals``)."""
     given: dict[int, list[tuple[int, int]]] = {}
+    shared: dict[int, set[int]] = {}
     for source, _, box, holding in remote_parts(plan, exchange.parts):
         size = box_bytes(plan, exchange.tensor, box)
         given.setdefault(source, []).append((size, 0 if box == plan.holdings[holding].box else size))
+        shared.setdefault(source, set()).add(holding)
     result = {source: own[0][1] if len(own) == 1 else sum(size for size, _ in own) for source, own in given.items()}
-    for number in {number for number, _ in exchange.parts}:
-        fetch = plan.fetches[number]
-        if fetch.device in result and lands_in_place(plan, fetch):
-            mine = sum(box_bytes(plan, fetch.tensor, piece.box) for piece in local_pieces(plan, fetch))
-            if mine:
-                result[fetch.device] = sum(size for size, _ in given[fetch.device]) + mine
+    received: dict[int, set[int]] = {}
+    for number, _ in exchange.parts:
+        received.setdefault(plan.fetches[number].device, set()).add(number)
+    for device, numbers in received.items():
+        fetch = plan.fetches[min(numbers)]
+        mine = local_pieces(plan, fetch)
+        alone = len(numbers) == 1 and {piece.holding for piece in mine} <= shared.get(device, set())
+        if mine and alone and lands_in_place(plan, fetch):
+            result[device] = sum(size for size, _ in given[device]) + sum(box_bytes(plan, fetch.tensor, piece.box) for piece in mine)
     return result
 
 

@@ -16,9 +16,10 @@ from soap.simulator.parameter_memory import kept_shards, reader_bytes
 from soap.simulator.reference import simulate
 from soap.simulator.residency import expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph
-from soap.simulator.transit import Send, send_spans
+from soap.simulator.transit import Send, packed_by_source, send_spans
 from soap.strategy import Strategy
 from soap.topology import Topology
+from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 from tests.strategies import cases
 
@@ -79,6 +80,20 @@ def test_gradients_that_are_summed_have_their_buffers_all_the_time() -> None:
     tasks, schedule = played(graph, batch_split(graph, [0, 1]))
     for curve in memory_over_time(tasks, schedule, 0):
         assert points(curve)[48] == 4 * 2 * 4 + 2 * 3 * 2 * 4  # while it is summed: the batch, the weight and its gradient
+
+
+@pytest.mark.parametrize(("regions", "parts"), [(1, 2 + 1), (2, 4)])
+def test_a_device_gives_itself_its_part_of_the_only_region_that_comes(regions: int, parts: int) -> None:
+    """Three devices have a third of the rows of a value each, and read a third of its columns, or two."""
+    g = GraphBuilder()
+    first = g.linear(g.input("x", 6, 2), 6, name="first")
+    places = [(0, 1, 2), (1, 2, 0)][:regions]
+    losses = [g.mean(g.elementwise(first, name=f"columns{i}"), name=f"loss{i}") for i in range(regions)]
+    configs = {f"columns{i}": on(*own, degrees=(1, 3)) for i, own in enumerate(places)} | {loss: on(0, degrees=(1, 1)) for loss in losses}
+    chosen = strategy(first=on(0, 1, 2, degrees=(3, 1, 1)), sum=on(0, degrees=()), **configs)
+    plan = build_plan(g.build(g.elementwise(*losses, name="sum")), chosen, pairwise_cluster(1, 1, 1))
+    (exchange,) = [own for own in plan.exchanges if own.tensor == "first"]
+    assert packed_by_source(plan, exchange) == dict.fromkeys(range(3), parts * 2 * 2 * 4)
 
 
 @settings(max_examples=150, deadline=None)
