@@ -16,6 +16,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from soap.errors import TopologyError
+from soap.interference import (
+    NO_CROWDING,
+    NO_HANDLING,
+    NO_RESTART,
+    Crowding,
+    Handling,
+    Port,
+    Restart,
+    check_not_negative,
+)
 from soap.routes import Router
 
 if TYPE_CHECKING:
@@ -28,11 +38,6 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = ("cpu", "cuda")
 
 _FALLBACK_SHARES = {"float64": 0.5, "complex128": 0.5}
 """Rate of a dtype without figure, relative to float32: half as many lanes fit into a vector register."""
-
-
-def _check_not_negative(where: str, what: str, value: float) -> None:
-    if not (isfinite(value) and value >= 0):
-        raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class DeviceType:
             _check_positive(where, f"rate for {dtype}", rate)
         _check_positive(where, "memory bandwidth", self.memory_bandwidth_bytes_per_second)
         _check_positive(where, "memory", self.memory_bytes)
-        _check_not_negative(where, "kernel time", self.kernel_seconds)
+        check_not_negative(where, "kernel time", self.kernel_seconds)
 
     def __hash__(self) -> int:
         return hash((self.name, self.kind, self.memory_bytes, tuple(sorted(self.flops_per_second.items()))))
@@ -104,7 +109,7 @@ class Host:
         _check_positive(f"host {self.name!r}", "number of CPU cores", self.cpu_cores)
         _check_positive(f"host {self.name!r}", "memory", self.memory_bytes)
         if self.row_seconds is not None:
-            _check_not_negative(f"host {self.name!r}", "time per row", self.row_seconds)
+            check_not_negative(f"host {self.name!r}", "time per row", self.row_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,68 +138,7 @@ class Link:
         if self.source == self.target:
             raise TopologyError(f"{where} leads from {self.source!r} to itself; expected two different nodes")
         _check_positive(where, "bandwidth", self.bandwidth_bytes_per_second)
-        _check_not_negative(where, "latency", self.latency_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Port:
-    """What processors do for communication over a link. ``device``: whose it is, None for a link that none of them sends or receives by.
-
-    For each communication that holds the link, the device is busy for ``call_ns``, ``fixed_ns`` times the messages over it, and a part of
-    the time for which the link is held: the fewest ``permille`` of all ports whose links are, since the bytes, which make the work, go as
-    fast as the slowest of these lets them.
-    """
-
-    link: int
-    device: int | None
-    fixed_ns: int
-    permille: int
-    call_ns: int = 0
-
-    def __post_init__(self) -> None:
-        for what, value in (("time of a call", self.call_ns), ("fixed time", self.fixed_ns), ("part of the duration", self.permille)):
-            _check_not_negative(f"port of link {self.link}", what, value)
-
-    def busy_ns(self, held_ns: int, permille: int, messages: int = 1) -> int:
-        """How long the device is busy with a communication that holds the link for so long, with so many messages:
-        call_ns + messages * fixed_ns + floor(permille * held_ns / 1000)."""
-        return self.call_ns + messages * self.fixed_ns + permille * held_ns // 1000
-
-
-Factors = tuple[tuple[int, float], ...]
-"""(number of devices, factor), numbers ascending."""
-
-
-@dataclass(frozen=True, slots=True)
-class Crowding:
-    """How many times a message's latency the latency of a collective's step is, since devices, or what serves them, wait for each other:
-    by the number of devices, of all-reduces and of exchanges. Between these numbers linearly, beyond them as at the nearest; 1 if there are
-    none."""
-
-    all_reduce: Factors = ()
-    exchange: Factors = ()
-
-    def of_all_reduce(self, devices: int) -> float:
-        """The factor for so many devices."""
-        return _between(self.all_reduce, devices)
-
-    def of_exchange(self, devices: int) -> float:
-        """The factor for so many devices, of which each sends the others something."""
-        return _between(self.exchange, devices)
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """A device that has waited, or communicated, since its last tile is slower for a while: each tile takes ``permille`` of its duration
-    longer, until that is ``most_ns`` together. A processor that others have had meanwhile finds its caches cold, and one that has slept
-    comes back at a lower clock."""
-
-    permille: int = 0
-    most_ns: int = 0
-
-    def __post_init__(self) -> None:
-        for what, value in (("part of the duration", self.permille), ("most", self.most_ns)):
-            _check_not_negative("restart of a device that has waited", what, value)
+        check_not_negative(where, "latency", self.latency_seconds)
 
 
 @dataclass(frozen=True)
@@ -206,8 +150,8 @@ class Topology:
     make its strategies another cluster's. ``stated``: numbers of the links of such a cluster whose bandwidth is part of it all the same,
     because whoever asked for the cluster named it. ``described``: the links as the cluster was described, where ``links`` have figures that
     were measured between its ranks: it is still that cluster, and its identity follows from these. ``links_source``: where such figures
-    come from, in one line. ``ports``: what processors do for communication, at most one per link, and ``crowding``: what is longer in
-    collectives, and ``restart``: what takes longer behind a wait, where that was measured; no part of the identity.
+    come from, in one line. ``ports``, at most one per link, ``handling``, ``crowding`` and ``restart``: what communication does to
+    computation and to other communication (``soap.interference``), where that was measured; no part of the identity.
     """
 
     name: str
@@ -219,8 +163,9 @@ class Topology:
     described: tuple[Link, ...] = ()
     links_source: str = ""
     ports: tuple[Port, ...] = ()
-    crowding: Crowding = Crowding()
-    restart: Restart = Restart()
+    handling: Handling = NO_HANDLING
+    crowding: Crowding = NO_CROWDING
+    restart: Restart = NO_RESTART
 
     def __post_init__(self) -> None:
         for attribute in ("devices", "hosts", "links", "described", "ports"):
@@ -236,8 +181,9 @@ class Topology:
         self._check_connected()
 
     def __reduce__(self) -> tuple[object, ...]:
-        measured = (self.measured, self.stated, self.described, self.links_source, self.ports, self.crowding, self.restart)
-        return (Topology, (self.name, self.devices, self.hosts, self.links, *measured))
+        measured = (self.measured, self.stated, self.described, self.links_source)
+        between = (self.ports, self.handling, self.crowding, self.restart)
+        return (Topology, (self.name, self.devices, self.hosts, self.links, *measured, *between))
 
     @property
     def device_count(self) -> int:
@@ -395,13 +341,3 @@ def _stated(host: Host) -> list[Any]:
     """What is known of a host's cores."""
     core = None if host.core is None else host.core.identity
     return [] if core is None and host.row_seconds is None else [core, host.row_seconds]
-
-
-def _between(factors: Factors, devices: int) -> float:
-    before = (0, 1.0) if not factors else factors[0]
-    for count, factor in factors:
-        if count >= devices:
-            low, at_low = before
-            return factor if count <= low else at_low + (factor - at_low) * (max(devices, low) - low) / (count - low)
-        before = (count, factor)
-    return before[1]

@@ -8,9 +8,10 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from soap.graph import DimMap, Factor, Operator, OperatorGraph
+from soap.interference import Handling, Port, Restart, Share
 from soap.regions import Box
 from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Device, DeviceType, Host, Link, Port, Restart, Topology
+from soap.topology import Device, DeviceType, Host, Link, Topology
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
 CPU = DeviceType("test-cpu", "cpu", {"float32": 1e10}, 1e10, 2**30, 1e-6, "made up for tests")
@@ -106,12 +107,13 @@ def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> 
     made = cluster(counts, draw(st.sampled_from((CPU, GPU))), draw(st.sampled_from((1e8, 1e10))), draw(st.sampled_from((0.0, 1e-5))))
     busy = draw(st.lists(st.integers(0, len(made.links) - 1), max_size=4 if ports else 0, unique=True))
     own = 2 * sum(counts)  # a device's links come first, two for each
-    own_ports = [
-        Port(link, link // 2 if link < own else None, *(draw(st.sampled_from(of)) for of in ((0, 700, 90_000), (0, 333, 1000), (0, 5_000))))
-        for link in busy
-    ]
-    restart = Restart(draw(st.sampled_from((0, 250, 1500))), draw(st.sampled_from((700, 90_000)))) if ports else Restart()
-    return replace(made, ports=tuple(own_ports), restart=restart)
+    shares = st.builds(Share, st.sampled_from((0, 700, 90_000)), st.sampled_from((0, 333, 1000)))
+    own_ports = [Port(link, link // 2 if link < own else None, *draw(shares)) for link in busy]
+    if not ports:
+        return made
+    handling = Handling(*(((2, draw(shares)), (4, draw(shares))) for _ in range(2)))
+    restart = Restart(draw(st.sampled_from(((), ((500, 700),), ((700, 300), (90_000, 5_000), (200_000, 5_001))))))
+    return replace(made, ports=tuple(own_ports), handling=handling, restart=restart)
 
 
 def cluster(

@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "soap.emulation": ("soap.emulation", *GROUND_FLOOR),
     "soap.runtime": ("soap.runtime", "soap.simulator", "soap.tracing", *GROUND_FLOOR),
     "soap.runtime.link_timing": ("soap.runtime", "soap.profiles.link_probes", *GROUND_FLOOR),  # it measures under the real launch
+    "soap.runtime.step_chains": ("soap.runtime", "soap.profiles.link_probes", "soap.simulator", "soap.tracing.model", *GROUND_FLOOR),
     "soap.runtime.step_timing": ("soap.runtime", "soap.profiles.link_probes", "soap.simulator", "soap.tracing.model", *GROUND_FLOOR),
     "soap.zoo": ("soap.zoo", "soap.errors"),
     "soap.api": EVERYTHING,

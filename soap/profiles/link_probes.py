@@ -15,14 +15,18 @@ from statistics import median
 from typing import NamedTuple
 
 from soap.errors import ProfileError
+from soap.interference import Crowding, Handling, Port, Restart, Share
 from soap.profiles.alpha_beta import AlphaBeta, fit
 from soap.simulator.communication import Communication
-from soap.topology import Crowding, Port, Restart, Topology
+from soap.simulator.delivery import SMALLEST_EXCHANGE
+from soap.topology import Topology
 
 SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)
 MOST_TIMES = 10**4
 """That a timing has."""
+LARGE_BYTES = 2**30
+"""Beside which latencies are nothing."""
 LEAST_LATENCY_SECONDS = 1e-9
 LEAST_CPU_SECONDS = 1e-9
 
@@ -30,8 +34,9 @@ LEAST_CPU_SECONDS = 1e-9
 class Operation(StrEnum):
     """``message``: from the first device to the second. ``exchange``: both ways at once. ``all_to_all``: from each to each.
 
-    ``step_message`` and ``step_sum``: a few bytes from one tile to the next, or summed behind each tile, as a training step meets them
-    (``soap.runtime.step_timing``). ``step_restart``: what a tile that reads so many bytes takes longer behind a sum.
+    ``step_message``, ``step_sum`` and ``step_exchange``: a few bytes from one tile to the next, or summed behind each tile, or from each
+    to each, as a training step meets them (``soap.runtime.step_timing``). ``step_restart``: what a tile that reads so many bytes takes
+    longer behind a sum.
     """
 
     MESSAGE = "message"
@@ -40,18 +45,19 @@ class Operation(StrEnum):
     ALL_TO_ALL = "all_to_all"
     STEP_MESSAGE = "step_message"
     STEP_SUM = "step_sum"
+    STEP_EXCHANGE = "step_exchange"
     STEP_RESTART = "step_restart"
 
 
-IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_RESTART)
+IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_EXCHANGE, Operation.STEP_RESTART)
 STEP_BYTES = 4
 """Of what is sent or summed within steps."""
-LAYERS, ROWS, WIDTH = 4, 64, 192
-SAMPLES, CHANNELS, SIDE, WINDOW = 8, 24, 16, 3
+LAYERS, ROWS, WIDTH = 1, 64, 192
+SAMPLES, CHANNELS, SIDE, WINDOW = 2, 24, 16, 3
 BLOCK_BYTES = 4 * (LAYERS * WIDTH**2 + SAMPLES * CHANNELS * SIDE**2 + (CHANNELS * WINDOW) ** 2)
 """Weights of so many layers (on so many rows), and what a convolution reads: a block of a tile's work."""
-RESTART_BYTES = (BLOCK_BYTES, 3 * BLOCK_BYTES)
-"""Of what a tile reads that is timed behind sums: two to three milliseconds on a device with 0.4 cores, and three times that."""
+RESTART_BYTES = (BLOCK_BYTES, 4 * BLOCK_BYTES, 12 * BLOCK_BYTES)
+"""Of what a tile reads that is timed behind sums: about a millisecond on a device with 0.4 cores, four, and twelve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,7 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
     if pairs and all(device.type.kind == "cpu" for device in topology.devices):
         everyone = tuple(range(topology.device_count))
         probes += [Probe(Operation.STEP_MESSAGE, pairs[-1], STEP_BYTES), Probe(Operation.STEP_SUM, everyone, STEP_BYTES)]
+        probes += [Probe(Operation.STEP_EXCHANGE, everyone, STEP_BYTES)] if len(everyone) >= SMALLEST_EXCHANGE else []
         probes += [Probe(Operation.STEP_RESTART, everyone, size) for size in RESTART_BYTES]
     return probes
 
@@ -187,77 +194,110 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
                 raise ProfileError(f"messages between devices {devices} take no longer the larger they are; measure again")
             route = topology.route(devices[0], devices[1])
             known = [link for link in route if link in inside]
-            left = line.alpha_seconds + within.message_seconds - sum(inside[link][1] for link in known)
+            left = line.alpha_seconds + within.message.seconds - sum(inside[link][1] for link in known)
             each = max(left / max(1, len(route) - len(known)), LEAST_LATENCY_SECONDS)
             for link in _alike(topology, [link for link in route if link not in known], same_host):
                 figures[link] = 1 / exchange.beta_seconds_per_byte, each
-                ports[link] = _port(topology, link, busy[operation, devices], exchange, within.busy_seconds)
+                ports[link] = _port(topology, link, busy[operation, devices], exchange, within.message.busy_seconds)
     measured = {**across, **inside}
     links = list(topology.links)
     for link, (bandwidth, latency) in measured.items():
         links[link] = replace(links[link], bandwidth_bytes_per_second=bandwidth, latency_seconds=latency)
     described = topology.described or topology.links
+    made = replace(topology, links=tuple(links), described=described, links_source=source)
+    made = replace(made, crowding=_crowding(made, found, within), restart=_restart(timings))
     if any(device.type.kind != "cpu" for device in topology.devices):
-        ports.clear()  # what sends there is not what computes
-    made = replace(topology, links=tuple(links), described=described, links_source=source, ports=tuple(ports[i] for i in sorted(ports)))
-    return replace(made, crowding=_crowding(made, found, within), restart=_restart(timings))
+        return made  # what sends there is not what computes
+    return replace(made, ports=tuple(ports[i] for i in sorted(ports)), handling=_handling(made, busy, within))
+
+
+_BY_ITSELF = {
+    Operation.STEP_MESSAGE: Operation.MESSAGE,
+    Operation.STEP_SUM: Operation.ALL_REDUCE,
+    Operation.STEP_EXCHANGE: Operation.ALL_TO_ALL,
+}
+
+
+class _Longer(NamedTuple):
+    """How many seconds longer something takes within a step than by itself, and for how long it keeps a device busier there."""
+
+    seconds: float = 0.0
+    busy_seconds: float = 0.0
 
 
 class _WithinSteps(NamedTuple):
-    """How many seconds longer a message, and a sum, takes within a step than by itself; and for how long an end of a message keeps its
-    device busier there. The sender's end is no part of the message's: it is its port's."""
+    """Of a message beside what it keeps its ends busier: the sender's end is no part of it, but its port's."""
 
-    message_seconds: float = 0.0
-    sum_seconds: float = 0.0
-    busy_seconds: float = 0.0
+    message: _Longer = _Longer()
+    all_reduce: _Longer = _Longer()
+    all_to_all: _Longer = _Longer()
 
 
 def _within_steps(timings: Sequence[LinkTiming], found: _Lines, busy: _Lines) -> _WithinSteps:
     """From what was measured; nothing if it was not. Never less than nothing."""
     more = _WithinSteps()
     for timing in timings:
-        size, devices = timing.probe.size_bytes, timing.probe.devices
-        message, summed = (Operation.MESSAGE, devices), (Operation.ALL_REDUCE, devices)
-        if timing.probe.operation is Operation.STEP_MESSAGE and message in found:
-            longer, busier = timing.typical_seconds - found[message].seconds(size), timing.cpu_seconds - busy[message].seconds(size)
-            more = more._replace(message_seconds=max(0.0, longer - max(0.0, busier)), busy_seconds=max(0.0, busier))
-        elif timing.probe.operation is Operation.STEP_SUM and summed in found:
-            more = more._replace(sum_seconds=max(0.0, timing.typical_seconds - found[summed].seconds(size)))
+        operation, size = _BY_ITSELF.get(timing.probe.operation), timing.probe.size_bytes
+        if operation is not None and (operation, timing.probe.devices) in found:
+            longer = timing.typical_seconds - found[operation, timing.probe.devices].seconds(size)
+            busier = max(0.0, timing.cpu_seconds - busy[operation, timing.probe.devices].seconds(size))
+            if operation is Operation.MESSAGE:
+                longer -= busier
+            more = more._replace(**{operation.value: _Longer(max(0.0, longer), busier)})
     return more
 
 
 def _crowding(topology: Topology, found: _Lines, within: _WithinSteps) -> Crowding:
     """From the latencies of collectives that were measured, beside what the links' latencies make of them: of each number of devices those
-    over most hosts. An exchange as a whole has no less than a message's, as bounds assume. Exchanges are timed behind a computation, which
-    makes as much of a difference to sums as a step does; so no more is added to them."""
+    over most hosts. An exchange as a whole has no less than a message's, as bounds assume."""
     communication = Communication(topology)
     factors: dict[Operation, dict[int, float]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
-    for (operation, devices), line in sorted(found.items(), key=lambda entry: len({topology.devices[d].host for d in entry[0][1]})):
-        if operation in factors:
-            modelled = modelled_seconds(communication, Probe(operation, devices, 0))
-            summed = operation is Operation.ALL_REDUCE
-            factor = (line.alpha_seconds + (within.sum_seconds if summed else 0.0)) / modelled
-            factors[operation][len(devices)] = factor if summed else max(factor, 1 / (len(devices) - 1))
+    for (operation, devices), line in _collectives(topology, found):
+        modelled = modelled_seconds(communication, Probe(operation, devices, 0))
+        factor = (line.alpha_seconds + getattr(within, operation.value).seconds) / modelled
+        least = 1 / (len(devices) - 1) if operation is Operation.ALL_TO_ALL else 0.0
+        factors[operation][len(devices)] = max(factor, least)
     return Crowding(*(tuple(sorted(own.items())) for own in factors.values()))
 
 
+def _handling(topology: Topology, busy: _Lines, within: _WithinSteps) -> Handling:
+    """From the processor's time of collectives that were measured: of each number of devices those over most hosts."""
+    communication = Communication(topology)
+    shares: dict[Operation, dict[int, Share]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
+    for (operation, devices), line in _collectives(topology, busy):
+        nothing, all_of_it = (modelled_seconds(communication, Probe(operation, devices, size)) for size in (0, LARGE_BYTES))
+        fixed = line.alpha_seconds + getattr(within, operation.value).busy_seconds
+        permille = 1000 * line.beta_seconds_per_byte * LARGE_BYTES / (all_of_it - nothing)
+        shares[operation][len(devices)] = Share(round(1e9 * fixed), round(permille))
+    return Handling(*(tuple(sorted(own.items())) for own in shares.values()))
+
+
+def _collectives(topology: Topology, lines: _Lines) -> list[tuple[tuple[Operation, tuple[int, ...]], AlphaBeta]]:
+    """Sums and exchanges of all devices with all, those over fewer hosts first."""
+    own = [entry for entry in lines.items() if entry[0][0] in (Operation.ALL_REDUCE, Operation.ALL_TO_ALL)]
+    return sorted(own, key=lambda entry: len({topology.devices[device].host for device in entry[0][1]}))
+
+
 def _restart(timings: Sequence[LinkTiming]) -> Restart:
-    """The part of their durations that tiles took longer behind sums, and the most that one did."""
+    """How much longer tiles took behind sums, by how long they take on one device; longer tiles no less than shorter ones."""
+    points: list[tuple[int, int]] = []
     own = [timing for timing in timings if timing.probe.operation is Operation.STEP_RESTART]
-    longer_seconds, alone_seconds = sum(timing.typical_seconds for timing in own), sum(timing.cpu_seconds for timing in own)
-    if alone_seconds <= 0:
-        return Restart()
-    return Restart(round(1000 * longer_seconds / alone_seconds), round(1e9 * max(timing.typical_seconds for timing in own)))
+    for timing in sorted(own, key=lambda timing: timing.cpu_seconds):
+        alone_ns, longer_ns = round(1e9 * timing.cpu_seconds), round(1e9 * timing.typical_seconds)
+        before_ns, less_ns = points[-1] if points else (0, 0)
+        if alone_ns > before_ns:
+            points.append((alone_ns, max(less_ns, longer_ns)))
+    return Restart(tuple(points))
 
 
-def _port(topology: Topology, link: int, busy: AlphaBeta, exchange: AlphaBeta, call_seconds: float) -> Port:
+def _port(topology: Topology, link: int, busy: AlphaBeta, exchange: AlphaBeta, busier_seconds: float) -> Port:
     """What a device at an end of a link is busy with messages over it: seconds per byte as a part of an exchange's, what a message of
-    no bytes takes beside that, and what each communication takes beside its messages."""
+    no bytes takes, and what it takes longer within steps."""
     names = {device.name: device.index for device in topology.devices}
     ends = (topology.links[link].source, topology.links[link].target)
     device = next((names[end] for end in ends if end in names), None)
     permille = round(1000 * busy.beta_seconds_per_byte / exchange.beta_seconds_per_byte)
-    return Port(link, device, max(0, round(1e9 * busy.alpha_seconds)), max(0, permille), round(1e9 * call_seconds))
+    return Port(link, device, max(0, round(1e9 * (busy.alpha_seconds + busier_seconds))), max(0, permille))
 
 
 def _alike(topology: Topology, links: Sequence[int], same_host: bool) -> list[int]:

@@ -50,10 +50,10 @@ def measure_links(
         todo: tuple[Probe, ...] = comm.gather(tuple(probes))[0]
         comm.open_groups({probe.devices for probe in todo})
         when_open()
-        found = []
+        found: list[LinkTiming] = []
         for probe in todo:
             in_steps = probe.operation in IN_STEPS
-            found.append(measure_in_steps(comm, probe, _busy_seconds) if in_steps else _measure(comm, probe, seconds_per_probe))
+            found.append(measure_in_steps(comm, probe, _busy_seconds, found) if in_steps else _measure(comm, probe, seconds_per_probe))
             if on_probe is not None and comm.rank == 0:
                 on_probe(found[-1])
         return found

@@ -39,17 +39,22 @@ def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: i
     """Duration of flows that run at once; the targets then add up at most ``reduced_bytes`` each."""
     if not flows:
         return 0.0
+    messages = busiest_messages(flows)
+    latency = max(topology.route_latency_seconds(source, target) for source, target, _ in flows)
+    carried = flow_links(topology, flows)
+    moving = max((size / topology.links[link].bandwidth_bytes_per_second for link, size in carried.items()), default=0.0)
+    memory = min(topology.devices[target].type.memory_bandwidth_bytes_per_second for _, target, _ in flows)
+    return messages * latency * topology.crowding.of_exchange(messages + 1) + moving + reduced_bytes * REDUCE_TRAFFIC / memory
+
+
+def busiest_messages(flows: Iterable[Flow]) -> int:
+    """How many messages the device sends, or receives, that has most of them."""
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
     for source, target, _ in flows:
         sent[source] = sent.get(source, 0) + 1
         received[target] = received.get(target, 0) + 1
-    messages = max(*sent.values(), *received.values())
-    latency = max(topology.route_latency_seconds(source, target) for source, target, _ in flows)
-    carried = flow_links(topology, flows)
-    moving = max((size / topology.links[link].bandwidth_bytes_per_second for link, size in carried.items()), default=0.0)
-    memory = min(topology.devices[target].type.memory_bandwidth_bytes_per_second for target in received)
-    return messages * latency * topology.crowding.of_exchange(messages + 1) + moving + reduced_bytes * REDUCE_TRAFFIC / memory
+    return max((*sent.values(), *received.values()), default=0)
 
 
 def tree_rounds(devices: Sequence[int], size: int) -> list[list[Flow]]:

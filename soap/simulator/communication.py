@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import floor
 
+from soap.interference import Share
 from soap.simulator.allreduce import AllReduceOption, allreduce_bytes, allreduce_options, fastest
 from soap.simulator.collectives import REDUCE_TRAFFIC, Flow, exchange_seconds
 from soap.simulator.costs import nanoseconds
@@ -19,7 +20,7 @@ from soap.topology import Topology
 
 CACHE_ENTRIES = 2**18
 
-VERSION = 6
+VERSION = 7
 """To be raised whenever a formula changes."""
 
 
@@ -31,13 +32,15 @@ class Communication:
         self._routes: dict[tuple[int, int], tuple[float, float]] = {}
         self._options: dict[tuple[int, ...], tuple[AllReduceOption, ...]] = {}
         self._exchanges: dict[tuple[tuple[Flow, ...], int], int] = {}
+        self._ports = {port.link: port for port in topology.ports}
 
     @property
     def hash(self) -> str:
         """16 hex digits over every figure that enters an answer."""
         links = [[float(link.bandwidth_bytes_per_second), float(link.latency_seconds)] for link in self.topology.links]
         devices = [[device.type.kind, float(device.type.memory_bandwidth_bytes_per_second)] for device in self.topology.devices]
-        measured = [[asdict(port) for port in self.topology.ports], asdict(self.topology.crowding), asdict(self.topology.restart)]
+        ports = [asdict(port) for port in self.topology.ports]
+        measured = [ports, asdict(self.topology.handling), asdict(self.topology.crowding), asdict(self.topology.restart)]
         text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices, *measured])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -65,6 +68,13 @@ class Communication:
         links = [self.topology.links[link] for link in self.topology.route(source, target)]
         per_byte = max((1 / link.bandwidth_bytes_per_second for link in links), default=0.0)
         return self.topology.route_latency_seconds(source, target), per_byte
+
+    def message_share(self, source: int, target: int) -> Share:
+        """For how long a message keeps those devices busy that have ports at its route's links: the longest fixed time of these ports, and
+        the smallest part of the time for which it holds links, since the bytes, which make the work, go as fast as the slowest link lets
+        them."""
+        ports = [self._ports[link] for link in self.topology.route(source, target) if link in self._ports]
+        return Share(max(port.fixed_ns for port in ports), min(port.permille for port in ports)) if ports else Share()
 
     def allreduce_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
         """What an all-reduce over these devices may be done by."""

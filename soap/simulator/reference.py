@@ -2,11 +2,11 @@
 
 A task is ready when its last predecessor ends. Tasks are taken in the order of (ready time, id); a taken task starts when all its
 resources are free and holds them to its end, a message until its last byte has left: its latency comes behind that. So every device and
-every link serves in the order of readiness, and ties are decided by the stable id. A communication over a link with a port keeps that
-port's device busy for a while, from when it is ready or the device is free: what the device computes later starts later, the communication
-itself does not. (From its start on would be nearer to the truth where it waits for its links; but a device is free from one moment on, and
-would stand idle till then.) A device that has done something else since its last tile, or
-nothing, computes more slowly for a while (``Topology.restart``).
+every link serves in the order of readiness, and ties are decided by the stable id. A communication over links with ports keeps these ports'
+devices busy for a while (``Task.handling_ns``), from when it is ready or the device is free: what the device computes later starts later,
+the communication itself does not. (From its start on would be nearer to the truth where it waits for its links; but a device is free from
+one moment on, and would stand idle till then.) A device that has done something else since its last tile, or nothing, computes more slowly
+for a while (``Topology.restart``).
 
 What a GPU computes its host's processor launches, in the same order and without waiting for the GPU: a pass over a tile begins no earlier
 than its first kernel is launched and ends no earlier than its last one is. Where launching takes longer than computing, it decides.
@@ -15,12 +15,13 @@ than its first kernel is launched and ends no earlier than its last one is. Wher
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 
 import numpy as np
 
-from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
-from soap.topology import Topology
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+
+NEVER = 2**62
+"""Nanoseconds since a device has waited that never has."""
 
 
 def simulate(tasks: TaskGraph) -> Schedule:
@@ -35,9 +36,9 @@ def simulate(tasks: TaskGraph) -> Schedule:
     free: dict[int, int] = {}
     launched: dict[int, int] = {}
     computed: dict[int, int] = {}
-    left: dict[int, int] = {}
+    since: dict[int, int] = {}
     restart = tasks.topology.restart
-    ports = {tasks.topology.device_count + port.link: port for port in tasks.topology.ports}
+    ports = {tasks.topology.device_count + port.link: port.device for port in tasks.topology.ports}
     queue = [(0, task.id, position) for position, task in enumerate(todo) if not task.predecessors]
     heapq.heapify(queue)
     while queue:
@@ -51,33 +52,21 @@ def simulate(tasks: TaskGraph) -> Schedule:
         end[position] = start[position] + task.duration_ns
         if task.tile is not None:
             (device,) = task.resources
-            if start[position] > computed.get(device, 0):
-                left[device] = restart.most_ns
-            extra_ns = min(restart.permille * task.duration_ns // 1000, left.get(device, 0))
-            end[position] += extra_ns
-            left[device] = left.get(device, 0) - extra_ns
+            before_ns = 0 if start[position] > computed.get(device, 0) else since.get(device, NEVER)
+            since[device] = before_ns + task.duration_ns
+            end[position] += restart.longer_ns(since[device]) - restart.longer_ns(before_ns)
             computed[device] = end[position]
         for resource in task.resources:
             free[resource] = end[position] - task.latency_ns
-        held = [ports[resource] for resource in task.resources if resource in ports]
-        over = _messages(tasks.topology, task) if held else Counter()
-        for port in held:
-            if port.device is not None:
-                busy_ns = port.busy_ns(task.held_ns, min(own.permille for own in held), over[port.link])
-                free[port.device] = max(free.get(port.device, 0), ready[position]) + busy_ns
+        for own in {ports.get(resource) for resource in task.resources}:
+            if own is not None:
+                free[own] = max(free.get(own, 0), ready[position]) + task.handling_ns
         for successor in successors[position]:
             ready[successor] = max(ready[successor], end[position])
             waiting[successor] -= 1
             if waiting[successor] == 0:
                 heapq.heappush(queue, (ready[successor], todo[successor].id, successor))
     return Schedule(np.array(start, np.int64), np.array(end, np.int64))
-
-
-def _messages(topology: Topology, task: Task) -> Counter[int]:
-    """Link -> how many messages of a communication go over it. An all-reduce is one call of a library on each device, and counts as one."""
-    if not task.flows:
-        return Counter({resource - topology.device_count: 1 for resource in task.resources})
-    return Counter(link for source, target, _ in task.flows for link in topology.route(source, target))
 
 
 def execution_order(tasks: TaskGraph, schedule: Schedule) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from soap.simulator.collectives import Flow, flow_links
+from soap.simulator.collectives import Flow, busiest_messages, flow_links
 from soap.simulator.communication import Communication
 from soap.simulator.flows import Round
 from soap.simulator.tasks import Task, TaskKind
@@ -35,10 +35,12 @@ class TaskList:
         flows: tuple[Flow, ...] = (),
         launch_ns: int = 0,
         latency_ns: int = 0,
+        handling_ns: int = 0,
     ) -> int:
         """One more task; its position."""
         predecessors = tuple(sorted(set(after)))
-        self.tasks.append(Task(place, name, kind, resources, duration_ns, predecessors, size, tile, flows, launch_ns, latency_ns))
+        times = (launch_ns, latency_ns, handling_ns)
+        self.tasks.append(Task(place, name, kind, resources, duration_ns, predecessors, size, tile, flows, *times))
         return len(self.tasks) - 1
 
     def message(
@@ -48,7 +50,8 @@ class TaskList:
         resources = self._link_resources(self.topology.route(source, target))
         duration_ns = self.communication.transfer_ns(size, source, target)
         latency_ns = self.communication.latency_ns(duration_ns, source, target)
-        return self.add(place, name, kind, resources, duration_ns, after, size, latency_ns=latency_ns)
+        handling_ns = self.communication.message_share(source, target).busy_ns(duration_ns - latency_ns)
+        return self.add(place, name, kind, resources, duration_ns, after, size, latency_ns=latency_ns, handling_ns=handling_ns)
 
     def exchange(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """A collective of several rounds, one after the other."""
@@ -57,14 +60,19 @@ class TaskList:
         pairs = frozenset((source, target) for source, target, _ in flows)
         if pairs not in self._exchange_links:
             self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
-        return self.add(place, name, kind, self._exchange_links[pairs], duration, after, sum(size for *_, size in flows), flows=flows)
+        messages = max((busiest_messages(own) for own, _ in rounds), default=0)
+        handling_ns = self.topology.handling.of_exchange(messages + 1).busy_ns(duration)
+        size = sum(size for *_, size in flows)
+        return self.add(place, name, kind, self._exchange_links[pairs], duration, after, size, flows=flows, handling_ns=handling_ns)
 
     def all_reduce(
         self, place: tuple[int, ...], name: str, kind: TaskKind, size: int, devices: tuple[int, ...], after: Iterable[int]
     ) -> int:
         """A sum over devices of so many bytes, which each of them has then."""
         duration, links = self.communication.allreduce(size, devices)
-        return self.add(place, name, kind, self._link_resources(links), duration, after, self.communication.allreduce_bytes(size, devices))
+        handling_ns = self.topology.handling.of_all_reduce(len(set(devices))).busy_ns(duration)
+        moved = self.communication.allreduce_bytes(size, devices)
+        return self.add(place, name, kind, self._link_resources(links), duration, after, moved, handling_ns=handling_ns)
 
     def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.topology.device_count + link for link in links)

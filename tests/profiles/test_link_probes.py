@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from soap.errors import ProfileError
+from soap.interference import NO_HANDLING, NO_RESTART, Restart, Share
 from soap.presets import preset
 from soap.profiles.link_probes import (
     RESTART_BYTES,
@@ -22,7 +23,7 @@ from soap.profiles.link_probes import (
     with_measured_links,
 )
 from soap.simulator.communication import Communication
-from soap.topology import Restart, Topology
+from soap.topology import Topology
 from tests.strategies import CPU, cluster, topologies
 
 
@@ -145,8 +146,9 @@ def test_messages_that_cost_nothing_per_byte_are_refused() -> None:
         with_measured_links(topology, timings)
 
 
-def test_ports_and_crowding_follow_from_what_was_measured() -> None:
-    """Messages keep a device busy for 20 us and half of the time that their bytes take; all-reduces have three times a ring's latency."""
+def test_ports_handling_and_crowding_follow_from_what_was_measured() -> None:
+    """Messages keep a device busy for 20 us and half of the time that their bytes take, collectives for 20 us and as much for a byte;
+    all-reduces have three times a ring's latency."""
     topology = cluster([1, 1, 1, 1], CPU)  # 1 GB/s at the device, 100 MB/s between hosts, 10 us per link
     communication = Communication(topology)
     timings = []
@@ -161,6 +163,9 @@ def test_ports_and_crowding_follow_from_what_was_measured() -> None:
     assert devices == {link.index: link.index // 2 if link.index < 8 else None for link in topology.links}  # a device's links come first
     for port in measured.ports:
         assert (port.fixed_ns, port.permille) == (pytest.approx(20_000, abs=2), pytest.approx(500, abs=1))
+    ring, direct = {2: 500, 4: 333}, {2: 500, 4: 167}  # of the time of three halves, or three times, as many bytes on a link
+    for shares, permille in ((measured.handling.all_reduce, ring), (measured.handling.exchange, direct)):
+        assert dict(shares) == {n: Share(pytest.approx(20_000, abs=2), pytest.approx(permille[n], rel=0.02)) for n in (2, 4)}
     assert dict(measured.crowding.all_reduce) == {2: pytest.approx(3.0, rel=1e-3), 4: pytest.approx(3.0, rel=1e-3)}
     assert dict(measured.crowding.exchange) == {2: pytest.approx(1.0, rel=1e-3), 4: pytest.approx(1.0, rel=1e-3)}
     found = Communication(measured)
@@ -170,14 +175,15 @@ def test_ports_and_crowding_follow_from_what_was_measured() -> None:
 
 def test_what_sends_for_gpus_does_not_keep_them_busy() -> None:
     topology = cluster([1, 1])
-    assert with_measured_links(topology, timed(topology)).ports == ()
+    measured = with_measured_links(topology, timed(topology))
+    assert (measured.ports, measured.handling) == ((), NO_HANDLING)
 
 
 def test_a_wait_costs_a_part_of_what_follows_up_to_what_was_measured() -> None:
-    """A tile of 2 ms takes 0.6 ms longer behind a sum, one of 6 ms takes 1.4; nothing costs nothing."""
+    """A tile of 2 ms takes 0.6 ms longer behind a sum, one of 6 ms takes 1.4, and one of 9 ms no less than that."""
     topology = cluster([1, 1], CPU)
-    assert with_measured_links(topology, timed(topology)).restart == Restart()
-    taken = dict(zip(RESTART_BYTES, ((2e-3, 0.6e-3), (6e-3, 1.4e-3)), strict=True))
+    assert with_measured_links(topology, timed(topology)).restart == NO_RESTART
+    taken = dict(zip(RESTART_BYTES, ((2e-3, 0.6e-3), (6e-3, 1.4e-3), (9e-3, 1.3e-3)), strict=True))
     timings = []
     for timing in timed(topology):
         if timing.probe.operation is Operation.STEP_RESTART:
@@ -185,17 +191,19 @@ def test_a_wait_costs_a_part_of_what_follows_up_to_what_was_measured() -> None:
             timing = replace(timing, seconds=(longer,), cpu_seconds=itself)
         timings.append(timing)
     restart = with_measured_links(topology, timings).restart
-    assert restart == Restart(250, 1_400_000)
+    assert restart == Restart(((2_000_000, 600_000), (6_000_000, 1_400_000), (9_000_000, 1_400_000)))
+    assert [restart.longer_ns(ms * 10**6) for ms in (0, 1, 4, 7, 20)] == [0, 300_000, 1_000_000, 1_400_000, 1_400_000]
     assert Communication(replace(topology, restart=restart)).hash != Communication(topology).hash
 
 
 def test_what_is_longer_within_steps_is_longer_in_predictions() -> None:
-    """A message by 1 ms, of which its ends are busy for 0.4 ms more each; a sum by 2 ms; an exchange has no less than a message."""
+    """A message by 1 ms, of which its ends are busy for 0.4 ms more each; a sum by 2 ms; an exchange by 3, its devices busy for 2 of it."""
     topology = cluster([1, 1, 1, 1], CPU)
     timings = timed(topology)
     within = {
         Operation.STEP_MESSAGE: lambda one: replace(one, seconds=(one.seconds[0] + 1e-3,), cpu_seconds=4e-4),
         Operation.STEP_SUM: lambda one: replace(one, seconds=(one.seconds[0] + 2e-3,)),
+        Operation.STEP_EXCHANGE: lambda one: replace(one, seconds=(one.seconds[0] + 3e-3,), cpu_seconds=2e-3),
     }
     measured = with_measured_links(topology, [within.get(one.probe.operation, lambda one: one)(one) for one in timings])
     before, after = Communication(topology), Communication(measured)
@@ -206,5 +214,7 @@ def test_what_is_longer_within_steps_is_longer_in_predictions() -> None:
 
     assert longer(Operation.MESSAGE, (1, 2)) == pytest.approx(0.6e-3, rel=1e-2)
     assert longer(Operation.ALL_REDUCE, (0, 1, 2, 3)) == pytest.approx(2e-3, rel=1e-2)
-    assert longer(Operation.ALL_TO_ALL, (0, 1, 2, 3)) == pytest.approx(0.6e-3, rel=0.2)
-    assert [port.call_ns for port in measured.ports] == pytest.approx([400_000] * len(measured.ports), abs=2)
+    assert longer(Operation.ALL_TO_ALL, (0, 1, 2, 3)) == pytest.approx(3e-3, rel=1e-2)
+    assert [port.fixed_ns for port in measured.ports] == pytest.approx([400_000] * len(measured.ports), abs=2)
+    assert [share.fixed_ns for _, share in measured.handling.all_reduce] == pytest.approx([0, 0], abs=2)
+    assert [share.fixed_ns for _, share in measured.handling.exchange] == pytest.approx([2_000_000] * 2, abs=2)

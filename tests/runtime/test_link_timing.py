@@ -8,7 +8,8 @@ import torch.distributed as dist
 from soap.presets import local_topology
 from soap.profiles.link_probes import BLOCK_BYTES, IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.runtime.link_timing import LEAST_ROUNDS, measure_links
-from soap.runtime.step_timing import STEPS, TURNS, WorkingChain, chain_strategy
+from soap.runtime.step_chains import chain_model, chain_strategy
+from soap.runtime.step_timing import STEPS, TURNS
 from soap.simulator.lowering import build_plan
 from tests.runtime.pool import Pool
 
@@ -33,9 +34,10 @@ def test_all_ranks_see_the_same_times_of_all_probes(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_messages_sums_and_restarts_within_steps(pool: Pool) -> None:
+def test_what_is_timed_within_steps(pool: Pool) -> None:
     """Parts of a chain's operators are added up behind each of them; alone, the same chain communicates nothing."""
-    probes = [Probe(Operation.STEP_MESSAGE, (0, 2), STEP_BYTES), Probe(Operation.STEP_SUM, (0, 1, 2), STEP_BYTES)]
+    probes = [Probe(Operation.STEP_MESSAGE, (0, 2), STEP_BYTES)]
+    probes += [Probe(operation, (0, 1, 2), STEP_BYTES) for operation in (Operation.STEP_SUM, Operation.STEP_EXCHANGE)]
     probes.append(Probe(Operation.STEP_RESTART, (0, 1, 2), 2 * BLOCK_BYTES))
     results = pool.run(timed, probes, 3)
     assert results[0][0] == results[1][0] == results[2][0]
@@ -43,9 +45,15 @@ def test_messages_sums_and_restarts_within_steps(pool: Pool) -> None:
         assert timing.probe == probe and len(timing.seconds) == STEPS * TURNS and timing.cpu_seconds > 0
 
 
-@pytest.mark.parametrize(("summed", "sums", "messages"), [(True, 3, 0), (False, 0, 3)])
-def test_a_chain_communicates_between_all_its_operators(summed: bool, sums: int, messages: int) -> None:
-    model = WorkingChain(4, 3 if summed else 1)
+@pytest.mark.parametrize(
+    ("operation", "sums", "exchanges", "messages"),
+    [(Operation.STEP_SUM, 3, 0, 0), (Operation.STEP_MESSAGE, 0, 0, 3), (Operation.STEP_EXCHANGE, 0, 2, 2)],
+)
+def test_a_chain_communicates_between_all_its_operators(operation: Operation, sums: int, exchanges: int, messages: int) -> None:
+    """What is exchanged is sent to one device in the end. What is read of the operator before the last one is there."""
+    devices = (0, 2) if operation is Operation.STEP_MESSAGE else (0, 1, 2)
+    model = chain_model(operation, 4, len(devices))
     for across in (False, True):
-        plan = build_plan(model.graph, chain_strategy(model, (0, 1, 2), summed=summed, across=across), local_topology(3))
-        assert (len(plan.reductions), len(plan.messages)) == ((sums, messages) if across else (0, 0))
+        plan = build_plan(model.graph, chain_strategy(model, operation, devices, across=across), local_topology(3))
+        found = len(plan.reductions), len(plan.exchanges), len(plan.messages)
+        assert found == ((sums, exchanges, messages) if across else (0, 0, 0))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from soap.interference import Port, Restart
 from soap.simulator.communication import Communication
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
-from soap.topology import Port, Restart
 from tests.simulator.examples import UNIT_NS, PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 
 TWO = pairwise_cluster(1, 1)
@@ -138,39 +138,40 @@ def test_execution_order_follows_the_simulated_starts() -> None:
 
 
 def test_a_port_keeps_its_device_busy() -> None:
-    """From the start of a communication, or from when the device is free; the communication itself and its end do not move."""
-    first, second = 4, 5  # resources of two links of ``TWO``
-    ports = (Port(first - 2, 0, 10, 500), Port(second - 2, None, 0, 250))
+    """From the start of a communication, or from when the device is free; the communication itself and its end do not move. Once, however
+    many of a communication's links are a device's."""
+    first, second, third = 4, 5, 3  # resources of links of ``TWO``
+    ports = (Port(first - 2, 0, 0, 0), Port(second - 2, None, 0, 0), Port(third - 2, 0, 0, 0))
     tasks = TaskGraph(
         by_hand().plan,
         replace(TWO, ports=ports),
         (
             task("before", 0, 100, 0),
-            task("over both", 1, 80, first, second, after=(0,)),
+            replace(task("over three", 1, 80, first, second, third, after=(0,)), handling_ns=30),
             task("behind", 2, 5, 0, after=(0,)),
-            task("over one", 3, 80, first, after=(1,)),
+            replace(task("over one", 3, 80, first, after=(1,)), handling_ns=50),
             task("last", 4, 5, 0, after=(3,)),
             task("elsewhere", 5, 5, 1, after=(0,)),
         ),
     )
     assert times(tasks, simulate(tasks)) == {
         "before": (0, 100),
-        "over both": (100, 180),
-        "behind": (130, 135),  # the device has 10 ns and a quarter of 80 to do for it
+        "over three": (100, 180),
+        "behind": (130, 135),
         "over one": (180, 260),
-        "last": (260, 265),  # the device was busy until 180 + 10 + 40
+        "last": (260, 265),  # the device was busy until 180 + 50
         "elsewhere": (100, 105),
     }
 
 
 def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
-    """A part of its duration, and what follows at once too, up to a limit together; a message never. Communication is as good as a wait."""
+    """By how much follows from what has followed since; a message never does. Communication is as good as a wait."""
     def tile(made: Task) -> Task:
         return replace(made, tile=0)
 
     tasks = TaskGraph(
         by_hand().plan,
-        replace(TWO, restart=Restart(500, 7), ports=(Port(3, 1, 3, 0),)),
+        replace(TWO, restart=Restart(((4, 2), (14, 7))), ports=(Port(3, 1, 0, 0),)),
         (
             tile(task("first", 0, 10, 0)),
             task("sent", 1, 20, 4, after=(0,)),
@@ -179,7 +180,7 @@ def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
             task("sent again", 4, 20, 4, after=(3,)),
             tile(task("long", 5, 100, 0, after=(4,))),
             tile(task("elsewhere", 6, 4, 1, after=(0,))),
-            task("from there", 7, 1, 5, after=(6,)),
+            replace(task("from there", 7, 1, 5, after=(6,)), handling_ns=3),
             tile(task("behind its port", 8, 10, 1, after=(6,))),
         ),
     )
@@ -213,17 +214,3 @@ def test_devices_work_is_launched_apart() -> None:
     first, second = task("a", 0, 10, 0), task("b", 1, 10, 1)
     tasks = by_hand(replace(first, launch_ns=40), replace(second, launch_ns=20))
     assert times(tasks, simulate(tasks)) == {"a": (30, 40), "b": (10, 20)}
-
-
-def test_a_port_takes_its_part_of_the_time_for_which_the_link_is_held() -> None:
-    sent = replace(task("over", 0, 80, 2), latency_ns=20)
-    tasks = TaskGraph(by_hand().plan, replace(TWO, ports=(Port(0, 0, 10, 500),)), (sent, task("behind", 1, 5, 0)))
-    assert times(tasks, simulate(tasks)) == {"over": (0, 80), "behind": (40, 45)}
-
-
-def test_a_port_counts_messages() -> None:
-    """Each of a collective's messages over its link keeps the device busy for ``fixed_ns``, the duration's part counts once."""
-    flows = ((0, 1, 30), (0, 1, 50))
-    sent = replace(task("over", 0, 80, 2), flows=flows)
-    tasks = TaskGraph(by_hand().plan, replace(TWO, ports=(Port(0, 0, 10, 500),)), (sent, task("behind", 1, 5, 0)))
-    assert times(tasks, simulate(tasks)) == {"over": (0, 80), "behind": (60, 65)}

@@ -9,7 +9,7 @@ import numpy as np
 
 from soap.simulator.compiled.hashing import hash_join, hash_place
 from soap.simulator.compiled.jit import compiled, entry
-from soap.simulator.compiled.scratch import FLOWS, FULL, LINKS, RESOURCES, STAMP, Scratch
+from soap.simulator.compiled.scratch import BUSIEST, FLOWS, FULL, LINKS, RESOURCES, STAMP, Scratch
 from soap.simulator.compiled.state import Groups, Lists
 from soap.simulator.compiled.tables import ClusterTables
 
@@ -34,6 +34,25 @@ def transfer_ns(K: ClusterTables, source: int, target: int, size: int) -> int:
 def latency_ns(K: ClusterTables, source: int, target: int, duration: int) -> int:
     """How much of a message's duration it holds no link for."""
     return min(duration - 1, floor(K.latency_seconds[source, target] * 1e9))
+
+
+@compiled
+def message_handling_ns(K: ClusterTables, source: int, target: int, held: int) -> int:
+    """For how long a message that holds links for so long keeps each of its ports' devices busy."""
+    return K.message_ns[source, target] + K.message_permille[source, target] * held // 1000
+
+
+@compiled
+def exchange_handling_ns(K: ClusterTables, S: Scratch, duration: int) -> int:
+    """The same of an exchange whose rounds have been made since ``begin_links``."""
+    messages = min(S.count[BUSIEST], len(K.exchange_ns) - 1)
+    return K.exchange_ns[messages] + K.exchange_permille[messages] * duration // 1000
+
+
+@compiled
+def sum_handling_ns(R: Groups, group: int, duration: int) -> int:
+    """The same of a sum over a set of devices."""
+    return R.handling_ns[group] + R.handling_permille[group] * duration // 1000
 
 
 @compiled
@@ -105,7 +124,7 @@ def begin_flows(S: Scratch) -> None:
 def begin_links(S: Scratch) -> None:
     """Begin a collective: what follows in ``res`` are its resources."""
     S.count[STAMP] += 1
-    S.count[LINKS] = S.count[STAMP]
+    S.count[LINKS], S.count[BUSIEST] = S.count[STAMP], 0
 
 
 @compiled
@@ -135,7 +154,8 @@ def join_flow(S: Scratch, stamp: int, devices: int, source: int, target: int, si
 
 @compiled
 def round_ns(K: ClusterTables, S: Scratch, reduced: int) -> int:
-    """Duration of the flows at once, after which each target adds up ``reduced`` bytes; notes their links."""
+    """Duration of the flows at once, after which each target adds up ``reduced`` bytes; notes their links, and how many messages a device
+    has at most."""
     if S.count[FLOWS] == 0:
         return nanoseconds(0.0)
     devices = len(K.device_type)
@@ -151,6 +171,7 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int) -> int:
                 S.mark_value[device] = 0
             S.mark_value[device] += 1
             messages = max(messages, S.mark_value[device])
+    S.count[BUSIEST] = max(S.count[BUSIEST], messages)
     for i in range(S.count[FLOWS]):
         source, target, size = S.flow[3 * i], S.flow[3 * i + 1], S.flow[3 * i + 2]
         latency = max(latency, K.latency_seconds[source, target])
@@ -162,7 +183,7 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int) -> int:
                 S.load_stamp[link] = stamp
                 S.load[link] = 0
             S.load[link] += size
-            _hold(K, S, K.route[at])
+            _hold(S, K.route[at])
     for i in range(S.count[FLOWS]):
         pair = S.flow[3 * i] * devices + S.flow[3 * i + 1]
         for at in range(K.route_ptr[pair], K.route_ptr[pair + 1]):
@@ -172,12 +193,12 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int) -> int:
 
 
 @compiled
-def _hold(K, S, resource):  # type: ignore[no-untyped-def]
-    """Note a link once per collective, or once for each message if it has a port (``events.hold``)."""
+def _hold(S, resource):  # type: ignore[no-untyped-def]
+    """Note a link once per collective."""
     n = S.count[RESOURCES]
     if n + 2 > len(S.res):
         raise MemoryError(FULL)
-    if S.held[resource] != S.count[LINKS] or K.has_port[resource] > 0:
+    if S.held[resource] != S.count[LINKS]:
         S.held[resource] = S.count[LINKS]
         S.res[n] = resource
         S.count[RESOURCES] = n + 1

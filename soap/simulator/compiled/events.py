@@ -20,7 +20,6 @@ from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import (
     BACKWARD_TILE,
     FORWARD_TILE,
-    NO_PORT,
     OTHER,
     PULLS,
     SLOTS,
@@ -44,11 +43,15 @@ STOPPED, PAUSED = -1, -2
 
 NO_BOUND = 1 << 62
 
+PER_DEVICE = 4
+"""Figures of each device behind those of the resources in ``Trial.free``."""
+
 
 class Trial(NamedTuple):
     """A simulation under way, and its outcome. Per slot: ``left`` (predecessors that have not ended), ``ready``, ``start``, ``end`` in ns.
-    ``order``: slots as they were taken. ``free``: when each resource is free; then, per device, ns until what was taken has been
-    launched; when its last tile ended; and how many ns the next ones may take longer, as it has waited.
+    ``order``: slots as they were taken. ``free``: when each resource is free; then, per device, the place in the order, from 1 on, of the
+    communication that it was last busy with; ns until what was taken has been launched; when its last tile ended; and for how many ns of
+    the next ones it is slower, as it has waited.
     ``rest``: per device, ns at least of what it has still to do. ``heap_``: the heap. ``place``: where a slot stands in ``order`` (valid
     once it has become a run)."""
 
@@ -70,7 +73,7 @@ def make_trial(slots: int, resources: int, devices: int) -> Trial:
     """Room for so many slots and resources."""
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
     per_slot = (ints(slots), longs(slots), longs(slots), longs(slots), ints(slots), ints(slots))
-    return Trial(longs(16), *per_slot, longs(resources + 3 * devices), longs(devices), longs(slots), longs(slots), ints(slots))
+    return Trial(longs(16), *per_slot, longs(resources + PER_DEVICE * devices), longs(devices), longs(slots), longs(slots), ints(slots))
 
 
 @compiled
@@ -202,20 +205,25 @@ def is_late(T: Trial, at_most: int) -> bool:
 
 
 @compiled
-def hold(free, held, first, count, ready, start, duration, port_device, port_call, port_fixed, port_permille):  # type: ignore[no-untyped-def]
-    """Something that is no tile holds ``count`` resources for ``duration``; the devices of their ports are busy with it as well. A link
-    that has a port is there once for each message over it (``communication``)."""
-    permille = NO_PORT
+def hold(free, held, first, count, ready, end, handling, taken, handled, port_device):  # type: ignore[no-untyped-def]
+    """Something that is no tile, the ``taken``-th task, holds ``count`` resources until ``end``; the devices of their ports are busy with
+    it for ``handling`` ns, each once. ``handled``: where in ``free`` it says of each what it was busy with last."""
     for i in range(first, first + count):
-        permille = min(permille, port_permille[held[i]])
-    for i in range(first, first + count):
-        resource = held[i]
-        again = free[resource] == start + duration  # it was free at the start, and nothing takes no time
-        free[resource] = start + duration
-        device = port_device[resource] if permille < NO_PORT else -1
-        if device >= 0:
-            once = 0 if again else port_call[resource] + permille * duration // 1000
-            free[device] = max(free[device], ready) + port_fixed[resource] + once
+        free[held[i]] = end
+        device = port_device[held[i]]
+        if device >= 0 and free[handled + device] != taken:
+            free[handled + device] = taken
+            free[device] = max(free[device], ready) + handling
+
+
+@compiled
+def longer_ns(restart, computed):  # type: ignore[no-untyped-def]
+    """``Restart.longer_ns``."""
+    i = 2
+    while i < len(restart) and restart[i] <= computed:
+        i += 2
+    before, less = restart[i - 2], restart[i - 1]
+    return less if i == len(restart) else less + (restart[i + 1] - less) * (computed - before) // (restart[i] - before)
 
 
 @compiled
@@ -224,22 +232,24 @@ def play(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, at_most: int, 
     ``pause``, before the first backward pass of a tile."""
     return _play(
         T.size, T.left, T.ready, T.start, T.end, T.order, T.free, T.rest, T.heap_ready, T.heap_key, T.heap_slot, P.order, P.place, P.ready,
-        C.key, C.duration, C.launch, C.latency, C.resource, C.resource_n, C.kind, C.owner, C.index, C.alive, C.alias, C.arena, C.row,
-        C.back_row, C.sync_row, C.tiles, G.source_ptr, G.source, R.static, R.port_device, R.port_call_ns, R.port_fixed_ns, R.port_permille,
-        R.restart, R.sets.ptr, R.sets.item, at_most, pause,
+        C.key, C.duration, C.launch, C.latency, C.handling, C.resource, C.resource_n, C.kind, C.owner, C.index, C.alive, C.alias, C.arena,
+        C.row, C.back_row, C.sync_row, C.tiles, G.source_ptr, G.source, R.static, R.port_device, R.restart, R.sets.ptr, R.sets.item,
+        at_most, pause,
     )  # fmt: skip
 
 
 @compiled
 def _play(  # type: ignore[no-untyped-def]
     size, left, ready, starts, ends, order, free, rest, heap_ready, heap_key, heap_slot, run, place, before, key, durations,
-    launches, latencies, resources, resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles, source_ptr,
-    source, static, port_device, port_call, port_fixed, port_permille, restart, set_ptr, set_item, at_most, pause,
+    launches, latencies, handlings, resources, resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles,
+    source_ptr, source, static, port_device, restart, set_ptr, set_item, at_most, pause,
 ):  # fmt: skip
     """``play`` on plain arrays: without reference counts, which would cost more than everything else."""
     slow = len(free) - len(rest)
     computed = slow - len(rest)
     launched = computed - len(rest)
+    handled = launched - len(rest)
+    lasts = restart[len(restart) - 2]
     while True:
         from_run = size[WAITING] > 0
         slot = 0
@@ -278,26 +288,30 @@ def _play(  # type: ignore[no-untyped-def]
             end = start + duration
             if kind <= BACKWARD_TILE:
                 if start > free[computed + resource]:
-                    free[slow + resource] = restart[1]
-                end += min(restart[0] * duration // 1000, free[slow + resource])
-                free[slow + resource] -= end - start - duration
+                    free[slow + resource] = lasts
+                if free[slow + resource] > 0:
+                    end -= longer_ns(restart, lasts - free[slow + resource])
+                    free[slow + resource] = max(0, free[slow + resource] - duration)
+                    end += longer_ns(restart, lasts - free[slow + resource])
                 free[computed + resource] = end
             free[resource] = end
             rest[resource] -= duration
             if idle and end + rest[resource] > at_most:
                 return STOPPED
         else:
-            count, held = resource_n[slot], duration - latencies[slot]
+            count = resource_n[slot]
             if resource >= 0:
                 for i in range(resource, resource + count):
                     start = max(start, free[static[i]])
-                end = start + duration
-                hold(free, static, resource, count, ready[slot], start, held, port_device, port_call, port_fixed, port_permille)
             else:
                 for i in range(-1 - resource, count - 1 - resource):
                     start = max(start, free[arena[i]])
-                end = start + duration
-                hold(free, arena, -1 - resource, count, ready[slot], start, held, port_device, port_call, port_fixed, port_permille)
+            end = start + duration
+            left_ns, at, own_ns = end - latencies[slot], size[TAKEN], handlings[slot]
+            if resource >= 0:
+                hold(free, static, resource, count, ready[slot], left_ns, own_ns, at, handled, port_device)
+            else:
+                hold(free, arena, -1 - resource, count, ready[slot], left_ns, own_ns, at, handled, port_device)
         starts[slot], ends[slot] = start, end
         if end > size[MAKESPAN]:
             size[MAKESPAN] = end

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from soap.simulator.communication import Communication
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists
-from soap.simulator.compiled.state import NO_PORT, Groups
-from soap.simulator.compiled.tables import ClusterTables, Ints, Longs
+from soap.simulator.compiled.state import Groups
+from soap.simulator.compiled.tables import ClusterTables, Ints
 from soap.simulator.servers import core_names
 from soap.topology import Topology
 
@@ -27,10 +27,10 @@ class DeviceGroups:
         self._static.add(cluster.route)
         self._way_ptr, self._latency, self._per_byte = Growing(np.int64), Growing(np.float64), Growing(np.float64)
         self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
+        self._fixed_ns, self._permille = Growing(np.int64), Growing(np.int64)
         self._way_ptr.add([0])
-        self._ports = _ports(communication.topology)
-        restart = communication.topology.restart
-        self._restart = np.array([restart.permille, restart.most_ns], np.int64)
+        self._port_device = _port_devices(communication.topology)
+        self._restart = np.array([(0, 0), *communication.topology.restart.points], np.int64).ravel()
         self.tables = self._make()
 
     def add(self, devices: tuple[int, ...]) -> None:
@@ -43,21 +43,22 @@ class DeviceGroups:
             self._resource.add([self._static.add(np.array(option.links, np.int32) + np.int32(count))])
             self._resource_n.add([len(option.links)])
         self._way_ptr.add([self._latency.size])
+        share = self._communication.topology.handling.of_all_reduce(len(devices))
+        self._fixed_ns.add([share.fixed_ns])
+        self._permille.add([share.permille])
         self.tables = self._make()
 
     def _make(self) -> Groups:
-        growing = (self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static)
-        figures: list[NDArray[Any]] = [*(figure.array() for figure in growing), *self._ports, self._restart]
+        growing = (
+            self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static, self._fixed_ns, self._permille,
+        )  # fmt: skip
+        figures: list[NDArray[Any]] = [*(figure.array() for figure in growing), self._port_device, self._restart]
         return Groups(self._sets.tables(), *figures)
 
 
-def _ports(topology: Topology) -> tuple[Ints, Longs, Longs, Longs]:
-    """By resource: the port's device or -1, its ``call_ns``, its ``fixed_ns``, and its ``permille`` or ``NO_PORT``."""
-    count = topology.device_count + len(topology.links) + len(core_names(topology))
-    device, permille = np.full(count, -1, np.int32), np.full(count, NO_PORT, np.int64)
-    call, fixed = np.zeros(count, np.int64), np.zeros(count, np.int64)
+def _port_devices(topology: Topology) -> Ints:
+    """By resource: the device of its port, or -1."""
+    device = np.full(topology.device_count + len(topology.links) + len(core_names(topology)), -1, np.int32)
     for port in topology.ports:
-        place = topology.device_count + port.link
-        device[place] = -1 if port.device is None else port.device
-        call[place], fixed[place], permille[place] = port.call_ns, port.fixed_ns, port.permille
-    return device, call, fixed, permille
+        device[topology.device_count + port.link] = -1 if port.device is None else port.device
+    return device

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, REPLACED, REPLACED_OPERATORS, REPULLED, Edit, Undo
-from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, hold, push
+from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, PER_DEVICE, RUN, SKIPPED, TAKEN, WAITING, Trial, hold, push
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
@@ -28,8 +28,8 @@ SMOOTHING = 8
 
 class History(NamedTuple):
     """Snapshot k is of the time before the task at ``place[k]`` of the order is taken. Per slot: ``met`` (predecessors that have ended),
-    ``ready`` (by these). Per resource, then thrice per device: ``free`` (see ``Trial``). Per device: ``gone`` (ns of tiles that have been
-    taken). ``pending[k, :pending_n[k]]``: ready slots. Snapshots are made when they are first needed, one after the other.
+    ``ready`` (by these). Per resource, then ``PER_DEVICE`` times per device: ``free`` (see ``Trial``). Per device: ``gone`` (ns of tiles
+    that have been taken). ``pending[k, :pending_n[k]]``: ready slots. Snapshots are made when they are first needed, one after the other.
 
     ``first_sum``: place of the first backward pass or sum of gradients. ``first_update``: a place before which no device has done its last
     backward pass, nor its update; ``last_backward``: places of these passes. ``met_now`` to ``gone_now``: working memory."""
@@ -56,8 +56,9 @@ def make_history(slots: int, resources: int, devices: int) -> History:
     """Room for snapshots of a state with so many slots."""
     count = min(MOST_SNAPSHOTS, max(1, MOST_BYTES // (16 * slots + 8 * resources)))
     longs, ints = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n, np.int32))
-    tables = (ints(count, slots), longs(count, slots), longs(count, resources + 3 * devices), longs(count, devices), ints(count, slots))
-    now = (ints(slots), longs(slots), longs(resources + 3 * devices), longs(devices))
+    free = resources + PER_DEVICE * devices
+    tables = (ints(count, slots), longs(count, slots), longs(count, free), longs(count, devices), ints(count, slots))
+    now = (ints(slots), longs(slots), longs(free), longs(devices))
     return History(longs(count), longs(count), *tables, longs(count), longs(8), longs(1), longs(1), longs(devices), *now)
 
 
@@ -112,9 +113,8 @@ def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, la
         k = H.at[MADE]
         H.at[LATEST] = _advance(
             C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
-            C.launch, C.latency, C.waits, G.source_ptr, G.source, R.static, R.port_device, R.port_call_ns, R.port_fixed_ns,
-            R.port_permille, R.restart, R.sets.ptr, R.sets.item, P.order, P.start, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now,
-            H.at, H.place[k], H.at[LATEST],
+            C.launch, C.latency, C.handling, C.waits, G.source_ptr, G.source, R.static, R.port_device, R.restart, R.sets.ptr, R.sets.item,
+            P.order, P.start, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now, H.at, H.place[k], H.at[LATEST],
         )  # fmt: skip
         H.makespan[k] = H.at[LATEST]
         copy(H.met[k], 0, H.met_now, 0, slots)
@@ -140,14 +140,16 @@ def _pending(waits, order, met, pending, taken, count):  # type: ignore[no-untyp
 
 @compiled
 def _advance(  # type: ignore[no-untyped-def]
-    kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, launches, latencies, waits,
-    source_ptr, source, static, port_device, port_call, port_fixed, port_permille, restart, set_ptr, set_item, order, starts, ends, met,
-    ready, free, gone, at, last, makespan,
+    kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, launches, latencies, handlings,
+    waits, source_ptr, source, static, port_device, restart, set_ptr, set_item, order, starts, ends, met, ready, free, gone, at, last,
+    makespan,
 ):  # fmt: skip
     """Take the tasks before the place ``last`` again; the latest end so far."""
     slow = len(free) - len(gone)
     computed = slow - len(gone)
     launched = computed - len(gone)
+    handled = launched - len(gone)
+    lasts = restart[len(restart) - 2]
     ready_n = at[READY]
     for place in range(at[NOW], last):
         slot = order[place]
@@ -159,15 +161,15 @@ def _advance(  # type: ignore[no-untyped-def]
                 gone[resource] += durations[slot]
                 free[launched + resource] += launches[slot]
                 if starts[slot] > free[computed + resource]:
-                    free[slow + resource] = restart[1]
-                free[slow + resource] -= end - starts[slot] - durations[slot]
+                    free[slow + resource] = lasts
+                free[slow + resource] = max(0, free[slow + resource] - durations[slot])
                 free[computed + resource] = end
         else:
-            count, held, start = resource_n[slot], durations[slot] - latencies[slot], end - durations[slot]
+            count, left_ns, own_ns = resource_n[slot], end - latencies[slot], handlings[slot]
             if resource >= 0:
-                hold(free, static, resource, count, ready[slot], start, held, port_device, port_call, port_fixed, port_permille)
+                hold(free, static, resource, count, ready[slot], left_ns, own_ns, place + 1, handled, port_device)
             else:
-                hold(free, arena, -1 - resource, count, ready[slot], start, held, port_device, port_call, port_fixed, port_permille)
+                hold(free, arena, -1 - resource, count, ready[slot], left_ns, own_ns, place + 1, handled, port_device)
         first_row, last_row, own = 0, 1, -1
         if kind == FORWARD_TILE:
             own = slot + tiles[op]

@@ -12,8 +12,9 @@ import numpy as np
 from soap.simulator.compiled.tables import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
-EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES = range(8, 19)
-"""Places in ``Scratch.count``: how much of each kind there is; what is stamped with ``count[STAMP]`` is current."""
+EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST = range(8, 20)
+"""Places in ``Scratch.count``: how much of each kind there is; what is stamped with ``count[STAMP]`` is current. ``BUSIEST``: of a
+collective under work, how many messages a device has at most in one of its rounds."""
 
 FULL = "scratch is full"
 """What compiled code raises when an array is too small: it is made larger, and the work begins anew."""
@@ -76,6 +77,7 @@ class Scratch(NamedTuple):
     t_key: Longs
     t_dur: Longs
     t_latency: Longs
+    t_handling: Longs
     t_res: Longs
     t_res_n: Ints
     t_bytes: Longs

@@ -7,7 +7,15 @@ up change. All others stand together behind the sums of gradients, each region's
 from __future__ import annotations
 
 from soap.simulator.compiled.arrays import fill
-from soap.simulator.compiled.communication import MISSING, REDUCE_TRAFFIC, begin_links, find_list, nanoseconds, seek_list
+from soap.simulator.compiled.communication import (
+    MISSING,
+    REDUCE_TRAFFIC,
+    begin_links,
+    exchange_handling_ns,
+    find_list,
+    nanoseconds,
+    seek_list,
+)
 from soap.simulator.compiled.fragment import CROWDED, SYNC, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometry, find_keepers, is_served
@@ -57,7 +65,7 @@ def _gather(G, K, R, D, C, S, parameter, shard, number, slot):  # type: ignore[n
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     _begin_exchange(S)
     duration, moved = gather_ns(G, K, D, S, parameter, shard)
-    _exchange(C, S, slot, task_key(SYNC, parameter, SUM, number, 0, 0), duration, moved)
+    _exchange(K, C, S, slot, task_key(SYNC, parameter, SUM, number, 0, 0), duration, moved)
     C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = SYNC_BUCKET, -1, group, 0
     _after_tiles(C, S, slot, slot + 1)
 
@@ -76,14 +84,14 @@ def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0):  # type: ignor
     duration, moved = push_ns(G, K, D, S, parameter, shard, count)
     pushes = 1 if duration > 0 else 0
     if pushes:
-        _exchange(C, S, first, task_key(SYNC, parameter, PUSH, number, 0, 0), duration, moved)
+        _exchange(K, C, S, first, task_key(SYNC, parameter, PUSH, number, 0, 0), duration, moved)
         C.kind[first], C.owner[first], C.index[first], C.waits[first] = OTHER, -1, base, 0
     served = first + pushes
     for part in range(count):
         slot, server = served + part, S.p_server[part]
         C.arena[updates + part] = slot
         C.key[slot] = task_key(SYNC, parameter, SERVE, number, 0, part)
-        C.latency[slot] = 0
+        C.latency[slot], C.handling[slot] = 0, 0
         C.duration[slot] = _serve_ns(G, K, D, S, parameter, shard, part)
         C.resource[slot], C.resource_n[slot] = server, 1
         if not K.serves_itself[server]:
@@ -97,7 +105,7 @@ def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0):  # type: ignor
         _begin_exchange(S)
         duration, moved = pull_ns(G, K, D, S, parameter, shard, count)
         if duration > 0:
-            _exchange(C, S, end, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
+            _exchange(K, C, S, end, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
             C.kind[end], C.owner[end], C.index[end], C.waits[end] = OTHER, -1, base + 4, count
             C.arena[pulls] = end
             pull = 1
@@ -124,7 +132,7 @@ def _begin_exchange(S):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _exchange(C, S, slot, key, duration, moved):  # type: ignore[no-untyped-def]
+def _exchange(K, C, S, slot, key, duration, moved):  # type: ignore[no-untyped-def]
     """A collective, whose links are ``res``."""
     at, count = C.used[ARENA], S.count[RESOURCES]
     if at + count > len(C.arena) or slot + 1 > len(C.key):
@@ -133,7 +141,7 @@ def _exchange(C, S, slot, key, duration, moved):  # type: ignore[no-untyped-def]
         C.arena[at + i] = S.res[i]
     C.used[ARENA] = at + count
     C.key[slot], C.duration[slot], C.latency[slot], C.moved[slot], C.alive[slot] = key, duration, 0, moved, 1
-    C.resource[slot], C.resource_n[slot] = -1 - at, count
+    C.resource[slot], C.resource_n[slot], C.handling[slot] = -1 - at, count, exchange_handling_ns(K, S, duration)
 
 
 @compiled
@@ -206,7 +214,7 @@ def _pull(G, K, D, C, S, parameter, shard, number):  # type: ignore[no-untyped-d
     for i in range(uses):  # forward passes stand before backward passes
         C.arena[row + 2 + i] = S.use_slot[i] - C.tiles[C.owner[S.use_slot[i]]]
     C.used[ARENA] = row + 2 + uses
-    _exchange(C, S, slot, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
+    _exchange(K, C, S, slot, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
     C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = OTHER, C.owner[S.use_slot[0]], row, 0
     C.used[SLOTS] = slot + 1
     C.used[PULLS] += 1

@@ -37,10 +37,10 @@ class State(NamedTuple):
     the backward pass; ``pull_slot``: first slot of the pulls before the forward pass.
 
     Per slot: ``key`` (stable identity, breaks ties), ``duration`` in ns, ``launch`` (of a tile, in ns), ``latency`` (of a message,
-    in ns, for which it holds nothing), ``resource`` (>= 0: in ``static``,
-    else -1 - place in ``arena``) and ``resource_n``, ``waits`` (number of edges into it), ``kind``, ``owner`` (operator; -1 behind the
-    backward pass), ``index`` (tile, row of another task, or group of a sum), ``moved`` bytes, ``alias`` (the slot that stands for this one
-    in a trial, -1 if none does).
+    in ns, for which it holds nothing), ``handling`` (of communication, in ns, for which it keeps devices busy that have ports at its
+    links), ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``, ``waits`` (number of edges into it),
+    ``kind``, ``owner`` (operator; -1 behind the backward pass), ``index`` (tile, row of another task, or group of a sum), ``moved``
+    bytes, ``alias`` (the slot that stands for this one in a trial, -1 if none does).
     ``busy``: per device, ns of all its tiles, forward and backward; ``doubtful``: of these, backward passes that may not take place any
     more when another operator changes.
     """
@@ -66,6 +66,7 @@ class State(NamedTuple):
     duration: Longs
     launch: Longs
     latency: Longs
+    handling: Longs
     resource: Longs
     resource_n: Ints
     waits: Ints
@@ -91,15 +92,11 @@ class Lists(NamedTuple):
     missing: Ints
 
 
-NO_PORT = 1 << 40
-"""More permille than any port has."""
-
-
 class Groups(NamedTuple):
     """Sets of devices that sum together (``Lists``, ascending). Group g may do so in the ways ``way_ptr[g]:way_ptr[g + 1]``, each of which
     takes ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with
-    the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none), ``port_call_ns``,
-    ``port_fixed_ns``, ``port_permille`` (``NO_PORT``: no port). ``restart``: the figures of ``Topology.restart``.
+    the devices one by one and the routes of messages. By group, ``Topology.handling``: ``handling_ns``, ``handling_permille``. By resource:
+    ``port_device`` (-1: none). ``restart``: the points of ``Topology.restart``, from (0, 0) on.
     """
 
     sets: Lists
@@ -109,10 +106,9 @@ class Groups(NamedTuple):
     resource: Longs
     resource_n: Ints
     static: Ints
+    handling_ns: Longs
+    handling_permille: Longs
     port_device: Ints
-    port_call_ns: Longs
-    port_fixed_ns: Longs
-    port_permille: Longs
     restart: Longs
 
 

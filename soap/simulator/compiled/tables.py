@@ -69,8 +69,9 @@ class ClusterTables(NamedTuple):
     (``cores``). ``server``: devices beside which servers are. Of such a device: whether it does the work (``serves_itself``) or a core,
     ``core_bandwidth`` of what does it in bytes per second, and the first host where the same type does it (``core_host``). ``hosts``: their
     number.
-    ``row_seconds``: by device, as ``servers.row_seconds``. ``crowding``: by how many messages a device has in an exchange,
-    ``Topology.crowding``; the last for all further numbers. ``has_port``: by resource.
+    ``row_seconds``: by device, as ``servers.row_seconds``. A message from s to t keeps devices busy for
+    ``message_ns[s, t]`` and ``message_permille[s, t]`` of its time. By how many messages a device has in an exchange, the last for all
+    further numbers: ``crowding``, ``Topology.crowding``, and ``exchange_ns``, ``exchange_permille``, ``Topology.handling``.
     """
 
     distance: NDArray[np.int8]
@@ -90,8 +91,11 @@ class ClusterTables(NamedTuple):
     core_bandwidth: Floats
     core_host: Ints
     row_seconds: Floats
+    message_ns: Longs
+    message_permille: Longs
     crowding: Floats
-    has_port: Ints
+    exchange_ns: Longs
+    exchange_permille: Longs
 
 
 def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
@@ -190,6 +194,11 @@ def cluster_tables(communication: Communication) -> ClusterTables:
     servers = server_devices(topology)
     cores = {topology.devices[server].host: server_type(topology, server) for server in servers}
     host = np.array(places)
+    message_shares = np.zeros((2, count, count), np.int64)
+    if topology.ports:
+        shares = [communication.message_share(*divmod(pair, count)) for pair in range(len(pairs))]
+        message_shares[:] = np.array(shares).T.reshape(2, count, count)
+    exchange_shares = np.array([topology.handling.of_exchange(1 + messages) for messages in range(count + 1)], np.int64).T.copy()
     return ClusterTables(
         np.where(host[:, None] == host, 1 - np.eye(count, dtype=np.int8), 2).astype(np.int8),
         np.append(0, np.cumsum((routes >= 0).sum(axis=1))),
@@ -208,8 +217,11 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         np.array([cores[host].memory_bandwidth_bytes_per_second for host in places], np.float64),
         np.array([next(h for h, kind in cores.items() if kind == cores[host]) for host in places], np.int32),
         np.array([row_seconds(topology, device) for device in range(count)], np.float64),
+        message_shares[0],
+        message_shares[1],
         np.array([topology.crowding.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
-        np.isin(np.arange(count + len(topology.links)), [count + port.link for port in topology.ports]).astype(np.int32),
+        exchange_shares[0],
+        exchange_shares[1],
     )
 
 
