@@ -57,11 +57,11 @@ class Handling:
                 check_not_negative(f"collective of {devices} devices", what, value)
 
     def of_all_reduce(self, devices: int) -> Share:
-        """A sum's over so many devices."""
+        """Of a sum over so many devices, or a broadcast."""
         return _share(self.all_reduce, devices)
 
     def of_exchange(self, devices: int) -> Share:
-        """An exchange's, in which a device sends the others of so many something, or they it."""
+        """Of an exchange in which a device sends the others of so many something, or they it."""
         return _share(self.exchange, devices)
 
 
@@ -85,6 +85,11 @@ class Crowding:
     def of_exchange(self, devices: int) -> float:
         """The factor for so many devices, of which each sends the others something."""
         return _between(self.exchange, devices, 1.0)
+
+    def of_tree(self, devices: int, rounds: int) -> float:
+        """The factor for each round of a broadcast to so many devices, or of its transpose: one call of a library, as a sum is. All rounds
+        take no less than a message."""
+        return max(_between(self.all_reduce, devices, 1.0), 1 / max(1, rounds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from soap.graph import DimMap, Factor, Operator, OperatorGraph
-from soap.interference import Handling, Port, Restart, Share
+from soap.interference import NO_CROWDING, Crowding, Handling, Port, Restart, Share
 from soap.regions import Box
 from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Device, DeviceType, Host, Link, Topology
@@ -113,7 +113,8 @@ def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> 
         return made
     handling = Handling(*(((2, draw(shares)), (4, draw(shares))) for _ in range(2)))
     restart = Restart(draw(st.sampled_from(((), ((500, 700),), ((700, 300), (90_000, 5_000), (200_000, 5_001))))))
-    return replace(made, ports=tuple(own_ports), handling=handling, restart=restart)
+    crowding = draw(st.sampled_from((NO_CROWDING, Crowding(((2, 1.5), (4, 0.4)), ((2, 2.0), (4, 0.5))))))
+    return replace(made, ports=tuple(own_ports), handling=handling, crowding=crowding, restart=restart)
 
 
 def cluster(

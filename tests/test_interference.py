@@ -22,6 +22,7 @@ def test_handling_and_crowding_lie_between_what_was_measured() -> None:
     crowding = Crowding(all_reduce=((2, 1.0), (4, 3.0)))
     assert [crowding.of_all_reduce(devices) for devices in (2, 3, 8)] == [1.0, 2.0, 3.0]
     assert crowding.of_exchange(4) == 1.0
+    assert [Crowding(all_reduce=((4, 0.4),)).of_tree(4, rounds) for rounds in (2, 3)] == [0.5, 0.4]  # all rounds no less than a message
 
 
 def test_a_restart_lasts_as_long_as_was_measured() -> None:

@@ -15,6 +15,7 @@ from soap.cli.options import add_cluster, positive_number
 from soap.cli.tables import aligned
 from soap.errors import INTERRUPTED_EXIT_CODE, ProfileError
 from soap.presets import family
+from soap.profiles.link_figures import modelled_seconds, with_measured_links
 from soap.profiles.link_places import LinkPlace, link_place
 from soap.profiles.link_probes import (
     IN_STEPS,
@@ -23,10 +24,8 @@ from soap.profiles.link_probes import (
     cpu_fits,
     fits,
     is_enough,
-    modelled_seconds,
     probes_for,
     scales_of,
-    with_measured_links,
 )
 from soap.profiles.measured_links import known_links
 from soap.profiles.store import Store

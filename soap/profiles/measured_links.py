@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Sequence
 
 from soap.errors import ProfileError, SoapWarning
+from soap.profiles.link_figures import with_measured_links
 from soap.profiles.link_places import LinkPlace, link_places
-from soap.profiles.link_probes import LinkTiming, is_enough, probes_for, scales_of, with_measured_links
+from soap.profiles.link_probes import LinkTiming, is_enough, probes_for, scales_of
 from soap.profiles.store import Store
 from soap.topology import Topology
 

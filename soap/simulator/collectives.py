@@ -9,8 +9,8 @@ in this order of operations, with the latency of the slowest flow, the memory of
 where nothing was measured). On one switch a reduce-scatter takes exactly a ring all-reduce's first half, and an all-gather its second.
 
 Broadcast: a binomial tree (gloo's, and Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
-for short messages), whose ceil(log2 n) rounds are direct exchanges one after the other. Its transpose, a sum at one device, is the
-tree the other way round.
+for short messages), whose ceil(log2 n) rounds are direct exchanges one after the other, with c as of a sum, since all is one call of a
+library (``Crowding.of_tree``). Its transpose, a sum at one device, is the tree the other way round.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def flow_links(topology: Topology, flows: Iterable[Flow]) -> dict[int, int]:
     return dict(sorted(carried.items()))
 
 
-def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: int = 0) -> float:
-    """Duration of flows that run at once; the targets then add up at most ``reduced_bytes`` each."""
+def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: int = 0, crowding: float | None = None) -> float:
+    """Duration of flows that run at once; the targets then add up at most ``reduced_bytes`` each. ``crowding``: c, if they are a round of
+    something else."""
     if not flows:
         return 0.0
     messages = busiest_messages(flows)
@@ -44,7 +45,8 @@ def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: i
     carried = flow_links(topology, flows)
     moving = max((size / topology.links[link].bandwidth_bytes_per_second for link, size in carried.items()), default=0.0)
     memory = min(topology.devices[target].type.memory_bandwidth_bytes_per_second for _, target, _ in flows)
-    return messages * latency * topology.crowding.of_exchange(messages + 1) + moving + reduced_bytes * REDUCE_TRAFFIC / memory
+    crowding = topology.crowding.of_exchange(messages + 1) if crowding is None else crowding
+    return messages * latency * crowding + moving + reduced_bytes * REDUCE_TRAFFIC / memory
 
 
 def busiest_messages(flows: Iterable[Flow]) -> int:

@@ -31,7 +31,7 @@ class Communication:
         self.topology = topology
         self._routes: dict[tuple[int, int], tuple[float, float]] = {}
         self._options: dict[tuple[int, ...], tuple[AllReduceOption, ...]] = {}
-        self._exchanges: dict[tuple[tuple[Flow, ...], int], int] = {}
+        self._exchanges: dict[tuple[tuple[Flow, ...], int, float | None], int] = {}
         self._ports = {port.link: port for port in topology.ports}
 
     @property
@@ -96,12 +96,13 @@ class Communication:
         """Bytes that an all-reduce puts on all its hops together."""
         return allreduce_bytes(reduced_bytes, len(devices))
 
-    def exchange_ns(self, flows: Sequence[Flow], reduced_bytes: int = 0) -> int:
-        """Flows between devices that run at once as one collective; every target then adds up at most ``reduced_bytes``."""
-        key = (tuple(flows), reduced_bytes)
+    def exchange_ns(self, flows: Sequence[Flow], reduced_bytes: int = 0, crowding: float | None = None) -> int:
+        """Flows between devices that run at once as one collective, or as a round of it (``collectives.exchange_seconds``); every target
+        then adds up at most ``reduced_bytes``."""
+        key = (tuple(flows), reduced_bytes, crowding)
         found = self._exchanges.get(key)
         if found is None:
             if len(self._exchanges) >= CACHE_ENTRIES:
                 self._exchanges.clear()
-            found = self._exchanges[key] = nanoseconds(exchange_seconds(self.topology, flows, reduced_bytes))
+            found = self._exchanges[key] = nanoseconds(exchange_seconds(self.topology, flows, reduced_bytes, crowding))
         return found

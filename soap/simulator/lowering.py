@@ -187,7 +187,8 @@ class _Lowering:
         if isinstance(carrier, Exchange):
             rounds = exchange_rounds(self.plan, carrier, parts, gradient=gradient)
             name = exchange_name(self.plan, carrier, gradient=gradient)
-            return self._list.exchange(place, name, TaskKind.EXCHANGE, rounds, after)
+            moving = self._list.tree if carrier.pattern is Pattern.BROADCAST else self._list.exchange
+            return moving(place, name, TaskKind.EXCHANGE, rounds, after)
         source, target = (carrier.target, carrier.source) if gradient else (carrier.source, carrier.target)
         moved = remote_parts(self.plan, parts)
         size = sum(self._bytes(self.plan.fetches[n].tensor, box) for (n, _), (_, _, box, _) in zip(parts, moved, strict=True))

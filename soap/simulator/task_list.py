@@ -55,15 +55,35 @@ class TaskList:
 
     def exchange(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """A collective of several rounds, one after the other."""
+        duration_ns = sum(self.communication.exchange_ns(own, reduced) for own, reduced in rounds)
+        messages = max((busiest_messages(own) for own, _ in rounds), default=0)
+        share = self.topology.handling.of_exchange(messages + 1)
+        return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after)
+
+    def tree(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
+        """A broadcast, or a sum at one device."""
+        devices = len({device for own, _ in rounds for source, target, _ in own for device in (source, target)})
+        crowding = self.topology.crowding.of_tree(devices, len(rounds))
+        duration_ns = sum(self.communication.exchange_ns(own, reduced, crowding) for own, reduced in rounds)
+        share = self.topology.handling.of_all_reduce(devices)
+        return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after)
+
+    def _collective(
+        self,
+        place: tuple[int, ...],
+        name: str,
+        kind: TaskKind,
+        rounds: Sequence[Round],
+        duration_ns: int,
+        handling_ns: int,
+        after: Iterable[int],
+    ) -> int:
         flows = tuple(flow for own, _ in rounds for flow in own)
-        duration = sum(self.communication.exchange_ns(own, reduced) for own, reduced in rounds)
         pairs = frozenset((source, target) for source, target, _ in flows)
         if pairs not in self._exchange_links:
             self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
-        messages = max((busiest_messages(own) for own, _ in rounds), default=0)
-        handling_ns = self.topology.handling.of_exchange(messages + 1).busy_ns(duration)
         size = sum(size for *_, size in flows)
-        return self.add(place, name, kind, self._exchange_links[pairs], duration, after, size, flows=flows, handling_ns=handling_ns)
+        return self.add(place, name, kind, self._exchange_links[pairs], duration_ns, after, size, flows=flows, handling_ns=handling_ns)
 
     def all_reduce(
         self, place: tuple[int, ...], name: str, kind: TaskKind, size: int, devices: tuple[int, ...], after: Iterable[int]

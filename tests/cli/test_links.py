@@ -28,7 +28,7 @@ from soap.topology import Topology
 from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 from tests.emulation.conftest import groups
-from tests.profiles.test_link_probes import timed
+from tests.profiles.test_link_figures import timed
 
 __all__ = ["groups"]
 MODEL, CLUSTER, EMULATED = "zoo:rnnlm:tiny", "local:2", "emulated:2x1@400Mbit/s"

@@ -25,7 +25,7 @@ from soap.profiles.measured_links import known_links, with_stored_links
 from soap.profiles.store import Store
 from soap.simulator.communication import Communication
 from soap.topology import Topology
-from tests.profiles.test_link_probes import timed
+from tests.profiles.test_link_figures import timed
 from tests.strategies import CPU, cluster
 
 BOX = cluster([2, 2], CPU)

@@ -50,9 +50,9 @@ def exchange_handling_ns(K: ClusterTables, S: Scratch, duration: int) -> int:
 
 
 @compiled
-def sum_handling_ns(R: Groups, group: int, duration: int) -> int:
-    """The same of a sum over a set of devices."""
-    return R.handling_ns[group] + R.handling_permille[group] * duration // 1000
+def sum_handling_ns(K: ClusterTables, devices: int, duration: int) -> int:
+    """The same of a sum over so many devices, or of a broadcast."""
+    return K.sum_ns[devices - 1] + K.sum_permille[devices - 1] * duration // 1000
 
 
 @compiled
@@ -153,9 +153,9 @@ def join_flow(S: Scratch, stamp: int, devices: int, source: int, target: int, si
 
 
 @compiled
-def round_ns(K: ClusterTables, S: Scratch, reduced: int) -> int:
+def round_ns(K: ClusterTables, S: Scratch, reduced: int, tree: int = 0) -> int:
     """Duration of the flows at once, after which each target adds up ``reduced`` bytes; notes their links, and how many messages a device
-    has at most."""
+    has at most. ``tree``: of how many devices this is a round of a broadcast, if it is one."""
     if S.count[FLOWS] == 0:
         return nanoseconds(0.0)
     devices = len(K.device_type)
@@ -189,7 +189,8 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int) -> int:
         for at in range(K.route_ptr[pair], K.route_ptr[pair + 1]):
             link = K.route[at] - devices
             moving = max(moving, S.load[link] / K.link_bandwidth[link])
-    return nanoseconds(messages * latency * K.crowding[min(messages, len(K.crowding) - 1)] + moving + reduced * REDUCE_TRAFFIC / memory)
+    crowding = K.tree_crowding[tree - 1] if tree > 0 else K.crowding[min(messages, len(K.crowding) - 1)]
+    return nanoseconds(messages * latency * crowding + moving + reduced * REDUCE_TRAFFIC / memory)
 
 
 @compiled

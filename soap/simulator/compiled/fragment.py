@@ -192,9 +192,8 @@ def _sum_task(G, V, K, R, S, first_output, red, key, gradient):  # type: ignore[
     itemsize = G.output_itemsize[first_output + S.r_out[red]]
     size = V.box_volume[S.r_box[red]] * itemsize
     if S.r_cells[red] < 0:
-        group = find_list(R.sets, S.r_dev[first:last])
-        duration, way = allreduce(R, group, size)
-        handling = sum_handling_ns(R, group, duration)
+        duration, way = allreduce(R, find_list(R.sets, S.r_dev[first:last]), size)
+        handling = sum_handling_ns(K, last - first, duration)
         return _task(S, key, duration, handling, R.resource[way], R.resource_n[way], 2 * (last - first - 1) * size)
     begin_links(S)
     begin_flows(S)
@@ -207,13 +206,12 @@ def _sum_task(G, V, K, R, S, first_output, red, key, gradient):  # type: ignore[
                 source, target = S.r_dev[first + a], S.r_dev[first + b]
                 add_flow(S, target if gradient else source, source if gradient else target, volume * itemsize)
     duration = round_ns(K, S, 0 if gradient else (last - first - 1) * largest * itemsize)
-    return _exchange_task(K, S, key, duration, resources, total_flow(S))
+    return _collective_task(S, key, duration, exchange_handling_ns(K, S, duration), resources, total_flow(S))
 
 
 @compiled
-def _exchange_task(K, S, key, duration, resources, moved):  # type: ignore[no-untyped-def]
-    """A collective whose links are those in ``res`` from place ``resources`` on."""
-    handling = exchange_handling_ns(K, S, duration)
+def _collective_task(S, key, duration, handling, resources, moved):  # type: ignore[no-untyped-def]
+    """One whose links are those in ``res`` from place ``resources`` on."""
     return _task(S, key, duration, handling, -1 - resources, S.count[RESOURCES] - resources, moved)
 
 
@@ -255,8 +253,8 @@ def _carrier_task(G, K, C, S, op, carrier, gradient):  # type: ignore[no-untyped
     resources = S.count[RESOURCES]
     itemsize = G.output_itemsize[first_output + S.f_out[fetch]]
     if S.k_pattern[carrier] == BROADCAST:
-        duration, moved = _tree(K, C, S, carrier, S.p_volume[piece] * itemsize, gradient)
-        return _exchange_task(K, S, key, duration, resources, moved)
+        duration, moved, members = _tree(K, C, S, carrier, S.p_volume[piece] * itemsize, gradient)
+        return _collective_task(S, key, duration, sum_handling_ns(K, members, duration), resources, moved)
     begin_flows(S)
     S.count[STAMP] += 1
     stamp = S.count[STAMP]
@@ -268,12 +266,14 @@ def _carrier_task(G, K, C, S, op, carrier, gradient):  # type: ignore[no-untyped
                 source, target = target, source
             join_flow(S, stamp, devices, source, target, S.p_volume[part] * itemsize)
     moved = total_flow(S)
-    return _exchange_task(K, S, key, round_ns(K, S, 0), resources, moved)
+    duration = round_ns(K, S, 0)
+    return _collective_task(S, key, duration, exchange_handling_ns(K, S, duration), resources, moved)
 
 
 @compiled
 def _tree(K, C, S, carrier, size, gradient):  # type: ignore[no-untyped-def]
-    """A broadcast along a binomial tree from the holder to the others in ascending order, or the sum of gradients the other way round."""
+    """A broadcast along a binomial tree from the holder to the others in ascending order, or the sum of gradients the other way round: its
+    duration, bytes moved, and number of devices."""
     source = S.h_dev[S.p_hold[S.part[S.k_part[carrier]]]]
     count = 1
     S.order[0] = source
@@ -289,9 +289,9 @@ def _tree(K, C, S, carrier, size, gradient):  # type: ignore[no-untyped-def]
             a, b = S.order[i], S.order[i + reached]
             add_flow(S, b if gradient else a, a if gradient else b, size)
         moved += total_flow(S)
-        duration += round_ns(K, S, size if gradient else 0)
+        duration += round_ns(K, S, size if gradient else 0, count)
         reached *= 2
-    return duration, moved
+    return duration, moved, count
 
 
 @compiled

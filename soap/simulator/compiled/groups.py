@@ -27,7 +27,6 @@ class DeviceGroups:
         self._static.add(cluster.route)
         self._way_ptr, self._latency, self._per_byte = Growing(np.int64), Growing(np.float64), Growing(np.float64)
         self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
-        self._fixed_ns, self._permille = Growing(np.int64), Growing(np.int64)
         self._way_ptr.add([0])
         self._port_device = _port_devices(communication.topology)
         self._restart = np.array([(0, 0), *communication.topology.restart.points], np.int64).ravel()
@@ -43,15 +42,10 @@ class DeviceGroups:
             self._resource.add([self._static.add(np.array(option.links, np.int32) + np.int32(count))])
             self._resource_n.add([len(option.links)])
         self._way_ptr.add([self._latency.size])
-        share = self._communication.topology.handling.of_all_reduce(len(devices))
-        self._fixed_ns.add([share.fixed_ns])
-        self._permille.add([share.permille])
         self.tables = self._make()
 
     def _make(self) -> Groups:
-        growing = (
-            self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static, self._fixed_ns, self._permille,
-        )  # fmt: skip
+        growing = (self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static)
         figures: list[NDArray[Any]] = [*(figure.array() for figure in growing), self._port_device, self._restart]
         return Groups(self._sets.tables(), *figures)
 

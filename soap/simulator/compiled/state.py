@@ -93,10 +93,10 @@ class Lists(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Sets of devices that sum together (``Lists``, ascending). Group g may do so in the ways ``way_ptr[g]:way_ptr[g + 1]``, each of which
-    takes ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with
-    the devices one by one and the routes of messages. By group, ``Topology.handling``: ``handling_ns``, ``handling_permille``. By resource:
-    ``port_device`` (-1: none). ``restart``: the points of ``Topology.restart``, from (0, 0) on.
+    """Sets of devices that sum together (``Lists``, ascending). Group g may do so in the ways ``way_ptr[g]:way_ptr[g + 1]``, each of
+    which takes ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins
+    with the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none). ``restart``: the points of
+    ``Topology.restart``, from (0, 0) on.
     """
 
     sets: Lists
@@ -106,8 +106,6 @@ class Groups(NamedTuple):
     resource: Longs
     resource_n: Ints
     static: Ints
-    handling_ns: Longs
-    handling_permille: Longs
     port_device: Ints
     restart: Longs
 

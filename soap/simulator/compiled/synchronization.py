@@ -91,7 +91,7 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
                 elif G.user[first_user + lowest] == op:
                     _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0)
     for bucket in range(S.count[TASKS]):
-        _finish(R, C, S, bucket, slot0 + bucket)
+        _finish(K, R, C, S, bucket, slot0 + bucket)
     serve(G, V, K, R, D, C, S, slot0)
     ask_prices(D, S)
     _install(V, C, S, slot0)
@@ -190,14 +190,14 @@ def _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0):  # type
 
 
 @compiled
-def _finish(R, C, S, bucket, slot):  # type: ignore[no-untyped-def]
+def _finish(K, R, C, S, bucket, slot):  # type: ignore[no-untyped-def]
     if slot + 1 > len(C.key):
         raise MemoryError(CROWDED)
     group = S.t_res_n[bucket]
     duration, way = allreduce(R, group, S.t_bytes[bucket])
     members = R.sets.ptr[group + 1] - R.sets.ptr[group]
     C.key[slot], C.duration[slot], C.resource[slot], C.resource_n[slot] = S.t_key[bucket], duration, R.resource[way], R.resource_n[way]
-    C.latency[slot], C.handling[slot] = 0, sum_handling_ns(R, group, duration)
+    C.latency[slot], C.handling[slot] = 0, sum_handling_ns(K, members, duration)
     C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, SYNC_BUCKET, -1, group
     C.moved[slot] = 2 * (members - 1) * S.t_bytes[bucket]
 

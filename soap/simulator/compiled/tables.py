@@ -69,9 +69,10 @@ class ClusterTables(NamedTuple):
     (``cores``). ``server``: devices beside which servers are. Of such a device: whether it does the work (``serves_itself``) or a core,
     ``core_bandwidth`` of what does it in bytes per second, and the first host where the same type does it (``core_host``). ``hosts``: their
     number.
-    ``row_seconds``: by device, as ``servers.row_seconds``. A message from s to t keeps devices busy for
-    ``message_ns[s, t]`` and ``message_permille[s, t]`` of its time. By how many messages a device has in an exchange, the last for all
-    further numbers: ``crowding``, ``Topology.crowding``, and ``exchange_ns``, ``exchange_permille``, ``Topology.handling``.
+    ``row_seconds``: by device, as ``servers.row_seconds``. A message from s to t keeps devices busy for ``message_ns[s, t]`` and
+    ``message_permille[s, t]`` of its time. By how many messages a device has in an exchange, the last for all further numbers:
+    ``crowding``, ``Topology.crowding``, and ``exchange_ns``, ``exchange_permille``, ``Topology.handling``. By the number of devices, less
+    one: ``tree_crowding``, ``sum_ns``, ``sum_permille``.
     """
 
     distance: NDArray[np.int8]
@@ -96,6 +97,9 @@ class ClusterTables(NamedTuple):
     crowding: Floats
     exchange_ns: Longs
     exchange_permille: Longs
+    tree_crowding: Floats
+    sum_ns: Longs
+    sum_permille: Longs
 
 
 def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
@@ -198,6 +202,7 @@ def cluster_tables(communication: Communication) -> ClusterTables:
     if topology.ports:
         shares = [communication.message_share(*divmod(pair, count)) for pair in range(len(pairs))]
         message_shares[:] = np.array(shares).T.reshape(2, count, count)
+    sum_shares = np.array([topology.handling.of_all_reduce(devices) for devices in range(1, count + 1)], np.int64).T.copy()
     exchange_shares = np.array([topology.handling.of_exchange(1 + messages) for messages in range(count + 1)], np.int64).T.copy()
     return ClusterTables(
         np.where(host[:, None] == host, 1 - np.eye(count, dtype=np.int8), 2).astype(np.int8),
@@ -222,6 +227,9 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         np.array([topology.crowding.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
         exchange_shares[0],
         exchange_shares[1],
+        np.array([topology.crowding.of_tree(devices, (devices - 1).bit_length()) for devices in range(1, count + 1)], np.float64),
+        sum_shares[0],
+        sum_shares[1],
     )
 
 

@@ -1,0 +1,171 @@
+"""Which figures of a cluster's links, and of what communication does to computation, follow from what was measured between its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
+from typing import NamedTuple
+
+from soap.errors import ProfileError
+from soap.interference import Crowding, Handling, Port, Restart, Share
+from soap.profiles.alpha_beta import AlphaBeta
+from soap.profiles.link_probes import Lines, LinkTiming, Operation, Probe, cpu_fits, devices_by_host, fits
+from soap.simulator.communication import Communication
+from soap.topology import Topology
+
+LARGE_BYTES = 2**30
+"""Beside which latencies are nothing."""
+LEAST_LATENCY_SECONDS = 1e-9
+
+
+def modelled_seconds(communication: Communication, probe: Probe) -> float:
+    """What the simulator says that a probe takes of its links; nothing for a restart."""
+    size, devices = probe.size_bytes, probe.devices
+    match probe.operation:
+        case Operation.MESSAGE | Operation.STEP_MESSAGE:
+            return communication.transfer_ns(size, *devices) / 1e9
+        case Operation.ALL_REDUCE | Operation.STEP_SUM:
+            return communication.allreduce(size, devices)[0] / 1e9
+        case Operation.STEP_RESTART:
+            return 0.0
+    return communication.exchange_ns([(a, b, size) for a in devices for b in devices if a != b]) / 1e9
+
+
+def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], source: str = "") -> Topology:
+    """The same cluster with links that have the measured latency and bandwidth; ``source``: where from, in one line.
+
+    Of a route between two devices of one host, each link has the bandwidth of an exchange between two of them and an equal part of the
+    message's latency. Links that only routes between hosts use have an exchange's between hosts, and an equal part of what remains of that
+    message's latency. Latencies are those within steps, where these were measured. What was not measured stays. Devices that are processors
+    have ports, handle collectives, and are slower behind a wait.
+    """
+    found, busy = fits(timings), cpu_fits(timings)
+    within = _within_steps(timings, found, busy)
+    ports: dict[int, Port] = {}
+    inside: dict[int, tuple[float, float]] = {}
+    across: dict[int, tuple[float, float]] = {}
+    for figures, same_host in ((inside, True), (across, False)):
+        for (operation, devices), line in found.items():
+            if operation is not Operation.MESSAGE or (topology.devices[devices[0]].host == topology.devices[devices[1]].host) != same_host:
+                continue
+            exchange = found.get((Operation.EXCHANGE, devices), line)
+            if exchange.beta_seconds_per_byte <= 0:
+                raise ProfileError(f"messages between devices {devices} take no longer the larger they are; measure again")
+            route = topology.route(devices[0], devices[1])
+            known = [link for link in route if link in inside]
+            left = line.alpha_seconds + within.message.seconds - sum(inside[link][1] for link in known)
+            each = max(left / max(1, len(route) - len(known)), LEAST_LATENCY_SECONDS)
+            for link in _alike(topology, [link for link in route if link not in known], same_host):
+                figures[link] = 1 / exchange.beta_seconds_per_byte, each
+                ports[link] = _port(topology, link, busy[operation, devices], exchange, within.message.busy_seconds)
+    measured = {**across, **inside}
+    links = list(topology.links)
+    for link, (bandwidth, latency) in measured.items():
+        links[link] = replace(links[link], bandwidth_bytes_per_second=bandwidth, latency_seconds=latency)
+    described = topology.described or topology.links
+    made = replace(topology, links=tuple(links), described=described, links_source=source)
+    made = replace(made, crowding=_crowding(made, found, within), restart=_restart(timings))
+    if any(device.type.kind != "cpu" for device in topology.devices):
+        return made  # what sends there is not what computes
+    return replace(made, ports=tuple(ports[i] for i in sorted(ports)), handling=_handling(made, busy, within))
+
+
+_BY_ITSELF = {
+    Operation.STEP_MESSAGE: Operation.MESSAGE,
+    Operation.STEP_SUM: Operation.ALL_REDUCE,
+    Operation.STEP_EXCHANGE: Operation.ALL_TO_ALL,
+}
+
+
+class _Longer(NamedTuple):
+    """How many seconds longer something takes within a step than by itself, and for how long it keeps a device busier there."""
+
+    seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+
+class _WithinSteps(NamedTuple):
+    """Of a message beside what it keeps its ends busier: the sender's end is no part of it, but its port's."""
+
+    message: _Longer = _Longer()
+    all_reduce: _Longer = _Longer()
+    all_to_all: _Longer = _Longer()
+
+
+def _within_steps(timings: Sequence[LinkTiming], found: Lines, busy: Lines) -> _WithinSteps:
+    """From what was measured; nothing if it was not. Never less than nothing."""
+    more = _WithinSteps()
+    for timing in timings:
+        operation, size = _BY_ITSELF.get(timing.probe.operation), timing.probe.size_bytes
+        if operation is not None and (operation, timing.probe.devices) in found:
+            longer = timing.typical_seconds - found[operation, timing.probe.devices].seconds(size)
+            busier = max(0.0, timing.cpu_seconds - busy[operation, timing.probe.devices].seconds(size))
+            if operation is Operation.MESSAGE:
+                longer -= busier
+            more = more._replace(**{operation.value: _Longer(max(0.0, longer), busier)})
+    return more
+
+
+def _crowding(topology: Topology, found: Lines, within: _WithinSteps) -> Crowding:
+    """From the latencies of collectives that were measured, beside what the links' latencies make of them: of each number of devices those
+    over most hosts. An exchange as a whole has no less than a message's, as bounds assume."""
+    communication = Communication(topology)
+    factors: dict[Operation, dict[int, float]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
+    for (operation, devices), line in _collectives(topology, found):
+        modelled = modelled_seconds(communication, Probe(operation, devices, 0))
+        factor = (line.alpha_seconds + getattr(within, operation.value).seconds) / modelled
+        least = 1 / (len(devices) - 1) if operation is Operation.ALL_TO_ALL else 0.0
+        factors[operation][len(devices)] = max(factor, least)
+    return Crowding(*(tuple(sorted(own.items())) for own in factors.values()))
+
+
+def _handling(topology: Topology, busy: Lines, within: _WithinSteps) -> Handling:
+    """From the processor's time of collectives that were measured: of each number of devices those over most hosts."""
+    communication = Communication(topology)
+    shares: dict[Operation, dict[int, Share]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
+    for (operation, devices), line in _collectives(topology, busy):
+        nothing, all_of_it = (modelled_seconds(communication, Probe(operation, devices, size)) for size in (0, LARGE_BYTES))
+        fixed = line.alpha_seconds + getattr(within, operation.value).busy_seconds
+        permille = 1000 * line.beta_seconds_per_byte * LARGE_BYTES / (all_of_it - nothing)
+        shares[operation][len(devices)] = Share(round(1e9 * fixed), round(permille))
+    return Handling(*(tuple(sorted(own.items())) for own in shares.values()))
+
+
+def _collectives(topology: Topology, lines: Lines) -> list[tuple[tuple[Operation, tuple[int, ...]], AlphaBeta]]:
+    """Sums and exchanges of all devices with all, those over fewer hosts first."""
+    own = [entry for entry in lines.items() if entry[0][0] in (Operation.ALL_REDUCE, Operation.ALL_TO_ALL)]
+    return sorted(own, key=lambda entry: len({topology.devices[device].host for device in entry[0][1]}))
+
+
+def _restart(timings: Sequence[LinkTiming]) -> Restart:
+    """How much longer tiles took behind sums, by how long they take on one device; longer tiles no less than shorter ones."""
+    points: list[tuple[int, int]] = []
+    own = [timing for timing in timings if timing.probe.operation is Operation.STEP_RESTART]
+    for timing in sorted(own, key=lambda timing: timing.cpu_seconds):
+        alone_ns, longer_ns = round(1e9 * timing.cpu_seconds), round(1e9 * timing.typical_seconds)
+        before_ns, less_ns = points[-1] if points else (0, 0)
+        if alone_ns > before_ns:
+            points.append((alone_ns, max(less_ns, longer_ns)))
+    return Restart(tuple(points))
+
+
+def _port(topology: Topology, link: int, busy: AlphaBeta, exchange: AlphaBeta, busier_seconds: float) -> Port:
+    """What a device at an end of a link is busy with messages over it: seconds per byte as a part of an exchange's, what a message of
+    no bytes takes, and what it takes longer within steps."""
+    names = {device.name: device.index for device in topology.devices}
+    ends = (topology.links[link].source, topology.links[link].target)
+    device = next((names[end] for end in ends if end in names), None)
+    permille = round(1000 * busy.beta_seconds_per_byte / exchange.beta_seconds_per_byte)
+    return Port(link, device, max(0, round(1e9 * (busy.alpha_seconds + busier_seconds))), max(0, permille))
+
+
+def _alike(topology: Topology, links: Sequence[int], same_host: bool) -> list[int]:
+    """All links that have the declared figures of one of these, and the same part in routes inside of a host."""
+    local = {link for own in devices_by_host(topology) for a, b in permutations(own, 2) for link in topology.route(a, b)}
+    kinds = {(topology.links[i].bandwidth_bytes_per_second, topology.links[i].latency_seconds) for i in links}
+    return [
+        link.index
+        for link in topology.links
+        if (link.bandwidth_bytes_per_second, link.latency_seconds) in kinds and (link.index in local) == same_host
+    ]
