@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from soap.interference import Handling, Port, Share
 from soap.simulator import communication
 from soap.simulator.allreduce import allreduce_options, fastest
-from soap.simulator.collectives import exchange_seconds
+from soap.simulator.collectives import exchange_seconds, tree_rounds
 from soap.simulator.communication import Communication
 from soap.simulator.costs import nanoseconds
+from soap.simulator.task_list import TaskList
+from soap.simulator.tasks import TaskKind
 from soap.topology import Topology
 from tests.strategies import cluster, topologies
 
@@ -63,3 +66,37 @@ def test_survives_pickling() -> None:
     copy = pickle.loads(pickle.dumps(made))
     assert copy.hash == made.hash
     assert copy.allreduce(1000, (0, 1, 2)) == made.allreduce(1000, (0, 1, 2))
+
+
+def test_a_message_is_handled_by_the_slowest_port_s_call_and_the_narrowest_link_s_bytes() -> None:
+    base = cluster([1, 1])
+    first, *between, last = base.route(0, 1)
+    made = Communication(replace(base, ports=(Port(first, 0, 30, 400), Port(between[0], None, 50, 100), Port(last, 1, 20, 300))))
+    assert made.message_share(0, 1) == Share(50, 100)
+    assert made.message_share(1, 0) == Share(0, 0)
+    assert Communication(base).message_share(0, 1) == Share(0, 0)
+
+
+def test_lowering_says_for_how_long_communication_keeps_devices_busy() -> None:
+    """Sums by the number of devices, exchanges by the most messages of one, broadcasts as sums, messages by their ports."""
+    base = cluster([1, 1, 1])
+    handling = Handling(((2, Share(200, 0)), (3, Share(300, 500))), ((2, Share(2000, 0)), (3, Share(3000, 100))))
+    ports = tuple(Port(link, None, 7, 0) for link in base.route(0, 1))
+    tasks = TaskList(Communication(replace(base, ports=ports, handling=handling)))
+    all_to_all = tuple((a, b, 10**6) for a in range(3) for b in range(3) if a != b)
+    tree = [(tuple(flows), 0) for flows in tree_rounds((0, 1, 2), 10**6)]
+    tasks.message((0,), "message", TaskKind.TRANSFER, 0, 1, 10**6, ())
+    tasks.all_reduce((1,), "sum", TaskKind.REDUCE, 10**6, (0, 1, 2), ())
+    tasks.all_reduce((2,), "sum of two", TaskKind.REDUCE, 10**6, (0, 1), ())
+    tasks.exchange((3,), "exchange", TaskKind.EXCHANGE, [(all_to_all, 0)], ())
+    tasks.exchange((4,), "two rounds", TaskKind.SYNC, [(all_to_all[:1], 0), (all_to_all[1:2], 0)], ())
+    tasks.tree((5,), "broadcast", TaskKind.EXCHANGE, tree, ())
+    duration = {task.name: task.duration_ns for task in tasks.tasks}
+    assert {task.name: task.handling_ns for task in tasks.tasks} == {
+        "message": 7,
+        "sum": 300 + duration["sum"] // 2,
+        "sum of two": 200,
+        "exchange": 3000 + duration["exchange"] // 10,
+        "two rounds": 2000,
+        "broadcast": 300 + duration["broadcast"] // 2,
+    }
