@@ -89,7 +89,7 @@ class Crowding:
     def of_tree(self, devices: int, rounds: int) -> float:
         """The factor for each round of a broadcast to so many devices, or of its transpose: one call of a library, as a sum is. All rounds
         take no less than a message."""
-        return max(_between(self.all_reduce, devices, 1.0), 1 / max(1, rounds))
+        return max(self.of_all_reduce(devices), 1 / max(1, rounds))
 
 
 @dataclass(frozen=True, slots=True)

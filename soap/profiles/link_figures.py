@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import NamedTuple
@@ -42,6 +42,7 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
     """
     found, busy = fits(timings), cpu_fits(timings)
     within = _within_steps(timings, found, busy)
+    message = within.get(Operation.MESSAGE, _NOT_LONGER)
     ports: dict[int, Port] = {}
     inside: dict[int, tuple[float, float]] = {}
     across: dict[int, tuple[float, float]] = {}
@@ -54,11 +55,11 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
                 raise ProfileError(f"messages between devices {devices} take no longer the larger they are; measure again")
             route = topology.route(devices[0], devices[1])
             known = [link for link in route if link in inside]
-            left = line.alpha_seconds + within.message.seconds - sum(inside[link][1] for link in known)
+            left = line.alpha_seconds + message.seconds - sum(inside[link][1] for link in known)
             each = max(left / max(1, len(route) - len(known)), LEAST_LATENCY_SECONDS)
             for link in _alike(topology, [link for link in route if link not in known], same_host):
                 figures[link] = 1 / exchange.beta_seconds_per_byte, each
-                ports[link] = _port(topology, link, busy[operation, devices], exchange, within.message.busy_seconds)
+                ports[link] = _port(topology, link, busy[operation, devices], exchange, message.busy_seconds)
     measured = {**across, **inside}
     links = list(topology.links)
     for link, (bandwidth, latency) in measured.items():
@@ -85,17 +86,14 @@ class _Longer(NamedTuple):
     busy_seconds: float = 0.0
 
 
-class _WithinSteps(NamedTuple):
-    """Of a message beside what it keeps its ends busier: the sender's end is no part of it, but its port's."""
-
-    message: _Longer = _Longer()
-    all_reduce: _Longer = _Longer()
-    all_to_all: _Longer = _Longer()
+_NOT_LONGER = _Longer()
+_WithinSteps = Mapping[Operation, _Longer]
+"""By what is measured by itself. Of a message beside what it keeps its ends busier: the sender's end is no part of it, but its port's."""
 
 
 def _within_steps(timings: Sequence[LinkTiming], found: Lines, busy: Lines) -> _WithinSteps:
     """From what was measured; nothing if it was not. Never less than nothing."""
-    more = _WithinSteps()
+    more: dict[Operation, _Longer] = {}
     for timing in timings:
         operation, size = _BY_ITSELF.get(timing.probe.operation), timing.probe.size_bytes
         if operation is not None and (operation, timing.probe.devices) in found:
@@ -103,7 +101,7 @@ def _within_steps(timings: Sequence[LinkTiming], found: Lines, busy: Lines) -> _
             busier = max(0.0, timing.cpu_seconds - busy[operation, timing.probe.devices].seconds(size))
             if operation is Operation.MESSAGE:
                 longer -= busier
-            more = more._replace(**{operation.value: _Longer(max(0.0, longer), busier)})
+            more[operation] = _Longer(max(0.0, longer), busier)
     return more
 
 
@@ -114,7 +112,7 @@ def _crowding(topology: Topology, found: Lines, within: _WithinSteps) -> Crowdin
     factors: dict[Operation, dict[int, float]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
     for (operation, devices), line in _collectives(topology, found):
         modelled = modelled_seconds(communication, Probe(operation, devices, 0))
-        factor = (line.alpha_seconds + getattr(within, operation.value).seconds) / modelled
+        factor = (line.alpha_seconds + within.get(operation, _NOT_LONGER).seconds) / modelled
         least = 1 / (len(devices) - 1) if operation is Operation.ALL_TO_ALL else 0.0
         factors[operation][len(devices)] = max(factor, least)
     return Crowding(*(tuple(sorted(own.items())) for own in factors.values()))
@@ -126,7 +124,7 @@ def _handling(topology: Topology, busy: Lines, within: _WithinSteps) -> Handling
     shares: dict[Operation, dict[int, Share]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
     for (operation, devices), line in _collectives(topology, busy):
         nothing, all_of_it = (modelled_seconds(communication, Probe(operation, devices, size)) for size in (0, LARGE_BYTES))
-        fixed = line.alpha_seconds + getattr(within, operation.value).busy_seconds
+        fixed = line.alpha_seconds + within.get(operation, _NOT_LONGER).busy_seconds
         permille = 1000 * line.beta_seconds_per_byte * LARGE_BYTES / (all_of_it - nothing)
         shares[operation][len(devices)] = Share(round(1e9 * fixed), round(permille))
     return Handling(*(tuple(sorted(own.items())) for own in shares.values()))

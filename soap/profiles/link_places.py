@@ -14,8 +14,8 @@ from soap.topology import Topology
 VERSION = 8
 """Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``allocation``); since 3 collectives
 behind a computation, and with ``scheduling.calm_gloo``; since 4 emulated hosts' sums are prompt; since 5 with the scale; since 6
-restarts apart; since 7 devices compute by even time (``soap.yardstick``); since 8
-exchanges within steps, and restarts of three sizes."""
+restarts apart; since 7 devices compute by even time (``soap.yardstick``); since 8 exchanges within steps, restarts of three sizes,
+and chains that read two values."""
 MOST_SECONDS = 10**6
 
 
