@@ -238,7 +238,7 @@ def _use(found: Mapping[str, Any]) -> str:
         return "predictions take the links as they are described until all messages and exchanges are measured"
     within = ",\nwithin training steps where that is known: a message by itself is quicker than by links" if found["in_steps"] else ""
     return (
-        "predictions for this cluster take the latencies of its messages and the bandwidths of its exchanges (--costs estimate does not)"
+        "predictions for this cluster take the latencies of its messages and bandwidths both ways at once (--costs estimate does not)"
         f"{within};\n"
         "processor: what one device spends on an operation and cannot compute meanwhile, busy: as a part of the operation's time"
     )

@@ -35,10 +35,10 @@ def modelled_seconds(communication: Communication, probe: Probe) -> float:
 def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], source: str = "") -> Topology:
     """The same cluster with links that have the measured latency and bandwidth; ``source``: where from, in one line.
 
-    Of a route between two devices of one host, each link has the bandwidth of an exchange between two of them and an equal part of the
-    message's latency. Links that only routes between hosts use have an exchange's between hosts, and an equal part of what remains of that
-    message's latency. Latencies are those within steps, where these were measured. What was not measured stays. Devices that are processors
-    have ports, handle collectives, and are slower behind a wait.
+    Of a route between two devices of one host, each link has the bandwidth that two of them have both ways at once
+    (``_seconds_per_byte``) and an equal part of the message's latency. Links that only routes between hosts use have that of two devices on
+    two hosts, and an equal part of what remains of that message's latency. Latencies are those within steps, where these were measured.
+    What was not measured stays. Devices that are processors have ports, handle collectives, and are slower behind a wait.
     """
     found, busy = fits(timings), cpu_fits(timings)
     within = _within_steps(timings, found, busy)
@@ -50,16 +50,16 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
         for (operation, devices), line in found.items():
             if operation is not Operation.MESSAGE or (topology.devices[devices[0]].host == topology.devices[devices[1]].host) != same_host:
                 continue
-            exchange = found.get((Operation.EXCHANGE, devices), line)
-            if exchange.beta_seconds_per_byte <= 0:
+            per_byte = _seconds_per_byte(timings, devices, line)
+            if per_byte <= 0:
                 raise ProfileError(f"messages between devices {devices} take no longer the larger they are; measure again")
             route = topology.route(devices[0], devices[1])
             known = [link for link in route if link in inside]
             left = line.alpha_seconds + message.seconds - sum(inside[link][1] for link in known)
             each = max(left / max(1, len(route) - len(known)), LEAST_LATENCY_SECONDS)
             for link in _alike(topology, [link for link in route if link not in known], same_host):
-                figures[link] = 1 / exchange.beta_seconds_per_byte, each
-                ports[link] = _port(topology, link, busy[operation, devices], exchange, message.busy_seconds)
+                figures[link] = 1 / per_byte, each
+                ports[link] = _port(topology, link, busy[operation, devices], per_byte, message.busy_seconds)
     measured = {**across, **inside}
     links = list(topology.links)
     for link, (bandwidth, latency) in measured.items():
@@ -70,6 +70,22 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
     if any(device.type.kind != "cpu" for device in topology.devices):
         return made  # what sends there is not what computes
     return replace(made, ports=tuple(ports[i] for i in sorted(ports)), handling=_handling(made, busy, within))
+
+
+def _seconds_per_byte(timings: Sequence[LinkTiming], devices: tuple[int, ...], message: AlphaBeta) -> float:
+    """Of two devices that send to each other at once: what the largest size takes longer than the one before, of exchanges or of
+    all-to-alls, whichever has more of the link. Small sizes say little: what the links hold back is sent faster than they go on. Where
+    neither was measured, a message's."""
+    taken: dict[Operation, dict[int, float]] = {Operation.EXCHANGE: {}, Operation.ALL_TO_ALL: {}}
+    for timing in timings:
+        if timing.probe.operation in taken and timing.probe.devices == devices:
+            taken[timing.probe.operation][timing.probe.size_bytes] = timing.typical_seconds
+    slopes = []
+    for own in taken.values():
+        if len(own) > 1:
+            before, largest = sorted(own)[-2:]
+            slopes.append((own[largest] - own[before]) / (largest - before))
+    return min(slopes, default=message.beta_seconds_per_byte)
 
 
 _BY_ITSELF = {
@@ -148,13 +164,13 @@ def _restart(timings: Sequence[LinkTiming]) -> Restart:
     return Restart(tuple(points))
 
 
-def _port(topology: Topology, link: int, busy: AlphaBeta, exchange: AlphaBeta, busier_seconds: float) -> Port:
-    """What a device at an end of a link is busy with messages over it: seconds per byte as a part of an exchange's, what a message of
+def _port(topology: Topology, link: int, busy: AlphaBeta, seconds_per_byte: float, busier_seconds: float) -> Port:
+    """What a device at an end of a link is busy with messages over it: seconds per byte as a part of the link's, what a message of
     no bytes takes, and what it takes longer within steps."""
     names = {device.name: device.index for device in topology.devices}
     ends = (topology.links[link].source, topology.links[link].target)
     device = next((names[end] for end in ends if end in names), None)
-    permille = round(1000 * busy.beta_seconds_per_byte / exchange.beta_seconds_per_byte)
+    permille = round(1000 * busy.beta_seconds_per_byte / seconds_per_byte)
     return Port(link, device, max(0, round(1e9 * (busy.alpha_seconds + busier_seconds))), max(0, permille))
 
 

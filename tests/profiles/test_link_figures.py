@@ -93,6 +93,20 @@ def test_small_sums_take_what_they_take_longer_within_a_step(within_ms: float, e
     assert found == pytest.approx(expected, rel=0.01)
 
 
+def test_a_links_bandwidth_is_what_the_largest_sizes_have_of_it() -> None:
+    """100 MB/s to all-to-alls, of which what the links hold back makes a start of 1 ms; a loop of exchanges has 80 MB/s of it."""
+    topology = cluster([1, 1], CPU)
+    taken = {Operation.EXCHANGE: lambda size: 1e-3 + size / 80e6, Operation.ALL_TO_ALL: lambda size: max(1e-3, size / 100e6 - 1e-3)}
+    timings = [
+        replace(one, seconds=(taken[one.probe.operation](one.probe.size_bytes),)) if one.probe.operation in taken else one
+        for one in timed(topology)
+    ]
+    both = with_measured_links(topology, timings)
+    loop_only = with_measured_links(topology, [one for one in timings if one.probe.operation is not Operation.ALL_TO_ALL])
+    assert [link.bandwidth_bytes_per_second for link in both.links] == pytest.approx([100e6] * len(topology.links))
+    assert [link.bandwidth_bytes_per_second for link in loop_only.links] == pytest.approx([80e6] * len(topology.links))
+
+
 def test_messages_that_cost_nothing_per_byte_are_refused() -> None:
     topology = cluster([2])
     timings = [LinkTiming(Probe(op, (0, 1), size), (1e-3,), 0.0) for op in (Operation.MESSAGE, Operation.EXCHANGE) for size in (8, 1024)]
