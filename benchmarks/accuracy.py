@@ -6,11 +6,14 @@
 For every cluster and model: what a search finds, the classical strategies, and random ones, ``--least`` in all, run as ``soap-run
 --emulate`` runs them. Needs root, as emulation does. Models are profiled before (``soap-profile`` for ``--profile`` seconds per model and
 cluster, and the cluster's links; 0: with what is known already), and what a search finds is measured and searched again; with ``--verify``
-the best few are run, and the quickest is what was found, as by ``soap-search --verify``. A round is every
-strategy once, so that what slows the machine down for a while does not hit one of them alone; measured is the median of a strategy's
-rounds, of each its median step: emulated devices' time is even (``soap.yardstick``), so what is left of noise adds and takes.
-Printed are the error of each prediction, how far a strategy's rounds are apart, the median and the 95th percentile of each model's
-errors, Kendall's tau between predicted and measured order, and whether the found plan is the measured best.
+the best few are run, and the quickest is what was found, as by ``soap-search --verify``.
+
+A round measures the computations again, predicts every strategy from them, and runs every strategy once: a virtual machine's cores are
+quicker in some minutes than in others, for one kind of computation more than for another, and what is predicted is to be what is
+measured then. Predicted is the median of the rounds' predictions, measured that of the rounds, of each its median step: emulated devices'
+time is even (``soap.yardstick``), so what is left of noise adds and takes. Printed are the error of each prediction, how far a
+strategy's rounds and its predictions are apart, the median and the 95th percentile of each model's errors, Kendall's tau between predicted
+and measured order, and whether the found plan is the measured best.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ Test = Callable[[Strategy], bool]
 
 
 class Plan(NamedTuple):
-    """A strategy of a model on a cluster, and nanoseconds per iteration as predicted and measured. ``rounds_ns``: each round's median."""
+    """A strategy of a model on a cluster, and nanoseconds per iteration as predicted and measured. ``rounds_ns``: each round's median.
+    ``predictions_ns``: each round's, where each had its own."""
 
     cluster: str
     model: str
@@ -70,6 +74,7 @@ class Plan(NamedTuple):
     predicted_ns: int
     measured_ns: int
     rounds_ns: tuple[float, ...]
+    predictions_ns: tuple[float, ...] = ()
 
     @property
     def error(self) -> float:
@@ -80,6 +85,11 @@ class Plan(NamedTuple):
     def apart(self) -> float:
         """How far the rounds are from each other, relative to what was measured."""
         return (max(self.rounds_ns) - min(self.rounds_ns)) / self.measured_ns
+
+    @property
+    def predictions_apart(self) -> float:
+        """How far the rounds' predictions are from each other, relative to their median."""
+        return (max(self.predictions_ns) - min(self.predictions_ns)) / self.predicted_ns if self.predictions_ns else 0.0
 
 
 def tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -155,18 +165,33 @@ def measure(
     return plans
 
 
+def in_rounds(rounds: Sequence[Sequence[Plan]]) -> list[Plan]:
+    """The same plans as predicted and run in each round: medians of both."""
+    found = []
+    for own in zip(*rounds, strict=True):
+        predictions = tuple(float(plan.predicted_ns) for plan in own)
+        times = tuple(time for plan in own for time in plan.rounds_ns)
+        found.append(Plan(*own[0][:3], int(median(predictions)), int(median(times)), times, predictions))
+    return found
+
+
 def refined(file: Path | str, cluster: str, seconds: int, find: Callable[[], api.SearchOutcome]) -> api.SearchOutcome:
     """What a search finds that has measured what it finds, for so long in all: estimates that are too low make no plan look good."""
     found, budget = find(), seconds // REFINEMENTS
+    for _ in range(REFINEMENTS if budget else 0):
+        profile_found(found, file, cluster, budget)
+        before, found = found, find()
+        if found.strategy == before.strategy:
+            break
+    return found
+
+
+def profile_found(found: api.SearchOutcome, file: Path | str, cluster: str, seconds: int, *more: str) -> None:
+    """Measure for so long, with the computations of what was found among the first."""
     with tempfile.TemporaryDirectory() as temporary:
         path = str(Path(temporary) / "found.json")
-        for _ in range(REFINEMENTS if budget else 0):
-            found.save(path)
-            soap_profile([str(file), "--cluster", cluster, "--strategy", path, "--budget", str(budget)])
-            before, found = found, find()
-            if found.strategy == before.strategy:
-                break
-    return found
+        found.save(path)
+        soap_profile([str(file), "--cluster", cluster, "--strategy", path, "--budget", str(seconds), *more])
 
 
 def report(plans: Sequence[Plan]) -> list[str]:
@@ -208,32 +233,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", type=not_negative, default=0, help="run so many of the best ones found before, as soap-search --verify")
     parser.add_argument("--seed", type=not_negative, default=0)
     args = parser.parse_args(argv)
-    print(f"{machine()}\n\n| cluster | model | strategy | predicted, ms | measured, ms | error | rounds apart |\n|{'---|' * 7}", flush=True)
+    head = ("cluster", "model", "strategy", "predicted, ms", "measured, ms", "error", "rounds apart", "predictions apart")
+    print(f"{machine()}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     plans: list[Plan] = []
     with tempfile.TemporaryDirectory() as temporary:
         for model in args.models:
             file = export_model(model, Path(temporary))
-            graph = api.load(file, plan_only=True).graph
             for cluster in args.clusters:
-                if args.profile:
-                    profiled(file, cluster, args.profile, args.scale)
-                topology = api.load_cluster(cluster)
-                search = partial(api.search, graph, topology, budget=args.budget, seed=args.seed)
-                outcome = refined(file, cluster, args.profile, search)
-                if args.verify:
-                    outcome = verify(outcome, args.verify, str(file), READING, args.seed, optimizer=OPTIMIZER, scale=args.scale)
-                found = outcome.strategy
-                simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
-                strategies = strategies_of(simulator, found, args.seed, args.least)
-                for plan in measure(simulator, cluster, model, file, strategies, args.steps, args.rounds, scale=args.scale):
-                    plans.append(plan)
-                    print(
-                        f"| {cluster} | {model} | {plan.strategy} | {plan.predicted_ns / 1e6:.1f} | {plan.measured_ns / 1e6:.1f} | "
-                        f"{plan.error:+.1%} | {plan.apart:.1%} |",
-                        flush=True,
-                    )
+                plans += compared(cluster, model, file, args)
     print("\n" + "\n".join(report(plans)))
     return 0
+
+
+def compared(cluster: str, model: str, file: Path | str, args: argparse.Namespace) -> list[Plan]:
+    """The plans of a model on a cluster, printed."""
+    if args.profile:
+        profiled(file, cluster, args.profile, args.scale)
+    graph, topology = api.load(file, plan_only=True).graph, api.load_cluster(cluster)
+    outcome = refined(file, cluster, args.profile, partial(api.search, graph, topology, budget=args.budget, seed=args.seed))
+    if args.verify:
+        outcome = verify(outcome, args.verify, str(file), READING, args.seed, optimizer=OPTIMIZER, scale=args.scale)
+    simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
+    strategies = strategies_of(simulator, outcome.strategy, args.seed, args.least)
+    rounds = []
+    for _ in range(args.rounds):
+        if args.profile:
+            profile_found(outcome, file, cluster, args.profile, "--again")
+            simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
+        rounds.append(measure(simulator, cluster, model, file, strategies, args.steps, 1, scale=args.scale))
+    plans = in_rounds(rounds)
+    for plan in plans:
+        print(
+            f"| {cluster} | {model} | {plan.strategy} | {plan.predicted_ns / 1e6:.1f} | {plan.measured_ns / 1e6:.1f} | "
+            f"{plan.error:+.1%} | {plan.apart:.1%} | {plan.predictions_apart:.1%} |",
+            flush=True,
+        )
+    return plans
 
 
 def profiled(file: Path | str, cluster: str, seconds: int, scale: float = 1.0) -> None:

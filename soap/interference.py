@@ -22,6 +22,11 @@ class Share(NamedTuple):
         """fixed_ns + floor(permille * held_ns / 1000)."""
         return self.fixed_ns + self.permille * held_ns // 1000
 
+    def check(self, where: str) -> None:
+        """TopologyError unless both are at least 0."""
+        check_not_negative(where, "fixed time", self.fixed_ns)
+        check_not_negative(where, "part of the duration", self.permille)
+
 
 @dataclass(frozen=True, slots=True)
 class Port:
@@ -34,8 +39,7 @@ class Port:
     permille: int
 
     def __post_init__(self) -> None:
-        for what, value in (("fixed time", self.fixed_ns), ("part of the duration", self.permille)):
-            check_not_negative(f"port of link {self.link}", what, value)
+        Share(self.fixed_ns, self.permille).check(f"port of link {self.link}")
 
 
 Shares = tuple[tuple[int, Share], ...]
@@ -53,8 +57,7 @@ class Handling:
 
     def __post_init__(self) -> None:
         for devices, share in (*self.all_reduce, *self.exchange):
-            for what, value in (("fixed time", share.fixed_ns), ("part of the duration", share.permille)):
-                check_not_negative(f"collective of {devices} devices", what, value)
+            share.check(f"collective of {devices} devices")
 
     def of_all_reduce(self, devices: int) -> Share:
         """Of a sum over so many devices, or a broadcast."""

@@ -9,6 +9,7 @@ import pytest
 
 import soap
 from benchmarks import end_to_end, single_device
+from benchmarks.accuracy import Plan, in_rounds, tau
 from benchmarks.end_to_end import Result, conclusion, contenders, table
 from benchmarks.models import MODELS, export_model
 from benchmarks.partitions import Swept, report
@@ -98,3 +99,16 @@ def test_a_single_device_s_predictions_stand_beside_what_was_measured() -> None:
     result = single_device.Result("m", predicted, 100_000_000, (101_000_000, 100_000_000), 3 * 2**20, 2 * 2**20, "all measured")
     cells = ["m", "50.0 ms, 0.500", "98.0 ms, 0.980", "100.0 ms (101.0, 100.0)", "3 MiB", "2 MiB", "1.500", "all measured"]
     assert single_device.line(result) == f"| {' | '.join(cells)} |"
+
+
+def test_rounds_of_a_comparison_are_put_together() -> None:
+    rounds = [[Plan("c", "m", name, 100 + r, 0, (90.0 + 10 * r,)) for name in ("a", "b")] for r in (0, 4, 1)]
+    for plan, name in zip(in_rounds(rounds), ("a", "b"), strict=True):
+        assert plan == Plan("c", "m", name, 101, 100, (90.0, 130.0, 100.0), (100.0, 104.0, 101.0))
+        assert (plan.error, plan.apart, plan.predictions_apart) == (pytest.approx(0.01), 0.4, pytest.approx(4 / 101))
+
+
+def test_tau_counts_pairs_in_the_same_order() -> None:
+    assert tau([(1, 10), (2, 20), (3, 30)]) == 1.0
+    assert tau([(1, 10), (2, 30), (3, 20)]) == pytest.approx(1 / 3)
+    assert tau([(1, 10), (1, 20)]) == 0.0
