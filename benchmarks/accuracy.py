@@ -239,17 +239,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         for model in args.models:
             file = export_model(model, Path(temporary))
+            graph = api.load(file, plan_only=True).graph
             for cluster in args.clusters:
-                plans += compared(cluster, model, file, args)
+                plans += compared(cluster, model, file, graph, args)
     print("\n" + "\n".join(report(plans)))
     return 0
 
 
-def compared(cluster: str, model: str, file: Path | str, args: argparse.Namespace) -> list[Plan]:
-    """The plans of a model on a cluster, printed."""
+def compared(cluster: str, model: str, file: Path | str, graph: OperatorGraph, args: argparse.Namespace) -> list[Plan]:
+    """The plans of a model on a cluster, printed. ``graph``: the model's."""
     if args.profile:
         profiled(file, cluster, args.profile, args.scale)
-    graph, topology = api.load(file, plan_only=True).graph, api.load_cluster(cluster)
+    topology = api.load_cluster(cluster)
     outcome = refined(file, cluster, args.profile, partial(api.search, graph, topology, budget=args.budget, seed=args.seed))
     if args.verify:
         outcome = verify(outcome, args.verify, str(file), READING, args.seed, optimizer=OPTIMIZER, scale=args.scale)
