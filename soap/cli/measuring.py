@@ -1,14 +1,14 @@
-"""Measuring a model's computations on this machine into the store, one after the other, so that nothing measured is ever lost."""
+"""Measuring a model's computations on this machine into the store, some at a time, so that nothing measured is ever lost."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 
@@ -28,9 +28,10 @@ from soap.profiles.measure_machine import cpu_cores
 from soap.profiles.store import Store
 from soap.profiles.work import backward_work, forward_work
 from soap.runtime.neighbours import Neighbours
-from soap.runtime.tile_timing import TileTimer
+from soap.runtime.tile_timing import TileTimer, TileTimes
 from soap.runtime.timing import Sample
 from soap.runtime.upkeep_timing import time_copy, time_runtime, time_update
+from soap.simulator.tiling import Tile, tiles_of
 from soap.strategies import CLASSICAL
 from soap.topology import Topology
 
@@ -66,8 +67,8 @@ def measure(
     spec: str, reading: Reading, topology: Topology, environment: Environment, todo: Sequence[Wanted], store: Store,
     budget_s: float | None, progress: Progress = lambda one: None,
 ) -> int:  # fmt: skip
-    """Measure what is to be done, in its order, each kept as soon as it is known; how many. Ends after the computation in which
-    ``budget_s`` is over. Interrupted, it leaves what was kept and no process behind.
+    """Measure what is to be done, in its order, each kept as soon as it is known; how many. Ends after the computations (tiles take turns,
+    some at a time) in which ``budget_s`` is over. Interrupted, it leaves what was kept and no process behind.
 
     What strategies need is measured again when all of it is known, before the search space, and a third time where the two differ by more
     than ``APART``: other users of the machine make it slower or quicker for seconds. The mean of two counts, or the median of three.
@@ -78,8 +79,10 @@ def measure(
         warnings.simplefilter("ignore", SoapWarning)  # the command has read the model before, and said it
         model = api.load(spec, **reading)
     usual = CLASSICAL["data_parallel"](model.graph, topology)
-    degrees = [usual.operators[op.name].degrees for op in model.graph.operators]
-    neighbours = Neighbours(environment.neighbours, spec, reading, degrees, environment.threads)
+    configs = [usual.operators[op.name] for op in model.graph.operators]
+    neighbours = Neighbours(environment.neighbours, spec, reading, [config.degrees for config in configs], environment.threads)
+    first = (tiles_of(model.graph, position, config)[0] for position, config in enumerate(configs))
+    company = [tile for tile in first if tile.size]
     known: dict[TileKey, list[Entry]] = {}
     needed = [one for one in todo if one.group not in MAY_BE_NEEDED]
     with (
@@ -92,33 +95,49 @@ def measure(
         timer = TileTimer(model, *place.clock)
         stop = time.monotonic() + (float("inf") if budget_s is None else budget_s)
         again = (one for one in needed if apart(known[one.key]) > APART)
-        for one in chain(needed, needed, again, (one for one in todo if one.group in MAY_BE_NEEDED)):
+        unsure = (one for one in todo if one.group in MAY_BE_NEEDED)
+        for ones in chain.from_iterable(_together(some, timer) for some in (needed, needed, again, unsure)):
             if time.monotonic() >= stop:
                 break
-            found = measured(one, timer, place)
+            found = measured(ones, timer, place, company)
             neighbours.check()
-            of_this = known.setdefault(one.key, [])
-            of_this.append(found)
-            store.put(environment, [typical(of_this)])
-            if len(of_this) == 1:
-                progress(one)
+            for one, entry in zip(ones, found, strict=True):
+                known.setdefault(one.key, []).append(entry)
+            store.put(environment, [typical(known[one.key]) for one in ones])
+            for one in ones:
+                if len(known[one.key]) == 1:
+                    progress(one)
     return len(known)
 
 
-def measured(one: Wanted, timer: TileTimer, place: Place) -> Entry:
-    """One computation, measured."""
+def _together(ones: Iterable[Wanted], timer: TileTimer) -> Iterator[list[Wanted]]:
+    """What is no tile one by one, then the tiles in groups that are timed together."""
+    listed = list(ones)
+    tiled = [(one, one.tile) for one in listed if one.tile is not None]
+    yield from ([one] for one in listed if one.tile is None)
+    left = (one for one, _ in tiled)
+    for group in timer.groups([tile for _, tile in tiled]):
+        yield list(islice(left, len(group)))
+
+
+def measured(ones: Sequence[Wanted], timer: TileTimer, place: Place, company: Sequence[Tile] = ()) -> list[Entry]:
+    """Several tiles, or something else, measured; tiles beside others of the model if they are few."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    if one.tile is not None:
-        times = timer.time(one.tile)
-        backward = None if times.backward is None else _timing(times.backward)
-        left_out = backward is None and one.tile.operator in timer.graph.backward_operators
-        forward_kernels = () if left_out else forward_work(timer.graph, one.tile)
-        backward_kernels = () if backward is None else backward_work(timer.graph, one.tile)
-        repetitions = times.forward.repetitions
-        kernels = forward_kernels, backward_kernels
-        return Entry(one.kind, one.key, _timing(times.forward), backward, repetitions, *kernels, now, times.launch_ns)
-    found = _upkeep(one, place)
-    return Entry(one.kind, one.key, _timing(found), None, found.repetitions, measured_at=now)
+    tiles = [one.tile for one in ones if one.tile is not None]
+    if not tiles:
+        found = [(one, _upkeep(one, place)) for one in ones]
+        return [Entry(one.kind, one.key, _timing(own), None, own.repetitions, measured_at=now) for one, own in found]
+    with_others = timer.groups([*tiles, *(tile for tile in company if tile not in tiles)])[0]
+    return [_entry(one, tile, times, timer, now) for one, tile, times in zip(ones, tiles, timer.time(with_others), strict=False)]
+
+
+def _entry(one: Wanted, tile: Tile, times: TileTimes, timer: TileTimer, now: str) -> Entry:
+    backward = None if times.backward is None else _timing(times.backward)
+    left_out = backward is None and timer.operands.is_active(tile)
+    forward_kernels = () if left_out else forward_work(timer.graph, tile)
+    backward_kernels = () if backward is None else backward_work(timer.graph, tile)
+    repetitions = times.forward.repetitions
+    return Entry(one.kind, one.key, _timing(times.forward), backward, repetitions, forward_kernels, backward_kernels, now, times.launch_ns)
 
 
 def _upkeep(one: Wanted, place: Place) -> Sample:

@@ -86,13 +86,6 @@ def tile_flops(op: Operator, tile: Tile) -> float:
     return op.flops * tile.size / iteration_points(op)
 
 
-def tile_bytes(graph: OperatorGraph, tile: Tile) -> int:
-    """Bytes of all that the tile reads and makes."""
-    op = graph.operators[tile.operator]
-    operands = zip((op.inputs, op.parameters, op.outputs), (tile.inputs, parameters_held(graph, tile), tile.outputs), strict=True)
-    return sum(_bytes(graph, group, boxes) for group, boxes in operands)
-
-
 def _input_contractions(graph: OperatorGraph, op: Operator) -> int:
     """How many times the forward pass's operations the input gradients cost.
 

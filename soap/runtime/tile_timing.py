@@ -1,8 +1,12 @@
 """How long one tile takes, run as a training step runs it: ``TracedModel.run_tile`` on its regions with autograd, then its backward pass.
 
-Several copies of a tile run one after the other, and then backward as one, as the tiles of a segment do. They have memory of their own, as
-much as the model has: in a step no tile finds its operands in the cache because it has just run. The operands are regions of what the model
-computes from its example inputs, so that indices are in range, and laid out in memory as the operator before leaves them.
+On a CPU different tiles take turns, as in a step: forward one after the other, then backward from the last to the first. What a tile has
+just used is not in the caches when it runs again, neither operands nor code, and freed memory has been through other hands. A tile that
+runs again and again alone takes a fifth less than it does in a step of a model with small tiles (docs/accuracy.md). Its inputs, though,
+are written right before, as the operator before it does that.
+
+On a GPU, which is given kernels ahead, copies of one tile run one after the other, and then backward as one. They have memory of their
+own, as much as the model has.
 
 A tile on rows finds out which ones, copies them out of the table, and runs on them, all of which counts to its forward pass. The table is
 one for all copies; their rows lie in memory of their own.
@@ -10,23 +14,26 @@ one for all copies; their rows lie in memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from soap.graph import OperatorGraph, TensorKind
-from soap.regions import Box, relative, volume, whole
+from soap.graph import TensorKind
+from soap.runtime.tile_operands import Operands, TileOperands
 from soap.runtime.timing import MOST_SECONDS, Sample, clock_for, repeat, sample
-from soap.simulator.row_counts import parameters_held
-from soap.simulator.tiling import Tile, tiles_of
-from soap.strategy import OpConfig
+from soap.simulator.tiling import Tile
 from soap.tracing.model import TileContext, TracedModel
 
+TOGETHER = 8
+"""Tiles that take turns: beside 7 others a tile of a model of 163 took as long as beside 54."""
 MOST_COPIES = 16
 RUN_SECONDS = 0.05
 """No more copies are made than run forward and backward in about this time."""
 WARM_UPS = 2
+TURN_SECONDS = 0.1
+"""For so long a tile that takes turns is repeated at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +46,62 @@ class TileTimes:
     launch_ns: tuple[float, float] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A tile with what it runs on. ``written``: its inputs that another tile makes."""
+
+    tile: Tile
+    inputs: list[torch.Tensor]
+    parameters: list[torch.Tensor]
+    written: list[torch.Tensor]
+    context: TileContext
+    active: bool
+
+
 class TileTimer:
     """Times tiles of one model on one device. ``threads`` and ``share``: see ``timing.CpuClock``. Keeps all values of a forward pass."""
 
     def __init__(self, model: TracedModel, device: torch.device, threads: int = 1, share: float = 1.0) -> None:
         self.model, self.graph, self.device = model, model.graph, device
+        self.operands = TileOperands(model, device)
         self._clocks = [clock_for(device, threads, share) for _ in range(2)]  # forward, backward: launching takes another time
-        self._buffers = {name: tensor.detach().to(device, copy=True) for name, tensor in model.buffers.items()}
-        self._values = self._all_values()
-        self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._values.values())
 
-    def time(self, tile: Tile, most_seconds: float = MOST_SECONDS) -> TileTimes:
-        """The tile's passes, repeated for about so long at most."""
-        tables = self._tables(tile)
-        copies = [self._copy(tile, tables)]
+    def groups(self, tiles: Sequence[Tile]) -> list[list[Tile]]:
+        """The tiles in their order, as many together as take turns and need no more memory than the model; on a GPU each alone."""
+        found: list[list[Tile]] = []
+        room = 0
+        for tile in tiles:
+            size = self.operands.bytes_of(tile)
+            if self.device.type == "cuda" or room < size or len(found[-1]) == TOGETHER:
+                found.append([])
+                room = self.operands.bytes
+            found[-1].append(tile)
+            room -= size
+        return found
+
+    def time(self, tiles: Sequence[Tile]) -> list[TileTimes]:
+        """The passes of each tile."""
+        return [self.time_copies(tile) for tile in tiles] if self.device.type == "cuda" else self.time_in_turns(tiles)
+
+    def time_in_turns(self, tiles: Sequence[Tile], most_seconds: float = TURN_SECONDS) -> list[TileTimes]:
+        """The passes of each tile, repeated for about so long at most for each of them."""
+        turns = [self._prepare(tile) for tile in tiles]
+        seconds = most_seconds * len(turns)
+        if sum(self._round(turns)) < 1e9 * seconds:  # loads kernels
+            for _ in range(WARM_UPS):
+                self._round(turns)
+        passes = [sample(times) for times in repeat(lambda: self._round(turns), seconds)]
+        forward, backward = passes[: len(turns)], passes[len(turns) :]
+        return [TileTimes(one, other if other.ns > 0 else None) for one, other in zip(forward, backward, strict=True)]
+
+    def time_copies(self, tile: Tile, most_seconds: float = MOST_SECONDS) -> TileTimes:
+        """The passes of a tile, as a part of those of all copies together, which are repeated for about so long at most."""
+        tables = self.operands.tables(tile)
+        copies = [self.operands.copy(tile, tables)]
         first = self._run(tile, copies)  # loads kernels
         if sum(first) < 1e9 * most_seconds:
             spent = sum(self._run(tile, copies)) / 1e9
-            copies += [self._copy(tile, tables) for _ in range(self._count(tile, spent) - 1)]
+            copies += [self.operands.copy(tile, tables) for _ in range(self._count(tile, spent) - 1)]
             for _ in range(WARM_UPS if len(copies) > 1 else 0):
                 self._run(tile, copies)
         found = [sample(times, len(copies)) for times in repeat(lambda: self._run(tile, copies), most_seconds)]
@@ -68,21 +113,45 @@ class TileTimer:
 
     def exercise(self, tile: Tile) -> None:
         """Run a tile forward and backward without timing it."""
-        self._run(tile, [self._copy(tile, self._tables(tile))])
+        self._round([self._prepare(tile)])
+
+    def _prepare(self, tile: Tile) -> _Prepared:
+        inputs, parameters = self.operands.copy(tile, self.operands.tables(tile))
+        operands = self.graph.operators[tile.operator].inputs
+        kinds = [self.graph.tensors[operand.tensor].kind for operand in operands]
+        written = [one for one, kind in zip(inputs, kinds, strict=True) if kind is TensorKind.ACTIVATION and one.is_floating_point()]
+        return _Prepared(tile, inputs, parameters, written, self.operands.context(tile), self.operands.is_active(tile))
+
+    def _round(self, turns: Sequence[_Prepared]) -> list[float]:
+        """Times of all forward passes, then of all backward passes, in the order of the tiles; 0 where nothing is to be done."""
+        forward, backward = [0.0] * len(turns), [0.0] * len(turns)
+        made: list[list[torch.Tensor]] = [[] for _ in turns]
+        for number, turn in enumerate(turns):
+            with torch.no_grad():
+                for tensor in turn.written:
+                    tensor.add_(0)
+            run = self._run_on_rows if turn.tile.on_rows else self.model.run_tile
+            with torch.set_grad_enabled(turn.active):
+                (forward[number],) = self._clocks[0].times_ns([partial(_keep, made[number], run, turn)])
+        for number in reversed(range(len(turns))):
+            outputs = [tensor for tensor in made[number] if tensor.requires_grad]
+            if not turns[number].active or not outputs:
+                continue
+            for tensor in (*turns[number].inputs, *turns[number].parameters):
+                tensor.grad = None
+            gradients = [torch.ones_like(tensor) for tensor in outputs]
+            made[number].clear()
+            (backward[number],) = self._clocks[1].times_ns([partial(torch.autograd.backward, outputs, gradients)])
+        return forward + backward
 
     def _count(self, tile: Tile, seconds: float) -> int:
-        op = self.graph.operators[tile.operator]
-        held = (tile.inputs, parameters_held(self.graph, tile), tile.outputs)
-        groups = zip((op.inputs, op.parameters, op.outputs), held, strict=True)
-        pairs = [(operand, box) for operands, boxes in groups for operand, box in zip(operands, boxes, strict=True)]
-        own = sum(volume(box) * self.graph.tensors[operand.tensor].itemsize for operand, box in pairs)
-        return max(1, min(MOST_COPIES, self._bytes // max(1, own), int(RUN_SECONDS / max(seconds, 1e-9))))
+        own = max(1, self.operands.bytes_of(tile))
+        return max(1, min(MOST_COPIES, self.operands.bytes // own, int(RUN_SECONDS / max(seconds, 1e-9))))
 
-    def _run(self, tile: Tile, copies: Sequence[_Operands]) -> list[float]:
+    def _run(self, tile: Tile, copies: Sequence[Operands]) -> list[float]:
         """Times of all forward passes together, and of all backward passes together if there are any; on a GPU each with what launching
         them took."""
-        context = TileContext(0, 0, self._buffers, unread=self._unread(tile))
-        active = tile.operator in self.graph.backward_operators
+        context, active = self.operands.context(tile), self.operands.is_active(tile)
         made: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
 
@@ -109,7 +178,7 @@ class TileTimer:
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
         """As a step does it: which rows there are, the rows, then the tile."""
-        op, active = self.graph.operators[tile.operator], tile.operator in self.graph.backward_operators
+        op, active = self.graph.operators[tile.operator], self.operands.is_active(tile)
         kinds = (self.graph.tensors[operand.tensor].kind for operand in op.inputs)
         known = [None if kind is TensorKind.ACTIVATION else tensor for kind, tensor in zip(kinds, inputs, strict=True)]
         rows, given = dict[int, torch.Tensor](), list(parameters)
@@ -120,75 +189,6 @@ class TileTimer:
                 given[place] = taken.requires_grad_(active)
         return self.model.run_on_rows(tile, inputs, given, rows, context)
 
-    def _tables(self, tile: Tile) -> dict[int, torch.Tensor]:
-        """By parameter (position), a tile's regions of those of which it takes rows."""
-        operands = enumerate(zip(self.graph.operators[tile.operator].parameters, tile.parameters, strict=True))
-        own = [(place, o.tensor, box) for place, (o, box) in operands if tile.on_rows and o.tensor in self.graph.sparse]
-        return {place: self._region(name, box).contiguous() for place, name, box in own}
 
-    def _copy(self, tile: Tile, tables: Mapping[int, torch.Tensor]) -> _Operands:
-        """Operands in memory of their own, but for ``tables``; what the model is given and its constants are read where they are, as by all
-        tiles of a step."""
-        op, active = self.graph.operators[tile.operator], tile.operator in self.graph.backward_operators
-        inputs, parameters = [], []
-        for operand, box in zip(op.inputs, tile.inputs, strict=True):
-            region = self._region(operand.tensor, box)
-            if self.graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION:
-                region = _dense(region, self._values[operand.tensor])
-                region.requires_grad_(active and self.graph.tensors[operand.tensor].requires_grad and region.is_floating_point())
-            inputs.append(region)
-        for place, (operand, box) in enumerate(zip(op.parameters, tile.parameters, strict=True)):
-            if place in tables:
-                parameters.append(tables[place])
-                continue
-            region = self._region(operand.tensor, box).clone(memory_format=torch.contiguous_format)
-            parameters.append(region.requires_grad_(active and self.graph.tensors[operand.tensor].requires_grad))
-        return inputs, parameters
-
-    def _region(self, name: str, box: Box) -> torch.Tensor:
-        value = self._values[name]
-        return value[relative(box, whole(value.shape))]
-
-    def _unread(self, tile: Tile) -> frozenset[str]:
-        """What nobody would look at if the operators behind were cut alike; of parts of the channels it is not known, and all is made."""
-        op, tiles = self.graph.operators[tile.operator], [tile]
-        shapes = (self.graph.tensors[operand.tensor].shape for operand in op.inputs)
-        if all(box == whole(shape) for box, shape in zip(tile.inputs, shapes, strict=True)):
-            readers = {reader for out in op.outputs for reader, _ in self.graph.consumers.get(out.tensor, ())}
-            tiles += [whole_tile(self.graph, reader) for reader in sorted(readers)]
-        return self.model.unread(tiles)
-
-    def _all_values(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the graph, from the example inputs."""
-        given = dict(zip(self.model.input_names, self.model.example_inputs, strict=True))
-        values = {
-            name: tensor.detach().to(self.device) for name, tensor in {**self.model.parameters, **self.model.constants, **given}.items()
-        }
-        context = TileContext(0, 0, self._buffers, update_buffers=False)
-        with torch.no_grad():
-            for position, op in enumerate(self.graph.operators):
-                tile = whole_tile(self.graph, position)
-                inputs, parameters = (
-                    [values[operand.tensor][relative(box, whole(values[operand.tensor].shape))] for operand, box in zip(*pair, strict=True)]
-                    for pair in ((op.inputs, tile.inputs), (op.parameters, tile.parameters))
-                )
-                outputs = self.model.run_tile(tile, inputs, parameters, context)
-                values.update({operand.tensor: output for operand, output in zip(op.outputs, outputs, strict=True)})
-        return values
-
-
-_Operands = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Inputs and parameters of a tile."""
-
-
-def whole_tile(graph: OperatorGraph, position: int) -> Tile:
-    """An operator in one piece."""
-    return tiles_of(graph, position, OpConfig((1,) * len(graph.operators[position].factors), (0,)))[0]
-
-
-def _dense(region: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy without gaps whose dimensions lie in memory in the same order as those of the tensor that it is cut from."""
-    strides = like.stride()
-    order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
-    back = sorted(range(like.dim()), key=order.__getitem__)
-    return region.detach().permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+def _keep(outputs: list[torch.Tensor], run: Callable[..., Sequence[torch.Tensor]], turn: _Prepared) -> None:
+    outputs.extend(run(turn.tile, turn.inputs, turn.parameters, turn.context))

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ from soap.profiles.roofline import RooflineCosts
 from soap.profiles.store import Store, default_path
 from soap.runtime import tile_timing, upkeep_timing
 from soap.runtime.neighbours import Neighbours
+from soap.runtime.tile_operands import whole_tile
+from soap.runtime.timing import Sample
 from soap.strategies import CLASSICAL, NAMED, SYNCHRONIZED
 from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
@@ -55,14 +58,14 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     real = measuring.measured
 
-    def watched(one: Any, timer: Any, place: Any) -> Any:
-        seen.append(one.key.text)
-        return real(one, timer, place)
+    def watched(ones: Any, *others: Any) -> Any:
+        seen.extend(one.key.text for one in ones)
+        return real(ones, *others)
 
     monkeypatch.setattr(measuring, "measured", watched)
     monkeypatch.setattr(upkeep_timing, "SECONDS", 0.005)
     monkeypatch.setattr(upkeep_timing, "CHAINS", (2, 8))
-    monkeypatch.setattr(tile_timing.TileTimer.time, "__defaults__", (0.005,))
+    monkeypatch.setattr(tile_timing.TileTimer.time_in_turns, "__defaults__", (0.005,))
     monkeypatch.setattr(Neighbours, "__enter__", lambda self: self)
     monkeypatch.setattr(measuring, "APART", float("inf"))  # so shortly times differ as they like
     return seen
@@ -114,8 +117,13 @@ def test_a_third_time_decides_where_two_differ(capsys: Capsys, monkeypatch: pyte
     times = {0: (100.0, 104.0), 1: (100.0, 120.0, 110.0), 2: (100.0, 100.0)}  # the last one's backward passes are apart
     needed = [one for one in everything() if one.group not in MAY_BE_NEEDED and one.tile is not None][: len(times)]
     seen: list[int] = []
+    groups: list[int] = []
 
-    def fake(one: Any, *_: Any) -> Entry:
+    def fake(ones: Any, *_: Any) -> list[Entry]:
+        groups.append(len(ones))
+        return [fake_one(one) for one in ones]
+
+    def fake_one(one: Any) -> Entry:
         index = needed.index(one)
         ns = [*times[index], 50.0][seen.count(index)]
         backward = Timing((40.0, 80.0, 70.0)[seen.count(index)], 2.0) if index == 2 else None
@@ -123,17 +131,35 @@ def test_a_third_time_decides_where_two_differ(capsys: Capsys, monkeypatch: pyte
         return Entry(one.kind, one.key, Timing(ns, 1.0), backward, 7)
 
     monkeypatch.setattr(measuring, "measured", fake)
-    monkeypatch.setattr(measuring, "TileTimer", lambda *_: None)
+    pairs = SimpleNamespace(groups=lambda tiles: [tiles[start : start + 2] for start in range(0, len(tiles), 2)])
+    monkeypatch.setattr(measuring, "TileTimer", lambda *_: pairs)
     monkeypatch.setattr(Neighbours, "__enter__", lambda self: self)
     topology, store = soap.load_cluster(CLUSTER), Store()
     (place,) = environments(topology).values()
     reading: Any = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
     assert measuring.measure(MODEL, reading, topology, place, needed, store, None) == len(times)
-    assert seen == [0, 1, 2, 0, 1, 2, 1, 2]
+    assert seen == [0, 1, 2, 0, 1, 2, 1, 2] and groups == [2, 1, 2, 1, 2]
     found = {entry.key: entry for entry in store.entries(place)}
     assert [found[one.key].forward.ns for one in needed] == [102.0, 110.0, 100.0]
     last = found[needed[2].key].backward
     assert last is not None and last.ns == 70.0
+
+
+def test_a_tile_alone_takes_turns_with_others_of_the_model() -> None:
+    times = [tile_timing.TileTimes(Sample(float(ns), 1.0, 7), None) for ns in (5, 6, 7)]
+    one = next(one for one in everything() if one.tile is not None)
+    asked: list[Any] = []
+
+    def time_them(tiles: Any) -> list[Any]:
+        asked.extend(tiles)
+        return times
+
+    graph = api.load(MODEL, plan_only=True).graph
+    operands = SimpleNamespace(is_active=lambda tile: False)
+    timer: Any = SimpleNamespace(groups=lambda tiles: [tiles[:3], tiles[3:]], time=time_them, graph=graph, operands=operands)
+    others = [whole_tile(graph, position) for position in range(4)]
+    (entry,) = measuring.measured([one], timer, cast(Any, None), [*others, one.tile])  # type: ignore[list-item]
+    assert asked == [one.tile, *others[:2]] and (entry.key, entry.forward.ns) == (one.key, 5.0)
 
 
 @pytest.mark.slow

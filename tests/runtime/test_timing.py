@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import pytest
 import torch
@@ -19,16 +20,26 @@ def test_every_step_runs_once_and_has_a_time() -> None:
     assert len(times) == 2 and all(time > 0 for time in times)
 
 
-def test_a_process_with_half_a_core_takes_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(0, 10_000, 100))
-    monkeypatch.setattr(timing.time, "thread_time_ns", lambda: next(ticks))
-    assert CpuClock(1, 1.0).times_ns([lambda: None]) == [100]
-    assert CpuClock(1, 0.5).times_ns([lambda: None]) == [200]
+def passes(*ticks_per_step: int) -> Callable[[], int]:
+    """A clock of which a look takes 100, beside what steps take that come after those by which it finds that out."""
+    steps = [0] * (timing.LOOKS + 1) + [0, *ticks_per_step]
+    times = accumulate(100 + step for step in steps)
+    return lambda: next(times)
+
+
+def test_a_process_with_half_a_core_takes_twice_as_long_and_looks_at_the_clock_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for share, found in ((1.0, [30, 50]), (0.5, [60, 100])):
+        monkeypatch.setattr(timing.time, "thread_time_ns", passes(30, 50))
+        assert CpuClock(1, share).times_ns([lambda: None] * 2) == found
+
+
+def test_what_takes_no_longer_than_a_look_takes_a_nanosecond(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing.time, "thread_time_ns", passes(-3))
+    assert CpuClock().times_ns([lambda: None]) == [1]
 
 
 def test_several_threads_are_timed_by_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(0, 10_000, 7))
-    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: next(ticks))
+    monkeypatch.setattr(timing.time, "perf_counter_ns", passes(7))
     assert CpuClock(4).times_ns([lambda: None]) == [7]
 
 
