@@ -89,7 +89,7 @@ def measure(
         warnings.catch_warnings(),
         _threads(environment.threads),
         neighbours,
-        _in_its_share(topology, environment, neighbours),
+        _in_its_share(topology, environment),
     ):
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")  # the backward pass's thread
         timer = TileTimer(model, *place.clock)
@@ -154,10 +154,10 @@ def _timing(found: Sample) -> Timing:
 
 
 @contextmanager
-def _in_its_share(topology: Topology, environment: Environment, neighbours: Neighbours) -> Iterator[None]:
-    """On emulated hosts processor time is measured on a rank's core, while other ranks work there and elsewhere as much as they may. It has
-    no quota itself: ranks that are paced compute from one communication to the next without one, and what it costs them to go on behind
-    that is measured with the links (``Topology.restart``).
+def _in_its_share(topology: Topology, environment: Environment) -> Iterator[None]:
+    """On emulated hosts processor time is measured on a rank's core, where nothing else works. It has no quota: ranks that are
+    paced compute from one communication to the next without one, and what it costs them to go on behind that is measured with the links
+    (``Topology.restart``).
 
     Not with several threads, which are timed by the clock on the wall: for that it would run and stand still by turns.
     """
@@ -165,10 +165,10 @@ def _in_its_share(topology: Topology, environment: Environment, neighbours: Neig
         yield
         return
     from soap.emulation.emulate import emulated  # locks files in a way that only Unix has
-    from soap.emulation.placement import working_as_ranks
+    from soap.emulation.placement import working_as_rank
 
     hosts = host_limits(topology, 1.0, cpu_cores())
-    with emulated(hosts, yardstick_ns()) as emulation, working_as_ranks(emulation.place, neighbours.numbers):
+    with emulated(hosts, yardstick_ns()) as emulation, working_as_rank(emulation.place):
         yield
 
 

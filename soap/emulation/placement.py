@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,19 +115,15 @@ def communication_cores() -> set[int]:
 
 
 @contextmanager
-def working_as_ranks(place: Placement, others: Sequence[int]) -> Iterator[None]:
-    """Within this context the calling process is on rank 0's core, without a quota, as ranks compute that are paced (``run_evenly``), its
-    thread's time is even, and the processes ``others`` have the CPU time of the next ranks; all keep their networks.
-
-    It leaves its group in the end, since what is in a group ends with it; the others should have ended. RuntimeFailure if one is gone.
-    """
+def working_as_rank(place: Placement) -> Iterator[None]:
+    """Within this context the calling process is on rank 0's core, without a quota, as ranks compute that are paced (``run_evenly``), and
+    its thread's time is even; it keeps its network. It leaves its group in the end, since what is in a group ends with it."""
     groups = require_support()
     group_before, cores_before = own_group(groups), os.sched_getaffinity(0)
     try:
-        quotas = [group for _, group in place.hosts[1:]]
-        for process, group, cores in zip((os.getpid(), *others), (place.free_group, *quotas), place.cores, strict=False):
-            join(Path(group), process)
-            os.sched_setaffinity(process, cores)
+        join(Path(place.free_group), os.getpid())
+        if place.cores:
+            os.sched_setaffinity(0, place.cores[0])
         if place.yardstick_ns is not None:
             yardstick.start(place.yardstick_ns)
         yield

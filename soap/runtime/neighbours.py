@@ -58,11 +58,6 @@ class Neighbours:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    @property
-    def numbers(self) -> list[int]:
-        """Process ids."""
-        return [process.pid for process in self._processes]
-
     def close(self) -> None:
         """End them."""
         for process in self._processes:

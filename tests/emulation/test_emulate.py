@@ -23,7 +23,7 @@ from soap.emulation import leftovers, network, quota
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
 from soap.emulation.names import NAMESPACES, group_name, host_address
-from soap.emulation.placement import Placement, card_counters, run_evenly, working_as_ranks
+from soap.emulation.placement import Placement, card_counters, run_evenly, working_as_rank
 from soap.emulation.quota import CpuGroups
 from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
 from soap.presets import preset
@@ -84,16 +84,14 @@ def test_rates_quotas_and_addresses(groups: CpuGroups) -> None:
 
 def test_this_process_may_work_as_a_rank_and_leaves_again(groups: CpuGroups) -> None:
     before = os.sched_getaffinity(0)
-    with subprocess.Popen(["sleep", "60"]) as other:
-        interrupted = pytest.raises(KeyboardInterrupt)
-        with emulated(SLOW_PAIR, YARDSTICK_NS) as emulation, interrupted, working_as_ranks(emulation.place, [other.pid]):
-            assert yardstick.reference_ns() == YARDSTICK_NS
-            where = (groups.free_group(emulation.number), groups.group(emulation.number, 1))
-            members = [(group / "cgroup.procs").read_text().split() for group in where]
-            raise KeyboardInterrupt
-        assert yardstick.reference_ns() is None
-        assert members == [[str(os.getpid())], [str(other.pid)]]
-        assert other.wait(PATIENCE_S) == -signal.SIGKILL  # with its group
+    interrupted = pytest.raises(KeyboardInterrupt)
+    with emulated(SLOW_PAIR, YARDSTICK_NS) as emulation, interrupted, working_as_rank(emulation.place):
+        assert yardstick.reference_ns() == YARDSTICK_NS
+        members = (groups.free_group(emulation.number) / "cgroup.procs").read_text().split()
+        assert os.sched_getaffinity(0) == set(emulation.place.cores[0])
+        raise KeyboardInterrupt
+    assert yardstick.reference_ns() is None
+    assert members == [str(os.getpid())]
     assert traces(groups, emulation.number) == [] and os.sched_getaffinity(0) == before
 
 
@@ -175,13 +173,12 @@ def test_other_ranks_have_a_quota_as_soon_as_they_train(groups: CpuGroups) -> No
         assert [f"/{free.parent.name}/{group.name}" in text for text, group in zip(where, (free, limited), strict=True)] == [True, True]
 
 
-def test_a_process_that_is_gone_cannot_work_as_a_rank(groups: CpuGroups) -> None:
+def test_a_process_that_is_gone_joins_no_group(groups: CpuGroups) -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait(PATIENCE_S)
-    refused = pytest.raises(RuntimeFailure, match=rf"process {gone.pid} in control group .*: No such process; start again")
     with emulated(SLOW_PAIR) as emulation:
-        with refused, working_as_ranks(emulation.place, [gone.pid]):
-            raise AssertionError
+        with pytest.raises(RuntimeFailure, match=rf"process {gone.pid} in control group .*: No such process; start again"):
+            quota.join(groups.group(emulation.number, 1), gone.pid)
         assert quota.processes(groups, emulation.number) == []
 
 
