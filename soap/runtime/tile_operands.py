@@ -52,7 +52,7 @@ class TileOperands:
     def copy(self, tile: Tile, tables: Mapping[int, torch.Tensor]) -> Operands:
         """Operands in memory of their own, but for ``tables``; what the model is given and its constants are read where they are, as by all
         tiles of a step."""
-        op, active = self.graph.operators[tile.operator], tile.operator in self.graph.backward_operators
+        op, active = self.graph.operators[tile.operator], self.is_active(tile)
         inputs, parameters = [], []
         for operand, box in zip(op.inputs, tile.inputs, strict=True):
             region = self._region(operand.tensor, box)
