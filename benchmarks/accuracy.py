@@ -57,6 +57,8 @@ OPTIMIZER = "adam"
 READING: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
 REFINEMENTS = 4
 """How often what was found is measured and searched again, at most."""
+EARLY_STEPS = 2
+"""Of those timed that do not count: a new trainer still asks the system for memory in the steps behind its warm-up."""
 SLOWEST_OVER_BEST = 4.0
 """Random strategies of more than so many times the found one's predicted time are drawn again: they only cost time."""
 
@@ -160,7 +162,7 @@ def measure(
     assert outcome is not None  # not under torchrun
     plans = []
     for name, simulation in simulations.items():
-        times = [median(own.times_ns) * scale for own in turns_of(outcome.measured, name)]
+        times = [median(own.times_ns[EARLY_STEPS:] or own.times_ns) * scale for own in turns_of(outcome.measured, name)]
         plans.append(Plan(cluster, model, name, simulation.makespan_ns, int(median(times)), tuple(times)))
     return plans
 
@@ -225,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), help="to emulate (default %(default)s)")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="of benchmarks.models (default %(default)s)")
     parser.add_argument("--least", type=positive, default=9, help="strategies of each, random ones included (default %(default)s)")
-    parser.add_argument("--steps", type=positive, default=8, help="of each strategy in a round, warm-up included (default %(default)s)")
+    parser.add_argument("--steps", type=positive, default=10, help="of each strategy in a round, warm-up included (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=3, help="default %(default)s")
     parser.add_argument("--budget", type=positive, default=2000, help="proposals of each search (default %(default)s)")
     parser.add_argument("--profile", type=not_negative, default=120, help="seconds to profile a model for a cluster (default %(default)s)")

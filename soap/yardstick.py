@@ -7,7 +7,7 @@ tomorrow. So a fixed piece of work, the *yardstick*, is timed now and then, on t
 runs with the thread's processor time sends a signal, whose handler takes the sample (``soap.yardstick_kernel``). Processor time counts by
 how long the yardstick should take, divided by how long it does. Half of it is multiplications, half reads what is not in a core's own
 cache. Of a box that was busy so, products, convolutions, additions and tanh together varied by 9% from second to second, and by 3%
-when divided by it.
+when divided by it. What it reads lies in huge pages, or each process would have a yardstick of its own.
 
 Only on Linux; elsewhere, and before ``start``, ``thread_time_ns`` is the thread's processor time as it is.
 """
@@ -25,12 +25,10 @@ from typing import TYPE_CHECKING
 from soap.errors import RuntimeFailure
 
 if TYPE_CHECKING:
-    import numpy as np
+    from soap.yardstick_kernel import State
 
-    State = np.ndarray[tuple[int], np.dtype[np.float64]]
-
-VERSION = 1
-"""Of the piece of work."""
+VERSION = 2
+"""Of the piece of work; since 2 its memory is in huge pages."""
 INTERVAL_NS = 2_000_000
 """Of processor time between two samples; most kernels look at their next tick, which is every 1 to 10 ms."""
 REFERENCE_SECONDS = 0.5
@@ -68,7 +66,7 @@ class _Yardstick:
 
         self._kernel = kernel
         self.thread = threading.get_ident()
-        self.state: State = kernel.new_state()
+        self.state: State = kernel.clear(_spare.pop() if _spare else kernel.new_memory())
         self._libc = ctypes.CDLL(None, use_errno=True)
         number = signal.SIGRTMIN + SIGNAL_ABOVE_FIRST
         action = _Action(kernel.sample.address, (ctypes.c_ulong * 16)(), SA_SIGINFO | SA_RESTART, None)
@@ -84,6 +82,7 @@ class _Yardstick:
     def close(self) -> None:
         """No more samples."""
         self._call("timer_delete", self._timer)
+        _spare.append(self.state)
 
     def even_ns(self) -> int:
         """The thread's even time."""
@@ -100,6 +99,8 @@ class _Yardstick:
             raise RuntimeFailure(f"{name}: error {ctypes.get_errno()}; expected that a thread may have a timer of its processor time")
 
 
+_spare: list[State] = []
+"""Memory of yardsticks that are closed, for others. None is given back: when a timer is deleted, a signal may still be under way."""
 _yardstick: _Yardstick | None = None
 
 

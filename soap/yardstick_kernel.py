@@ -6,6 +6,8 @@ calls nothing that allocates memory or takes a lock.
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from numba import cfunc, njit, types
 from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
+
+State = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 EVEN_NS, MARK_NS, TAKES_NS, REFERENCE_NS, COUNT, SPENT_NS, PLACE, SUM, CLOCK = range(9)
 """Places in a state: the even time up to the last sample, the processor time at its end, what the yardstick takes (smoothed) and should
@@ -22,6 +26,7 @@ NEAR, FAR = 1024, 1 << 18
 """Numbers that stay in the first cache, and those behind them that do not stay in the second."""
 ROUNDS, STRETCH = 240, 4096
 """How often a sample goes over the near numbers, and how many of the far ones it reads: about as long for either."""
+HUGE_BYTES = 1 << 21
 SMOOTHING = 0.1
 """Of the newest sample."""
 MOST = 2.0
@@ -50,9 +55,22 @@ def _cast(result: Any) -> Any:
 _reals, _integers = _cast(types.float64), _cast(types.int64)
 
 
-def new_state() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Of a thread, before its first sample; no number is special to a processor."""
-    state = np.ones(HEAD + NEAR + FAR)
+def new_memory() -> State:
+    """For a state. In huge pages, where the system has them: of small ones each process gets others, and with them a yardstick of its own
+    (the same steps took 0.95 to 1.13 times their processor time in eight processes, one after the other)."""
+    size = 8 * (HEAD + NEAR + FAR)
+    memory = mmap.mmap(-1, size + 2 * HUGE_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.float64)
+    begin = -whole.ctypes.data % HUGE_BYTES // 8
+    return whole[begin : begin + size // 8]
+
+
+def clear(state: State) -> State:
+    """As it is before a thread's first sample; no number is special to a processor."""
+    state[:] = 1
     state[:HEAD] = 0
     return state
 

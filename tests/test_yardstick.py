@@ -93,6 +93,20 @@ def test_another_thread_has_its_own_processor_time() -> None:
     assert time_ns is not None and time_ns < 50_000_000 and reference_ns is None
 
 
+def test_memory_begins_a_huge_page_and_is_used_again() -> None:
+    yardstick.start(REFERENCE_NS)
+    own = yardstick._yardstick
+    assert own is not None
+    kernel, first = own._kernel, own.state.ctypes.data
+    assert first % kernel.HUGE_BYTES == 0
+    _compute(0.05)
+    yardstick.stop()
+    yardstick.start(REFERENCE_NS / 2)
+    again = yardstick._yardstick
+    assert again is not None and again.state.ctypes.data == first
+    assert again.state[kernel.REFERENCE_NS] == REFERENCE_NS / 2 and again.state[kernel.SPENT_NS] < 50_000_000
+
+
 def test_the_reference_is_what_samples_take() -> None:
     found = yardstick.measured_reference_ns()
     assert found is not None and 1_000 < found < 10_000_000

@@ -11,11 +11,11 @@ from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
 from soap.profiles.measure_machine import cpu_cores, cpu_model
 from soap.topology import Topology
 
-VERSION = 8
+VERSION = 9
 """Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``allocation``); since 3 collectives
 behind a computation, and with ``scheduling.calm_gloo``; since 4 emulated hosts' sums are prompt; since 5 with the scale; since 6
 restarts apart; since 7 devices compute by even time (``soap.yardstick``); since 8 exchanges within steps, restarts of three sizes,
-and chains that read two values."""
+and chains that read two values; since 9 by a yardstick that is the same in all processes."""
 MOST_SECONDS = 10**6
 
 
