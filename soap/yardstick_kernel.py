@@ -24,7 +24,7 @@ take, how many samples there were, what they took in all; where the next one rea
 HEAD = 16
 NEAR, FAR = 1024, 1 << 18
 """Numbers that stay in the first cache, and those behind them that do not stay in the second."""
-ROUNDS, STRETCH = 240, 4096
+ROUNDS, STRETCH = 720, 4096
 """How often a sample goes over the near numbers, and how many of the far ones it reads: about as long for either."""
 HUGE_BYTES = 1 << 21
 SMOOTHING = 0.1
