@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,19 @@ def _compute(seconds: float) -> None:
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         sum(range(1000))
+
+
+def _mapping_flags(address: int) -> set[str]:
+    """What the kernel says of the memory at an address of this process."""
+    there = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(end, 16) for end in first.split("-"))
+            there = low <= address < high
+        elif there and first == "VmFlags:":
+            return set(rest.split())
+    raise AssertionError(f"{address:x} is not mapped")
 
 
 def test_time_is_the_processors_unless_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +113,8 @@ def test_memory_begins_a_huge_page_and_is_used_again() -> None:
     assert own is not None
     kernel, first = own._kernel, own.state.ctypes.data
     assert first % kernel.HUGE_BYTES == 0
+    flags = _mapping_flags(first)
+    assert "sh" not in flags and ("hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists())
     _compute(0.05)
     yardstick.stop()
     yardstick.start(REFERENCE_NS / 2)
