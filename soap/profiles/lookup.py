@@ -203,6 +203,11 @@ class ProfiledCosts:
         """Backward pass of a tile."""
         return self.answer(graph, tile, device, backward=True).ns
 
+    @property
+    def updates_rows_alone(self) -> bool:
+        """As the roofline has it."""
+        return self.estimate.updates_rows_alone
+
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update of a shard."""
         return self.update_answer(parameter_bytes, device).ns

@@ -38,6 +38,9 @@ zoo:rnnlm:tiny, 12 calls on average. On a GPU the host runs ahead of the device 
 UPDATE_CALLS_PER_STATE = 3
 """Calls of an update for each state of the optimizer, besides one: on the same machine SGD took 2 to 6 us a tensor, Adam 23 to 34 us."""
 
+LEAST_DENSE_STATES = 2
+"""Tensors of an optimizer that changes rows without gradient, too. Those with less are taken to be SGD or Adagrad."""
+
 CACHE_ENTRIES = 2**18
 
 AnswerKey = tuple[str, int, tuple[tuple[int, int], ...], DeviceType, bool, tuple[Box, ...]]
@@ -69,11 +72,16 @@ class RooflineCosts:
         return "estimate (roofline of data sheet, some rates measured)"
 
     @property
+    def updates_rows_alone(self) -> bool:
+        """Whether rows without gradient stay as they are: known of optimizers that keep less than two tensors (SGD, Adagrad)."""
+        return self.optimizer_states < LEAST_DENSE_STATES
+
+    @property
     def hash(self) -> str:
         """16 hex digits over every figure and constant that enters an answer."""
         figures = [[device.identity, is_measured(device)] for device in self._types]
         known = [PEAK_SHARE, *constants(), self.optimizer_states, TILE_CALLS, UPDATE_CALLS_PER_STATE]
-        text = json.dumps(["roofline", 4, known, figures])
+        text = json.dumps(["roofline", 5, known, figures])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:

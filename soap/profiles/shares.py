@@ -48,5 +48,5 @@ def _answers(costs: ProfiledCosts, tasks: TaskGraph) -> Iterator[Answer]:
         if task.tile is not None:
             tile, device = tasks.plan.as_run(tasks.plan.tiles[task.tile]), tasks.topology.devices[task.resources[0]].type
             yield costs.answer(tasks.plan.graph, tile, device, backward=task.kind is TaskKind.BACKWARD)
-    for device_number, size in device_updates(tasks.plan):
+    for device_number, size in device_updates(tasks.plan, rows_alone=costs.updates_rows_alone):
         yield costs.update_answer(size, tasks.topology.devices[device_number].type)

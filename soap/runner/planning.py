@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from soap import api
 from soap.graph import OperatorGraph
+from soap.profiles.roofline import LEAST_DENSE_STATES
 from soap.row_shares import with_alphas
 from soap.runner.config import RunnerConfig
+from soap.runtime.row_update import spares_rows
+from soap.runtime.trainer import OptimizerFactory
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulator
 from soap.strategy import Strategy, SyncConfig
@@ -22,16 +27,30 @@ def planned(
 ) -> tuple[Strategy, tuple[int, ...]]:
     """The strategy, and its tiles in the order in which they start."""
     graph = with_alphas(graph, list((config.alpha or {}).items()))
-    simulator = api.simulator_for(graph, topology, costs=config.costs)
+    states = optimizer_states(config.optimizer)
+    simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=config.costs)
     if config.run_option == "ps":
         strategy = api.classical(SERVED, graph, topology)
     else:
         syncs = [SyncConfig()] if config.run_option == "allreduce" else []
-        found = api.search(graph, topology, budget=config.budget, seed=config.seed, syncs=syncs, costs=config.costs)
+        found = api.search(
+            graph, topology, budget=config.budget, seed=config.seed, syncs=syncs, optimizer_states=states, costs=config.costs
+        )
         strategy = found.strategy
     strategy = alike(simulator, adapted(strategy, config), groups)
     simulation = simulator.run(strategy)
     return strategy, tuple(execution_order(simulation.tasks, simulation.schedule))
+
+
+def optimizer_states(make: OptimizerFactory) -> int:
+    """How many tensors of a parameter's size an optimizer keeps, as predictions count them: tried on a parameter of its own. One that
+    changes rows without gradient counts as Adam at least, which does so, too."""
+    parameter = torch.zeros(2, 3, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make([parameter])
+    optimizer.step()
+    kept = [one for one in optimizer.state[parameter].values() if isinstance(one, torch.Tensor) and one.shape == parameter.shape]
+    return len(kept) if spares_rows(optimizer, optimizer.param_groups[0]) else max(len(kept), LEAST_DENSE_STATES)
 
 
 def adapted(strategy: Strategy, config: RunnerConfig) -> Strategy:

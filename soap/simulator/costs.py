@@ -54,3 +54,30 @@ class Launching(Protocol):
 def launch_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
     """What launching one pass over a tile takes; 0 by cost models that say nothing of it."""
     return costs.launch_ns(graph, tile, device, backward=backward) if isinstance(costs, Launching) else 0
+
+
+@runtime_checkable
+class KnowingOptimizer(Protocol):
+    """What a cost model may say besides of the optimizer whose updates it prices."""
+
+    @property
+    def updates_rows_alone(self) -> bool:
+        """Whether a row without gradient stays as it is, and its state: so it is by SGD and Adagrad, but not by Adam."""
+
+
+def updates_rows_alone(costs: CostModel) -> bool:
+    """Whether of a table with gradients of some rows these alone are updated; so it is by cost models that say nothing of it."""
+    return costs.updates_rows_alone if isinstance(costs, KnowingOptimizer) else True
+
+
+def table_update_ns(costs: CostModel, rows_bytes: int, table_bytes: int, device: DeviceType) -> int:
+    """Update of a table of which a step has gradients of some rows: of these, or of all rows, for which there is then a gradient of zeros
+    to be written first."""
+    if updates_rows_alone(costs):
+        return costs.update_ns(rows_bytes, device)
+    return costs.update_ns(table_bytes, device) + zeros_ns(table_bytes, device)
+
+
+def zeros_ns(size_bytes: int, device: DeviceType) -> int:
+    """So many zeros are written at the rate of memory."""
+    return nanoseconds(size_bytes / device.memory_bandwidth_bytes_per_second)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from soap.simulator.collectives import REDUCE_TRAFFIC
-from soap.simulator.costs import CostModel, nanoseconds
+from soap.simulator.costs import CostModel, nanoseconds, table_update_ns
 from soap.simulator.plan import Plan
 from soap.simulator.serving import Serving
 from soap.topology import DeviceType, Topology
@@ -62,9 +62,10 @@ def row_seconds(topology: Topology, server: int) -> float:
     return ROW_SECONDS if stated is None else stated
 
 
-def serve_ns(costs: CostModel, part: Serving, server: DeviceType, row_seconds: float) -> int:
-    """Gradients are added up, and a partition is updated."""
-    return adding_ns(part, server, row_seconds) + costs.update_ns(part.updated_bytes, server)
+def serve_ns(costs: CostModel, part: Serving, part_bytes: int, server: DeviceType, row_seconds: float) -> int:
+    """Gradients are added up, and a partition of so many bytes, or what has changed of it, is updated."""
+    update = table_update_ns(costs, part.updated_bytes, part_bytes, server) if part.sparse else costs.update_ns(part_bytes, server)
+    return adding_ns(part, server, row_seconds) + update
 
 
 def adding_ns(part: Serving, server: DeviceType, row_seconds: float) -> int:

@@ -24,11 +24,13 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What a partition's server, or each device of a gathered shard, adds up, in so many rows if it is sparse, and then updates."""
+    """What a partition's server, or each device of a gathered shard, adds up, in so many rows if it is ``sparse``, and for what it has
+    gradients then."""
 
     added_bytes: int
     added_rows: int
     updated_bytes: int
+    sparse: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ def served_traffic(plan: Plan, served: Served, *, pull_together: bool = True) ->
         pushed += [(group[0], server, size) for group, size in zip(groups, given, strict=True)]
         added = sum(given) if served.sparse else sum(given[1:])
         rows, updated = sum(amounts.rows(group, shard.box) for group in groups), amounts.values(served.readers, shard.box)
-        partitions.append(Serving(added, rows, updated) if len(groups) > 1 else Serving(0, 0, updated))
+        adding = (added, rows) if len(groups) > 1 else (0, 0)
+        partitions.append(Serving(*adding, updated, served.sparse))
     handed, summed, most = [], [], 0
     for leader, *others in groups:
         sizes = {device: amounts.values((device,), served.box) for device in others}
@@ -114,8 +117,8 @@ def gathering(plan: Plan, number: int) -> Gathering:
     sent = {device: size + amounts.indices((device,), shard.box) for device, size in values.items()}
     flows = [(source, target, size) for source, size in sent.items() for target in shard.devices]
     rows, updated = sum(amounts.rows((device,), shard.box) for device in shard.devices), amounts.values(shard.devices, shard.box)
-    kept = Serving(sum(values.values()), rows, updated) if len(values) > 1 else Serving(0, 0, updated)
-    return Gathering(_rounds((flows, 0)), kept)
+    adding = (sum(values.values()), rows) if len(values) > 1 else (0, 0)
+    return Gathering(_rounds((flows, 0)), Serving(*adding, updated, sparse=True))
 
 
 def reading_groups(served: Served) -> list[Group]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
-from soap.simulator.costs import CostModel
+from soap.simulator.costs import CostModel, updates_rows_alone, zeros_ns
 from soap.simulator.plan import Plan, gather_name, pull_name, push_name, serve_name, sync_name, update_name
 from soap.simulator.servers import gathered_ns, row_seconds, serve_ns, server_resources, server_type
 from soap.simulator.serving import gathering, served_traffic
@@ -76,8 +76,8 @@ class Synchronization:
                 pushed = [self._tasks.exchange(place, push_name(served), TaskKind.SYNC, traffic.push, pushed)]
             updates = []
             for index, (shard, part, resource) in enumerate(zip(served.shards, traffic.partitions, resources[number], strict=True)):
-                server = plan.shards[shard].devices[0]
-                duration = serve_ns(self._costs, part, server_type(topology, server), row_seconds(topology, server))
+                server, size = plan.shards[shard].devices[0], shard_bytes(plan.graph, plan.shards[shard])
+                duration = serve_ns(self._costs, part, size, server_type(topology, server), row_seconds(topology, server))
                 place, name = (SYNC, position, SERVE, served.index, 0, index), serve_name(served, index)
                 updates.append(self._tasks.add(place, name, TaskKind.UPDATE, (resource,), duration, pushed))
             if not served.sparse and traffic.pull:
@@ -91,12 +91,14 @@ class Synchronization:
     def _updates(self) -> dict[int, int]:
         """Device -> how long the updates of its shards take together, where there are any, with adding up rows that were gathered."""
         found: dict[int, int] = {}
-        for device, size in device_updates(self._plan):
-            found[device] = found.get(device, 0) + self._costs.update_ns(size, self._tasks.topology.devices[device].type)
-        for number in self._plan.gathered:
-            kept = gathering(self._plan, number).kept
-            for device in self._plan.shards[number].devices:
-                found[device] += gathered_ns(self._tasks.topology, kept, device)
+        plan, topology, rows_alone = self._plan, self._tasks.topology, updates_rows_alone(self._costs)
+        for device, size in device_updates(plan, rows_alone=rows_alone):
+            found[device] = found.get(device, 0) + self._costs.update_ns(size, topology.devices[device].type)
+        for number in plan.gathered:
+            kept, size = gathering(plan, number).kept, shard_bytes(plan.graph, plan.shards[number])
+            for device in plan.shards[number].devices:
+                found[device] += gathered_ns(topology, kept, device)
+                found[device] += 0 if rows_alone else zeros_ns(size, topology.devices[device].type)
         return dict(sorted(found.items()))
 
 
@@ -104,13 +106,13 @@ def _known(backward: Mapping[int, int], uses: Iterable[tuple[int, int]]) -> list
     return [backward[tile] for tile, _ in uses if tile in backward]
 
 
-def device_updates(plan: Plan) -> Iterator[tuple[int, int]]:
-    """(device, bytes) of everything that a device's own update changes: shards, and of those that are gathered the rows that all touch.
-    Servers update what they keep in tasks of their own."""
+def device_updates(plan: Plan, *, rows_alone: bool) -> Iterator[tuple[int, int]]:
+    """(device, bytes) of everything that a device's own update changes: shards, and of those that are gathered, if an optimizer updates
+    ``rows_alone``, the rows that all touch. Servers update what they keep in tasks of their own."""
     for number in (*(number for bucket in plan.buckets for number in bucket.shards), *idle_shards(plan)):
         for device in plan.shards[number].devices:
             yield device, shard_bytes(plan.graph, plan.shards[number])
     for number in plan.gathered:
-        size = gathering(plan, number).kept.updated_bytes
+        size = gathering(plan, number).kept.updated_bytes if rows_alone else shard_bytes(plan.graph, plan.shards[number])
         for device in plan.shards[number].devices:
             yield device, size

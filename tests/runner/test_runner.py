@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import soap
 from soap.errors import RuntimeFailure
 from soap.runner.partitioner import groups
-from soap.runner.planning import adapted, alike
+from soap.runner.planning import adapted, alike, optimizer_states
 from soap.simulator.simulate import Simulator
 from soap.strategy import Strategy, SyncConfig
 from tests.runner import ranks
@@ -172,6 +172,19 @@ class FakeSimulator(Simulator):
 def test_parameters_of_a_group_get_the_best_number_of_partitions_of_theirs() -> None:
     found = alike(FakeSimulator(), served(16, 3, 1, 2), [("p0", "p1", "dense"), ("p2", "absent"), ("p3",)])
     assert found == served(3, 3, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "states"),
+    [
+        (lambda own: torch.optim.SGD(own, lr=0.1), 0),
+        (lambda own: torch.optim.Adagrad(own, lr=0.1), 1),
+        (lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9), 2),
+        (lambda own: torch.optim.Adam(own, lr=0.1, amsgrad=True), 3),
+    ],
+)
+def test_predictions_count_the_optimizers_tensors(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], states: int) -> None:
+    assert optimizer_states(make) == states
 
 
 def test_configuration_overrules_the_search() -> None:

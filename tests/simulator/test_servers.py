@@ -13,11 +13,12 @@ from soap.row_access import Lookup
 from soap.simulator.buckets import shard_bytes
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import memory_use
-from soap.simulator.plan import gather_name, pull_name, push_name, serve_name
+from soap.simulator.plan import gather_name, pull_name, push_name, serve_name, update_name
 from soap.simulator.reference import simulate
 from soap.simulator.row_counts import DeviceLookups, operators_on_rows, row_bytes, touched_rows
 from soap.simulator.servers import HOST_CORE, core_names, first_cores, server_resources, server_type
 from soap.simulator.serving import INDEX_BYTES
+from soap.simulator.synchronizing import device_updates
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.simulator.tiling import Tile
 from soap.simulator.timeline import busy_time_ns, chrome_trace, link_bytes, resource_names
@@ -177,6 +178,28 @@ class RowCosts(PointCosts):
 
     def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         return 20 * UNIT_NS if tile.on_rows else super().backward_ns(graph, tile, device)
+
+
+class DenseCosts(PointCosts):
+    """An update takes a unit for each byte, and rows without gradient change as well."""
+
+    updates_rows_alone = False
+
+    def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
+        return parameter_bytes * UNIT_NS
+
+
+@pytest.mark.parametrize(("rows_alone", "units_updated"), [(True, 4 * 12), (False, 8 * 12 + 8 * 12 // 3)])
+def test_an_optimizer_that_changes_all_rows_goes_over_the_whole_table(rows_alone: bool, units_updated: int) -> None:
+    """Four of eight rows have gradients; three bytes of zeros take a unit."""
+    graph, costs = looked_up(rows=8, width=3, batch=4), DenseCosts()
+    costs.updates_rows_alone = rows_alone
+    spread = batch_split(graph, [0, 1])
+    gathered = lower(build_plan(graph, spread.with_parameter("table", GATHER), TWO), TWO, costs)
+    assert units(by_name(gathered)[update_name(1)].duration_ns) == 4 * 12 + 4 + units_updated  # four rows are added up and found
+    served = lower(build_plan(graph, spread.with_parameter("table", SyncConfig("parameter_server", 2)), TWO), TWO, costs)
+    assert units(by_name(served)["serve table[0]/1"].duration_ns) == 2 * 12 + 2 + units_updated // 2
+    assert [size for _, size in device_updates(gathered.plan, rows_alone=rows_alone)] == [48 if rows_alone else 96] * 2
 
 
 @pytest.mark.parametrize("sync", [SyncConfig(), GATHER, SERVER, SyncConfig("parameter_server", 2, local_aggregation=True)])

@@ -148,7 +148,11 @@ def _exchange(K, C, S, slot, key, duration, moved):  # type: ignore[no-untyped-d
 def _serve_ns(G, K, D, S, parameter, shard, part):  # type: ignore[no-untyped-def]
     """``servers.serve_ns``."""
     server = S.p_server[part]
-    update = price_ns(D, S, K.core_host[server], updated_bytes(G, D, S, parameter, shard, part))
+    if is_sparse(G, parameter):
+        rows_bytes, part_bytes = updated_bytes(G, D, S, parameter, shard, part), S.p_rows[part] * D.row_bytes[shard]
+        update = table_price_ns(K, D, S, K.core_host[server], rows_bytes, part_bytes)
+    else:
+        update = price_ns(D, S, K.core_host[server], updated_bytes(G, D, S, parameter, shard, part))
     added = added_bytes(G, D, S, parameter, shard, part)
     rows = added_rows(G, D, S, parameter, part)
     return adding_ns(added, rows, K.core_bandwidth[server], K.row_seconds[server]) + update
@@ -158,6 +162,13 @@ def _serve_ns(G, K, D, S, parameter, shard, part):  # type: ignore[no-untyped-de
 def adding_ns(added: int, rows: int, bandwidth: float, row_seconds: float) -> int:
     """``servers.adding_ns``."""
     return nanoseconds(added * REDUCE_TRAFFIC / bandwidth + rows * row_seconds) if added > 0 else 0
+
+
+@compiled
+def table_price_ns(K: ClusterTables, D: ShardTables, S: Scratch, owner: int, rows_bytes: int, table_bytes: int) -> int:
+    """``costs.table_update_ns``."""
+    of_rows = owner + K.hosts[0] + D.update_ns.shape[0]
+    return price_ns(D, S, of_rows, rows_bytes if D.rows_alone[0] else table_bytes)
 
 
 @compiled

@@ -15,7 +15,7 @@ from soap.regions import Box, cells, contains, subtract, volume, whole
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import LOW_BITS, ShardTables
-from soap.simulator.costs import CostModel
+from soap.simulator.costs import CostModel, table_update_ns, updates_rows_alone
 from soap.simulator.placement import server_devices
 from soap.simulator.servers import server_type
 from soap.topology import DeviceType, Topology
@@ -88,9 +88,12 @@ class Geometries:
         """Find out what updates take; ``missing``: entries of ``price``, one after the other."""
         hosts = len(self._topology.hosts)
         for owner, high, low in dict.fromkeys(zip(missing[::3], missing[1::3], missing[2::3], strict=True)):
-            kind = server_type(self._topology, self._servers[owner]) if owner < hosts else self._types[owner - hosts]
+            place = owner % (hosts + len(self._types))
+            kind = server_type(self._topology, self._servers[place]) if place < hosts else self._types[place - hosts]
+            size = (high << LOW_BITS) + low
+            of_rows = place != owner
             self._prices.add((owner, high, low))
-            self._price_ns.add([self._costs.update_ns((high << LOW_BITS) + low, kind)])
+            self._price_ns.add([table_update_ns(self._costs, size, size, kind) if of_rows else self._costs.update_ns(size, kind)])
 
     def tables(self) -> ShardTables:
         """All of them as arrays."""
@@ -99,6 +102,7 @@ class Geometries:
             np.stack([update.array() for update in self._updates]),
             self._use_ptr.array(), self._use_user.array(), self._use_place.array(), self._cut.array(), self._tied.tables(),
             self._tied_geometry.array(), self._prices.tables(), self._price_ns.array(),
+            np.array([updates_rows_alone(self._costs)], np.int32),
         )  # fmt: skip
 
 

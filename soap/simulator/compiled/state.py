@@ -116,7 +116,8 @@ class ShardTables(NamedTuple):
     ``use_place``: tile of one replica, or of a tied geometry: shard of the user's own). ``cut``: equal for geometries whose shards are
     the same, whoever uses them. ``tied``: geometries of parameters that several operators use, by [parameter, cuts of its users].
     ``rows``, ``row_bytes``: of the shard. ``price_ns``: updates by ``price``: [owner, bytes >> LOW_BITS, rest of the bytes]; owner: a host
-    for its server, or number of hosts + a type of device.
+    for its server, or number of hosts + a type of device, and both together more for tables with gradients of some rows. ``rows_alone``:
+    whether these rows are all that is updated of a table.
     """
 
     ptr: Longs
@@ -133,6 +134,7 @@ class ShardTables(NamedTuple):
     tied_geometry: Ints
     price: Lists
     price_ns: Longs
+    rows_alone: Ints
 
 
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:

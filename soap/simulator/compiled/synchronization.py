@@ -11,7 +11,7 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_geometry, find_keepers, first_user_with_gradient, is_served
 from soap.simulator.compiled.rows import gathered_bytes, gathered_rows
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, PRICES, STAMP, TASKS, USES, Scratch
-from soap.simulator.compiled.serving import adding_ns, ask_prices, price_ns, serve
+from soap.simulator.compiled.serving import adding_ns, ask_prices, serve, table_price_ns
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, ShardTables, State
 from soap.simulator.compiled.sync_codes import GATHERED
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
@@ -152,7 +152,7 @@ def _update_ns(K, D, S, device, shard, gathered, rows):  # type: ignore[no-untyp
     kind = K.device_type[device]
     if gathered < 0:
         return D.update_ns[kind, shard]
-    update = price_ns(D, S, K.hosts[0] + kind, gathered)
+    update = table_price_ns(K, D, S, K.hosts[0] + kind, gathered, D.bytes[shard])
     row_seconds = K.row_seconds[device] if K.serves_itself[device] else 0.0
     return adding_ns(rows * D.row_bytes[shard], rows, K.memory_bandwidth[device], row_seconds) + update
 

@@ -75,7 +75,8 @@ def makespan_of(tasks: dict[int, Played]) -> int:
 def check(walk: Walk, *, afresh: bool, launched: bool = False) -> None:
     """``afresh``: simulate every proposal with another engine as well, from the ground up. ``launched``: devices' work is."""
     graph, topology, strategy, edits = walk
-    costs = LaunchedCosts(topology) if launched else RooflineCosts(topology)
+    states = 2 * (len(edits) % 2)  # of an optimizer that updates rows alone, or whole tables
+    costs = (LaunchedCosts if launched else RooflineCosts)(topology, states)
     engine = Engine(graph, topology, costs)
     full = Engine(graph, topology, costs) if afresh else engine
     engine.load(strategy)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from soap import api, zoo
 from soap.graph import OperatorGraph
@@ -30,10 +31,11 @@ def check(engine: Engine, costs: RooflineCosts, strategy: Strategy) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases(servers=True))
-def test_random_cases(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+@given(cases(servers=True), st.sampled_from((0, 2)))
+def test_random_cases(case: tuple[OperatorGraph, Topology, Strategy], states: int) -> None:
+    """By optimizers that update of tables some rows, or all of them."""
     graph, topology, strategy = case
-    costs = RooflineCosts(topology)
+    costs = RooflineCosts(topology, states)
     check(Engine(graph, topology, costs), costs, strategy)
 
 
