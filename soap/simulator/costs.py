@@ -71,13 +71,12 @@ def updates_rows_alone(costs: CostModel) -> bool:
 
 
 def table_update_ns(costs: CostModel, rows_bytes: int, table_bytes: int, device: DeviceType) -> int:
-    """Update of a table of which a step has gradients of some rows: of these, or of all rows, for which there is then a gradient of zeros
-    to be written first."""
-    if updates_rows_alone(costs):
-        return costs.update_ns(rows_bytes, device)
-    return costs.update_ns(table_bytes, device) + zeros_ns(table_bytes, device)
+    """Update of a table of which a step has gradients of some rows: of these, or of all rows, for which there is then a gradient to be
+    made."""
+    updated_bytes = rows_bytes if updates_rows_alone(costs) else table_bytes
+    return costs.update_ns(updated_bytes, device) + dense_gradient_ns(costs, table_bytes, device)
 
 
-def zeros_ns(size_bytes: int, device: DeviceType) -> int:
-    """So many zeros are written at the rate of memory."""
-    return nanoseconds(size_bytes / device.memory_bandwidth_bytes_per_second)
+def dense_gradient_ns(costs: CostModel, table_bytes: int, device: DeviceType) -> int:
+    """Zeros for a whole table's gradient are written at the rate of memory; 0 where rows alone are updated."""
+    return 0 if updates_rows_alone(costs) else nanoseconds(table_bytes / device.memory_bandwidth_bytes_per_second)

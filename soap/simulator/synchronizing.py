@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
-from soap.simulator.costs import CostModel, updates_rows_alone, zeros_ns
+from soap.simulator.costs import CostModel, dense_gradient_ns, updates_rows_alone
 from soap.simulator.plan import Plan, gather_name, pull_name, push_name, serve_name, sync_name, update_name
 from soap.simulator.servers import gathered_ns, row_seconds, serve_ns, server_resources, server_type
 from soap.simulator.serving import gathering, served_traffic
@@ -91,14 +91,14 @@ class Synchronization:
     def _updates(self) -> dict[int, int]:
         """Device -> how long the updates of its shards take together, where there are any, with adding up rows that were gathered."""
         found: dict[int, int] = {}
-        plan, topology, rows_alone = self._plan, self._tasks.topology, updates_rows_alone(self._costs)
-        for device, size in device_updates(plan, rows_alone=rows_alone):
+        plan, topology = self._plan, self._tasks.topology
+        for device, size in device_updates(plan, rows_alone=updates_rows_alone(self._costs)):
             found[device] = found.get(device, 0) + self._costs.update_ns(size, topology.devices[device].type)
         for number in plan.gathered:
             kept, size = gathering(plan, number).kept, shard_bytes(plan.graph, plan.shards[number])
             for device in plan.shards[number].devices:
                 found[device] += gathered_ns(topology, kept, device)
-                found[device] += 0 if rows_alone else zeros_ns(size, topology.devices[device].type)
+                found[device] += dense_gradient_ns(self._costs, size, topology.devices[device].type)
         return dict(sorted(found.items()))
 
 

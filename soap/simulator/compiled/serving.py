@@ -148,11 +148,11 @@ def _exchange(K, C, S, slot, key, duration, moved):  # type: ignore[no-untyped-d
 def _serve_ns(G, K, D, S, parameter, shard, part):  # type: ignore[no-untyped-def]
     """``servers.serve_ns``."""
     server = S.p_server[part]
+    changed, host = updated_bytes(G, D, S, parameter, shard, part), K.core_host[server]
     if is_sparse(G, parameter):
-        rows_bytes, part_bytes = updated_bytes(G, D, S, parameter, shard, part), S.p_rows[part] * D.row_bytes[shard]
-        update = table_price_ns(K, D, S, K.core_host[server], rows_bytes, part_bytes)
+        update = table_price_ns(K, D, S, host, changed, S.p_rows[part] * D.row_bytes[shard])
     else:
-        update = price_ns(D, S, K.core_host[server], updated_bytes(G, D, S, parameter, shard, part))
+        update = price_ns(D, S, host, changed)
     added = added_bytes(G, D, S, parameter, shard, part)
     rows = added_rows(G, D, S, parameter, part)
     return adding_ns(added, rows, K.core_bandwidth[server], K.row_seconds[server]) + update
