@@ -1,19 +1,20 @@
 """Which communications of gradients may start while the backward pass of a segment goes on, and starting them.
 
 A segment's gradients are complete one by one. What a rank would start right behind the segment, and what waits for nobody, starts as soon
-as its gradient is there; in the order of the program, which all ranks share.
+as its gradient is there; in the order of the program, which all ranks share. Where messages are no collectives, a sum may also start before
+the gradients of activations that the segment sends back.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 
 from soap.runtime.actions import LAST_ONLY, Action, ActionKind, part_of
 from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.program import Program
+from soap.simulator.plan import Pattern, Plan
 
 Key = tuple[ActionKind, int]
 """An action that starts a communication: its kind and subject."""
@@ -33,10 +34,10 @@ class SyncSchedule:
 
     ``contributions``: what waits for them (a bucket's sum; of what servers keep and of gathered rows, the first exchange) -> how often a
     segment's backward pass may give one of its shards a gradient. ``follow``: segment -> those that are started right behind it; ``early``
-    False leaves every one to its own action.
+    False leaves every one to its own action. ``messages_apart``: see ``Communicator``.
     """
 
-    def __init__(self, program: Program, rank: int, early: bool = True) -> None:
+    def __init__(self, program: Program, rank: int, early: bool = True, *, messages_apart: bool = False) -> None:
         of_shard = [_contributions(program, rank, shard.uses) for shard in program.plan.shards]
         shared = {number: bucket for number, bucket in enumerate(program.buckets) if len(bucket.devices) > 1}
         self.contributions = {(ActionKind.SYNC, number): sum(of_shard[i] for i in bucket.shards) for number, bucket in shared.items()}
@@ -45,7 +46,7 @@ class SyncSchedule:
         for number, own in enumerate(program.plan.served):
             if not own.sparse:
                 self.contributions[first_exchange(ActionKind.PUSH, own.aggregated), number] = _contributions(program, rank, own.uses)
-        self.follow = _followers(part_of(program.backward, rank)) if early else {}
+        self.follow = _followers(program.plan, part_of(program.backward, rank), messages_apart) if early else {}
 
 
 class EarlyStart:
@@ -97,15 +98,34 @@ def _contributions(program: Program, rank: int, uses: Sequence[tuple[int, int]])
     return len({program.segment_of[tile] for tile in tiles})
 
 
-def _followers(actions: Sequence[Action]) -> dict[int, tuple[Key, ...]]:
-    """Segment -> what a rank starts right behind it, with no other communication in between, and without waiting for anybody."""
-    found: dict[int, tuple[Key, ...]] = {}
+def _followers(plan: Plan, actions: Sequence[Action], messages_apart: bool) -> dict[int, tuple[Key, ...]]:
+    """Segment -> what a rank starts right behind it, waiting for nobody, and passing nothing that has to come before."""
     there = {(action.kind, action.subject) for action in actions}
 
     def starts(action: Action) -> bool:
         return action.kind in LAST_ONLY and (COLLECTED.get(action.kind), action.subject) not in there
 
-    for place, action in enumerate(actions):
-        if action.kind is ActionKind.SEGMENT:
-            found[action.subject] = tuple((following.kind, following.subject) for following in takewhile(starts, actions[place + 1 :]))
-    return found
+    def behind(following: Iterable[Action]) -> Iterator[Key]:
+        passed = False
+        for action in following:
+            if starts(action) and (action.kind is ActionKind.SYNC or not passed):
+                yield action.kind, action.subject
+            elif messages_apart and _is_of_messages(plan, action):
+                passed = True
+            else:
+                return
+
+    segments = [(place, action.subject) for place, action in enumerate(actions) if action.kind is ActionKind.SEGMENT]
+    return {number: tuple(behind(actions[place + 1 :])) for place, number in segments}
+
+
+def _is_of_messages(plan: Plan, action: Action) -> bool:
+    """Whether gradients of activations are returned by messages from device to device alone."""
+    match action.kind:
+        case ActionKind.RETURN:
+            return True
+        case ActionKind.RETURN_EXCHANGE:
+            return plan.exchanges[action.subject].pattern is not Pattern.BROADCAST
+        case ActionKind.REDUCE_GRADIENT:
+            return bool(plan.reductions[action.subject].cells)
+    return False

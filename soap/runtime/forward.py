@@ -7,6 +7,7 @@ as a detached leaf. Values are let go as soon as their last reader on this rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 
 import torch
 
@@ -21,7 +22,7 @@ from soap.runtime.shards import ShardStore
 from soap.runtime.state import Output, StepState
 from soap.runtime.table_sync import TableSync
 from soap.runtime.units import Outputs, Unit
-from soap.simulator.plan import message_name, reduce_name, remote_parts
+from soap.simulator.plan import ASK_NAME, message_name, reduce_name, remote_parts
 from soap.simulator.tasks import TaskKind
 from soap.tracing.model import TileContext, TracedModel
 
@@ -106,8 +107,9 @@ class ForwardPass:
 
     def ask(self, _: int) -> None:
         """Tell which rows this rank's tiles look up."""
-        self._asked = self._look_ups.asked(self.model, self.tensors, self.context)
-        self._tables.ask(self._look_ups.by_table(self._asked, self.state.comm.device))
+        with self.state.task(ASK_NAME, TaskKind.SYNC) if self._tables.asks_others else nullcontext():
+            self._asked = self._look_ups.asked(self.model, self.tensors, self.context)
+            self._tables.ask(self._look_ups.by_table(self._asked, self.state.comm.device))
 
     def transfer(self, number: int) -> None:
         """Send or receive a message."""

@@ -102,7 +102,10 @@ class Pending:
 
 
 class Communicator:
-    """This rank's connection to the others. Must be made by all ranks at once, with the same groups."""
+    """This rank's connection to the others. Must be made by all ranks at once, with the same groups.
+
+    ``messages_apart``: whether a rank may start a collective before a message, or an exchange, and another rank behind it.
+    """
 
     def __init__(self, device: torch.device, groups: Iterable[Sequence[int]], timeout: timedelta) -> None:
         self.rank = dist.get_rank()
@@ -110,6 +113,7 @@ class Communicator:
         self.device = device
         self.traffic = Traffic()
         self._nccl = dist.get_backend() == "nccl"
+        self.messages_apart = not self._nccl  # there they are in one queue, which must be the same on all ranks
         self._staged = device.type != "cpu" and not self._nccl
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}

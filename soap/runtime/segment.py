@@ -45,7 +45,7 @@ class StepRunner:
         self.gradients = gradients or Gradients(program, shards, comm, dtype_of)
         self._units = units_of(program, model, comm.rank) if compiled else {}
         self._prepared = PreparedTiles(program, shards, comm.rank, dtype_of)
-        self._schedule = SyncSchedule(program, comm.rank, early=recorder is None)
+        self._schedule = SyncSchedule(program, comm.rank, early=recorder is None, messages_apart=comm.messages_apart)
         self._forward, self._backward = _calls(program.forward, comm.rank), _calls(program.backward, comm.rank)
         self._look_ups = LookUps(self._prepared, program.tables, comm.rank)
         last_only = {kind.name for kind in LAST_ONLY}
@@ -72,7 +72,7 @@ class StepRunner:
             forward.release()
             for kind, subject in self._backward if part.last else self._without_sync:
                 handlers[kind](subject)
-        self.comm.finish_sends()
+            self.comm.finish_sends()  # while gradients are being summed
         return forward.loss_value
 
 

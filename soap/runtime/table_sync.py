@@ -230,6 +230,12 @@ class TableSync:
         self._pushing.clear()
 
     @property
+    def asks_others(self) -> bool:
+        """Whether this rank tells others which rows it looks up, or is told."""
+        pairs = (self._to_leader, self._from_member, self._to_keeper, self._from_sender)
+        return any(own for by_device in pairs for device, own in by_device.items() if device != self._rank)
+
+    @property
     def shards(self) -> tuple[int, ...]:
         """The shards of tables that this rank keeps."""
         return tuple(self._shard_of)

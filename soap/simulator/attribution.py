@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from soap.simulator.buckets import idle_shards, shard_bytes
-from soap.simulator.plan import Plan, sync_name
+from soap.simulator.plan import ASK_NAME, Plan, sync_name
 from soap.simulator.task_list import BACKWARD, FORWARD, UPDATE
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
@@ -47,7 +47,9 @@ def task_shares(tasks: TaskGraph) -> list[Shares]:
     last = len(plan.graph.operators) - 1
     found: list[Shares] = []
     for task in tasks.tasks:
-        if task.id[0] == FORWARD:
+        if task.name == ASK_NAME:
+            found.append(_by_bytes(plan, [i for i, shard in enumerate(plan.shards) if shard.parameter in plan.graph.sparse]))
+        elif task.id[0] == FORWARD:
             found.append({task.id[1]: 1.0})
         elif task.id[0] == BACKWARD:
             found.append({last - task.id[1]: 1.0})

@@ -255,6 +255,10 @@ def sync_name(plan: Plan, bucket: Bucket) -> str:
     return f"sync {first.parameter}[{first.index}]{_more(bucket.shards)}"
 
 
+ASK_NAME = "ask for rows"
+"""Task name of telling each other, at the beginning of a step, which rows of sparse parameters are wanted."""
+
+
 def pull_name(served: Served) -> str:
     """Task name of sending a served region's values, or the rows that are looked up, from its servers to its readers."""
     return f"pull {served.parameter}[{served.index}]"

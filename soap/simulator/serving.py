@@ -121,6 +121,25 @@ def gathering(plan: Plan, number: int) -> Gathering:
     return Gathering(_rounds((flows, 0)), Serving(*adding, updated, sparse=True))
 
 
+def asking(plan: Plan, *, pull_together: bool = True) -> tuple[Round, ...]:
+    """Rounds at the beginning of a step, in which devices tell those that keep sparse regions which rows they look up there: all tables at
+    once, how many rows of each part, then which. What these indices weigh is counted with the rows. With local aggregation the others of a
+    group tell its leader before."""
+    told: list[tuple[int, int]] = []
+    asked: list[tuple[int, int]] = []
+    for served in plan.served if pull_together else ():
+        groups = reading_groups(served) if served.sparse else []
+        told += [(device, leader) for leader, *others in groups for device in others]
+    for served in plan.served:
+        readers = dict.fromkeys(served.leaders if pull_together else served.readers) if served.sparse else ()
+        asked += [(reader, plan.shards[number].devices[0]) for reader in readers for number in served.shards]
+    for number in plan.gathered:
+        devices = plan.shards[number].devices
+        asked += [(reader, keeper) for reader in devices for keeper in devices]
+    lists = [[(a, b, INDEX_BYTES) for a, b in own if a != b] for own in (told, asked)]
+    return tuple((joined((a, b, size if counted else 0) for a, b, size in own), 0) for own in lists if own for counted in (True, False))
+
+
 def reading_groups(served: Served) -> list[Group]:
     """Readers that push and pull together: alone, or with local aggregation those of each host."""
     together: dict[int, list[int]] = {}

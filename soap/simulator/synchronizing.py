@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
 from soap.simulator.costs import CostModel, dense_gradient_ns, updates_rows_alone
-from soap.simulator.plan import Plan, gather_name, pull_name, push_name, serve_name, sync_name, update_name
+from soap.simulator.plan import ASK_NAME, Plan, gather_name, pull_name, push_name, serve_name, sync_name, update_name
 from soap.simulator.servers import gathered_ns, row_seconds, serve_ns, server_resources, server_type
-from soap.simulator.serving import gathering, served_traffic
-from soap.simulator.task_list import SYNC, UPDATE, TaskList
+from soap.simulator.serving import asking, gathering, served_traffic
+from soap.simulator.task_list import FORWARD, SYNC, UPDATE, TaskList
 from soap.simulator.tasks import TaskKind
 
 SUM, PUSH, SERVE, PULL = range(4)
 """Stages, the third part of a task's id: sums in buckets and gatherings; what servers do."""
+ASKING = (FORWARD, 0, 0, 0, 0, 0)
+"""The id of what comes before all that is ready when a step begins: where a message to the first operator, which reads none, would be."""
 
 
 class Synchronization:
@@ -23,12 +25,16 @@ class Synchronization:
         self._plan, self._costs, self._tasks = plan, costs, tasks
         self._positions = {tensor.name: position for position, tensor in enumerate(plan.graph.parameters)}
         self._traffic = [served_traffic(plan, served, pull_together=pull_together) for served in plan.served]
+        self._asking = asking(plan, pull_together=pull_together)
 
     def pull(self) -> Iterator[tuple[int, int]]:
-        """Bring the rows of sparse parameters that servers have; (tile, the task that it waits for)."""
+        """Ask for rows of sparse parameters, then bring those that servers have; (tile, the task that it waits for)."""
+        asked: tuple[int, ...] = ()
+        if self._asking:
+            asked = (self._tasks.meeting(ASKING, ASK_NAME, TaskKind.SYNC, self._asking, ()),)
         for number, served in enumerate(self._plan.served):
             if served.sparse and self._traffic[number].pull:
-                task = self._pull(number, ())
+                task = self._pull(number, asked)
                 yield from ((tile, task) for tile, _ in served.uses)
 
     def synchronize(self, backward: Mapping[int, int]) -> None:

@@ -60,6 +60,12 @@ class TaskList:
         share = self.topology.handling.of_exchange(messages + 1)
         return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after)
 
+    def meeting(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
+        """The same, of which devices wait for the end: it holds them as well."""
+        duration_ns = sum(self.communication.exchange_ns(own, reduced) for own, reduced in rounds)
+        devices = {device for own, _ in rounds for source, target, _ in own for device in (source, target)}
+        return self._collective(place, name, kind, rounds, duration_ns, 0, after, tuple(sorted(devices)))
+
     def tree(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """A broadcast, or a sum at one device."""
         devices = len({device for own, _ in rounds for source, target, _ in own for device in (source, target)})
@@ -77,13 +83,15 @@ class TaskList:
         duration_ns: int,
         handling_ns: int,
         after: Iterable[int],
+        devices: tuple[int, ...] = (),
     ) -> int:
         flows = tuple(flow for own, _ in rounds for flow in own)
         pairs = frozenset((source, target) for source, target, _ in flows)
         if pairs not in self._exchange_links:
             self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
         size = sum(size for *_, size in flows)
-        return self.add(place, name, kind, self._exchange_links[pairs], duration_ns, after, size, flows=flows, handling_ns=handling_ns)
+        resources = (*devices, *self._exchange_links[pairs])
+        return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, handling_ns=handling_ns)
 
     def all_reduce(
         self, place: tuple[int, ...], name: str, kind: TaskKind, size: int, devices: tuple[int, ...], after: Iterable[int]

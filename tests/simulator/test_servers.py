@@ -13,7 +13,7 @@ from soap.row_access import Lookup
 from soap.simulator.buckets import shard_bytes
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import memory_use
-from soap.simulator.plan import gather_name, pull_name, push_name, serve_name, update_name
+from soap.simulator.plan import ASK_NAME, gather_name, pull_name, push_name, serve_name, update_name
 from soap.simulator.reference import simulate
 from soap.simulator.row_counts import DeviceLookups, operators_on_rows, row_bytes, touched_rows
 from soap.simulator.servers import HOST_CORE, core_names, first_cores, server_resources, server_type
@@ -84,17 +84,43 @@ def test_rows_are_pulled_before_the_step_and_pushed_behind_it() -> None:
     (served,) = tasks.plan.served
     assert [tasks.plan.shards[i].devices for i in served.shards] == [(0,), (1,)] and served.sparse
     schedule = simulate(tasks)
-    spans = {task.name: (units(a), units(b)) for task, a, b in zip(tasks.tasks, schedule.start_ns, schedule.end_ns, strict=True)}
+    spans = {task.name: (int(a), int(b)) for task, a, b in zip(tasks.tasks, schedule.start_ns, schedule.end_ns, strict=True)}
     named = by_name(tasks)
-    # each looks up two rows, one of them in each partition: 12 bytes come, 8 bytes say which
-    assert named["pull table[0]"].flows == ((0, 1, 12 + 8), (1, 0, 12 + 8)) and named["pull table[0]"].predecessors == ()
+    # each looks up two rows, one of them in each partition: 8 bytes say how many; 12 bytes come, 8 bytes say which
+    asked = named[ASK_NAME]
+    assert asked.flows == ((0, 1, 8), (1, 0, 8), (0, 1, 0), (1, 0, 0)) and asked.bytes == 16 and asked.predecessors == ()
+    assert set(asked.resources) == {0, 1, *named["pull table[0]"].resources} and asked.handling_ns == 0
+    assert spans[ASK_NAME] == (0, 8 * UNIT_NS + 1)  # no time is less than a nanosecond
+    assert named["pull table[0]"].flows == ((0, 1, 12 + 8), (1, 0, 12 + 8)) and predecessors(tasks, "pull table[0]") == {ASK_NAME}
     assert named["push table[0]"].flows == ((0, 1, 12), (1, 0, 12))
-    assert spans["pull table[0]"] == (0, 20) and spans["forward find[0]"][0] == 20
+    assert spans["pull table[0]"] == (8 * UNIT_NS + 1, 28 * UNIT_NS + 1) and spans["forward find[0]"][0] == 28 * UNIT_NS + 1
     assert predecessors(tasks, "forward find[1]") == {"pull table[0]"}
     assert predecessors(tasks, "push table[0]") == {"backward find[0]", "backward find[1]"}
     assert predecessors(tasks, "serve table[0]/1") == {"push table[0]"}
     assert units(named["serve table[0]/1"].duration_ns) == 2 * 12 + 2 + 1  # two rows have to be found
     assert not any(name.startswith(("sync", "update")) for name in named)
+
+
+def test_all_tables_are_asked_for_at_once_before_anything_is_computed() -> None:
+    """With local aggregation the second device of a host tells the first one before; who has nothing to do with it goes on."""
+    g = GraphBuilder()
+    finds = [g.embedding(g.input(f"ids{i}", 6, dtype="int64"), 100, 3, name=f"find{i}") for i in range(2)]
+    graph, topology = finish(g, *finds, g.linear(g.input("x", 6, 2), 3, bias=False, name="fc")), pairwise_cluster(2, 2)
+    chosen = batch_split(graph, [0, 1, 2]).with_operator("fc", on(3, degrees=(1, 1, 1))).with_parameter("find0.weight", GATHER)
+    for local, told in ((False, ()), (True, ((1, 0, 8), (1, 0, 0)))):
+        tasks = lowered(graph, chosen.with_parameter("find1.weight", SyncConfig("parameter_server", 1, local)), topology)
+        (asked,) = (task for task in tasks.tasks if task.name == ASK_NAME)
+        (served,) = tasks.plan.served
+        (server,) = tasks.plan.shards[served.shards[0]].devices
+        lists = {(a, b): 8 for a in range(3) for b in range(3) if a != b}
+        for reader in sorted({*served.leaders} - {server}):
+            lists[reader, server] = lists.get((reader, server), 0) + 8
+        counted = tuple((a, b, size) for (a, b), size in sorted(lists.items()))
+        assert asked.flows == (*told, *counted, *((a, b, 0) for a, b, _ in counted))
+        first = {task.name: start for task, start in zip(tasks.tasks, simulate(tasks).start_ns, strict=True)}
+        end = asked.duration_ns
+        assert first[ASK_NAME] == 0 and first["forward fc[0]"] == (0 if server != 3 else end)
+        assert min(start for name, start in first.items() if name.startswith("forward find")) == end
 
 
 def test_rows_that_the_server_has_itself_do_not_travel() -> None:
@@ -357,7 +383,7 @@ def test_what_holds_for_every_plan(case: tuple[OperatorGraph, Topology, Strategy
         for flows, ends in ((push.flows, servers), (tuple((b, a, n) for a, b, n in pull.flows), servers)):
             assert {a for a, _, _ in flows} | ends >= set(own.readers)
         if own.sparse:
-            assert pull.predecessors == ()
+            assert predecessors(tasks, pull_name(own)) == {ASK_NAME}
             after = tasks.tasks.index(pull)
             assert {task.tile for task in tasks.tasks if after in task.predecessors} == {tile for tile, _ in own.uses}
         else:

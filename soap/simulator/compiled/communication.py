@@ -138,6 +138,14 @@ def add_flow(S: Scratch, source: int, target: int, size: int) -> None:
 
 
 @compiled
+def begin_joining(S: Scratch) -> int:
+    """Forget the flows of the last round, for ``join_flow``; its stamp."""
+    begin_flows(S)
+    S.count[STAMP] += 1
+    return S.count[STAMP]
+
+
+@compiled
 def join_flow(S: Scratch, stamp: int, devices: int, source: int, target: int, size: int) -> None:
     """As ``add_flow``, added to what the same two devices have already (since the hash table was stamped)."""
     mask = len(S.hash_key) - 1
@@ -203,6 +211,21 @@ def _hold(S, resource):  # type: ignore[no-untyped-def]
         S.held[resource] = S.count[LINKS]
         S.res[n] = resource
         S.count[RESOURCES] = n + 1
+
+
+@compiled
+def hold_ends(S: Scratch) -> None:
+    """The devices that send or receive in this round are held as well."""
+    for i in range(S.count[FLOWS]):
+        _hold(S, S.flow[3 * i])
+        _hold(S, S.flow[3 * i + 1])
+
+
+@compiled
+def forget_sizes(S: Scratch) -> None:
+    """The same flows, of no bytes."""
+    for i in range(S.count[FLOWS]):
+        S.flow[3 * i + 2] = 0
 
 
 @compiled

@@ -163,7 +163,8 @@ def begin(G: GraphTables, C: State, P: Trial, T: Trial, run: int, sums: bool) ->
     fill(T.size, 0, len(T.size), 0)
     T.size[RUN] = run
     for slot in range(C.pull_slot[0], C.pull_slot[0] + C.used[PULLS]):
-        make_ready(C, P, T, slot)
+        if T.left[slot] == 0:
+            make_ready(C, P, T, slot)
     for op in range(len(G.backward)):
         if C.loose[op]:
             for slot in range(C.tile_slot[op], C.tile_slot[op] + C.tiles[op]):

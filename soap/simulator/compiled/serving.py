@@ -1,7 +1,7 @@
 """Pulls, pushes and updates of what parameter servers keep, and gathered rows (compiled). The counterpart of ``synchronizing``.
 
-Rows of sparse parameters are pulled before the forward pass: these tasks (``make_pulls``) are made anew where the operators that look them
-up change. All others stand together behind the sums of gradients, each region's push, updates and pull one after the other.
+Rows of sparse parameters are asked for, and pulled, before the forward pass: these tasks (``make_pulls``) are made anew where the operators
+that look them up change. All others stand together behind the sums of gradients, each region's push, updates and pull one after the other.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.communication import (
     MISSING,
     REDUCE_TRAFFIC,
+    begin_joining,
     begin_links,
     exchange_handling_ns,
     find_list,
+    forget_sizes,
+    hold_ends,
+    join_flow,
     nanoseconds,
+    round_ns,
     seek_list,
+    total_flow,
 )
-from soap.simulator.compiled.fragment import CROWDED, SYNC, task_key
+from soap.simulator.compiled.fragment import CROWDED, FORWARD, SYNC, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometry, find_keepers, is_served
-from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.scratch import PRICES, RESOURCES, TASKS, USES, Scratch
+from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
+from soap.simulator.compiled.scratch import FLOWS, PRICES, RESOURCES, TASKS, USES, Scratch
 from soap.simulator.compiled.state import ARENA, LOW_BITS, OTHER, PULLS, SLOTS, SYNC_BUCKET, Groups, ShardTables, State
-from soap.simulator.compiled.sync_codes import GATHERED, has_server
+from soap.simulator.compiled.sync_codes import GATHERED, goes_by_rows, has_server
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.traffic import added_bytes, added_rows, gather_ns, prepare, pull_ns, push_ns, updated_bytes
 from soap.simulator.compiled.variants import VariantTables
@@ -198,17 +204,78 @@ def ask_prices(D: ShardTables, S: Scratch) -> None:
 
 @compiled
 def make_pulls(G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C: State, S: Scratch) -> None:
-    """Make the tasks anew that bring rows of sparse parameters. What waits for them is not counted: ``count_pulls``."""
+    """Make the tasks anew that bring rows of sparse parameters, and the one before them that asks for rows. What waits for them is not
+    counted: ``count_pulls``."""
     C.pull_slot[0], C.used[PULLS] = C.used[SLOTS], 0
+    asks = False
     for parameter in range(len(G.parameter_dtype)):
-        if not (has_server(C.sync[parameter]) and is_sparse(G, parameter) and _is_trained(G, parameter)):
+        if not (goes_by_rows(C.sync[parameter]) and is_sparse(G, parameter) and _is_trained(G, parameter)):
             continue
+        asks = True
         find_geometry(G, V, D, C, S, parameter)
         geometry = S.geometry[parameter]
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-            if D.lowest[shard] >= 0:
+            if has_server(C.sync[parameter]) and D.lowest[shard] >= 0:
                 find_keepers(G, V, D, C, S, parameter, shard)
                 _pull(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry])
+    if asks:
+        _ask(G, V, K, D, C, S)
+
+
+@compiled
+def _ask(G, V, K, D, C, S):  # type: ignore[no-untyped-def]
+    """The task of ``serving.asking``, behind the pulls, which wait for it."""
+    _begin_exchange(S)
+    duration = moved = 0
+    for within in range(2):  # within hosts, then those that keep rows
+        stamp = begin_joining(S)
+        for parameter in range(len(G.parameter_dtype)):
+            if not (goes_by_rows(C.sync[parameter]) and is_sparse(G, parameter) and _is_trained(G, parameter)):
+                continue
+            geometry = S.geometry[parameter]
+            for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+                if D.lowest[shard] >= 0:
+                    find_keepers(G, V, D, C, S, parameter, shard)
+                    _join_asked(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry], stamp, within == 0)
+        if S.count[FLOWS] > 0:
+            counted_ns, counted = round_ns(K, S, 0), total_flow(S)
+            hold_ends(S)
+            forget_sizes(S)
+            duration, moved = duration + counted_ns + round_ns(K, S, 0), moved + counted
+    if duration == 0:
+        return
+    slot, row, pulls = C.used[SLOTS], C.used[ARENA], C.used[PULLS]
+    if row + 2 + pulls > len(C.arena):
+        raise MemoryError(CROWDED)
+    C.arena[row], C.arena[row + 1] = row + 2, row + 2 + pulls
+    for i in range(pulls):
+        C.arena[row + 2 + i] = C.pull_slot[0] + i
+    C.used[ARENA] = row + 2 + pulls
+    _exchange(K, C, S, slot, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved)
+    C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot], C.handling[slot] = OTHER, -1, row, 0, 0
+    C.used[SLOTS] = slot + 1
+    C.used[PULLS] = pulls + 1
+
+
+@compiled
+def _join_asked(G, K, D, C, S, parameter, shard, number, stamp, within):  # type: ignore[no-untyped-def]
+    """Who tells whom, for one shard."""
+    devices, code = len(K.device_type), C.sync[parameter]
+    if not has_server(code):
+        for i in range(0 if within else S.members[0]):
+            for j in range(S.members[0]):
+                if j != i:
+                    join_flow(S, stamp, devices, S.members[1 + i], S.members[1 + j], INDEX_BYTES)
+        return
+    count = prepare(G, K, D, S, parameter, shard, number, code)
+    for i in range(S.members[0]):
+        device = S.members[1 + i]
+        if within and S.leader[i] != i:
+            join_flow(S, stamp, devices, device, S.members[1 + S.leader[i]], INDEX_BYTES)
+        elif not within and S.leader[i] == i:
+            for part in range(count):
+                if S.p_server[part] != device:
+                    join_flow(S, stamp, devices, device, S.p_server[part], INDEX_BYTES)
 
 
 @compiled

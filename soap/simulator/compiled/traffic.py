@@ -6,7 +6,7 @@ Of one shard at a time, whose keepers are known (``keepers.find_keepers``). Its 
 
 from __future__ import annotations
 
-from soap.simulator.compiled.communication import begin_flows, join_flow, round_ns, total_flow
+from soap.simulator.compiled.communication import begin_joining, join_flow, round_ns, total_flow
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, count_lookups, count_together, is_sparse, part_of_rows, touched_by
 from soap.simulator.compiled.scratch import FLOWS, FULL, STAMP, Scratch
@@ -123,16 +123,9 @@ def _round(K, S, reduced):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _begin(S):  # type: ignore[no-untyped-def]
-    begin_flows(S)
-    S.count[STAMP] += 1
-    return S.count[STAMP]
-
-
-@compiled
 def _with_servers(G, K, D, S, parameter, shard, count, pull):  # type: ignore[no-untyped-def]
     """Flows between servers and leaders."""
-    stamp, devices = _begin(S), len(K.device_type)
+    stamp, devices = begin_joining(S), len(K.device_type)
     for part in range(count):
         server, rows = S.p_server[part], S.p_rows[part]
         for i in range(S.members[0]):
@@ -151,7 +144,7 @@ def _with_servers(G, K, D, S, parameter, shard, count, pull):  # type: ignore[no
 @compiled
 def _inside(G, K, D, S, parameter, shard, pull):  # type: ignore[no-untyped-def]
     """Flows between leaders and the others of their groups; the most bytes that a leader gets."""
-    stamp, devices, rows = _begin(S), len(K.device_type), D.rows[shard]
+    stamp, devices, rows = begin_joining(S), len(K.device_type), D.rows[shard]
     for i in range(S.members[0]):
         S.received[i] = 0
     most = 0
@@ -176,7 +169,7 @@ def _inside(G, K, D, S, parameter, shard, pull):  # type: ignore[no-untyped-def]
 def gather_ns(G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, parameter: int, shard: int) -> tuple[int, int]:
     """(duration, bytes) of giving each other the rows of a shard's gradient; links as in ``pull_ns``."""
     count_lookups(S)
-    stamp, devices = _begin(S), len(K.device_type)
+    stamp, devices = begin_joining(S), len(K.device_type)
     for i in range(S.members[0]):
         rows = part_of_rows(G, parameter, touched_by(G, parameter, S.lookups[i]), D.rows[shard])
         size = rows * (D.row_bytes[shard] + INDEX_BYTES)
