@@ -11,11 +11,12 @@ from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
 from soap.profiles.measure_machine import cpu_cores, cpu_model
 from soap.topology import Topology
 
-VERSION = 9
+VERSION = 10
 """Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``allocation``); since 3 collectives
 behind a computation, and with ``scheduling.calm_gloo``; since 4 emulated hosts' sums are prompt; since 5 with the scale; since 6
 restarts apart; since 7 devices compute by even time (``soap.yardstick``); since 8 exchanges within steps, restarts of three sizes,
-and chains that read two values; since 9 by a yardstick that is the same in all processes."""
+and chains that read two values; since 9 by a yardstick that is the same in all processes; since 10 exchanges of two sizes within
+steps, which send the last of theirs while gradients are summed."""
 MOST_SECONDS = 10**6
 
 

@@ -27,8 +27,8 @@ LEAST_CPU_SECONDS = 1e-9
 class Operation(StrEnum):
     """``message``: from the first device to the second. ``exchange``: both ways at once. ``all_to_all``: from each to each.
 
-    ``step_message``, ``step_sum`` and ``step_exchange``: a few bytes from one tile to the next, or summed behind each tile, or from each
-    to each, as a training step meets them (``soap.runtime.step_timing``). ``step_restart``: what a tile that reads so many bytes takes
+    ``step_message``, ``step_sum`` and ``step_exchange``: bytes from one tile to the next, or summed behind each tile, or from each to each,
+    as a training step meets them (``soap.runtime.step_timing``). ``step_restart``: what a tile that reads so many bytes takes
     longer behind a sum.
     """
 
@@ -45,6 +45,8 @@ class Operation(StrEnum):
 IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_EXCHANGE, Operation.STEP_RESTART)
 STEP_BYTES = 4
 """Of what is sent or summed within steps."""
+EXCHANGED_BYTES = 64 * 1024
+"""Of what each device sends each other one within steps, once more: tensors of some size are packed, and put together."""
 LAYERS, ROWS, WIDTH = 1, 64, 192
 SAMPLES, CHANNELS, SIDE, WINDOW = 2, 24, 16, 3
 BLOCK_BYTES = 4 * (LAYERS * WIDTH**2 + SAMPLES * CHANNELS * SIDE**2 + (CHANNELS * WINDOW) ** 2)
@@ -113,7 +115,8 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
     if pairs and all(device.type.kind == "cpu" for device in topology.devices):
         everyone = tuple(range(topology.device_count))
         probes += [Probe(Operation.STEP_MESSAGE, pairs[-1], STEP_BYTES), Probe(Operation.STEP_SUM, everyone, STEP_BYTES)]
-        probes += [Probe(Operation.STEP_EXCHANGE, everyone, STEP_BYTES)] if len(everyone) >= SMALLEST_EXCHANGE else []
+        exchanged = (STEP_BYTES, EXCHANGED_BYTES) if len(everyone) >= SMALLEST_EXCHANGE else ()
+        probes += [Probe(Operation.STEP_EXCHANGE, everyone, size) for size in exchanged]
         probes += [Probe(Operation.STEP_RESTART, everyone, size) for size in RESTART_BYTES]
     return probes
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from soap.graph import WHOLE, DimMap, Factor, FactorKind, Operand, OperatorGraph
-from soap.profiles.link_probes import CHANNELS, LAYERS, ROWS, SAMPLES, SIDE, WIDTH, WINDOW, Operation
+from soap.profiles.link_probes import CHANNELS, LAYERS, ROWS, SAMPLES, SIDE, STEP_BYTES, WIDTH, WINDOW, Operation
 from soap.runtime.upkeep_timing import Chain
 from soap.simulator.tiling import Tile
 from soap.strategy import OpConfig, Strategy
@@ -97,15 +97,16 @@ class WorkingChain(StepChain):
 
 
 class ExchangingChain(StepChain):
-    """What is handed on has ``side`` rows and columns, and operators are split by the one or the other in turns. The last one adds up."""
+    """What is handed on has ``side`` rows and columns of ``depth`` numbers each, and operators are split by the one or the other in turns.
+    The last one adds up."""
 
-    def __init__(self, count: int, side: int) -> None:
+    def __init__(self, count: int, side: int, depth: int = 1) -> None:
         super().__init__(count)
         names = ("rows", "columns")
         factors = tuple(Factor(name, side, FactorKind.ATTRIBUTE) for name in names)
         summed = tuple(Factor(name, side, FactorKind.REDUCTION, summed=True) for name in names)
         *others, last = self.graph.operators
-        dims = (DimMap(0), DimMap(1))
+        dims, shape = (DimMap(0), DimMap(1), WHOLE), (side, side, depth)
 
         def square(operands: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(replace(one, dims=dims) for one in operands)
@@ -115,10 +116,10 @@ class ExchangingChain(StepChain):
             for op in others
         ]
         ending = replace(last, factors=summed, inputs=square(last.inputs), outputs=(replace(last.outputs[0], dims=(WHOLE,)),))
-        tensors = {name: one if name == self.graph.loss else replace(one, shape=(side, side)) for name, one in self.graph.tensors.items()}
+        tensors = {name: one if name == self.graph.loss else replace(one, shape=shape) for name, one in self.graph.tensors.items()}
         self.graph = OperatorGraph("chain", (*operators, ending), tensors, self.graph.loss)
-        self.parameters = {"w": torch.zeros(side, side)}
-        self.example_inputs = [torch.zeros(side, side)]
+        self.parameters = {"w": torch.zeros(shape)}
+        self.example_inputs = [torch.zeros(shape)]
 
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
@@ -128,10 +129,10 @@ class ExchangingChain(StepChain):
         return (made.clone() if tile.operator < len(self.graph.operators) - 1 else made.sum().reshape(1),)
 
 
-def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0) -> Chain:
-    """So many operators that hand on messages, sums, or what is exchanged."""
+def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0, exchanged_bytes: int = STEP_BYTES) -> Chain:
+    """So many operators that hand on messages, sums, or what is exchanged: so many bytes from each device to each."""
     if operation is Operation.STEP_EXCHANGE:
-        return ExchangingChain(count, devices)
+        return ExchangingChain(count, devices, max(1, exchanged_bytes // STEP_BYTES))
     return WorkingChain(count, 1 if operation is Operation.STEP_MESSAGE else devices, blocks)
 
 

@@ -187,3 +187,18 @@ def test_what_is_longer_within_steps_is_longer_in_predictions() -> None:
     assert [port.fixed_ns for port in measured.ports] == pytest.approx([400_000] * len(measured.ports), abs=2)
     assert [share.fixed_ns for _, share in measured.handling.all_reduce] == pytest.approx([0, 0], abs=2)
     assert [share.fixed_ns for _, share in measured.handling.exchange] == pytest.approx([2_000_000] * 2, abs=2)
+
+
+@pytest.mark.parametrize(("per_byte", "permille"), [(1e-9, 500), (60e-9, 2000)])
+def test_bytes_that_are_exchanged_within_steps_keep_devices_no_less_busy(per_byte: float, permille: int) -> None:
+    """By themselves 15 ns for each byte that a device sends each other one, of which three are under way for 30 ns."""
+    topology = cluster([1, 1, 1, 1], CPU)
+    timings = []
+    for one in timed(topology):
+        if one.probe.operation is Operation.ALL_TO_ALL:
+            one = replace(one, cpu_seconds=1e-6 + 15e-9 * one.probe.size_bytes)
+        elif one.probe.operation is Operation.STEP_EXCHANGE:
+            one = replace(one, cpu_seconds=1e-3 + per_byte * one.probe.size_bytes)
+        timings.append(one)
+    share = with_measured_links(topology, timings).handling.of_exchange(4)
+    assert share == Share(pytest.approx(1_000_000, rel=1e-3), pytest.approx(permille, rel=0.01))

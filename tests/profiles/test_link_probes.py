@@ -37,7 +37,7 @@ def test_every_kind_of_pair_and_group_is_probed() -> None:
     assert probes_for(cluster([1])) == []
 
 
-@pytest.mark.parametrize(("hosts", "exchanges"), [([1, 1], 0), ([2, 2], 1)])
+@pytest.mark.parametrize(("hosts", "exchanges"), [([1, 1], 0), ([2, 2], 2)])
 def test_steps_of_processors_are_probed(hosts: list[int], exchanges: int) -> None:
     """Two devices that give each other something send messages."""
     own = [probe for probe in probes_for(cluster(hosts, CPU)) if probe.operation in IN_STEPS]

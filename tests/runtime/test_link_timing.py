@@ -10,6 +10,7 @@ from soap.profiles.link_probes import BLOCK_BYTES, IN_STEPS, STEP_BYTES, LinkTim
 from soap.runtime.link_timing import LEAST_ROUNDS, measure_links
 from soap.runtime.step_chains import chain_model, chain_strategy
 from soap.runtime.step_timing import STEPS, TURNS
+from soap.simulator.flows import exchange_rounds
 from soap.simulator.lowering import build_plan
 from tests.runtime.pool import Pool
 
@@ -57,3 +58,12 @@ def test_a_chain_communicates_between_all_its_operators(operation: Operation, su
         plan = build_plan(model.graph, chain_strategy(model, operation, devices, across=across), local_topology(3))
         found = len(plan.reductions), len(plan.exchanges), len(plan.messages)
         assert found == ((sums, exchanges, messages) if across else (0, 0, 0))
+
+
+def test_so_many_bytes_are_exchanged() -> None:
+    devices = (0, 1, 2)
+    model = chain_model(Operation.STEP_EXCHANGE, 4, len(devices), exchanged_bytes=1024)
+    plan = build_plan(model.graph, chain_strategy(model, Operation.STEP_EXCHANGE, devices, across=True), local_topology(3))
+    for exchange in plan.exchanges[:-1]:  # the last one brings all to one device as well
+        ((flows, _),) = exchange_rounds(plan, exchange, exchange.parts, gradient=False)
+        assert flows == tuple((a, b, 1024) for a in devices for b in devices if a != b)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from soap.runtime.early_start import SyncSchedule
 from soap.runtime.program import Program, compile_program
 from soap.runtime.tail import find_tail
 from soap.simulator.lowering import build_plan
+from soap.simulator.plan import Bucket
 from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder, convnet, mlp
@@ -78,6 +80,40 @@ def test_gradients_go_before_the_backward_pass_is_over(local: bool) -> None:
     assert [schedule.contributions[key] for key in schedule.follow[segment]] == [1, 1, 1]
     behind = [(action.kind, action.subject) for action in part_of(program.backward, 1)][1:-1]
     assert behind == [*schedule.follow[segment], *[(ActionKind.PUSH_ROWS, 0)] * local]
+
+
+def test_a_sum_need_not_wait_until_a_segment_has_sent_its_gradients_back() -> None:
+    """Halves of the first layer are on the other device: their gradients are sent behind the segment of the other layers, whose parameters'
+    sum is behind that in the program. Not where all are in one queue."""
+    plan = plan_of(mlp(), split((0, 1), b=2), device_count=2, fc0=split((1, 0), b=2))
+    first = [number for number, shard in enumerate(plan.shards) if shard.parameter.startswith("fc0")]
+    others = [number for bucket in plan.buckets for number in bucket.shards if number not in first]
+    program = compile_program(replace(plan, buckets=(Bucket(tuple(others), (0, 1)), Bucket(tuple(first), (0, 1)))))
+    for rank in (0, 1):
+        actions = part_of(program.backward, rank)
+        assert {action.kind for action in actions[:-1]} == {ActionKind.SEGMENT, ActionKind.RETURN, ActionKind.SYNC}
+        kinds = [action.kind for action in actions]
+        long, short = (action.subject for action in actions if action.kind is ActionKind.SEGMENT)
+        assert ActionKind.RETURN in kinds[kinds.index(ActionKind.SEGMENT) : kinds.index(ActionKind.SYNC)]
+        assert SyncSchedule(program, rank).follow == {long: (), short: ((ActionKind.SYNC, 1),)}
+        assert SyncSchedule(program, rank, messages_apart=True).follow == {long: ((ActionKind.SYNC, 0),), short: ((ActionKind.SYNC, 1),)}
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_sums_of_a_group_stay_in_their_order(scattered: bool) -> None:
+    """A gradient that is summed over the same devices comes before the parameters' sum; one that is gathered is made of messages."""
+    program = compile_program(plan_of(mlp(), split((0, 1), b=2), device_count=2, fc1=split((0, 1), k=2)))
+    number, reduction = next((i, one) for i, one in enumerate(program.plan.reductions) if one.cells)
+    if not scattered:
+        reductions = tuple(replace(one, cells=()) if one is reduction else one for one in program.plan.reductions)
+        program = replace(program, plan=replace(program.plan, reductions=reductions))
+    (sync,) = (action for action in program.backward if action.kind is ActionKind.SYNC)
+    segment, reduce = part_of(program.backward, 0)[:2]
+    assert (segment.kind, reduce.kind, reduce.subject) == (ActionKind.SEGMENT, ActionKind.REDUCE_GRADIENT, number)
+    program = replace(program, backward=(segment, reduce, sync))
+    assert SyncSchedule(program, 0).follow == {segment.subject: ()}
+    passing = ((ActionKind.SYNC, sync.subject),) if scattered else ()
+    assert SyncSchedule(program, 0, messages_apart=True).follow == {segment.subject: passing}
 
 
 def test_gradients_are_pushed_when_they_are_complete() -> None:
