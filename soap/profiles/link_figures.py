@@ -96,12 +96,10 @@ _BY_ITSELF = {
 
 
 class _Longer(NamedTuple):
-    """How many seconds longer something takes within a step than by itself, and for how long it keeps a device busier there; for how long
-    each byte does there, if that was measured."""
+    """How many seconds longer something takes within a step than by itself, and for how long it keeps a device busier there."""
 
     seconds: float = 0.0
     busy_seconds: float = 0.0
-    busy_seconds_per_byte: float = 0.0
 
 
 _NOT_LONGER = _Longer()
@@ -110,23 +108,19 @@ _WithinSteps = Mapping[Operation, _Longer]
 
 
 def _within_steps(timings: Sequence[LinkTiming], found: Lines, busy: Lines) -> _WithinSteps:
-    """From what was measured; nothing if it was not. Never less than nothing."""
+    """From what was measured; nothing if it was not. Never less than nothing. Of several sizes the smallest says how much longer something
+    takes, since its bytes take no time; and that with the most work for a device how much busier it is."""
     more: dict[Operation, _Longer] = {}
-    smallest: dict[Operation, LinkTiming] = {}
     for timing in sorted(timings, key=lambda timing: timing.probe.size_bytes):
         operation, size = _BY_ITSELF.get(timing.probe.operation), timing.probe.size_bytes
         if operation is None or (operation, timing.probe.devices) not in found:
-            continue
-        less = smallest.setdefault(operation, timing)
-        if less is not timing:
-            busier_per_byte = (timing.cpu_seconds - less.cpu_seconds) / (size - less.probe.size_bytes)
-            more[operation] = more[operation]._replace(busy_seconds_per_byte=max(0.0, busier_per_byte))
             continue
         longer = timing.typical_seconds - found[operation, timing.probe.devices].seconds(size)
         busier = max(0.0, timing.cpu_seconds - busy[operation, timing.probe.devices].seconds(size))
         if operation is Operation.MESSAGE:
             longer -= busier
-        more[operation] = _Longer(max(0.0, longer), busier)
+        smaller = more.setdefault(operation, _Longer(max(0.0, longer), busier))
+        more[operation] = smaller._replace(busy_seconds=max(smaller.busy_seconds, busier))
     return more
 
 
@@ -144,16 +138,13 @@ def _crowding(topology: Topology, found: Lines, within: _WithinSteps) -> Crowdin
 
 
 def _handling(topology: Topology, busy: Lines, within: _WithinSteps) -> Handling:
-    """From the processor's time of collectives that were measured: of each number of devices those over most hosts. A byte within a step
-    keeps a device no less busy than one by itself."""
+    """From the processor's time of collectives that were measured: of each number of devices those over most hosts."""
     communication = Communication(topology)
     shares: dict[Operation, dict[int, Share]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
     for (operation, devices), line in _collectives(topology, busy):
         nothing, all_of_it = (modelled_seconds(communication, Probe(operation, devices, size)) for size in (0, LARGE_BYTES))
-        more = within.get(operation, _NOT_LONGER)
-        fixed = line.alpha_seconds + more.busy_seconds
-        per_byte = max(line.beta_seconds_per_byte, more.busy_seconds_per_byte)
-        permille = 1000 * per_byte * LARGE_BYTES / (all_of_it - nothing)
+        fixed = line.alpha_seconds + within.get(operation, _NOT_LONGER).busy_seconds
+        permille = 1000 * line.beta_seconds_per_byte * LARGE_BYTES / (all_of_it - nothing)
         shares[operation][len(devices)] = Share(round(1e9 * fixed), round(permille))
     return Handling(*(tuple(sorted(own.items())) for own in shares.values()))
 
