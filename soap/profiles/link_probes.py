@@ -45,8 +45,8 @@ class Operation(StrEnum):
 IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_EXCHANGE, Operation.STEP_RESTART)
 STEP_BYTES = 4
 """Of what is sent or summed within steps."""
-EXCHANGED_BYTES = 64 * 1024
-"""Of what each device sends each other one within steps, once more: tensors of some size are packed, and put together."""
+STEP_SIZES_BYTES = (STEP_BYTES, 64 * 1024)
+"""Of messages, and of what each device sends each other one, within steps: tensors of some size are packed, and put together."""
 LAYERS, ROWS, WIDTH = 1, 64, 192
 SAMPLES, CHANNELS, SIDE, WINDOW = 2, 24, 16, 3
 BLOCK_BYTES = 4 * (LAYERS * WIDTH**2 + SAMPLES * CHANNELS * SIDE**2 + (CHANNELS * WINDOW) ** 2)
@@ -114,8 +114,9 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
     probes = [Probe(operation, devices, size) for operation, devices in wanted for size in sizes_bytes]
     if pairs and all(device.type.kind == "cpu" for device in topology.devices):
         everyone = tuple(range(topology.device_count))
-        probes += [Probe(Operation.STEP_MESSAGE, pairs[-1], STEP_BYTES), Probe(Operation.STEP_SUM, everyone, STEP_BYTES)]
-        exchanged = (STEP_BYTES, EXCHANGED_BYTES) if len(everyone) >= SMALLEST_EXCHANGE else ()
+        probes += [Probe(Operation.STEP_MESSAGE, pairs[-1], size) for size in STEP_SIZES_BYTES]
+        probes.append(Probe(Operation.STEP_SUM, everyone, STEP_BYTES))
+        exchanged = STEP_SIZES_BYTES if len(everyone) >= SMALLEST_EXCHANGE else ()
         probes += [Probe(Operation.STEP_EXCHANGE, everyone, size) for size in exchanged]
         probes += [Probe(Operation.STEP_RESTART, everyone, size) for size in RESTART_BYTES]
     return probes

@@ -96,26 +96,23 @@ class WorkingChain(StepChain):
         return (_Work.apply(self.handed_on(tile, inputs, parameters), self._blocks),)  # type: ignore[no-untyped-call]
 
 
-class ExchangingChain(StepChain):
-    """What is handed on has ``side`` rows and columns of ``depth`` numbers each, and operators are split by the one or the other in turns.
-    The last one adds up."""
+class WideChain(StepChain):
+    """What is handed on has a shape, and ``dims``; the last operator adds up. ``factors``: of all operators, None for their own. Those of
+    what is exchanged are split by one of two in turns."""
 
-    def __init__(self, count: int, side: int, depth: int = 1) -> None:
+    def __init__(self, count: int, shape: tuple[int, ...], dims: tuple[DimMap, ...], factors: Sequence[Factor] | None = None) -> None:
         super().__init__(count)
-        names = ("rows", "columns")
-        factors = tuple(Factor(name, side, FactorKind.ATTRIBUTE) for name in names)
-        summed = tuple(Factor(name, side, FactorKind.REDUCTION, summed=True) for name in names)
         *others, last = self.graph.operators
-        dims, shape = (DimMap(0), DimMap(1), WHOLE), (side, side, depth)
 
-        def square(operands: Sequence[Any]) -> tuple[Any, ...]:
+        def wide(operands: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(replace(one, dims=dims) for one in operands)
 
+        chosen = tuple(factors or last.factors)
+        summed = tuple(replace(factor, kind=FactorKind.REDUCTION, summed=True) for factor in chosen)
         operators = [
-            replace(op, factors=factors, inputs=square(op.inputs), parameters=square(op.parameters), outputs=square(op.outputs))
-            for op in others
+            replace(op, factors=chosen, inputs=wide(op.inputs), parameters=wide(op.parameters), outputs=wide(op.outputs)) for op in others
         ]
-        ending = replace(last, factors=summed, inputs=square(last.inputs), outputs=(replace(last.outputs[0], dims=(WHOLE,)),))
+        ending = replace(last, factors=summed, inputs=wide(last.inputs), outputs=(replace(last.outputs[0], dims=(WHOLE,)),))
         tensors = {name: one if name == self.graph.loss else replace(one, shape=shape) for name, one in self.graph.tensors.items()}
         self.graph = OperatorGraph("chain", (*operators, ending), tensors, self.graph.loss)
         self.parameters = {"w": torch.zeros(shape)}
@@ -129,11 +126,15 @@ class ExchangingChain(StepChain):
         return (made.clone() if tile.operator < len(self.graph.operators) - 1 else made.sum().reshape(1),)
 
 
-def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0, exchanged_bytes: int = STEP_BYTES) -> Chain:
-    """So many operators that hand on messages, sums, or what is exchanged: so many bytes from each device to each."""
+def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0, size_bytes: int = STEP_BYTES) -> Chain:
+    """So many operators that hand on messages, sums, or what is exchanged; ``size_bytes``: of a message, or from each device to each."""
+    depth = max(1, size_bytes // STEP_BYTES)
+    if operation is Operation.STEP_MESSAGE:
+        return WideChain(count, (1, depth), (DimMap(0), WHOLE))
     if operation is Operation.STEP_EXCHANGE:
-        return ExchangingChain(count, devices, max(1, exchanged_bytes // STEP_BYTES))
-    return WorkingChain(count, 1 if operation is Operation.STEP_MESSAGE else devices, blocks)
+        factors = [Factor(name, devices, FactorKind.ATTRIBUTE) for name in ("rows", "columns")]
+        return WideChain(count, (devices, devices, depth), (DimMap(0), DimMap(1), WHOLE), factors)
+    return WorkingChain(count, devices, blocks)
 
 
 def chain_strategy(model: Chain, operation: Operation, devices: Sequence[int], *, across: bool) -> Strategy:

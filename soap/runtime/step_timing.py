@@ -61,8 +61,8 @@ def _turn(comm: Communicator, probe: Probe, busy: Busy, blocks: int) -> _PerTile
     alternating, tiles = probe.operation is Operation.STEP_MESSAGE, CHAINS[1] - CHAINS[0]
 
     def chains(across: bool) -> list[tuple[list[float], float]]:
-        exchanged = probe.size_bytes if across else probe.size_bytes // len(probe.devices)  # a device's part of it
-        models = [chain_model(probe.operation, count, len(probe.devices), blocks, exchanged) for count in CHAINS]
+        parts = 1 if across or alternating else len(probe.devices)  # alone, a device has its part of what is exchanged
+        models = [chain_model(probe.operation, count, len(probe.devices), blocks, probe.size_bytes // parts) for count in CHAINS]
         return [_steps(comm, model, chain_strategy(model, probe.operation, probe.devices, across=across), busy) for model in models]
 
     (few, few_busy), (many, many_busy) = chains(across=False)

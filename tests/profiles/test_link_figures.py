@@ -11,9 +11,9 @@ from soap.interference import NO_HANDLING, NO_RESTART, Restart, Share
 from soap.presets import preset
 from soap.profiles.link_figures import modelled_seconds, with_measured_links
 from soap.profiles.link_probes import (
-    EXCHANGED_BYTES,
     RESTART_BYTES,
     STEP_BYTES,
+    STEP_SIZES_BYTES,
     LinkTiming,
     Operation,
     Probe,
@@ -194,7 +194,7 @@ def test_what_is_longer_within_steps_is_longer_in_predictions() -> None:
 def test_devices_are_as_busy_within_steps_as_with_the_size_that_makes_most_work(small_ns: int, large_ns: int, fixed_ns: int) -> None:
     """By themselves 1 us and, for each byte that a device sends each other one, 2.37 ns: 155,360 ns for 64 KiB and the rest."""
     topology = cluster([1, 1, 1, 1], CPU)
-    per_byte = (2_500_000 - 2_344_640) / EXCHANGED_BYTES
+    per_byte = (2_500_000 - 2_344_640) / STEP_SIZES_BYTES[-1]
     timings = []
     for one in timed(topology):
         size = one.probe.size_bytes

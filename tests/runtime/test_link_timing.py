@@ -7,11 +7,13 @@ import torch.distributed as dist
 
 from soap.presets import local_topology
 from soap.profiles.link_probes import BLOCK_BYTES, IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
+from soap.profiles.roofline import RooflineCosts
 from soap.runtime.link_timing import LEAST_ROUNDS, measure_links
 from soap.runtime.step_chains import chain_model, chain_strategy
 from soap.runtime.step_timing import STEPS, TURNS
 from soap.simulator.flows import exchange_rounds
-from soap.simulator.lowering import build_plan
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.tasks import TaskKind
 from tests.runtime.pool import Pool
 
 
@@ -62,8 +64,16 @@ def test_a_chain_communicates_between_all_its_operators(operation: Operation, su
 
 def test_so_many_bytes_are_exchanged() -> None:
     devices = (0, 1, 2)
-    model = chain_model(Operation.STEP_EXCHANGE, 4, len(devices), exchanged_bytes=1024)
+    model = chain_model(Operation.STEP_EXCHANGE, 4, len(devices), size_bytes=1024)
     plan = build_plan(model.graph, chain_strategy(model, Operation.STEP_EXCHANGE, devices, across=True), local_topology(3))
     for exchange in plan.exchanges[:-1]:  # the last one brings all to one device as well
         ((flows, _),) = exchange_rounds(plan, exchange, exchange.parts, gradient=False)
         assert flows == tuple((a, b, 1024) for a in devices for b in devices if a != b)
+
+
+def test_messages_have_so_many_bytes() -> None:
+    devices = (0, 2)
+    model = chain_model(Operation.STEP_MESSAGE, 4, len(devices), size_bytes=1024)
+    topology, strategy = local_topology(3), chain_strategy(model, Operation.STEP_MESSAGE, devices, across=True)
+    tasks = lower(build_plan(model.graph, strategy, topology), topology, RooflineCosts(topology))
+    assert [task.bytes for task in tasks.tasks if task.kind is TaskKind.TRANSFER] == [1024] * 6
