@@ -104,7 +104,7 @@ class Pending:
 class Communicator:
     """This rank's connection to the others. Must be made by all ranks at once, with the same groups.
 
-    ``messages_apart``: whether a rank may start a collective before a message, or an exchange, and another rank behind it.
+    ``messages_apart``: whether one rank may start a collective before some message, or an exchange, and another rank behind that.
     """
 
     def __init__(self, device: torch.device, groups: Iterable[Sequence[int]], timeout: timedelta) -> None:

@@ -227,7 +227,7 @@ def _ask(G, V, K, D, C, S):  # type: ignore[no-untyped-def]
     """The task of ``serving.asking``, behind the pulls, which wait for it."""
     _begin_exchange(S)
     duration = moved = 0
-    for within in range(2):  # within hosts, then those that keep rows
+    for within in (True, False):  # those who speak for them, then those who keep rows
         stamp = begin_joining(S)
         for parameter in range(len(G.parameter_dtype)):
             if not (goes_by_rows(C.sync[parameter]) and is_sparse(G, parameter) and _is_trained(G, parameter)):
@@ -236,7 +236,7 @@ def _ask(G, V, K, D, C, S):  # type: ignore[no-untyped-def]
             for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
                 if D.lowest[shard] >= 0:
                     find_keepers(G, V, D, C, S, parameter, shard)
-                    _join_asked(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry], stamp, within == 0)
+                    _join_asked(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry], stamp, within)
         if S.count[FLOWS] > 0:
             counted_ns, counted = round_ns(K, S, 0), total_flow(S)
             hold_ends(S)
