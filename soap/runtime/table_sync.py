@@ -53,6 +53,7 @@ class _Step:
 
 class TableSync:
     """A rank's part in all tables of a plan. ``tensors``: the shards that it keeps. ``blanks``: no rows of each table.
+    ``asks_others``: whether this rank tells others which rows it looks up, or is told.
 
     For each micro-batch ``begin``, ``ask``, ``pull`` and ``hand_on``, then ``leaf`` and ``rows`` for the tiles, then ``end``, before which
     come, in the last one, ``collect`` and ``push``. ``gradient`` is then the sum over all readers.
@@ -84,6 +85,8 @@ class TableSync:
         self._from_member = {device: _shared(tables, device, self._rank) for device in others}
         self._to_keeper = {device: _lists_for(tables, self._rank, device) for device in self._everyone}
         self._from_sender = {device: _lists_for(tables, device, self._rank) for device in self._everyone}
+        told = (self._to_leader, self._from_member, self._to_keeper, self._from_sender)
+        self.asks_others = any(own for lists in told for device, own in lists.items() if device != self._rank)
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
         """Before a micro-batch."""
@@ -228,12 +231,6 @@ class TableSync:
         for pending in self._pushing:
             pending.wait()
         self._pushing.clear()
-
-    @property
-    def asks_others(self) -> bool:
-        """Whether this rank tells others which rows it looks up, or is told."""
-        pairs = (self._to_leader, self._from_member, self._to_keeper, self._from_sender)
-        return any(own for by_device in pairs for device, own in by_device.items() if device != self._rank)
 
     @property
     def shards(self) -> tuple[int, ...]:

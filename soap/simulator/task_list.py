@@ -55,24 +55,24 @@ class TaskList:
 
     def exchange(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """A collective of several rounds, one after the other."""
-        duration_ns = sum(self.communication.exchange_ns(own, reduced) for own, reduced in rounds)
+        duration_ns = self._rounds_ns(rounds)
         messages = max((busiest_messages(own) for own, _ in rounds), default=0)
         share = self.topology.handling.of_exchange(messages + 1)
         return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after)
 
     def meeting(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """The same, of which devices wait for the end: it holds them as well."""
-        duration_ns = sum(self.communication.exchange_ns(own, reduced) for own, reduced in rounds)
-        devices = {device for own, _ in rounds for source, target, _ in own for device in (source, target)}
-        return self._collective(place, name, kind, rounds, duration_ns, 0, after, tuple(sorted(devices)))
+        return self._collective(place, name, kind, rounds, self._rounds_ns(rounds), 0, after, _ends(rounds))
 
     def tree(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """A broadcast, or a sum at one device."""
-        devices = len({device for own, _ in rounds for source, target, _ in own for device in (source, target)})
-        crowding = self.topology.crowding.of_tree(devices, len(rounds))
-        duration_ns = sum(self.communication.exchange_ns(own, reduced, crowding) for own, reduced in rounds)
+        devices = len(_ends(rounds))
+        duration_ns = self._rounds_ns(rounds, self.topology.crowding.of_tree(devices, len(rounds)))
         share = self.topology.handling.of_all_reduce(devices)
         return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after)
+
+    def _rounds_ns(self, rounds: Sequence[Round], crowding: float | None = None) -> int:
+        return sum(self.communication.exchange_ns(own, reduced, crowding) for own, reduced in rounds)
 
     def _collective(
         self,
@@ -104,3 +104,8 @@ class TaskList:
 
     def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.topology.device_count + link for link in links)
+
+
+def _ends(rounds: Sequence[Round]) -> tuple[int, ...]:
+    """The devices that send or receive, ascending."""
+    return tuple(sorted({device for own, _ in rounds for source, target, _ in own for device in (source, target)}))

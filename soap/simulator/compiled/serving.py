@@ -28,7 +28,7 @@ from soap.simulator.compiled.keepers import add_sync_edge, find_geometry, find_k
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
 from soap.simulator.compiled.scratch import FLOWS, PRICES, RESOURCES, TASKS, USES, Scratch
 from soap.simulator.compiled.state import ARENA, LOW_BITS, OTHER, PULLS, SLOTS, SYNC_BUCKET, Groups, ShardTables, State
-from soap.simulator.compiled.sync_codes import GATHERED, goes_by_rows, has_server
+from soap.simulator.compiled.sync_codes import GATHERED, goes_by_rows, has_server, is_local
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.traffic import added_bytes, added_rows, gather_ns, prepare, pull_ns, push_ns, updated_bytes
 from soap.simulator.compiled.variants import VariantTables
@@ -207,19 +207,22 @@ def make_pulls(G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTable
     """Make the tasks anew that bring rows of sparse parameters, and the one before them that asks for rows. What waits for them is not
     counted: ``count_pulls``."""
     C.pull_slot[0], C.used[PULLS] = C.used[SLOTS], 0
-    asks = False
     for parameter in range(len(G.parameter_dtype)):
-        if not (goes_by_rows(C.sync[parameter]) and is_sparse(G, parameter) and _is_trained(G, parameter)):
+        if not _is_asked_for(G, C, parameter):
             continue
-        asks = True
         find_geometry(G, V, D, C, S, parameter)
         geometry = S.geometry[parameter]
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
             if has_server(C.sync[parameter]) and D.lowest[shard] >= 0:
                 find_keepers(G, V, D, C, S, parameter, shard)
                 _pull(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry])
-    if asks:
-        _ask(G, V, K, D, C, S)
+    _ask(G, V, K, D, C, S)
+
+
+@compiled
+def _is_asked_for(G, C, parameter):  # type: ignore[no-untyped-def]
+    """Whether devices tell others which rows of a parameter they look up."""
+    return goes_by_rows(C.sync[parameter]) and is_sparse(G, parameter) and _is_trained(G, parameter)
 
 
 @compiled
@@ -230,7 +233,8 @@ def _ask(G, V, K, D, C, S):  # type: ignore[no-untyped-def]
     for within in (True, False):  # those who speak for them, then those who keep rows
         stamp = begin_joining(S)
         for parameter in range(len(G.parameter_dtype)):
-            if not (goes_by_rows(C.sync[parameter]) and is_sparse(G, parameter) and _is_trained(G, parameter)):
+            code = C.sync[parameter]
+            if not _is_asked_for(G, C, parameter) or (within and not (has_server(code) and is_local(code))):
                 continue
             geometry = S.geometry[parameter]
             for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
@@ -244,25 +248,20 @@ def _ask(G, V, K, D, C, S):  # type: ignore[no-untyped-def]
             duration, moved = duration + counted_ns + round_ns(K, S, 0), moved + counted
     if duration == 0:
         return
-    slot, row, pulls = C.used[SLOTS], C.used[ARENA], C.used[PULLS]
-    if row + 2 + pulls > len(C.arena):
-        raise MemoryError(CROWDED)
-    C.arena[row], C.arena[row + 1] = row + 2, row + 2 + pulls
+    pulls = C.used[PULLS]
+    row = _new_row(C, pulls)
     for i in range(pulls):
         C.arena[row + 2 + i] = C.pull_slot[0] + i
-    C.used[ARENA] = row + 2 + pulls
-    _exchange(K, C, S, slot, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved)
-    C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot], C.handling[slot] = OTHER, -1, row, 0, 0
-    C.used[SLOTS] = slot + 1
-    C.used[PULLS] = pulls + 1
+    slot = _add_before(K, C, S, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved, -1, row)
+    C.handling[slot] = 0
 
 
 @compiled
 def _join_asked(G, K, D, C, S, parameter, shard, number, stamp, within):  # type: ignore[no-untyped-def]
-    """Who tells whom, for one shard."""
+    """Who tells whom, for one shard. ``within``: those for whom others speak."""
     devices, code = len(K.device_type), C.sync[parameter]
     if not has_server(code):
-        for i in range(0 if within else S.members[0]):
+        for i in range(S.members[0]):
             for j in range(S.members[0]):
                 if j != i:
                     join_flow(S, stamp, devices, S.members[1 + i], S.members[1 + j], INDEX_BYTES)
@@ -285,17 +284,32 @@ def _pull(G, K, D, C, S, parameter, shard, number):  # type: ignore[no-untyped-d
     duration, moved = pull_ns(G, K, D, S, parameter, shard, count)
     if duration == 0:
         return
-    slot, row, uses = C.used[SLOTS], C.used[ARENA], S.count[USES]
-    if row + 2 + uses > len(C.arena):
-        raise MemoryError(CROWDED)
-    C.arena[row], C.arena[row + 1] = row + 2, row + 2 + uses
-    for i in range(uses):  # forward passes stand before backward passes
+    row = _new_row(C, S.count[USES])
+    for i in range(S.count[USES]):  # forward passes stand before backward passes
         C.arena[row + 2 + i] = S.use_slot[i] - C.tiles[C.owner[S.use_slot[i]]]
-    C.used[ARENA] = row + 2 + uses
-    _exchange(K, C, S, slot, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
-    C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = OTHER, C.owner[S.use_slot[0]], row, 0
+    _add_before(K, C, S, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved, C.owner[S.use_slot[0]], row)
+
+
+@compiled
+def _new_row(C, count):  # type: ignore[no-untyped-def]
+    """A row of the arena for so many slots that wait for a task; they are to be written behind its two pointers."""
+    row = C.used[ARENA]
+    if row + 2 + count > len(C.arena):
+        raise MemoryError(CROWDED)
+    C.arena[row], C.arena[row + 1] = row + 2, row + 2 + count
+    C.used[ARENA] = row + 2 + count
+    return row
+
+
+@compiled
+def _add_before(K, C, S, key, duration, moved, owner, row):  # type: ignore[no-untyped-def]
+    """A task before the forward pass; its slot."""
+    slot = C.used[SLOTS]
+    _exchange(K, C, S, slot, key, duration, moved)
+    C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = OTHER, owner, row, 0
     C.used[SLOTS] = slot + 1
     C.used[PULLS] += 1
+    return slot
 
 
 @compiled
