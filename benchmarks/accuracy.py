@@ -26,11 +26,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
+from benchmarks.accuracy_report import FOUND, HEAD, USUAL, Plan, in_rounds, line_of, report
 from benchmarks.end_to_end import machine
 from benchmarks.models import EMULATED_MODELS, export_model
 from soap import api
@@ -51,7 +50,6 @@ from soap.topology import Topology
 
 CLUSTERS = ("emulated:4x1@200Mbit/s", "emulated:4x1@1Gbit/s", "emulated:2x2@200Mbit/s")
 MODELS = tuple(EMULATED_MODELS)
-FOUND = "found"
 OPTIMIZER = "adam"
 """Whose updates searches count."""
 READING: Reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
@@ -66,40 +64,6 @@ SLOWEST_OVER_BEST = 4.0
 Test = Callable[[Strategy], bool]
 
 
-class Plan(NamedTuple):
-    """A strategy of a model on a cluster, and nanoseconds per iteration as predicted and measured. ``rounds_ns``: each round's median.
-    ``predictions_ns``: each round's, where each had its own."""
-
-    cluster: str
-    model: str
-    strategy: str
-    predicted_ns: int
-    measured_ns: int
-    rounds_ns: tuple[float, ...]
-    predictions_ns: tuple[float, ...] = ()
-
-    @property
-    def error(self) -> float:
-        """Of the prediction, relative to what was measured."""
-        return self.predicted_ns / self.measured_ns - 1
-
-    @property
-    def apart(self) -> float:
-        """How far the rounds are from each other, relative to what was measured."""
-        return (max(self.rounds_ns) - min(self.rounds_ns)) / self.measured_ns
-
-    @property
-    def predictions_apart(self) -> float:
-        """How far the rounds' predictions are from each other, relative to their median."""
-        return (max(self.predictions_ns) - min(self.predictions_ns)) / self.predicted_ns if self.predictions_ns else 0.0
-
-
-def tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau-a: agreeing less disagreeing pairs of pairs, divided by all; ties count as neither."""
-    signs = [((a[0] > b[0]) - (a[0] < b[0])) * ((a[1] > b[1]) - (a[1] < b[1])) for a, b in combinations(pairs, 2)]
-    return sum(signs) / max(1, len(signs))
-
-
 def strategies_of(simulator: Simulator, found: Strategy, seed: int, least: int) -> dict[str, Strategy]:
     """The found one, the classical ones that differ and fit, and random ones, so many in all or more."""
     graph, topology = simulator.graph, simulator.topology
@@ -109,7 +73,7 @@ def strategies_of(simulator: Simulator, found: Strategy, seed: int, least: int) 
         if chosen not in strategies.values() and simulator.overflow_bytes(chosen) == 0:
             strategies[name] = chosen
     limit_ns = SLOWEST_OVER_BEST * simulator.makespan_ns(found)
-    strategies = {name: own for name, own in strategies.items() if name == "data_parallel" or simulator.makespan_ns(own) <= limit_ns}
+    strategies = {name: own for name, own in strategies.items() if name == USUAL or simulator.makespan_ns(own) <= limit_ns}
     draw, known = random.Random(seed), list(strategies.values())
     while len(strategies) < least:
         chosen = _varied(draw, known, graph, topology, lambda own: simulator.makespan_ns(own) <= limit_ns)
@@ -167,16 +131,6 @@ def measure(
     return plans
 
 
-def in_rounds(rounds: Sequence[Sequence[Plan]]) -> list[Plan]:
-    """The same plans as predicted and run in each round: medians of both."""
-    found = []
-    for own in zip(*rounds, strict=True):
-        predictions = tuple(float(plan.predicted_ns) for plan in own)
-        times = tuple(time for plan in own for time in plan.rounds_ns)
-        found.append(Plan(*own[0][:3], int(median(predictions)), int(median(times)), times, predictions))
-    return found
-
-
 def refined(file: Path | str, cluster: str, seconds: int, find: Callable[[], api.SearchOutcome]) -> api.SearchOutcome:
     """What a search finds that has measured what it finds, for so long in all: estimates that are too low make no plan look good."""
     found, budget = find(), seconds // REFINEMENTS
@@ -196,31 +150,6 @@ def profile_found(found: api.SearchOutcome, file: Path | str, cluster: str, seco
         soap_profile([str(file), "--cluster", cluster, "--strategy", path, "--budget", str(seconds), *more])
 
 
-def report(plans: Sequence[Plan]) -> list[str]:
-    """One line per cluster and model: errors, order, and how far the found plan is from the measured best."""
-    lines = [
-        "| cluster | model | plans | median error | 95% within | Kendall's tau | found / best measured | data parallel / found, measured |",
-        f"|{'---|' * 8}",
-    ]
-    for cluster, model in dict.fromkeys((plan.cluster, plan.model) for plan in plans):
-        own = [plan for plan in plans if (plan.cluster, plan.model) == (cluster, model)]
-        errors = sorted(abs(plan.error) for plan in own)
-        order = tau([(plan.predicted_ns, plan.measured_ns) for plan in own])
-        of = {plan.strategy: plan.measured_ns for plan in own}
-        usual = of.get("data_parallel", of[FOUND])  # left out if it is what was found
-        lines.append(
-            f"| {cluster} | {model} | {len(own)} | {median(errors):.1%} | {errors[min(len(errors) - 1, int(0.95 * len(errors)))]:.1%} | "
-            f"{order:.2f} | {of[FOUND] / min(of.values()):.3f} | {usual / of[FOUND]:.2f} |"
-        )
-    errors = sorted(abs(plan.error) for plan in plans)
-    within = sum(error <= 0.15 for error in errors) / len(errors)
-    lines += [
-        "",
-        f"{len(plans)} plans: median error {median(errors):.1%}, {within:.0%} of them within 15%, mean {sum(errors) / len(errors):.1%}",
-    ]
-    return lines
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="accuracy", description="Predicted against measured iterations on emulated clusters.")
@@ -235,8 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verify", type=not_negative, default=0, help="run so many of the best ones found before, as soap-search --verify")
     parser.add_argument("--seed", type=not_negative, default=0)
     args = parser.parse_args(argv)
-    head = ("cluster", "model", "strategy", "predicted, ms", "measured, ms", "error", "rounds apart", "predictions apart")
-    print(f"{machine()}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    print(f"{machine()}\n\n| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     plans: list[Plan] = []
     with tempfile.TemporaryDirectory() as temporary:
         for model in args.models:
@@ -266,11 +194,7 @@ def compared(cluster: str, model: str, file: Path | str, graph: OperatorGraph, a
         rounds.append(measure(simulator, cluster, model, file, strategies, args.steps, 1, scale=args.scale))
     plans = in_rounds(rounds)
     for plan in plans:
-        print(
-            f"| {cluster} | {model} | {plan.strategy} | {plan.predicted_ns / 1e6:.1f} | {plan.measured_ns / 1e6:.1f} | "
-            f"{plan.error:+.1%} | {plan.apart:.1%} | {plan.predictions_apart:.1%} |",
-            flush=True,
-        )
+        print(line_of(plan), flush=True)
     return plans
 
 

@@ -17,10 +17,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from benchmarks.accuracy import FOUND, OPTIMIZER_STATES, READING, Plan, measure, profiled, refined
+from benchmarks.accuracy import READING, measure, profiled, refined
+from benchmarks.accuracy_report import FOUND, Plan
 from benchmarks.end_to_end import machine
 from soap import api
 from soap.cli.options import not_negative, positive
+from soap.cli.run import OPTIMIZER_STATES
 from soap.cli.verification import verify
 from soap.strategies import SYNCHRONIZED
 from soap.strategy import Strategy

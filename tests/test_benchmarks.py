@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 import soap
-from benchmarks import end_to_end, single_device
-from benchmarks.accuracy import Plan, in_rounds, tau
+from benchmarks import accuracy_report, end_to_end, single_device
+from benchmarks.accuracy_report import HEAD, Plan, in_rounds, line_of, tau
 from benchmarks.end_to_end import Result, conclusion, contenders, table
 from benchmarks.models import MODELS, export_model
 from benchmarks.partitions import Swept, report
@@ -112,3 +112,31 @@ def test_tau_counts_pairs_in_the_same_order() -> None:
     assert tau([(1, 10), (2, 20), (3, 30)]) == 1.0
     assert tau([(1, 10), (2, 30), (3, 20)]) == pytest.approx(1 / 3)
     assert tau([(1, 10), (1, 20)]) == 0.0
+
+
+def test_tables_of_several_runs_are_reported_together() -> None:
+    plans = [
+        Plan(cluster, "emulated-m", name, predicted * 10**6, 100 * measured * 10**4, (99.5e4 * measured, 100.5e4 * measured))
+        for cluster, own in {
+            "a": [("found", 104, 100), ("data_parallel", 196, 200), ("random 1", 190, 210)],
+            "b": [("found", 300, 300), ("random 1", 480, 400)],
+        }.items()
+        for name, predicted, measured in own
+    ]
+    table = [f"| {' | '.join(HEAD)} |", "|---|---|---|---:|---:|---:|---:|---:|", *map(line_of, plans)]
+    other = ["", "| of another kind |", "|---|", "| a | m | found | 1 | 2 | 3 | 4 | 5 |", ""]
+    found = accuracy_report.read("\n".join([*table[:5], *other, *table[:2], *table[5:]]))
+    assert [plan[:5] for plan in found] == [(plan.cluster, "m", *plan[2:5]) for plan in plans]
+    lines = accuracy_report.report(found)
+    assert lines[2:4] == ["| a | m | 3 | 4.0% | 9.5% | 0.33 | 1.000 | 2.00 |", "| b | m | 2 | 10.0% | 20.0% | 1.00 | 1.000 | 1.00 |"]
+    assert lines[5] == "| model, all clusters | plans | median error | 95% within | Kendall's tau |"
+    assert lines[7] == "| m | 5 | 4.0% | 20.0% | 0.80 |"
+    assert lines[-1] == "5 plans: median error 4.0%, 80% of them within 15%, mean 7.1%"
+
+
+def test_files_without_such_tables_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.md").write_text("| a |\n")
+    with pytest.raises(SystemExit) as stopped:
+        accuracy_report.main([str(tmp_path / "empty.md")])
+    assert stopped.value.code == 2
+    assert "no plans in" in capsys.readouterr().err
