@@ -41,12 +41,16 @@ class Plan(NamedTuple):
     @property
     def apart(self) -> float:
         """How far the rounds are from each other, relative to what was measured."""
-        return (max(self.rounds_ns) - min(self.rounds_ns)) / self.measured_ns if self.rounds_ns else 0.0
+        return _range(self.rounds_ns) / self.measured_ns
 
     @property
     def predictions_apart(self) -> float:
         """How far the rounds' predictions are from each other, relative to their median."""
-        return (max(self.predictions_ns) - min(self.predictions_ns)) / self.predicted_ns if self.predictions_ns else 0.0
+        return _range(self.predictions_ns) / self.predicted_ns
+
+
+def _range(values: Sequence[float]) -> float:
+    return max(values) - min(values) if values else 0.0
 
 
 def in_rounds(rounds: Sequence[Sequence[Plan]]) -> list[Plan]:
@@ -101,7 +105,7 @@ def report(plans: Sequence[Plan]) -> list[str]:
     if len({plan.cluster for plan in plans}) > 1:
         lines += ["", "| model, all clusters | plans | median error | 95% within | Kendall's tau |", f"|{'---|' * 5}"]
         lines += [f"| {own[0].model} | {_figures(own)} |" for own in _grouped(plans, lambda plan: plan.model)]
-    errors = sorted(abs(plan.error) for plan in plans)
+    errors = [abs(plan.error) for plan in plans]
     within, mean = sum(error <= WITHIN for error in errors) / len(errors), sum(errors) / len(errors)
     lines += ["", f"{len(plans)} plans: median error {median(errors):.1%}, {within:.0%} of them within {WITHIN:.0%}, mean {mean:.1%}"]
     return lines
