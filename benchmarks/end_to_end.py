@@ -103,7 +103,7 @@ def measured(
     path: Path, simulator: Simulator, strategies: Mapping[str, Strategy], predicted: Mapping[str, Simulation], args: argparse.Namespace
 ) -> Mapping[str, Sequence[int]]:
     """Times of the steps of all strategies, in nanoseconds, one strategy after the other in the same processes."""
-    orders = {name: tuple(execution_order(simulation.tasks, simulation.schedule)) for name, simulation in predicted.items()}
+    orders = {name: execution_order(simulation.tasks, simulation.schedule) for name, simulation in predicted.items()}
     job = Job(
         model=str(path),
         reading={"batch_dims": None, "batch_norm": "global", "autocast": None},

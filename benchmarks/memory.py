@@ -34,6 +34,7 @@ from soap.runtime.optimizers import OPTIMIZERS
 from soap.runtime.trainer import Trainer
 from soap.runtime.world import close_world, open_world
 from soap.simulator.reference import execution_order
+from soap.simulator.tasks import ExecutionOrder
 from soap.strategies import CLASSICAL, random_strategy
 from soap.strategy import Strategy
 from soap.topology import Topology
@@ -51,7 +52,7 @@ class Case:
     model: str
     name: str
     strategy: Strategy
-    order: tuple[int, ...]
+    order: ExecutionOrder
     predicted: tuple[int, ...]
     bound: tuple[int, ...]
 
@@ -69,7 +70,7 @@ def cases(spec: str, topology: Topology, randoms: int, optimizer: str) -> list[C
     found = []
     for name, strategy in strategies(spec, graph, topology, randoms).items():
         run = simulator.run(strategy)
-        order = tuple(execution_order(run.tasks, run.schedule))
+        order = execution_order(run.tasks, run.schedule)
         found.append(Case(spec, name, strategy, order, run.peak_bytes, tuple(use.total for use in run.memory)))
     return found
 

@@ -135,7 +135,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     from soap.cli.training import Job  # from here on torch is needed anyway
 
     trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]
-    orders = {name: tuple(execution_order(predicted[name].tasks, predicted[name].schedule)) for name in trained}
+    orders = {name: execution_order(predicted[name].tasks, predicted[name].schedule) for name in trained}
     job = Job(
         model=args.model,
         reading=read,

@@ -23,6 +23,7 @@ from soap.runtime.memory import peak_memory
 from soap.runtime.optimizers import OPTIMIZERS
 from soap.runtime.trainer import OptimizerFactory, Trainer
 from soap.runtime.world import close_world, open_world
+from soap.simulator.tasks import ExecutionOrder
 from soap.simulator.timeline import MeasuredEvent
 from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
@@ -49,7 +50,7 @@ class Job:
     model: str
     reading: Reading
     topology: Topology
-    strategies: Mapping[str, tuple[Strategy, tuple[int, ...]]]
+    strategies: Mapping[str, tuple[Strategy, ExecutionOrder]]
     steps: int
     seed: int
     optimizer: str

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
+from soap.simulator.tasks import ExecutionOrder
 from soap.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 
 def in_turns(
     strategies: Mapping[str, Strategy], simulations: Mapping[str, Simulation], turns: int
-) -> dict[str, tuple[Strategy, tuple[int, ...]]]:
+) -> dict[str, tuple[Strategy, ExecutionOrder]]:
     """A job's strategies: each once per turn, under a name of its own, with the order of its tiles. ``simulations``: of each."""
-    orders = {name: tuple(execution_order(own.tasks, own.schedule)) for name, own in simulations.items()}
+    orders = {name: execution_order(own.tasks, own.schedule) for name, own in simulations.items()}
     return {_name(name, turn): (strategies[name], orders[name]) for turn in range(turns) for name in strategies}
 
 

@@ -32,16 +32,17 @@ MTU_BYTES = 9000
 """Jumbo frames, as clusters have them: headers are 0.7% of a full frame. A token bucket counts them, too."""
 SEGMENTS_BYTES = 2 * MTU_BYTES
 """That a host hands over at once: 64 KiB, as usual, would need buckets that hold more."""
-BURST_BYTES = 48 * 1024
+LEAST_BURST_BYTES, MOST_BURST_BYTES = 20 * 1024, 48 * 1024
+LATE_SECONDS = 1.5e-3
 """What a bucket holds: what is handed over at once, or it would have to be cut up, and what comes while a busy box is late for the bucket.
 Whatever it holds passes at any rate: of buckets with 128 KiB a message of as much took no longer than an empty one, and a sum of a few
-hundred KiB over four hosts at 1 Gbit/s a quarter less than its bytes take."""
+hundred KiB over four hosts at 1 Gbit/s a quarter less than its bytes take. 48 KiB are 8 ms of 6 MB/s, and each message is so much early."""
 QUEUE_MS = 100
 """How long what waits before a bucket may wait."""
 CONGESTION_CONTROL = "reno"
-"""Of TCP within the cluster, whatever the box's is; every kernel has it. Only losses slow it down, and buckets lose nothing. BBR, which some
-boxes have, sends nothing for 0.2 s every few seconds to see how quick the network is without it, and less than a link carries before:
-a sum of 8 MiB over four hosts at 200 Mbit/s took 510 to 630 ms with it, and takes 508."""
+"""Of TCP within the cluster, whatever the box's is; every kernel has it. Only losses slow it down, and buckets lose nothing. BBR, which
+some boxes have, sends nearly nothing for 0.2 s every few seconds to see how quick the network is without it, and now and then less than a
+link carries: a sum of 8 MiB over four hosts at 200 Mbit/s took 510 to 630 ms with it, and takes 508."""
 
 
 def build(number: int, hosts: Sequence[HostLimits]) -> None:
@@ -91,7 +92,12 @@ def _set_up_host(number: int, host: int, limits: HostLimits) -> None:
 
 def _bucket(interface: str, bytes_per_second: float) -> str:
     bits_per_second = max(8, round(8 * bytes_per_second))
-    return f"qdisc add dev {interface} root tbf rate {bits_per_second}bit burst {BURST_BYTES}b latency {QUEUE_MS}ms"
+    return f"qdisc add dev {interface} root tbf rate {bits_per_second}bit burst {burst_bytes(bytes_per_second)}b latency {QUEUE_MS}ms"
+
+
+def burst_bytes(bytes_per_second: float) -> int:
+    """What a bucket of such a rate holds."""
+    return min(MOST_BURST_BYTES, max(LEAST_BURST_BYTES, round(LATE_SECONDS * bytes_per_second)))
 
 
 def remove(number: int) -> list[str]:

@@ -16,6 +16,7 @@ from soap.runtime.row_update import spares_rows
 from soap.runtime.trainer import OptimizerFactory
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulator
+from soap.simulator.tasks import ExecutionOrder
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
 
@@ -24,8 +25,8 @@ SERVED = "parameter_server"
 
 def planned(
     graph: OperatorGraph, topology: Topology, config: RunnerConfig, groups: Sequence[Sequence[str]]
-) -> tuple[Strategy, tuple[int, ...]]:
-    """The strategy, and its tiles in the order in which they start."""
+) -> tuple[Strategy, ExecutionOrder]:
+    """The strategy, and its tiles in the order in which their passes begin."""
     graph = with_alphas(graph, list((config.alpha or {}).items()))
     states = optimizer_states(config.optimizer)
     simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=config.costs)
@@ -39,7 +40,7 @@ def planned(
         strategy = found.strategy
     strategy = alike(simulator, adapted(strategy, config), groups)
     simulation = simulator.run(strategy)
-    return strategy, tuple(execution_order(simulation.tasks, simulation.schedule))
+    return strategy, execution_order(simulation.tasks, simulation.schedule)
 
 
 def optimizer_states(make: OptimizerFactory) -> int:

@@ -22,6 +22,7 @@ from soap.runner.tuning import served_sparse, tune
 from soap.runtime.checkpoint_folder import complete
 from soap.runtime.trainer import Trainer
 from soap.runtime.world import close_world, open_world
+from soap.simulator.tasks import ExecutionOrder
 from soap.strategy import Strategy
 from soap.topology import Topology
 from soap.tracing.execute import ExecutableModel
@@ -123,7 +124,7 @@ class Runner:
         self._saved_at = self.trainer.steps
         return self.trainer
 
-    def _agreed(self, model: ExecutableModel) -> tuple[Strategy, tuple[int, ...]]:
+    def _agreed(self, model: ExecutableModel) -> tuple[Strategy, ExecutionOrder]:
         """Rank 0 plans for all: measured costs differ between hosts. What goes wrong there goes wrong everywhere."""
         answer: list[Any] = [None]
         if self.world.rank == 0:

@@ -21,6 +21,7 @@ from soap.runtime.measure import measure_steps
 from soap.runtime.trainer import OptimizerFactory, Trainer, plain_sgd
 from soap.runtime.world import close_world, open_world
 from soap.search.partition_tuning import BATCHES, ITERATIONS, Sample, Tuning, choose, next_partitions, settled_ns
+from soap.simulator.tasks import ExecutionOrder
 from soap.strategy import MAX_PARTITIONS, Strategy
 from soap.synchronization import server_count
 from soap.topology import DeviceKind, Topology
@@ -61,7 +62,7 @@ def tune(
     cluster: api.Cluster,
     strategy: Strategy,
     batches: Iterable[Sequence[torch.Tensor]],
-    order: Sequence[int] | None = None,
+    order: ExecutionOrder | Sequence[int] | None = None,
     *,
     iterations: int = ITERATIONS,
     optimizer: OptimizerFactory = plain_sgd,

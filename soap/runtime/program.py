@@ -4,9 +4,9 @@
 part of both lists; an action waits only for actions before it in the list, so that no two ranks can wait for each other in a
 cycle, whatever the backend.
 
-*Segments.* Consecutive tiles of a rank form one autograd graph as long as nothing has to be received or summed for them. A segment
-begins at the first consumer of what arrives. Whatever it depends on was therefore computed by segments that start earlier, and
-segments can run backward by decreasing start.
+*Segments.* Consecutive tiles of a rank form one autograd graph as long as nothing has to be received or summed for them, nor a gradient
+received. A segment begins at the first consumer of what arrives: whatever it depends on was therefore computed by segments that start
+earlier, and segments can run backward by decreasing start. It ends with what is sent: what follows need not wait for that one's gradient.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from functools import cached_property
 from soap.errors import RuntimeFailure
 from soap.runtime.actions import Action, ActionKind
 from soap.runtime.activity import Activity, Carrier, PlanIndex, Tail, ValueKey, count_readers, find_activity, no_tail
+from soap.runtime.backward_order import answered_from_afar, backward_turns
 from soap.runtime.tables import Table, members_of, sparse_tables, speakers
 from soap.simulator.buckets import idle_shards
 from soap.simulator.flows import reduced_tensor
 from soap.simulator.plan import Bucket, Part, Plan
+from soap.simulator.tasks import ExecutionOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Program:
     index: PlanIndex
     activity: Activity
     tables: tuple[Table, ...]
-    order: tuple[int, ...]
+    order: ExecutionOrder
     segments: tuple[Segment, ...]
     segment_of: dict[int, int]
     """Tile -> its segment."""
@@ -88,35 +90,38 @@ class Program:
 
 def compile_program(
     plan: Plan,
-    order: Sequence[int] | None = None,
+    order: ExecutionOrder | Sequence[int] | None = None,
     *,
     single_tiles: bool = False,
     tail: Tail | None = None,
 ) -> Program:
-    """The program of a plan. ``order``: all tiles, topologically; the plan's own order if None.
+    """The program of a plan. ``order``: all tiles, topologically; the plan's own order if None. Backward they go the other way round if it
+    does not say how.
 
     ``single_tiles`` makes every tile a segment of its own, so that each task can be timed.
     ``tail``: what may run when the backward pass is over; left where it is if nothing has to be summed or sent for it.
     """
-    order = tuple(range(len(plan.tiles))) if order is None else tuple(order)
+    if not isinstance(order, ExecutionOrder):
+        order = ExecutionOrder(tuple(range(len(plan.tiles)) if order is None else order))
+    forth, back = order.forward, order.backward
     index = PlanIndex(plan)
-    _check_order(plan, index, order)
+    _check_order(plan, index, forth)
     if tail is None or plan.device_count == 1 or _mixes(plan, tail):
         tail = no_tail(plan.graph)
     if _stays_at_home(plan, tail):  # then the model's own order: it completes gradients, and lets their sums begin, the soonest
-        order = tuple(range(len(plan.tiles)))
-    order = _sources_late(plan, index, order)
-    order = tuple(sorted(order, key=lambda tile: plan.tiles[tile].operator in tail.operators))
-    places = _places(order)
+        forth, back = tuple(range(len(plan.tiles))), ()
+    forth = _sources_late(plan, index, forth)
+    forth = tuple(sorted(forth, key=lambda tile: plan.tiles[tile].operator in tail.operators))
+    places = _places(forth)
     activity = find_activity(plan, index, tail.seeds)
-    segments = _cut(plan, index, order, single_tiles, tail.operators)
+    segments = _cut(plan, index, forth, single_tiles, tail.operators, answered_from_afar(plan, index, activity))
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
-    start_of = {tile: segments[i].start for tile, i in segment_of.items()}
+    turns = backward_turns(plan, index, activity, segment_of, [segment.start for segment in segments], back)
     made = [(i, h) for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]
     losses = {held.device: i for i, held in reversed(made)}
     tables = sparse_tables(plan)
     forward, number_sums, closing = _set_apart(plan, tail, _forward(plan, places))
-    backward = _backward(plan, index, activity, segments, start_of, tables, places)
+    backward = _backward(plan, index, activity, segments, segment_of, turns, tables, places)
     known = _is_known(plan, tail, number_sums)
     told = Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before
     return Program(
@@ -124,7 +129,7 @@ def compile_program(
         index,
         activity,
         tables,
-        order,
+        ExecutionOrder(forth, back),
         segments,
         segment_of,
         frozenset(_read_elsewhere(plan, segment_of, None)) | {i for i, held in enumerate(plan.holdings) if held.tensor == plan.graph.loss},
@@ -189,8 +194,11 @@ def _part_ready(plan: Plan, part: Part, places: Sequence[int]) -> int:
     return _ready(plan, plan.fetches[part[0]].pieces[part[1]].holding, places)
 
 
-def _cut(plan: Plan, index: PlanIndex, order: Sequence[int], single_tiles: bool, tail: Set[int]) -> tuple[Segment, ...]:
-    """Cut each device's tiles into segments; those of the ``tail`` come last, in segments of their own."""
+def _cut(
+    plan: Plan, index: PlanIndex, order: Sequence[int], single_tiles: bool, tail: Set[int], answered: Set[int]
+) -> tuple[Segment, ...]:
+    """Cut each device's tiles into segments; those of the ``tail`` come last, in segments of their own. Tiles that are ``answered`` from
+    elsewhere are the last of theirs."""
     started: set[int] = set()
     segments: list[tuple[int, int, list[int]]] = []
     current: dict[int, list[int]] = {}
@@ -201,6 +209,8 @@ def _cut(plan: Plan, index: PlanIndex, order: Sequence[int], single_tiles: bool,
             current[device] = []
             segments.append((device, place, current[device]))
         current[device].append(tile)
+        if tile in answered:
+            del current[device]
     return tuple(Segment(device, place, tuple(tiles)) for device, place, tiles in segments)
 
 
@@ -325,41 +335,43 @@ def _backward(
     index: PlanIndex,
     activity: Activity,
     segments: Sequence[Segment],
-    start_of: dict[int, int],
+    segment_of: Mapping[int, int],
+    turns: Sequence[int],
     tables: Sequence[Table],
     places: Sequence[int],
 ) -> Iterator[Action]:
-    """Segments by decreasing start; behind each the gradients that it completes: sent back, summed over a group, synchronized, the soonest
+    """Segments in their turns; behind each the gradients that it completes: sent back, summed over a group, synchronized, the soonest
     complete ones first."""
     entries: list[tuple[tuple[int, ...], Action]] = []
     complete = {
-        number: min(start_of[tile] for tile, _ in plan.fetches[number].consumers if tile in activity.tiles)
+        number: max(turns[segment_of[tile]] for tile, _ in plan.fetches[number].consumers if tile in activity.tiles)
         for number in activity.fetches
     }
     for number, segment in enumerate(segments):
         if any(tile in activity.tiles for tile in segment.tiles):
-            entries.append(((-segment.start, 0, 0), Action(ActionKind.SEGMENT, number, (segment.device,))))
+            entries.append(((turns[number], 0, 0), Action(ActionKind.SEGMENT, number, (segment.device,))))
     returned = _returned(index, complete)
-    for (kind, number), start in returned.items():
+    for (kind, number), turn in returned.items():
         if kind == "message":
             message = plan.messages[number]
-            entries.append(((-start, 1, number), Action(ActionKind.RETURN, number, (message.source, message.target))))
+            entries.append(((turn, 1, number), Action(ActionKind.RETURN, number, (message.source, message.target))))
         else:
-            entries.append(((-start, 2, number), Action(ActionKind.RETURN_EXCHANGE, number, plan.exchanges[number].devices)))
+            entries.append(((turn, 2, number), Action(ActionKind.RETURN_EXCHANGE, number, plan.exchanges[number].devices)))
     for number in activity.reductions:
         devices = plan.reductions[number].devices
         holdings = [index.reduced[number, device] for device in devices if (number, device) in index.reduced]
         fetches = [fetch for holding in holdings for fetch in index.fetches_from[holding] if fetch in complete]
-        starts = [complete[fetch] for fetch in fetches]
-        starts += [returned[key] for holding in holdings for key in index.carriers_from.get(holding, ()) if key in returned]
-        entries.append(((-min(starts), 3, number), Action(ActionKind.REDUCE_GRADIENT, number, devices)))
+        complete_by = [complete[fetch] for fetch in fetches]
+        complete_by += [returned[key] for holding in holdings for key in index.carriers_from.get(holding, ()) if key in returned]
+        entries.append(((max(complete_by), 3, number), Action(ActionKind.REDUCE_GRADIENT, number, devices)))
     def synchronize(uses: Sequence[tuple[int, int]], *actions: Action) -> None:
         """Behind the segment with which all of these uses have had their backward pass. Second exchanges come behind all first ones: they
         wait for these, which start before the segment is over."""
         active = [tile for tile, _ in uses if tile in activity.tiles]
-        start, first = min((start_of[tile] for tile in active), default=0), min((places[tile] for tile in active), default=0)
+        turn = max((turns[segment_of[tile]] for tile in active), default=len(turns))
+        first = min((places[tile] for tile in active), default=0)
         for number, action in enumerate(actions):
-            entries.append(((-start, 4 + number, -first, action.kind.value, action.subject), action))
+            entries.append(((turn, 4 + number, -first, action.kind.value, action.subject), action))
 
     for number, bucket in enumerate(plan.buckets):
         if len(bucket.devices) > 1:
@@ -376,10 +388,10 @@ def _backward(
 
 
 def _returned(index: PlanIndex, complete: Mapping[int, int]) -> dict[Carrier, int]:
-    """Start of the segment with which the last gradient of a message or exchange is complete; those without gradients are left out."""
+    """Turn of the segment with which the last gradient of a message or exchange is complete; those without gradients are left out."""
     found: dict[Carrier, int] = {}
     for key, carrier in index.moves.items():
-        starts = [complete[fetch] for fetch, _ in carrier.parts if fetch in complete]
-        if starts:
-            found[key] = min(starts)
+        turns = [complete[fetch] for fetch, _ in carrier.parts if fetch in complete]
+        if turns:
+            found[key] = max(turns)
     return found

@@ -27,7 +27,7 @@ def resized_program(program: Program, graph: OperatorGraph, topology: Topology) 
     Raises RuntimeFailure if the strategy cannot be carried over.
     """
     plan = resized_plan(program.plan, graph, topology)
-    if len(plan.tiles) == len(program.order):
+    if len(plan.tiles) == len(program.order.forward):
         try:
             return compile_program(plan, program.order)
         except RuntimeFailure:

@@ -29,6 +29,7 @@ from soap.runtime.units import missing_compiler
 from soap.runtime.world import TIMEOUT_S, close_world, open_world
 from soap.simulator.lowering import build_plan
 from soap.simulator.plan import Plan
+from soap.simulator.tasks import ExecutionOrder
 from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
 from soap.tracing.model import TileContext, TracedModel
@@ -48,14 +49,14 @@ def plain_sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
 class Trainer:
     """Trains a traced model by a plan; made on all ranks at once, with equal arguments.
 
-    ``plan``: a plan, or (strategy, topology). ``order``: all tiles in the order in which they start, from the simulator; the graph's
-    order if None. ``optimizer``: makes any torch optimizer with an elementwise update from a list of tensors. ``seed`` is that of
-    dropout. ``dtype``: compute in this floating-point type instead of the model's own. ``accumulate``: micro-batches per step.
-    ``clip_norm``: scale gradients to at most this global norm. Copies of a parameter start equal to their first device's, buffers equal
-    to rank 0's. ``take_over``: train in the model's own memory where a rank keeps a parameter whole; ``model.parameters`` then follow
-    the training, and lose the values of sparse tables that servers keep. ``lazy_sparse``: rows of sparse parameters that a step does not
-    look up stay as they are, whatever the optimizer does with zeros (see ``row_update``). ``compiled``: by ``torch.compile``, which takes
-    its time in the first step.
+    ``plan``: a plan, or (strategy, topology). ``order``: all tiles in the order in which they start, from the simulator; the graph's order
+    if None, and backward the other way round if that is not said. ``optimizer``: makes any torch optimizer with an elementwise update from
+    a list of tensors. ``seed`` is that of dropout. ``dtype``: compute in this floating-point type instead of the model's own.
+    ``accumulate``: micro-batches per step. ``clip_norm``: scale gradients to at most this global norm. Copies of a parameter start equal to
+    their first device's, buffers equal to rank 0's. ``take_over``: train in the model's own memory where a rank keeps a parameter whole;
+    ``model.parameters`` then follow the training, and lose the values of sparse tables that servers keep. ``lazy_sparse``: rows of sparse
+    parameters that a step does not look up stay as they are, whatever the optimizer does with zeros (see ``row_update``). ``compiled``: by
+    ``torch.compile``, which takes its time in the first step.
 
     Use as a context manager, or call ``close``, to leave the process group that it has opened.
     """
@@ -64,7 +65,7 @@ class Trainer:
         self,
         model: TracedModel,
         plan: Plan | tuple[Strategy, Topology],
-        order: Sequence[int] | None = None,
+        order: ExecutionOrder | Sequence[int] | None = None,
         *,
         optimizer: OptimizerFactory = plain_sgd,
         backend: str = "auto",

@@ -5,8 +5,13 @@ resources are free and holds them to its end, a message until its last byte has 
 every link serves in the order of readiness, and ties are decided by the stable id. A communication over links with ports keeps these ports'
 devices busy for a while (``Task.handling_ns``), from when it is ready or the device is free: what the device computes later starts later,
 the communication itself does not. (From its start on would be nearer to the truth where it waits for its links; but a device is free from
-one moment on, and would stand idle till then.) A device that has done something else since its last tile, or nothing, computes more slowly
-for a while (``Topology.restart``).
+one moment on, and would stand idle till then.)
+
+A sum of gradients over links with ports, or rows given to all, *yields*: others do not wait for its end, but share its links with it. Each
+takes as much longer as it shares, up to twice the time for which it holds them, and what yields waits for the links that much longer. (What
+is passed ends as if nobody had passed it: who waits for that has been told.)
+
+A device that has done something else since its last tile, or nothing, computes more slowly for a while (``Topology.restart``).
 
 What a GPU computes its host's processor launches, in the same order and without waiting for the GPU: a pass over a tile begins no earlier
 than its first kernel is launched and ends no earlier than its last one is. Where launching takes longer than computing, it decides.
@@ -18,7 +23,7 @@ import heapq
 
 import numpy as np
 
-from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.simulator.tasks import ExecutionOrder, Schedule, TaskGraph, TaskKind
 
 NEVER = 2**62
 """Nanoseconds since a device has waited that never has."""
@@ -34,6 +39,7 @@ def simulate(tasks: TaskGraph) -> Schedule:
     waiting = [len(task.predecessors) for task in todo]
     ready, start, end = [0] * len(todo), [0] * len(todo), [0] * len(todo)
     free: dict[int, int] = {}
+    passable: dict[int, int] = {}
     launched: dict[int, int] = {}
     computed: dict[int, int] = {}
     since: dict[int, int] = {}
@@ -44,7 +50,10 @@ def simulate(tasks: TaskGraph) -> Schedule:
     while queue:
         _, _, position = heapq.heappop(queue)
         task = todo[position]
-        start[position] = max([ready[position], *(free.get(resource, 0) for resource in task.resources)])
+        passes = task.tile is None and not task.yields
+        shared = [resource for resource in task.resources if passes and resource >= tasks.topology.device_count]
+        waits_for = [(passable if resource in shared else free).get(resource, 0) for resource in task.resources]
+        start[position] = max([ready[position], *waits_for])
         if task.launch_ns:
             (device,) = task.resources
             launched[device] = launched.get(device, 0) + task.launch_ns
@@ -56,8 +65,15 @@ def simulate(tasks: TaskGraph) -> Schedule:
             since[device] = before_ns + task.duration_ns
             end[position] += restart.longer_ns(since[device]) - restart.longer_ns(before_ns)
             computed[device] = end[position]
+        held_ns = max([0, *(free.get(resource, 0) - start[position] for resource in shared)])
+        end[position] += min(task.held_ns, held_ns)
         for resource in task.resources:
-            free[resource] = end[position] - task.latency_ns
+            left_ns = end[position] - task.latency_ns
+            if resource in shared:
+                passable[resource] = left_ns
+                before_ns = free.get(resource, 0)
+                left_ns = max(left_ns, before_ns + task.held_ns if before_ns > start[position] else 0)
+            free[resource] = left_ns
         for own in {ports.get(resource) for resource in task.resources}:
             if own is not None:
                 free[own] = max(free.get(own, 0), ready[position]) + task.handling_ns
@@ -69,14 +85,13 @@ def simulate(tasks: TaskGraph) -> Schedule:
     return Schedule(np.array(start, np.int64), np.array(end, np.int64))
 
 
-def execution_order(tasks: TaskGraph, schedule: Schedule) -> list[int]:
-    """All tiles (positions in ``Plan.tiles``) by simulated start of their forward pass: the one order that the runtime follows.
+def execution_order(tasks: TaskGraph, schedule: Schedule) -> ExecutionOrder:
+    """All tiles by simulated start of their forward passes, and of their backward passes: the one order that the runtime follows.
 
-    It is a topological order: a task starts no earlier than its predecessors, and where starts are equal the ids agree with the graph.
+    Both are topological orders: a task starts no earlier than its predecessors, and where starts are equal the ids agree with the graph.
     """
-    forward = [
-        (int(schedule.start_ns[position]), task.id, task.tile)
-        for position, task in enumerate(tasks.tasks)
-        if task.kind is TaskKind.FORWARD and task.tile is not None
-    ]
-    return [tile for _, _, tile in sorted(forward)]
+    found: dict[TaskKind, list[tuple[int, tuple[int, ...], int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
+    for position, task in enumerate(tasks.tasks):
+        if task.tile is not None:
+            found[task.kind].append((int(schedule.start_ns[position]), task.id, task.tile))
+    return ExecutionOrder(*(tuple(tile for _, _, tile in sorted(own)) for own in found.values()))

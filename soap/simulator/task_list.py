@@ -20,6 +20,7 @@ class TaskList:
         self.topology = communication.topology
         self.communication = communication
         self.tasks: list[Task] = []
+        self._has_ports = any(port.device is not None for port in self.topology.ports)
         self._exchange_links: dict[frozenset[tuple[int, int]], tuple[int, ...]] = {}
 
     def add(
@@ -36,11 +37,13 @@ class TaskList:
         launch_ns: int = 0,
         latency_ns: int = 0,
         handling_ns: int = 0,
+        yields: bool = False,
     ) -> int:
-        """One more task; its position."""
+        """One more task; its position. What ``yields`` does so where links have ports: they are many connections then, not one queue."""
         predecessors = tuple(sorted(set(after)))
         times = (launch_ns, latency_ns, handling_ns)
-        self.tasks.append(Task(place, name, kind, resources, duration_ns, predecessors, size, tile, flows, *times))
+        yields = yields and self._has_ports
+        self.tasks.append(Task(place, name, kind, resources, duration_ns, predecessors, size, tile, flows, *times, yields))
         return len(self.tasks) - 1
 
     def message(
@@ -53,12 +56,21 @@ class TaskList:
         handling_ns = self.communication.message_share(source, target).busy_ns(duration_ns - latency_ns)
         return self.add(place, name, kind, resources, duration_ns, after, size, latency_ns=latency_ns, handling_ns=handling_ns)
 
-    def exchange(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
+    def exchange(
+        self,
+        place: tuple[int, ...],
+        name: str,
+        kind: TaskKind,
+        rounds: Sequence[Round],
+        after: Iterable[int],
+        *,
+        yields: bool = False,
+    ) -> int:
         """A collective of several rounds, one after the other."""
         duration_ns = self._rounds_ns(rounds)
         messages = max((busiest_messages(own) for own, _ in rounds), default=0)
         share = self.topology.handling.of_exchange(messages + 1)
-        return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after)
+        return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after, yields=yields)
 
     def meeting(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """The same, of which devices wait for the end: it holds them as well."""
@@ -84,6 +96,7 @@ class TaskList:
         handling_ns: int,
         after: Iterable[int],
         devices: tuple[int, ...] = (),
+        yields: bool = False,
     ) -> int:
         flows = tuple(flow for own, _ in rounds for flow in own)
         pairs = frozenset((source, target) for source, target, _ in flows)
@@ -91,16 +104,25 @@ class TaskList:
             self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
         size = sum(size for *_, size in flows)
         resources = (*devices, *self._exchange_links[pairs])
-        return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, handling_ns=handling_ns)
+        return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, handling_ns=handling_ns, yields=yields)
 
     def all_reduce(
-        self, place: tuple[int, ...], name: str, kind: TaskKind, size: int, devices: tuple[int, ...], after: Iterable[int]
+        self,
+        place: tuple[int, ...],
+        name: str,
+        kind: TaskKind,
+        size: int,
+        devices: tuple[int, ...],
+        after: Iterable[int],
+        *,
+        yields: bool = False,
     ) -> int:
         """A sum over devices of so many bytes, which each of them has then."""
         duration, links = self.communication.allreduce(size, devices)
         handling_ns = self.topology.handling.of_all_reduce(len(set(devices))).busy_ns(duration)
         moved = self.communication.allreduce_bytes(size, devices)
-        return self.add(place, name, kind, self._link_resources(links), duration, after, moved, handling_ns=handling_ns)
+        resources = self._link_resources(links)
+        return self.add(place, name, kind, resources, duration, after, moved, handling_ns=handling_ns, yields=yields)
 
     def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.topology.device_count + link for link in links)

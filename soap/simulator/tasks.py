@@ -29,13 +29,13 @@ class TaskKind(StrEnum):
 class Task:
     """One task. ``id`` is stable across edits of the strategy (phase, operator, tile, …), never an insertion counter; it breaks ties.
 
-    ``resources``: what it holds while it runs; device d is resource d, link l is resource ``device_count + l``, and the hosts' CPU
-    cores follow, host by host (``servers.first_cores``).
-    ``predecessors``: positions in ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for computation).
-    ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends what to whom in an exchange or
-    reduce-scatter; they add up to ``bytes``. ``launch_ns``: of a tile's pass, what its device's processor takes to launch it (GPUs).
-    ``latency_ns``: of a message, how long it is still on its way when its last byte has left: it holds nothing then. ``handling_ns``: for
-    how long it keeps each device busy that has a port at one of its links.
+    ``resources``: what it holds while it runs; device d is resource d, link l is resource ``device_count + l``, and the hosts' CPU cores
+    follow, host by host (``servers.first_cores``). ``predecessors``: positions in ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for
+    computation). ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends what to whom in an
+    exchange or reduce-scatter; they add up to ``bytes``. ``launch_ns``: of a tile's pass, what its device's processor takes to launch it
+    (GPUs). ``yields``: whether others pass it on links that it holds (``reference``). ``latency_ns``: of a message, how long it is still on
+    its way when its last byte has left: it holds nothing then. ``handling_ns``: for how long it keeps each device busy that has a port at
+    one of its links.
     """
 
     id: tuple[int, ...]
@@ -50,6 +50,7 @@ class Task:
     launch_ns: int = 0
     latency_ns: int = 0
     handling_ns: int = 0
+    yields: bool = False
 
     @property
     def held_ns(self) -> int:
@@ -77,3 +78,12 @@ class Schedule:
     def makespan_ns(self) -> int:
         """The time of one training iteration."""
         return int(self.end_ns.max(initial=0))
+
+
+@dataclass(frozen=True)
+class ExecutionOrder:
+    """Tiles (positions in ``Plan.tiles``) as their passes begin. ``forward``: all of them. ``backward``: those that have a backward pass,
+    or nothing: then the other way round."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...] = ()

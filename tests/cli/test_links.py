@@ -20,7 +20,7 @@ import soap
 from soap import api
 from soap.cli import link_measuring, links, simulate
 from soap.cli.profile import main
-from soap.emulation.network import BURST_BYTES
+from soap.emulation.network import burst_bytes
 from soap.emulation.quota import CpuGroups
 from soap.profiles.link_places import link_place
 from soap.profiles.link_probes import IN_STEPS, LinkTiming, Operation, Probe, probes_for
@@ -184,7 +184,7 @@ def test_measures_on_emulated_hosts(groups: CpuGroups, capsys: Capsys) -> None:
     timings = {one.probe: one for one in Store().links(link_place(soap.load_cluster(EMULATED), "gloo", emulated=True))}
     size = 2 * 2**20
     for operation in (Operation.MESSAGE, Operation.EXCHANGE):  # but for what the buckets at both ends hold, nothing passes more quickly
-        assert min(timings[Probe(operation, (0, 1), size)].seconds) > (size - 2 * BURST_BYTES) / 50e6
+        assert min(timings[Probe(operation, (0, 1), size)].seconds) > (size - 2 * burst_bytes(50e6)) / 50e6
 
 
 @pytest.mark.slow

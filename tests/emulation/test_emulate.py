@@ -66,8 +66,8 @@ def test_rates_quotas_and_addresses(groups: CpuGroups) -> None:
             assert here[name][0] == 25_000_000
             inside = buckets("-n", name)
             assert {device: rate for device, (rate, _) in inside.items()} == {"eth0": 25_000_000, "lo": 100_000_000}
-            for _, burst in (here[name], *inside.values()):  # what the kernel hands over at once must fit in; the kernel rounds
-                assert burst == pytest.approx(network.BURST_BYTES, rel=5e-3) and burst > network.SEGMENTS_BYTES + 14
+            for rate, burst in (here[name], *inside.values()):  # what the kernel hands over at once must fit in; the kernel rounds
+                assert burst == pytest.approx(network.burst_bytes(rate), rel=5e-3) and burst > network.SEGMENTS_BYTES + 14
             shown = json.loads(
                 subprocess.run(["ip", "-j", "-n", name, "addr", "show", "eth0"], capture_output=True, text=True, check=True).stdout
             )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from soap.runtime.program import Program, compile_program
 from soap.runtime.tail import find_tail
 from soap.simulator.lowering import build_plan
 from soap.simulator.plan import Bucket
+from soap.simulator.tasks import ExecutionOrder
 from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder, convnet, mlp
@@ -45,6 +47,32 @@ def test_segment_begins_at_the_first_consumer_of_what_arrives() -> None:
     assert kinds == [ActionKind.SEGMENT, ActionKind.RETURN] * 2 + [ActionKind.SEGMENT, ActionKind.LOSS]
 
 
+def test_segment_ends_with_what_is_sent() -> None:
+    """The second half of the batch stays on device 0, and does not wait for the gradient of the first one, which is sent to device 1."""
+    plan = plan_of(mlp(), split((0, 0), b=2), device_count=2, head=split((1, 0), b=2), cross_entropy=split((1, 0), b=2))
+    program = compile_program(plan)
+
+    def named(tiles: Iterable[int]) -> list[str]:
+        return [f"{plan.operator(plan.tiles[tile]).name}.{plan.tiles[tile].index}" for tile in tiles]
+
+    first, second, *_ = (segment.tiles for segment in program.segments if segment.device == 0)
+    assert named(first)[-1] == "act1.0" and named(second)[0] == "act1.1"
+
+
+def test_segments_run_backward_as_they_are_said_to() -> None:
+    """But never before a gradient that they need: the end of the first half is on device 1."""
+    plan = plan_of(mlp(), split((0, 0), b=2), device_count=2, head=split((1, 0), b=2), cross_entropy=split((1, 0), b=2))
+    tiles = range(len(plan.tiles))
+    halves = tuple(sorted(tiles, key=lambda tile: plan.tiles[tile].index))
+    ran = []
+    for back in ((), halves, tuple(reversed(halves))):
+        program = compile_program(plan, ExecutionOrder(halves, back))
+        segments = [program.segments[one.subject] for one in program.backward if one.kind is ActionKind.SEGMENT]
+        ran.append([(one.device, {plan.tiles[tile].index for tile in one.tiles}) for one in segments])
+    there, first, second = (1, {0}), (0, {0}), (0, {1})
+    assert ran == [[second, there, first], [there, first, second], [second, there, first]]
+
+
 def test_single_tiles_for_tracing() -> None:
     program = compile_program(plan_of(convnet(), split((0, 1), b=2)), single_tiles=True)
     assert all(len(segment.tiles) == 1 for segment in program.segments)
@@ -59,7 +87,7 @@ def test_tiles_that_wait_for_nothing_come_right_before_their_first_readers() -> 
     for loss, names in ((0, ["of_a", "l1", "of_b", "loss"]), (1, ["of_b", "of_a", "l1", "loss"])):
         chosen = Strategy({**alone.operators, "loss": OpConfig((1,), (loss,))})
         program = compile_program(build_plan(graph, chosen, topology))
-        assert [program.plan.operator(program.plan.tiles[tile]).name for tile in program.order] == names
+        assert [program.plan.operator(program.plan.tiles[tile]).name for tile in program.order.forward] == names
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -184,7 +212,8 @@ def test_order_must_be_topological() -> None:
 def test_every_action_comes_after_what_it_needs(case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
     graph, topology, strategy = case
     plan = build_plan(graph, strategy, topology)
-    program = compile_program(plan, random_order(plan, rng))
+    back = rng.sample(range(len(plan.tiles)), rng.choice([0, len(plan.tiles)]))
+    program = compile_program(plan, ExecutionOrder(tuple(random_order(plan, rng)), tuple(back)))
     places = {(a.kind, a.subject): i for i, a in enumerate((*program.forward, *program.backward))}
     assert len(places) == len(program.forward) + len(program.backward)
     _check_forward(program, places)

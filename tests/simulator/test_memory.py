@@ -100,7 +100,7 @@ def test_a_training_step_stays_below_the_bound(case: tuple[OperatorGraph, Topolo
     plan = build_plan(graph, chosen, topology)
     tasks = lower(plan, topology, PointCosts())
     played = Step(plan)
-    played.run(execution_order(tasks, simulate(tasks)))
+    played.run(execution_order(tasks, simulate(tasks)).forward)
     for most, bound in zip(played.most, peak_bytes(plan, 2), strict=True):
         assert most <= bound
 

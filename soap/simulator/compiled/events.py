@@ -49,11 +49,10 @@ PER_DEVICE = 4
 
 class Trial(NamedTuple):
     """A simulation under way, and its outcome. Per slot: ``left`` (predecessors that have not ended), ``ready``, ``start``, ``end`` in ns.
-    ``order``: slots as they were taken. ``free``: when each resource is free; then, per device, the place in the order, from 1 on, of the
-    communication that it was last busy with; ns until what was taken has been launched; when its last tile ended; and for how many ns of
-    the next ones it is slower, as it has waited.
-    ``rest``: per device, ns at least of what it has still to do. ``heap_``: the heap. ``place``: where a slot stands in ``order`` (valid
-    once it has become a run)."""
+    ``order``: slots as they were taken. ``free``: when each resource is free; then, when it is but for what yields; then, per device, the
+    place in the order, from 1 on, of the communication that it was last busy with; ns until what was taken has been launched; when its last
+    tile ended; and for how many ns of the next ones it is slower, as it has waited. ``rest``: per device, ns at least of what it has still
+    to do. ``heap_``: the heap. ``place``: where a slot stands in ``order`` (valid once it has become a run)."""
 
     size: Longs
     left: Ints
@@ -73,7 +72,7 @@ def make_trial(slots: int, resources: int, devices: int) -> Trial:
     """Room for so many slots and resources."""
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
     per_slot = (ints(slots), longs(slots), longs(slots), longs(slots), ints(slots), ints(slots))
-    return Trial(longs(16), *per_slot, longs(resources + PER_DEVICE * devices), longs(devices), longs(slots), longs(slots), ints(slots))
+    return Trial(longs(16), *per_slot, longs(2 * resources + PER_DEVICE * devices), longs(devices), longs(slots), longs(slots), ints(slots))
 
 
 @compiled
@@ -206,15 +205,49 @@ def is_late(T: Trial, at_most: int) -> bool:
 
 
 @compiled
-def hold(free, held, first, count, ready, end, handling, taken, handled, port_device):  # type: ignore[no-untyped-def]
+def hold(free, held, first, count, ready, start, end, sent, handling, yields, devices, taken, handled, port_device):  # type: ignore[no-untyped-def]
     """Something that is no tile, the ``taken``-th task, holds ``count`` resources until ``end``; the devices of their ports are busy with
-    it for ``handling`` ns, each once. ``handled``: where in ``free`` it says of each what it was busy with last."""
+    it for ``handling`` ns, each once. ``sent``: for how long it would hold links that it has for itself. ``handled``: where in ``free`` it
+    says of each device what it was busy with last."""
     for i in range(first, first + count):
-        free[held[i]] = end
-        device = port_device[held[i]]
+        resource = held[i]
+        if yields or resource < devices:
+            free[resource] = end
+        else:
+            free[(handled >> 1) + resource] = end
+            free[resource] = max(end, free[resource] + sent if free[resource] > start else 0)
+        device = port_device[resource]
         if device >= 0 and free[handled + device] != taken:
             free[handled + device] = taken
             free[device] = max(free[device], ready) + handling
+
+
+@compiled
+def free_at(free, held, first, count, ready, yields, devices, passable):  # type: ignore[no-untyped-def]
+    """When something that is no tile can start: links need be free but for what yields, unless it does so itself."""
+    start = ready
+    for i in range(first, first + count):
+        start = max(start, free[held[i]] if yields or held[i] < devices else free[passable + held[i]])
+    return start
+
+
+@compiled
+def shared_ns(free, held, first, count, start, devices):  # type: ignore[no-untyped-def]
+    """For how long it shares links with what yields, at most."""
+    longest = 0
+    for i in range(first, first + count):
+        if held[i] >= devices:
+            longest = max(longest, free[held[i]] - start)
+    return longest
+
+
+@compiled
+def has_ports(port_device):  # type: ignore[no-untyped-def]
+    """Whether sums of gradients yield."""
+    found = False
+    for device in port_device:
+        found |= device >= 0
+    return found
 
 
 @compiled
@@ -251,6 +284,7 @@ def _play(  # type: ignore[no-untyped-def]
     launched = computed - len(rest)
     handled = launched - len(rest)
     lasts = restart[len(restart) - 2]
+    sums_yield, devices = has_ports(port_device), len(rest)
     while True:
         from_run = size[WAITING] > 0
         slot = 0
@@ -300,19 +334,21 @@ def _play(  # type: ignore[no-untyped-def]
             if idle and end + rest[resource] > at_most:
                 return STOPPED
         else:
-            count = resource_n[slot]
+            count, yields, at, own_ns = resource_n[slot], sums_yield and kind == SYNC_BUCKET, size[TAKEN], handlings[slot]
+            sent = duration - latencies[slot]
             if resource >= 0:
-                for i in range(resource, resource + count):
-                    start = max(start, free[static[i]])
+                start = free_at(free, static, resource, count, start, yields, devices, handled >> 1)
+                longer = 0 if yields else min(sent, shared_ns(free, static, resource, count, start, devices))
+                end = start + duration + longer
+                left_ns = end - latencies[slot]
+                hold(free, static, resource, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, at, handled, port_device)
             else:
-                for i in range(-1 - resource, count - 1 - resource):
-                    start = max(start, free[arena[i]])
-            end = start + duration
-            left_ns, at, own_ns = end - latencies[slot], size[TAKEN], handlings[slot]
-            if resource >= 0:
-                hold(free, static, resource, count, ready[slot], left_ns, own_ns, at, handled, port_device)
-            else:
-                hold(free, arena, -1 - resource, count, ready[slot], left_ns, own_ns, at, handled, port_device)
+                first = -1 - resource
+                start = free_at(free, arena, first, count, start, yields, devices, handled >> 1)
+                longer = 0 if yields else min(sent, shared_ns(free, arena, first, count, start, devices))
+                end = start + duration + longer
+                left_ns = end - latencies[slot]
+                hold(free, arena, first, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, at, handled, port_device)
         starts[slot], ends[slot] = start, end
         if end > size[MAKESPAN]:
             size[MAKESPAN] = end

@@ -9,7 +9,21 @@ from numpy.typing import NDArray
 
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, REPLACED, REPLACED_OPERATORS, REPULLED, Edit, Undo
-from soap.simulator.compiled.events import CURSOR, DELAY, IN_RUN, MAKESPAN, PER_DEVICE, RUN, SKIPPED, TAKEN, WAITING, Trial, hold, push
+from soap.simulator.compiled.events import (
+    CURSOR,
+    DELAY,
+    IN_RUN,
+    MAKESPAN,
+    PER_DEVICE,
+    RUN,
+    SKIPPED,
+    TAKEN,
+    WAITING,
+    Trial,
+    has_ports,
+    hold,
+    push,
+)
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
@@ -28,8 +42,9 @@ SMOOTHING = 8
 
 class History(NamedTuple):
     """Snapshot k is of the time before the task at ``place[k]`` of the order is taken. Per slot: ``met`` (predecessors that have ended),
-    ``ready`` (by these). Per resource, then ``PER_DEVICE`` times per device: ``free`` (see ``Trial``). Per device: ``gone`` (ns of tiles
-    that have been taken). ``pending[k, :pending_n[k]]``: ready slots. Snapshots are made when they are first needed, one after the other.
+    ``ready`` (by these). Twice per resource, then ``PER_DEVICE`` times per device: ``free`` (see ``Trial``). Per device: ``gone`` (ns of
+    tiles that have been taken). ``pending[k, :pending_n[k]]``: ready slots. Snapshots are made when they are first needed, one after the
+    other.
 
     ``first_sum``: place of the first backward pass or sum of gradients. ``first_update``: a place before which no device has done its last
     backward pass, nor its update; ``last_backward``: places of these passes. ``met_now`` to ``gone_now``: working memory."""
@@ -56,7 +71,7 @@ def make_history(slots: int, resources: int, devices: int) -> History:
     """Room for snapshots of a state with so many slots."""
     count = min(MOST_SNAPSHOTS, max(1, MOST_BYTES // (16 * slots + 8 * resources)))
     longs, ints = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n, np.int32))
-    free = resources + PER_DEVICE * devices
+    free = 2 * resources + PER_DEVICE * devices
     tables = (ints(count, slots), longs(count, slots), longs(count, free), longs(count, devices), ints(count, slots))
     now = (ints(slots), longs(slots), longs(free), longs(devices))
     return History(longs(count), longs(count), *tables, longs(count), longs(8), longs(1), longs(1), longs(devices), *now)
@@ -150,6 +165,7 @@ def _advance(  # type: ignore[no-untyped-def]
     launched = computed - len(gone)
     handled = launched - len(gone)
     lasts = restart[len(restart) - 2]
+    sums_yield, devices = has_ports(port_device), len(gone)
     ready_n = at[READY]
     for place in range(at[NOW], last):
         slot = order[place]
@@ -165,11 +181,13 @@ def _advance(  # type: ignore[no-untyped-def]
                 free[slow + resource] = max(0, free[slow + resource] - durations[slot])
                 free[computed + resource] = end
         else:
-            count, left_ns, own_ns = resource_n[slot], end - latencies[slot], handlings[slot]
+            count, left_ns, own_ns, taken = resource_n[slot], end - latencies[slot], handlings[slot], place + 1
+            start, sent, yields = starts[slot], durations[slot] - latencies[slot], sums_yield and kind == SYNC_BUCKET
             if resource >= 0:
-                hold(free, static, resource, count, ready[slot], left_ns, own_ns, place + 1, handled, port_device)
+                hold(free, static, resource, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, taken, handled, port_device)
             else:
-                hold(free, arena, -1 - resource, count, ready[slot], left_ns, own_ns, place + 1, handled, port_device)
+                first = -1 - resource
+                hold(free, arena, first, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, taken, handled, port_device)
         first_row, last_row, own = 0, 1, -1
         if kind == FORWARD_TILE:
             own = slot + tiles[op]
