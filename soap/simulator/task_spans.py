@@ -27,16 +27,16 @@ class TaskSpans:
             self.named[task.name] = (start, end)
             if task.tile is not None:
                 (self.forward if task.kind is TaskKind.FORWARD else self.backward)[task.tile] = (start, end)
-        self.segment = self._segments()
-        self.begun: dict[int, int] = {}
-        for tile, (start, _) in self.backward.items():
-            self.begun[self.segment[tile]] = min(start, self.begun.get(self.segment[tile], start))
         self.brought: dict[Part, Span] = {}
         self.returned: dict[Part, Span] = {}
         for carrier in self.carriers():
             self.brought.update(dict.fromkeys(carrier.parts, self.named[self._name(carrier, gradient=False)]))
             if (back := self.named.get(self._name(carrier, gradient=True))) is not None:
                 self.returned.update(dict.fromkeys(carrier.parts, back))
+        self.segment = self._segments()
+        self.begun: dict[int, int] = {}
+        for tile, (start, _) in self.backward.items():
+            self.begun[self.segment[tile]] = min(start, self.begun.get(self.segment[tile], start))
 
     def carriers(self) -> list[Message | Exchange]:
         """All that brings parts from device to device."""
@@ -118,7 +118,8 @@ class TaskSpans:
         return max([*remote, *local], default=0)
 
     def _segments(self) -> list[int]:
-        """Tile -> the first tile of its segment: as the runtime cuts them, before what is received or summed is first read."""
+        """Tile -> the first tile of its segment: as the runtime cuts them, before what is received or summed is first read, and behind what
+        gets a gradient from elsewhere."""
         plan = self.plan
         first, current = [0] * len(plan.tiles), [-1] * plan.device_count
         reads: dict[int, list[int]] = {}
@@ -127,6 +128,7 @@ class TaskSpans:
             if any(held.device != fetch.device or held.reduction is not None for held in holdings):
                 for tile, _ in fetch.consumers:
                     reads.setdefault(tile, []).append(number)
+        answered = set(self._answered_from_afar())
         started: set[int] = set()
         for tile in sorted(range(len(plan.tiles)), key=lambda tile: (self.forward[tile][0], tile)):
             device, new = plan.tiles[tile].device, set(reads.get(tile, ())) - started
@@ -134,7 +136,20 @@ class TaskSpans:
                 current[device] = tile
             started |= new
             first[tile] = current[device]
+            if tile in answered:
+                current[device] = -1
         return first
+
+    def _answered_from_afar(self) -> Iterator[int]:
+        """Tiles of whose outputs gradients come from other devices."""
+        for fetch, piece in self.returned:
+            held = self.plan.holdings[self.plan.fetches[fetch].pieces[piece].holding]
+            if held.reduction is None:
+                yield held.tile
+        for reduction in self.plan.reductions:
+            name = reduce_name(self.plan.graph.operators[reduction.operator], reduction, gradient=True)
+            if len(reduction.devices) > 1 and name in self.named:
+                yield from reduction.tiles
 
     def _name(self, carrier: Message | Exchange, *, gradient: bool) -> str:
         if isinstance(carrier, Exchange):
