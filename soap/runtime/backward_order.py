@@ -14,18 +14,6 @@ from soap.runtime.activity import Activity, PlanIndex
 from soap.simulator.plan import Plan
 
 
-def answered_from_afar(plan: Plan, index: PlanIndex, activity: Activity) -> set[int]:
-    """Tiles to whose outputs, or partial results, gradients come from other devices."""
-    found: set[int] = set()
-    for carrier in index.moves.values():
-        holdings = [plan.holdings[plan.fetches[fetch].pieces[piece].holding] for fetch, piece in carrier.parts if fetch in activity.fetches]
-        found.update(held.tile for held in holdings if held.reduction is None)
-    for number in activity.reductions:
-        if len(plan.reductions[number].devices) > 1:
-            found.update(plan.reductions[number].tiles)
-    return found
-
-
 def backward_turns(
     plan: Plan, index: PlanIndex, activity: Activity, segment_of: Mapping[int, int], starts: Sequence[int], order: Sequence[int]
 ) -> list[int]:

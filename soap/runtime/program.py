@@ -18,12 +18,13 @@ from functools import cached_property
 from soap.errors import RuntimeFailure
 from soap.runtime.actions import Action, ActionKind
 from soap.runtime.activity import Activity, Carrier, PlanIndex, Tail, ValueKey, count_readers, find_activity, no_tail
-from soap.runtime.backward_order import answered_from_afar, backward_turns
+from soap.runtime.backward_order import backward_turns
 from soap.runtime.tables import Table, members_of, sparse_tables, speakers
 from soap.simulator.buckets import idle_shards
 from soap.simulator.flows import reduced_tensor
 from soap.simulator.plan import Bucket, Part, Plan
 from soap.simulator.tasks import ExecutionOrder
+from soap.simulator.transit import answered_from_afar
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def compile_program(
     forth = tuple(sorted(forth, key=lambda tile: plan.tiles[tile].operator in tail.operators))
     places = _places(forth)
     activity = find_activity(plan, index, tail.seeds)
-    segments = _cut(plan, index, forth, single_tiles, tail.operators, answered_from_afar(plan, index, activity))
+    segments = _cut(plan, index, forth, single_tiles, tail.operators, answered_from_afar(plan, activity.fetches, activity.reductions))
     segment_of = {tile: i for i, segment in enumerate(segments) for tile in segment.tiles}
     turns = backward_turns(plan, index, activity, segment_of, [segment.start for segment in segments], back)
     made = [(i, h) for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]

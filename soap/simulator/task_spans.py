@@ -8,7 +8,7 @@ from functools import cached_property
 from soap.simulator import memory
 from soap.simulator.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
-from soap.simulator.transit import is_remote
+from soap.simulator.transit import answered_from_afar, is_remote
 
 Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
@@ -27,16 +27,16 @@ class TaskSpans:
             self.named[task.name] = (start, end)
             if task.tile is not None:
                 (self.forward if task.kind is TaskKind.FORWARD else self.backward)[task.tile] = (start, end)
+        self.segment = self._segments()
+        self.begun: dict[int, int] = {}
+        for tile, (start, _) in self.backward.items():
+            self.begun[self.segment[tile]] = min(start, self.begun.get(self.segment[tile], start))
         self.brought: dict[Part, Span] = {}
         self.returned: dict[Part, Span] = {}
         for carrier in self.carriers():
             self.brought.update(dict.fromkeys(carrier.parts, self.named[self._name(carrier, gradient=False)]))
             if (back := self.named.get(self._name(carrier, gradient=True))) is not None:
                 self.returned.update(dict.fromkeys(carrier.parts, back))
-        self.segment = self._segments()
-        self.begun: dict[int, int] = {}
-        for tile, (start, _) in self.backward.items():
-            self.begun[self.segment[tile]] = min(start, self.begun.get(self.segment[tile], start))
 
     def carriers(self) -> list[Message | Exchange]:
         """All that brings parts from device to device."""
@@ -128,7 +128,9 @@ class TaskSpans:
             if any(held.device != fetch.device or held.reduction is not None for held in holdings):
                 for tile, _ in fetch.consumers:
                     reads.setdefault(tile, []).append(number)
-        answered = set(self._answered_from_afar())
+        active = [number for number, fetch in enumerate(plan.fetches) if self._is_active(fetch)]
+        names = [reduce_name(plan.graph.operators[own.operator], own, gradient=True) for own in plan.reductions]
+        answered = answered_from_afar(plan, active, [number for number, name in enumerate(names) if name in self.named])
         started: set[int] = set()
         for tile in sorted(range(len(plan.tiles)), key=lambda tile: (self.forward[tile][0], tile)):
             device, new = plan.tiles[tile].device, set(reads.get(tile, ())) - started
@@ -140,16 +142,9 @@ class TaskSpans:
                 current[device] = -1
         return first
 
-    def _answered_from_afar(self) -> Iterator[int]:
-        """Tiles of whose outputs gradients come from other devices."""
-        for fetch, piece in self.returned:
-            held = self.plan.holdings[self.plan.fetches[fetch].pieces[piece].holding]
-            if held.reduction is None:
-                yield held.tile
-        for reduction in self.plan.reductions:
-            name = reduce_name(self.plan.graph.operators[reduction.operator], reduction, gradient=True)
-            if len(reduction.devices) > 1 and name in self.named:
-                yield from reduction.tiles
+    def _is_active(self, fetch: Fetch) -> bool:
+        """Whether a gradient of it is computed."""
+        return self.plan.graph.tensors[fetch.tensor].requires_grad and any(tile in self.backward for tile, _ in fetch.consumers)
 
     def _name(self, carrier: Message | Exchange, *, gradient: bool) -> str:
         if isinstance(carrier, Exchange):

@@ -31,6 +31,19 @@ def fetched_bytes(plan: Plan) -> list[int]:
     return result
 
 
+def answered_from_afar(plan: Plan, fetches: Iterable[int], reductions: Iterable[int]) -> set[int]:
+    """Tiles to whose outputs, or partial results, gradients come from other devices. ``fetches``, ``reductions``: those with a gradient."""
+    found: set[int] = set()
+    for number in fetches:
+        fetch = plan.fetches[number]
+        holdings = [plan.holdings[piece.holding] for piece in fetch.pieces if is_remote(plan, fetch, piece)]
+        found.update(held.tile for held in holdings if held.reduction is None)
+    for number in reductions:
+        if len(plan.reductions[number].devices) > 1:
+            found.update(plan.reductions[number].tiles)
+    return found
+
+
 def received_apart(plan: Plan) -> set[Part]:
     """Parts that are received first and then put in their place."""
     alone = {part for message in plan.messages if len(message.parts) == 1 for part in message.parts}

@@ -347,12 +347,11 @@ def test_the_execution_order_is_topological(case: Case) -> None:
     found = execution_order(tasks, simulate(tasks))
     order = found.forward
     assert sorted(order) == list(range(len(tasks.plan.tiles)))
-    place = {tile: i for i, tile in enumerate(order)}
+    place, back = ({tile: i for i, tile in enumerate(own)} for own in (order, found.backward))
     for fetch in tasks.plan.fetches:
         for piece in fetch.pieces:
             holding = tasks.plan.holdings[piece.holding]
             makers = (holding.tile,) if holding.reduction is None else tasks.plan.reductions[holding.reduction].tiles
             assert max(place[maker] for maker in makers) < min(place[tile] for tile, _ in fetch.consumers)
-            back = {tile: i for i, tile in enumerate(found.backward)}
             needed = [back[tile] for tile, _ in fetch.consumers if tile in back and tasks.plan.graph.tensors[fetch.tensor].requires_grad]
             assert all(max(needed) < back[maker] for maker in makers if needed)

@@ -164,6 +164,36 @@ def test_a_port_keeps_its_device_busy() -> None:
     }
 
 
+def test_what_yields_shares_its_links() -> None:
+    """A message takes as much longer as it shares them, at most twice as long; what yields waits for the links that much longer, but ends
+    as if nobody had passed. Messages wait for each other."""
+    link = 4
+    tasks = TaskGraph(
+        by_hand().plan,
+        TWO,
+        (
+            replace(task("sum", 0, 100, link), yields=True),
+            task("before", 1, 30, 0),
+            task("message", 2, 20, link, after=(1,)),
+            task("next", 3, 20, link, after=(1,)),
+            task("rest", 4, 55, 0, after=(1,)),
+            task("at the end", 5, 20, link, after=(4,)),
+            replace(task("next sum", 6, 10, link, after=(0,)), yields=True),
+            task("who waits for the sum", 7, 5, 1, after=(0,)),
+        ),
+    )
+    assert times(tasks, simulate(tasks)) == {
+        "sum": (0, 100),
+        "before": (0, 30),
+        "message": (30, 70),
+        "next": (70, 110),
+        "rest": (30, 85),
+        "at the end": (110, 150),  # behind "next"; the sum has the links until 140, as two have passed it
+        "next sum": (160, 170),
+        "who waits for the sum": (100, 105),
+    }
+
+
 def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
     """By how much follows from what has followed since; a message never does. Communication is as good as a wait."""
     def tile(made: Task) -> Task:

@@ -336,19 +336,11 @@ def _play(  # type: ignore[no-untyped-def]
         else:
             count, yields, at, own_ns = resource_n[slot], sums_yield and kind == SYNC_BUCKET, size[TAKEN], handlings[slot]
             sent = duration - latencies[slot]
-            if resource >= 0:
-                start = free_at(free, static, resource, count, start, yields, devices, handled >> 1)
-                longer = 0 if yields else min(sent, shared_ns(free, static, resource, count, start, devices))
-                end = start + duration + longer
-                left_ns = end - latencies[slot]
-                hold(free, static, resource, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, at, handled, port_device)
-            else:
-                first = -1 - resource
-                start = free_at(free, arena, first, count, start, yields, devices, handled >> 1)
-                longer = 0 if yields else min(sent, shared_ns(free, arena, first, count, start, devices))
-                end = start + duration + longer
-                left_ns = end - latencies[slot]
-                hold(free, arena, first, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, at, handled, port_device)
+            held, first = (static, resource) if resource >= 0 else (arena, -1 - resource)
+            start = free_at(free, held, first, count, start, yields, devices, handled >> 1)
+            end = start + duration + (0 if yields else min(sent, shared_ns(free, held, first, count, start, devices)))
+            left_ns = end - latencies[slot]
+            hold(free, held, first, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, at, handled, port_device)
         starts[slot], ends[slot] = start, end
         if end > size[MAKESPAN]:
             size[MAKESPAN] = end

@@ -183,11 +183,8 @@ def _advance(  # type: ignore[no-untyped-def]
         else:
             count, left_ns, own_ns, taken = resource_n[slot], end - latencies[slot], handlings[slot], place + 1
             start, sent, yields = starts[slot], durations[slot] - latencies[slot], sums_yield and kind == SYNC_BUCKET
-            if resource >= 0:
-                hold(free, static, resource, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, taken, handled, port_device)
-            else:
-                first = -1 - resource
-                hold(free, arena, first, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, taken, handled, port_device)
+            held, first = (static, resource) if resource >= 0 else (arena, -1 - resource)
+            hold(free, held, first, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, taken, handled, port_device)
         first_row, last_row, own = 0, 1, -1
         if kind == FORWARD_TILE:
             own = slot + tiles[op]
