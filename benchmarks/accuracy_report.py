@@ -79,28 +79,41 @@ def line_of(plan: Plan) -> str:
 
 
 def read(text: str) -> list[Plan]:
-    """The plans of all such tables in a text, to a tenth of a millisecond, without their rounds."""
-    found, inside = [], False
+    """The plans of all such tables in a text, to a tenth of a millisecond, without their rounds. Raises ValueError for a line that has
+    no times in their places."""
+    found: list[Plan] = []
+    inside = False
     for line in text.splitlines():
         cells = tuple(cell.strip() for cell in line.strip().strip("|").split("|"))
         inside = cells == HEAD or (inside and len(cells) == len(HEAD))
         if inside and cells != HEAD and not set("".join(cells)) <= set("-:"):
-            predicted_ns, measured_ns = (round(float(cell) * 1e6) for cell in cells[3:5])
-            found.append(Plan(cells[0], cells[1].removeprefix(PREFIX), cells[2], predicted_ns, measured_ns))
+            found.append(Plan(cells[0], cells[1].removeprefix(PREFIX), cells[2], *(_nanoseconds(cell, line) for cell in cells[3:5])))
     return found
 
 
+def _nanoseconds(cell: str, line: str) -> int:
+    try:
+        time_ns = round(float(cell) * 1e6)
+    except (ValueError, OverflowError):
+        time_ns = 0
+    if time_ns <= 0:
+        raise ValueError(f"{cell!r} in the line {line.strip()!r}: expected milliseconds above 0")
+    return time_ns
+
+
 def report(plans: Sequence[Plan]) -> list[str]:
-    """One line per cluster and model: errors, order, and how far the found plan is from the measured best. Then one per model, of its plans
-    on all clusters, if there are several; and of all plans."""
+    """One line per cluster and model: errors, order, and how far the found plan is from the measured best, if it is there. Then one per
+    model, of its plans on all clusters, if there are several; and of all plans."""
     lines = [
         "| cluster | model | plans | median error | 95% within | Kendall's tau | found / best measured | data parallel / found, measured |",
         f"|{'---|' * 8}",
     ]
     for own in _grouped(plans, lambda plan: (plan.cluster, plan.model)):
         of = {plan.strategy: plan.measured_ns for plan in own}
-        usual = of.get(USUAL, of[FOUND])  # left out if it is what was found
-        ratios = f"{of[FOUND] / min(of.values()):.3f} | {usual / of[FOUND]:.2f}"
+        ratios = "- | -"
+        if FOUND in of:
+            usual = of.get(USUAL, of[FOUND])  # left out if it is what was found
+            ratios = f"{of[FOUND] / min(of.values()):.3f} | {usual / of[FOUND]:.2f}"
         lines.append(f"| {own[0].cluster} | {own[0].model} | {_figures(own)} | {ratios} |")
     if len({plan.cluster for plan in plans}) > 1:
         lines += ["", "| model, all clusters | plans | median error | 95% within | Kendall's tau |", f"|{'---|' * 5}"]
@@ -129,7 +142,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="accuracy_report", description="What the predictions in some tables are worth.")
     parser.add_argument("files", nargs="+", type=Path, help="with tables that benchmarks.accuracy printed")
     args = parser.parse_args(argv)
-    plans = [plan for path in args.files for plan in read(path.read_text(encoding="utf-8"))]
+    plans: list[Plan] = []
+    for path in args.files:
+        try:
+            plans += read(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:  # an undecodable file is a ValueError
+            parser.error(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
     if not plans:
         parser.error(f"no plans in {', '.join(map(str, args.files))}; expected tables with the columns {', '.join(HEAD)}")
     print("\n".join(report(plans)))

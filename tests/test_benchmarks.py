@@ -134,6 +134,22 @@ def test_tables_of_several_runs_are_reported_together() -> None:
     assert lines[-1] == "5 plans: median error 4.0%, 80% of them within 15%, mean 7.1%"
 
 
+def test_plans_without_what_was_found_have_errors_alone() -> None:
+    lines = accuracy_report.report([Plan("a", "m", "data_parallel", 110, 100), Plan("a", "m", "random 1", 200, 200)])
+    assert lines[2] == "| a | m | 2 | 5.0% | 10.0% | 1.00 | - | - |"
+
+
+@pytest.mark.parametrize(("cell", "expected"), [("soon", "'soon' in the line"), ("0.0", "expected milliseconds above 0"), ("inf", "'inf'")])
+def test_bad_lines_and_files_are_refused_in_one_line(cell: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bad.md"
+    file.write_text(f"| {' | '.join(HEAD)} |\n| a | m | found | 1.0 | {cell} | 0 | 0 | 0 |\n")
+    for own, part in ((file, expected), (tmp_path / "none.md", "No such file")):
+        with pytest.raises(SystemExit) as stopped:
+            accuracy_report.main([str(own)])
+        assert stopped.value.code == 2
+        assert part in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_files_without_such_tables_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.md").write_text("| a |\n")
     with pytest.raises(SystemExit) as stopped:
