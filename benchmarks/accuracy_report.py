@@ -14,6 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from soap.errors import SoapError
+from soap.files import read_text
+
 FOUND, USUAL = "found", "data_parallel"
 PREFIX = "emulated-"
 """Of names in ``benchmarks.models``; documents leave it out."""
@@ -145,9 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     plans: list[Plan] = []
     for path in args.files:
         try:
-            plans += read(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:  # an undecodable file is a ValueError
-            parser.error(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
+            plans += read(read_text(path))
+        except SoapError as error:
+            parser.error(str(error))
+        except ValueError as error:
+            parser.error(f"{path}: {error}")
     if not plans:
         parser.error(f"no plans in {', '.join(map(str, args.files))}; expected tables with the columns {', '.join(HEAD)}")
     print("\n".join(report(plans)))

@@ -143,7 +143,7 @@ def test_plans_without_what_was_found_have_errors_alone() -> None:
 def test_bad_lines_and_files_are_refused_in_one_line(cell: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bad.md"
     file.write_text(f"| {' | '.join(HEAD)} |\n| a | m | found | 1.0 | {cell} | 0 | 0 | 0 |\n")
-    for own, part in ((file, expected), (tmp_path / "none.md", "No such file")):
+    for own, part in ((file, expected), (tmp_path / "none.md", "none.md' cannot be read: no such file or directory; check the path")):
         with pytest.raises(SystemExit) as stopped:
             accuracy_report.main([str(own)])
         assert stopped.value.code == 2
