@@ -164,16 +164,17 @@ class Unsplit:
 class Footprint:
     """What an operator takes of memory beside its inputs, parameters and outputs and the gradients of all these, in bytes.
 
-    ``kept``: what autograd keeps for the backward pass; of this, ``fixed`` however small a tile is. ``forward``, ``backward``: the most
-    that its calls pass to each other at once beyond that; ``backward`` is below 0 where not all of the others are there at any time.
-    ``keeps``: which of its operands autograd keeps, by their places among inputs, parameters and outputs.
+    ``kept``: what autograd keeps for the backward pass. ``forward``, ``backward``: the most that its calls pass to each other at once
+    beyond that; ``backward`` is below 0 where not all of the others are there at any time. ``fixed``: of these three, in this order, what
+    is there however little a tile has of what is cut. ``keeps``: which of its operands autograd keeps, by their places among inputs,
+    parameters and outputs.
     """
 
     kept_bytes: int
     forward_bytes: int
     backward_bytes: int
     keeps: frozenset[int]
-    fixed_bytes: int = 0
+    fixed_bytes: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,9 @@ class OperatorGraph:
 
     ``aliases`` maps further state-dict names of a tied parameter to its canonical name. ``unsplit``: by operator, what the import knows
     of dimensions that no factor follows; for people, and no part of the graph's identity. Neither are ``footprints``: by operator, what
-    it takes of memory: whole; with one factor cut, by factor; with all cut. What a tile takes stands there as if it had all points. If
-    only the first is there, it is so for all. For operators left out, ``saved_bytes`` is the bound. Nor is ``sparse``: by parameter,
-    which of its rows a step touches; all others are dense.
+    it takes of memory: whole; with one factor cut, by factor; with all cut, by factor, if that adds something. What a tile takes stands
+    there as if it had all points. If only the first is there, it is so for all. For operators left out, ``saved_bytes`` is the bound. Nor
+    is ``sparse``: by parameter, which of its rows a step touches; all others are dense.
     """
 
     name: str

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from soap.graph import RECURRENT_KINDS, Footprint, Operator, OperatorGraph, TensorKind
+from soap.graph import RECURRENT_KINDS, Operator, OperatorGraph, TensorKind
 from soap.regions import Box, Interval, in_one_piece, volume, whole
 from soap.simulator.flows import reduced_tensor
+from soap.simulator.footprint import kept_share, passing_share, work_share
 from soap.simulator.parameter_memory import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters, updating_bytes
 from soap.simulator.plan import Plan
-from soap.simulator.tiling import Tile, is_window, iteration_points, windows
+from soap.simulator.tiling import Tile, is_window, windows
 from soap.simulator.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 from soap.topology import Topology
 
@@ -85,57 +86,6 @@ def _sum(parts: Iterable[list[int]]) -> list[int]:
 
 def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
     return volume(box) * graph.tensors[tensor].itemsize
-
-
-def footprint(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> Footprint | None:
-    """What a tile with these intervals takes beside its operands, as if it had all points; None if only ``saved_bytes`` is known."""
-    known = graph.footprints.get(op.name)
-    if known is None:
-        return None
-    cut = [i for i, (factor, span) in enumerate(zip(op.factors, intervals, strict=True)) if span != (0, factor.size)]
-    if not cut or len(known) == 1:
-        return known[0]
-    found = known[1 + cut[0]]
-    for other in [known[1 + i] for i in cut[1:]] + ([known[-1]] if len(cut) > 1 else []):
-        found = _most(found, other)
-    return found
-
-
-def _most(one: Footprint, other: Footprint) -> Footprint:
-    return Footprint(
-        max(one.kept_bytes, other.kept_bytes),
-        max(one.forward_bytes, other.forward_bytes),
-        max(one.backward_bytes, other.backward_bytes),
-        one.keeps | other.keeps,
-        max(one.fixed_bytes, other.fixed_bytes),
-    )
-
-
-def kept_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
-    """What a tile keeps for its backward pass beside its operands and outputs, rounded up."""
-    found, points = footprint(graph, op, intervals), volume(tuple(intervals))
-    kept, fixed = (op.saved_bytes, 0) if found is None else (found.kept_bytes, found.fixed_bytes)
-    return min(points, 1) * fixed + _share(kept - fixed, op, points)
-
-
-def passing_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> tuple[int, int]:
-    """What a tile's calls pass to each other and do not keep: there while its forward task runs, and its backward task.
-
-    Where nothing is known, nothing beside what is said to be kept: that is a bound of both.
-    """
-    found, points = footprint(graph, op, intervals), volume(tuple(intervals))
-    return (0, 0) if found is None else (_share(found.forward_bytes, op, points), _share(found.backward_bytes, op, points))
-
-
-def work_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
-    """The most that a tile passes at once, in its forward or backward task; as much as it may keep, if nothing else is known of that."""
-    if op.name not in graph.footprints:
-        return _share(op.saved_bytes, op, volume(tuple(intervals)))
-    return max(passing_share(graph, op, intervals))
-
-
-def _share(size: int, op: Operator, points: int) -> int:
-    return -(-size * points // iteration_points(op))
 
 
 def _tile_bytes(plan: Plan) -> list[int]:

@@ -15,7 +15,8 @@ from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
 from soap.simulator.compiled.tables import Ints, Longs
 from soap.simulator.engine import Engine
-from soap.simulator.memory import PACKING_KINDS, kept_share, padded_bytes, passing_share, work_share
+from soap.simulator.footprint import kept_share, passing_share, work_share
+from soap.simulator.memory import PACKING_KINDS, padded_bytes
 from soap.simulator.row_counts import row_bytes, tile_lookups
 from soap.simulator.tiling import Tile, windows
 
@@ -154,7 +155,7 @@ class MemoryBound:
         return compact, lookups
 
     def _kept_and_work(self, op: Operator, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]) -> tuple[Longs, Longs]:
-        """By tile: as ``memory.kept_share`` and what is padded; as ``memory.work_share``, or what it passes forward if that is all."""
+        """By tile: as ``kept_share`` and what is padded; as ``work_share``, or what it passes forward if that is all."""
         graph = self._engine.graph
         windowed = {k: _boxes(regions[op.inputs[k]]) for k in windows(op)}
         kept, work = np.zeros(len(intervals), np.int64), np.zeros(len(intervals), np.int64)

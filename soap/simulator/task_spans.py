@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from soap.simulator import memory
+from soap.simulator.footprint import kept_places
 from soap.simulator.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.transit import answered_from_afar, is_remote
@@ -70,8 +70,9 @@ class TaskSpans:
         """Until when a tile needs its region of one of its operands: its backward task, if autograd keeps that."""
         tile = self.plan.tiles[number]
         op = self.plan.operator(tile)
-        found = memory.footprint(self.plan.graph, op, tile.intervals)
-        kept = found is None or any(o.tensor == tensor for k, o in enumerate((*op.inputs, *op.parameters, *op.outputs)) if k in found.keeps)
+        places = kept_places(self.plan.graph, op, tile.intervals)
+        operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
+        kept = places is None or any(o.tensor == tensor for k, o in operands if k in places)
         return self.last(number) if kept else self.forward[number][1]
 
     def _answered(self, number: int, holding: int) -> int:
@@ -79,6 +80,8 @@ class TaskSpans:
         held, fetch = self.plan.holdings[holding], self.plan.fetches[number]
         readers = [tile for tile, _ in fetch.consumers if tile in self.backward]
         if not readers or not self.plan.graph.tensors[held.tensor].requires_grad:
+            return 0
+        if held.reduction is not None and len(fetch.pieces) > 1:  # put together, it is no longer needed
             return 0
         makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
         segments = {self.segment[tile] for tile in makers if self.plan.tiles[tile].device == held.device}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from soap.graph import RECURRENT_KINDS, Footprint
+from soap.graph import RECURRENT_KINDS, Footprint, Operator
 from soap.regions import lengths, relative, whole
+from soap.simulator.footprint import Use, tile_bytes
 from soap.simulator.tiling import Tile, iteration_points, tiles_of, windows
 from soap.strategy import OpConfig
 from soap.tracing.execute import ExecutableModel
@@ -21,6 +23,9 @@ from soap.tracing.model import TileContext
 
 REALLY_RUN_FLOPS = 2**32
 """Recurrent layers keep a workspace that shows only where they really run; up to so much of it they do, at import."""
+
+FINER = 4
+"""Into so many parts an operator is cut, where in two it takes more than its share, to see what does not shrink."""
 
 Footprints = tuple[Footprint, ...]
 """As in ``OperatorGraph.footprints``."""
@@ -85,14 +90,54 @@ class _Trials:
             own = self._footprint(self._tile(), cut=False)
             if windows(self._op):  # a tile is run as the whole is; what it pads comes on top
                 return (own,)
-            halves = tuple(min(2, factor.size) for factor in self._op.factors)
-            cut = self._footprint(self._tile(halves), cut=True)
-            if _covers(own, cut):  # nothing that one cut alone could add
+            degrees = tuple(min(2, factor.size) for factor in self._op.factors)
+            parts = self._tile(degrees)
+            cut = self._footprint(parts, cut=True)
+            if _covers(own, _of_all(cut, self._op, parts)):  # nothing that one cut alone could add
                 return (own,)
-            alone = [tuple(half if k == i else 1 for k in range(len(halves))) for i, half in enumerate(halves)]
-            return own, *(own if max(degrees) == 1 else self._footprint(self._tile(degrees), cut=True) for degrees in alone), cut
+            alone = tuple(self._cut_by(i, own) for i in range(len(self._op.factors)))
+            return own, *alone, *self._together(cut, parts, degrees, (own, *alone))
         except Exception:  # as above; and not everything has a backward pass
             return None
+
+    def _cut_by(self, place: int, own: Footprint) -> Footprint:
+        """With one factor cut. ``own``: the whole operator's."""
+        factor = self._op.factors[place]
+        if factor.size == 1:
+            return own
+        degrees = [1] * len(self._op.factors)
+        large, small = (self._tile((*degrees[:place], min(degree, factor.size), *degrees[place + 1 :])) for degree in (2, FINER))
+        half = self._footprint(large, cut=True)
+        in_proportion = _of_all(half, self._op, large)
+        if _covers(own, in_proportion) or large.size == small.size:
+            return in_proportion
+        finer, points = self._footprint(small, cut=True), iteration_points(self._op)
+        lines = [_line((large.size, one), (small.size, other), points) for one, other in zip(_sizes(half), _sizes(finer), strict=True)]
+        (kept, forward, backward), fixed = zip(*lines, strict=True)
+        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed)
+
+    def _together(self, cut: Footprint, parts: Tile, degrees: tuple[int, ...], known: Footprints) -> Footprints:
+        """With all factors cut, by factor: of which there is what does not shrink with that. Of no use that takes as much by single cuts;
+        nothing if that is so for all."""
+        expected = [tile_bytes(self._op, known, parts.intervals, use) for use in Use]
+        sizes = [size if size > other else 0 for size, other in zip(_sizes(cut), expected, strict=True)]
+        if max(sizes) <= 0 and cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)):
+            return ()
+        lines = [self._lines_together(i, sizes, parts, degrees) for i in range(len(degrees))]
+        of_all = [0 if size <= 0 else size * prod(line[use][0] for line in lines) // size ** len(lines) for use, size in enumerate(sizes)]
+        fixed = [tuple(0 if size <= 0 else size * own[use][1] // own[use][0] for use, size in enumerate(of_all)) for own in lines]
+        return tuple(Footprint(of_all[0], of_all[1], of_all[2], cut.keeps, (one[0], one[1], one[2])) for one in fixed)
+
+    def _lines_together(self, place: int, sizes: Sequence[int], parts: Tile, degrees: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Of each use, of which such a tile takes so much: (with all of one factor, however little of it)."""
+        factor = self._op.factors[place]
+        first, last = parts.intervals[place]
+        points = parts.size * factor.size // (last - first)
+        small = self._tile((*degrees[:place], min(FINER, factor.size), *degrees[place + 1 :]))
+        if small.size == parts.size:
+            return [(-(-size * factor.size // (last - first)), 0) for size in sizes]
+        finer = self._footprint(small, cut=True)
+        return [_line((parts.size, one), (small.size, other), points) for one, other in zip(sizes, _sizes(finer), strict=True)]
 
     def _recurrent(self) -> Footprints | None:
         """By really running it, whole and with one sample: what it needs however small it is, is the same for both."""
@@ -102,9 +147,8 @@ class _Trials:
             alone = self._tile(tuple(f.size for f in self._op.factors))
             own, one = (self._footprint(tile, cut=True) for tile in (self._tile(), alone))
         points = iteration_points(self._op)
-        single = -(-one.kept_bytes * alone.size // points)
-        fixed = max(0, single * points - own.kept_bytes * alone.size) // max(1, points - alone.size)
-        found = Footprint(own.kept_bytes, own.forward_bytes, own.backward_bytes, own.keeps, fixed)
+        fixed = max(0, one.kept_bytes * points - own.kept_bytes * alone.size) // max(1, points - alone.size)
+        found = Footprint(own.kept_bytes, own.forward_bytes, own.backward_bytes, own.keeps, (fixed, 0, 0))
         return (found,)
 
     def _tile(self, degrees: tuple[int, ...] | None = None) -> Tile:
@@ -130,8 +174,8 @@ class _Trials:
         return self._model.run_tile(tile, regions[:count], regions[count:], self._context)
 
     def _footprint(self, tile: Tile, *, cut: bool) -> Footprint:
-        """One run, counted as if it were of all points."""
-        op, regions = self._op, self._regions(tile, cut=cut)
+        """Of one run."""
+        regions = self._regions(tile, cut=cut)
         memory = _Memory()
         memory.leave_out(regions)
         with memory:
@@ -156,10 +200,7 @@ class _Trials:
                 memory.most_bytes = 0
                 torch.autograd.grad(root, wanted, seed, allow_unused=True)
                 backward = memory.most_bytes - kept - operands
-        points = iteration_points(op)
-        kept, forward = max(0, kept), max(0, forward)
-        kept, forward, backward = (-(-size * points // max(1, tile.size)) for size in (kept, forward, backward))
-        return Footprint(kept, forward, backward, keeps)
+        return Footprint(max(0, kept), max(0, forward), backward, keeps)
 
 
 class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -221,5 +262,25 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _covers(one: Footprint, other: Footprint) -> bool:
-    sizes = [(f.kept_bytes, f.forward_bytes, f.backward_bytes) for f in (one, other)]
-    return all(a >= b for a, b in zip(*sizes, strict=True)) and one.keeps >= other.keeps
+    return all(a >= b for a, b in zip(_sizes(one), _sizes(other), strict=True)) and one.keeps >= other.keeps
+
+
+def _sizes(footprint: Footprint) -> tuple[int, int, int]:
+    return footprint.kept_bytes, footprint.forward_bytes, footprint.backward_bytes
+
+
+def _of_all(footprint: Footprint, op: Operator, tile: Tile) -> Footprint:
+    """As if a tile had all points."""
+    points = iteration_points(op)
+    kept, forward, backward = (-(-size * points // max(1, tile.size)) for size in _sizes(footprint))
+    return Footprint(kept, forward, backward, footprint.keeps)
+
+
+def _line(one: tuple[int, int], other: tuple[int, int], points: int) -> tuple[int, int]:
+    """Bytes (of all points, however few they are), rounded up, by two tiles' (points, bytes), of which the first one has more points. What
+    is less of more points counts as what does not shrink."""
+    (many, most), (few, least) = one, other
+    if least > most:
+        return least, least
+    fixed = max(-(-(least * many - most * few) // (many - few)), min(0, least))
+    return fixed + max(-(-(most - fixed) * points // many), -(-(least - fixed) * points // few)), fixed

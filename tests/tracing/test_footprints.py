@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from soap.graph import RECURRENT_KINDS, Footprint
+from soap.simulator.footprint import Use, kept_share
+from soap.simulator.tiling import tiles_of
+from soap.strategy import OpConfig
 from soap.tracing.footprints import find_footprints
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
@@ -50,7 +55,7 @@ def test_recurrent_layers_really_run_if_they_are_small() -> None:
     recurrent = [op.name for op in model.graph.operators if op.kind in RECURRENT_KINDS]
     for name in recurrent:
         (own,) = model.graph.footprints[name]
-        assert 0 < own.fixed_bytes < own.kept_bytes
+        assert 0 < own.fixed_bytes[Use.KEPT] < own.kept_bytes
     assert len(recurrent) == 4
 
 
@@ -58,3 +63,28 @@ def test_with_and_without_values_alike() -> None:
     with_values, without = (load_model("zoo:gpt:tiny", plan_only=plan_only) for plan_only in (False, True))
     assert find_footprints(with_values) == dict(without.graph.footprints) == dict(with_values.graph.footprints)
     assert with_values.graph.hash == without.graph.hash
+
+
+class Activated(torch.nn.Module):
+    """An activation, which its operator keeps whole for all of the linear layer's outputs; and one that is cut with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).square().sum()
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (4, 1, 1), (1, 8, 1), (1, 1, 4), (2, 4, 1), (4, 1, 8), (2, 2, 2), (8, 8, 16)])
+def test_what_does_not_shrink_with_a_factor(degrees: tuple[int, int, int]) -> None:
+    """By samples, outputs, and inputs of the second layer: of the activation its tiles keep what they read, whatever they make."""
+    model = import_program(torch.export.export(Activated(), (torch.zeros(8, 8),)), name="activated")
+    position = next(i for i, op in enumerate(model.graph.operators) if "second" in op.name)
+    op = model.graph.operators[position]
+    (weight, _), (out,) = op.parameters, op.outputs
+    sample, made, read = out.dims[0].factor, out.dims[1].factor, weight.dims[1].factor
+    chosen = dict(zip((sample, made, read), degrees, strict=True))
+    config = OpConfig(tuple(chosen[i] for i in range(len(op.factors))), tuple(range(math.prod(degrees))))
+    for tile in tiles_of(model.graph, position, config):
+        assert kept_share(model.graph, op, tile.intervals) == (8 // degrees[0]) * (16 // degrees[2]) * 4
