@@ -8,9 +8,9 @@ For every cluster and model: what a search finds, the classical strategies, and 
 cluster, and the cluster's links; 0: with what is known already), and what a search finds is measured and searched again; with ``--verify``
 the best few are run, and the quickest is what was found, as by ``soap-search --verify``.
 
-A round measures the computations again, predicts every strategy from them, and runs every strategy once: a virtual machine's cores are
-quicker in some minutes than in others, for one kind of computation more than for another, and what is predicted is to be what is
-measured then. Predicted is the median of the rounds' predictions, measured that of the rounds, of each its median step: emulated devices'
+A round measures the computations again, and what messages and sums take within steps, predicts every strategy from them, and runs every
+strategy once: a virtual machine's cores are quicker in some minutes than in others, for one kind of computation more than for another,
+and go on behind a wait more slowly; what is predicted is to be what is measured then. Predicted is the median of the rounds' predictions, measured that of the rounds, of each its median step: emulated devices'
 time is even (``soap.yardstick``), so what is left of noise adds and takes. Printed are the error of each prediction, how far a
 strategy's rounds and its predictions are apart, the median and the 95th percentile of each model's errors, Kendall's tau between predicted
 and measured order, and whether the found plan is the measured best.
@@ -190,6 +190,7 @@ def compared(cluster: str, model: str, file: Path | str, graph: OperatorGraph, a
     for _ in range(args.rounds):
         if args.profile:
             profile_found(outcome, file, cluster, args.profile, "--again")
+            soap_profile(["links", *emulated(cluster, args.scale), "--within-steps", "--again"])
             simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
         rounds.append(measure(simulator, cluster, model, file, strategies, args.steps, 1, scale=args.scale))
     plans = in_rounds(rounds)
@@ -201,7 +202,12 @@ def compared(cluster: str, model: str, file: Path | str, graph: OperatorGraph, a
 def profiled(file: Path | str, cluster: str, seconds: int, scale: float = 1.0) -> None:
     """Computations, and links of the cluster emulated at this scale."""
     soap_profile([str(file), "--cluster", cluster, "--budget", str(seconds)])
-    soap_profile(["links", "--cluster", cluster, "--emulate", "--emulate-scale", str(scale)])
+    soap_profile(["links", *emulated(cluster, scale)])
+
+
+def emulated(cluster: str, scale: float) -> list[str]:
+    """Options of ``soap-profile links``."""
+    return ["--cluster", cluster, "--emulate", "--emulate-scale", str(scale)]
 
 
 def soap_profile(words: list[str]) -> None:

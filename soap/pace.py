@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from soap import yardstick
 
@@ -27,10 +27,8 @@ class Pace:
     def __init__(self, share: float) -> None:
         self.share = share
         self.busy_ns = 0
-        self._free_ns = time.perf_counter_ns()
-        self._used_ns = yardstick.thread_time_ns()
         self._statistics = _open_statistics()
-        self._queued_ns = self._queued()
+        self.go_on()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self._statistics is not None:
@@ -54,6 +52,11 @@ class Pace:
         self._free_ns = max(self._free_ns, time.perf_counter_ns() - (queued_ns - self._queued_ns))
         self._queued_ns = queued_ns
 
+    def go_on(self) -> None:
+        """The device is free from now on; what the thread has done since it last caught up was not its work."""
+        self._used_ns, self._free_ns = yardstick.thread_time_ns(), time.perf_counter_ns()
+        self._queued_ns = self._queued()
+
     def _queued(self) -> int:
         """For how long the thread could have run so far, but others had the cores; 0 where the kernel does not tell."""
         return 0 if self._statistics is None else int(os.pread(self._statistics, 100, 0).split()[1])
@@ -73,6 +76,21 @@ def set_share(share: float | None) -> None:
     """From now on the calling thread is such a device; None: no longer."""
     global _pace
     _pace = None if share is None else Pace(share)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """What the calling thread does within this context is no work of its device: it takes as long as it takes here."""
+    global _pace
+    own, _pace = _pace, None
+    if own is not None:
+        own.catch_up()
+    try:
+        yield
+    finally:
+        if own is not None:
+            own.go_on()
+        _pace = own
 
 
 def busy_ns() -> int | None:

@@ -51,6 +51,19 @@ def test_computing_takes_as_long_as_on_a_part_of_a_core(machine: Machine) -> Non
     assert pace.busy_ns() == 12_000_000
 
 
+def test_what_is_done_while_it_is_paused_is_not_the_devices_work(machine: Machine) -> None:
+    machine.compute(1_000_000)
+    with pace.paused():
+        assert machine.wall == 4_000_000  # what had been begun was done
+        machine.compute(5_000_000)
+        pace.catch_up()
+        assert pace.busy_ns() is None
+    machine.compute(1_000_000)
+    pace.catch_up()
+    assert machine.wall == 4_000_000 + 5_000_000 + 4_000_000
+    assert pace.busy_ns() == 8_000_000
+
+
 def test_waiting_saves_nothing_up(machine: Machine) -> None:
     pace.catch_up()
     machine.wall += 50_000_000  # for a message

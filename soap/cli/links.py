@@ -52,6 +52,8 @@ def make_parser() -> Parser:
     emulation.add_emulation(parser)
     parser.add_argument("--show", action="store_true", help="measure nothing, only say what is known")
     parser.add_argument("--again", action="store_true", help="measure what is known already, too, and replace it")
+    within = "measure only what messages and sums take within training steps, which changes with what else keeps a machine busy"
+    parser.add_argument("--within-steps", action="store_true", help=within)
     seconds = "for each probe (default: 0.3), of which there are five sizes of each operation and group"
     parser.add_argument("--seconds", metavar="S", type=positive_number, help=seconds)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -72,7 +74,8 @@ def execute(args: argparse.Namespace) -> int:
         scale = emulation.asked_scale(args)
         known = set() if args.again else {timing.probe for timing in known_links(topology, place, store) if timing.scale == scale}
         try:
-            measured = _measure(args, topology, place, [probe for probe in probes_for(topology) if probe not in known], store)
+            wanted = [one for one in probes_for(topology) if one.operation in IN_STEPS or not args.within_steps]
+            measured = _measure(args, topology, place, [probe for probe in wanted if probe not in known], store)
         except KeyboardInterrupt:
             note(PROG, "interrupted: what was measured is kept, and the same command goes on from there")
             return INTERRUPTED_EXIT_CODE

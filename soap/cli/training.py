@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from soap import api
+from soap import api, pace
 from soap.cli.batches import Batches, DrawnBatches, JoinedBatches, UserBatches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
@@ -168,18 +168,19 @@ def _weigh(job: Job, model: TracedModel, batches: Batches, device: torch.device)
 def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     """A trainer of the model's own parameters by the strategy of this name."""
     strategy, order = job.strategies[name]
-    trainer = Trainer(
-        model,
-        (strategy, job.topology),
-        order,
-        optimizer=_optimizer(job),
-        backend=job.backend,
-        device_kind=job.device_kind,
-        seed=job.seed,
-        accumulate=job.accumulate,
-        clip_norm=job.clip_norm,
-        compiled=job.compiled,
-    )
+    with pace.paused():  # it is made at this machine's speed
+        trainer = Trainer(
+            model,
+            (strategy, job.topology),
+            order,
+            optimizer=_optimizer(job),
+            backend=job.backend,
+            device_kind=job.device_kind,
+            seed=job.seed,
+            accumulate=job.accumulate,
+            clip_norm=job.clip_norm,
+            compiled=job.compiled,
+        )
     if job.emulated:
         run_evenly()  # all groups' threads are there now
     return trainer

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from soap import pace
 from soap.presets import local_topology
 from soap.profiles.link_probes import BLOCK_BYTES, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.runtime.redistribute import Communicator
@@ -22,9 +23,10 @@ from soap.strategy import Strategy
 
 CHAINS = (3, 11)
 """Tiles of the two chains whose steps are compared."""
-STEPS, WARM_UP_STEPS = 8, 3
-TURNS = 3
-"""How often all chains are run, one after the other: what slows the machine down for a while does not hit one of them alone."""
+STEPS, WARM_UP_STEPS = 6, 2
+TURNS, RESTART_TURNS = 3, 2
+"""How often all chains are run, one after the other: what slows the machine down for a while does not hit one of them alone. Those with
+tiles that compute take longer."""
 
 Busy = Callable[[], float]
 """Seconds for which this rank's device has computed so far."""
@@ -48,7 +50,7 @@ def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, known: Sequen
         return _timing(probe, [one for turn in turns for one in turn.longer], median(turn.busier for turn in turns))
     summed = Probe(Operation.STEP_SUM, probe.devices, STEP_BYTES)
     own = next((timing for timing in known if timing.probe == summed), None) or measure_in_steps(comm, summed, busy)
-    turns = [_turn(comm, probe, busy, round(probe.size_bytes / BLOCK_BYTES)) for _ in range(TURNS)]
+    turns = [_turn(comm, probe, busy, round(probe.size_bytes / BLOCK_BYTES)) for _ in range(RESTART_TURNS)]
     longer = [one - own.typical_seconds for turn in turns for one in turn.longer]
     return _timing(probe, longer, median(turn.alone for turn in turns))
 
@@ -76,7 +78,8 @@ def _turn(comm: Communicator, probe: Probe, busy: Busy, blocks: int) -> _PerTile
 
 def _steps(comm: Communicator, model: Chain, strategy: Strategy, busy: Busy) -> tuple[list[float], float]:
     """Seconds of each step of the slowest rank, and for how many of them the busiest rank's device computes, on all ranks."""
-    trainer = Trainer(model, (strategy, local_topology(comm.world_size)), device_kind="cpu")
+    with pace.paused():  # the first one imports a good deal
+        trainer = Trainer(model, (strategy, local_topology(comm.world_size)), device_kind="cpu")
     walls, own_busy = [], []
     for step in range(WARM_UP_STEPS + STEPS):
         comm.barrier()

@@ -164,6 +164,8 @@ def test_what_was_measured_at_another_scale_is_measured_again(capsys: Capsys, mo
     assert found["scales"] == [0.25] and found["used"]
     assert main(["links", *common, "--show"]) == 0
     assert f"{len(timings)} of {len(timings)} probes measured at --emulate-scale 0.25\n" in capsys.readouterr().out
+    told(capsys, [*common, "--emulate-scale", "0.25", "--within-steps", "--again"])
+    assert asked[1:] == [(0.25, tuple(probe for probe in probes_for(topology) if probe.operation in IN_STEPS))]
 
 
 @pytest.mark.slow
