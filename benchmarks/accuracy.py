@@ -10,10 +10,10 @@ the best few are run, and the quickest is what was found, as by ``soap-search --
 
 A round measures the computations again, and what messages and sums take within steps, predicts every strategy from them, and runs every
 strategy once: a virtual machine's cores are quicker in some minutes than in others, for one kind of computation more than for another,
-and go on behind a wait more slowly; what is predicted is to be what is measured then. Predicted is the median of the rounds' predictions, measured that of the rounds, of each its median step: emulated devices'
-time is even (``soap.yardstick``), so what is left of noise adds and takes. Printed are the error of each prediction, how far a
-strategy's rounds and its predictions are apart, the median and the 95th percentile of each model's errors, Kendall's tau between predicted
-and measured order, and whether the found plan is the measured best.
+and go on behind a wait more slowly; what is predicted is to be what is measured then. Predicted is the median of the rounds' predictions,
+measured that of the rounds, of each its median step: emulated devices' time is even (``soap.yardstick``), so what is left of noise adds
+and takes. Printed are the error of each prediction, how far a strategy's rounds and its predictions are apart, the median and the 95th
+percentile of each model's errors, Kendall's tau between predicted and measured order, and whether the found plan is the measured best.
 """
 
 from __future__ import annotations

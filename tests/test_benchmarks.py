@@ -112,6 +112,7 @@ def test_tau_counts_pairs_in_the_same_order() -> None:
     assert tau([(1, 10), (2, 20), (3, 30)]) == 1.0
     assert tau([(1, 10), (2, 30), (3, 20)]) == pytest.approx(1 / 3)
     assert tau([(1, 10), (1, 20)]) == 0.0
+    assert tau([(1, 10), (2, 20)], [(1, 5), (2, 4)], [(9, 9)]) == 0.0  # pairs of one group alone
 
 
 def test_tables_of_several_runs_are_reported_together() -> None:
@@ -129,8 +130,8 @@ def test_tables_of_several_runs_are_reported_together() -> None:
     assert [plan[:5] for plan in found] == [(plan.cluster, "m", *plan[2:5]) for plan in plans]
     lines = accuracy_report.report(found)
     assert lines[2:4] == ["| a | m | 3 | 4.0% | 9.5% | 0.33 | 1.000 | 2.00 |", "| b | m | 2 | 10.0% | 20.0% | 1.00 | 1.000 | 1.00 |"]
-    assert lines[5] == "| model, all clusters | plans | median error | 95% within | Kendall's tau |"
-    assert lines[7] == "| m | 5 | 4.0% | 20.0% | 0.80 |"
+    assert lines[5] == "| model, all clusters | plans | median error | 95% within | tau across clusters | tau on one cluster |"
+    assert lines[7] == "| m | 5 | 4.0% | 20.0% | 0.80 | 0.50 |"
     assert lines[-1] == "5 plans: median error 4.0%, 80% of them within 15%, mean 7.1%"
 
 
