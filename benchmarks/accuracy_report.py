@@ -122,7 +122,8 @@ def report(plans: Sequence[Plan]) -> list[str]:
             ratios = f"{of[FOUND] / min(of.values()):.3f} | {usual / of[FOUND]:.2f}"
         lines.append(f"| {own[0].cluster} | {own[0].model} | {_figures(own)} | {ratios} |")
     if len({plan.cluster for plan in plans}) > 1:
-        lines += ["", "| model, all clusters | plans | median error | 95% within | tau across clusters | tau on one cluster |", f"|{'---|' * 6}"]
+        head = "| model, all clusters | plans | median error | 95% within | tau across clusters | tau on one cluster |"
+        lines += ["", head, f"|{'---|' * 6}"]
         for own in _grouped(plans, lambda plan: plan.model):
             on_one = tau(*map(_times, _grouped(own, lambda plan: plan.cluster)))
             lines.append(f"| {own[0].model} | {_figures(own)} | {on_one:.2f} |")

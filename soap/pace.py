@@ -26,7 +26,7 @@ class Pace:
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self.busy_ns = 0
+        self.busy_ns = self._used_ns = self._free_ns = self._queued_ns = 0
         self._statistics = _open_statistics()
         self.go_on()
 

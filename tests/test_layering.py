@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(GROUND_FLOOR, GROUND_FLOOR),
     "soap.simulator": ("soap.simulator", *GROUND_FLOOR),
     "soap.tracing": ("soap.tracing", "soap.simulator.tiling", *GROUND_FLOOR),
+    "soap.tracing.footprints": ("soap.tracing", "soap.simulator.footprint", "soap.simulator.tiling", *GROUND_FLOOR),  # adds what that lacks
     "soap.tracing.load": ("soap.tracing", "soap.zoo", *GROUND_FLOOR),  # the one place where model names meet models
     "soap.search": ("soap.search", "soap.simulator", *GROUND_FLOOR),
     "soap.profiles": ("soap.profiles", "soap.simulator", *GROUND_FLOOR),
