@@ -26,6 +26,8 @@ REALLY_RUN_FLOPS = 2**32
 
 FINER = 4
 """Into so many parts an operator is cut, where in two it takes more than its share, to see what does not shrink."""
+LITTLE = 50
+"""Such a part of an operator's operands."""
 
 Footprints = tuple[Footprint, ...]
 """As in ``OperatorGraph.footprints``."""
@@ -109,7 +111,7 @@ class _Trials:
         large, small = (self._tile((*degrees[:place], min(degree, factor.size), *degrees[place + 1 :])) for degree in (2, FINER))
         half = self._footprint(large, cut=True)
         in_proportion = _of_all(half, self._op, large)
-        if _covers(own, in_proportion) or large.size == small.size:
+        if _covers(own, in_proportion, self._little()) or large.size == small.size:
             return in_proportion
         finer, points = self._footprint(small, cut=True), iteration_points(self._op)
         lines = [_line((large.size, one), (small.size, other), points) for one, other in zip(_sizes(half), _sizes(finer), strict=True)]
@@ -123,6 +125,8 @@ class _Trials:
         sizes = [size if size > other else 0 for size, other in zip(_sizes(cut), expected, strict=True)]
         if max(sizes) <= 0 and cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)):
             return ()
+        if max(size - other for size, other in zip(sizes, expected, strict=True)) <= self._little():
+            return (_of_all(Footprint(sizes[0], sizes[1], sizes[2], cut.keeps), self._op, parts),) * len(degrees)
         lines = [self._lines_together(i, sizes, parts, degrees) for i in range(len(degrees))]
         of_all = [0 if size <= 0 else size * prod(line[use][0] for line in lines) // size ** len(lines) for use, size in enumerate(sizes)]
         fixed = [tuple(0 if size <= 0 else size * own[use][1] // own[use][0] for use, size in enumerate(of_all)) for own in lines]
@@ -138,6 +142,11 @@ class _Trials:
             return [(-(-size * factor.size // (last - first)), 0) for size in sizes]
         finer = self._footprint(small, cut=True)
         return [_line((parts.size, one), (small.size, other), points) for one, other in zip(sizes, _sizes(finer), strict=True)]
+
+    def _little(self) -> int:
+        """So many bytes are not worth further runs, to see with what they shrink."""
+        operands = (*self._op.inputs, *self._op.parameters, *self._op.outputs)
+        return sum(self._graph.tensors[o.tensor].bytes for o in operands) // LITTLE
 
     def _recurrent(self) -> Footprints | None:
         """By really running it, whole and with one sample: what it needs however small it is, is the same for both."""
@@ -261,8 +270,8 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def _covers(one: Footprint, other: Footprint) -> bool:
-    return all(a >= b for a, b in zip(_sizes(one), _sizes(other), strict=True)) and one.keeps >= other.keeps
+def _covers(one: Footprint, other: Footprint, little: int = 0) -> bool:
+    return all(a + little >= b for a, b in zip(_sizes(one), _sizes(other), strict=True)) and one.keeps >= other.keeps
 
 
 def _sizes(footprint: Footprint) -> tuple[int, int, int]:

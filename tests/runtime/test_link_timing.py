@@ -10,7 +10,7 @@ from soap.profiles.link_probes import BLOCK_BYTES, IN_STEPS, STEP_BYTES, LinkTim
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.link_timing import LEAST_ROUNDS, measure_links
 from soap.runtime.step_chains import chain_model, chain_strategy
-from soap.runtime.step_timing import STEPS, TURNS
+from soap.runtime.step_timing import RESTART_TURNS, STEPS, TURNS
 from soap.simulator.flows import exchange_rounds
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.tasks import TaskKind
@@ -45,7 +45,8 @@ def test_what_is_timed_within_steps(pool: Pool) -> None:
     results = pool.run(timed, probes, 3)
     assert results[0][0] == results[1][0] == results[2][0]
     for probe, timing in zip(probes, results[0][0], strict=True):
-        assert timing.probe == probe and len(timing.seconds) == STEPS * TURNS and timing.cpu_seconds > 0
+        turns = RESTART_TURNS if probe.operation is Operation.STEP_RESTART else TURNS
+        assert timing.probe == probe and len(timing.seconds) == STEPS * turns and timing.cpu_seconds > 0
 
 
 @pytest.mark.parametrize(
