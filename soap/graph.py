@@ -176,6 +176,11 @@ class Footprint:
     keeps: frozenset[int]
     fixed_bytes: tuple[int, int, int] = (0, 0, 0)
 
+    @property
+    def sizes_bytes(self) -> tuple[int, int, int]:
+        """Kept, forward, backward."""
+        return self.kept_bytes, self.forward_bytes, self.backward_bytes
+
 
 @dataclass(frozen=True)
 class OperatorGraph:

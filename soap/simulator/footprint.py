@@ -70,8 +70,10 @@ def tile_bytes(op: Operator, known: Sequence[Footprint], intervals: Sequence[Int
         size, fixed = _size(known[0], use)
         return fixed + _share(size - fixed, op, points)
     alone, together = ([_part(_size(own[i], use), op.factors[i].size, intervals[i]) for i in cut if own] for own in _of_cuts(op, known))
-    most = max(_together(number, alone) for number in range(len(alone)))
-    return max(most, _together(0, together)) if len(cut) > 1 and together and together[0].bytes_times > 0 else most
+    found = [_together(number, alone) for number in range(len(alone))]
+    if len(cut) > 1 and together and together[0].bytes_times > 0:
+        found.append(_together(0, together))
+    return max(found)
 
 
 class _Part(NamedTuple):
@@ -108,8 +110,7 @@ def _of_cuts(op: Operator, known: Sequence[Footprint]) -> tuple[Sequence[Footpri
 
 
 def _size(footprint: Footprint, use: Use) -> tuple[int, int]:
-    sizes = footprint.kept_bytes, footprint.forward_bytes, footprint.backward_bytes
-    return sizes[use], footprint.fixed_bytes[use]
+    return footprint.sizes_bytes[use], footprint.fixed_bytes[use]
 
 
 def _share(size: int, op: Operator, points: int) -> int:

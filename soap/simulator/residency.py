@@ -203,8 +203,7 @@ class _Values:
         before it is over."""
         reduction = self.plan.reductions[number]
         own = [tile for tile in reduction.tiles if self.plan.tiles[tile].device == device]
-        begun = [self.spans.begun[self.spans.segment[tile]] for tile in own if tile in self.spans.backward]
-        return max(done_ns, min(begun, default=self.ledger.arrived(device, done_ns)))
+        return max(done_ns, self.spans.back_at(own, self.ledger.arrived(device, done_ns)))
 
     def sent(self) -> None:
         """What devices give away in the forward pass, and what is on its way out."""

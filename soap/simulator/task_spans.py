@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 from soap.simulator.footprint import kept_places
@@ -103,7 +103,7 @@ class TaskSpans:
         held = self.plan.holdings[holding]
         makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
         own = [tile for tile in makers if self.plan.tiles[tile].device == held.device and tile in self.backward]
-        begun = min((self.begun[self.segment[tile]] for tile in own), default=self.end_ns)
+        begun = self.back_at(own, self.end_ns)
         end = max((self.backward[tile][1] for tile in own), default=self.end_ns)
         if held.reduction is not None:
             reduction = self.plan.reductions[held.reduction]
@@ -112,6 +112,10 @@ class TaskSpans:
                 start = self.named[name][0]
                 return start, start
         return begun, end
+
+    def back_at(self, tiles: Iterable[int], default: int) -> int:
+        """When the backward pass of the first of these tiles' segments begins, of those that have one; ``default`` if none has."""
+        return min((self.begun[self.segment[tile]] for tile in tiles if tile in self.backward), default=default)
 
     def taken(self, number: int) -> int:
         """When the last of those that take parts of a fetched region's gradient has had them."""

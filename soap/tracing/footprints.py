@@ -104,17 +104,16 @@ class _Trials:
 
     def _cut_by(self, place: int, own: Footprint) -> Footprint:
         """With one factor cut. ``own``: the whole operator's."""
-        factor = self._op.factors[place]
-        if factor.size == 1:
+        if self._op.factors[place].size == 1:
             return own
-        degrees = [1] * len(self._op.factors)
-        large, small = (self._tile((*degrees[:place], min(degree, factor.size), *degrees[place + 1 :])) for degree in (2, FINER))
+        large, small = (self._tile_cut_by(place, parts, (1,) * len(self._op.factors)) for parts in (2, FINER))
         half = self._footprint(large, cut=True)
         in_proportion = _of_all(half, self._op, large)
         if _covers(own, in_proportion, self._little()) or large.size == small.size:
             return in_proportion
         finer, points = self._footprint(small, cut=True), iteration_points(self._op)
-        lines = [_line((large.size, one), (small.size, other), points) for one, other in zip(_sizes(half), _sizes(finer), strict=True)]
+        pairs = zip(half.sizes_bytes, finer.sizes_bytes, strict=True)
+        lines = [_line((large.size, one), (small.size, other), points) for one, other in pairs]
         (kept, forward, backward), fixed = zip(*lines, strict=True)
         return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed)
 
@@ -122,7 +121,7 @@ class _Trials:
         """With all factors cut, by factor: of which there is what does not shrink with that. Of no use that takes as much by single cuts;
         nothing if that is so for all."""
         expected = [tile_bytes(self._op, known, parts.intervals, use) for use in Use]
-        sizes = [size if size > other else 0 for size, other in zip(_sizes(cut), expected, strict=True)]
+        sizes = [size if size > other else 0 for size, other in zip(cut.sizes_bytes, expected, strict=True)]
         if max(sizes) <= 0 and cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)):
             return ()
         if max(size - other for size, other in zip(sizes, expected, strict=True)) <= self._little():
@@ -137,11 +136,11 @@ class _Trials:
         factor = self._op.factors[place]
         first, last = parts.intervals[place]
         points = parts.size * factor.size // (last - first)
-        small = self._tile((*degrees[:place], min(FINER, factor.size), *degrees[place + 1 :]))
+        small = self._tile_cut_by(place, FINER, degrees)
         if small.size == parts.size:
             return [(-(-size * factor.size // (last - first)), 0) for size in sizes]
         finer = self._footprint(small, cut=True)
-        return [_line((parts.size, one), (small.size, other), points) for one, other in zip(sizes, _sizes(finer), strict=True)]
+        return [_line((parts.size, one), (small.size, other), points) for one, other in zip(sizes, finer.sizes_bytes, strict=True)]
 
     def _little(self) -> int:
         """So many bytes are not worth further runs, to see with what they shrink."""
@@ -160,12 +159,13 @@ class _Trials:
         found = Footprint(own.kept_bytes, own.forward_bytes, own.backward_bytes, own.keeps, (fixed, 0, 0))
         return (found,)
 
+    def _tile_cut_by(self, place: int, parts: int, degrees: tuple[int, ...]) -> Tile:
+        """Under these degrees, but one factor in so many parts, or as many as it has."""
+        return self._tile((*degrees[:place], min(parts, self._op.factors[place].size), *degrees[place + 1 :]))
+
     def _tile(self, degrees: tuple[int, ...] | None = None) -> Tile:
         chosen = degrees or (1,) * len(self._op.factors)
-        count = 1
-        for degree in chosen:
-            count *= degree
-        return tiles_of(self._graph, self._position, OpConfig(chosen, (0,) * count))[0]
+        return tiles_of(self._graph, self._position, OpConfig(chosen, (0,) * prod(chosen)))[0]
 
     def _regions(self, tile: Tile, *, cut: bool) -> list[torch.Tensor]:
         """What a tile reads. ``cut``: parameters are shards, each a piece of memory of its own."""
@@ -271,17 +271,13 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _covers(one: Footprint, other: Footprint, little: int = 0) -> bool:
-    return all(a + little >= b for a, b in zip(_sizes(one), _sizes(other), strict=True)) and one.keeps >= other.keeps
-
-
-def _sizes(footprint: Footprint) -> tuple[int, int, int]:
-    return footprint.kept_bytes, footprint.forward_bytes, footprint.backward_bytes
+    return all(a + little >= b for a, b in zip(one.sizes_bytes, other.sizes_bytes, strict=True)) and one.keeps >= other.keeps
 
 
 def _of_all(footprint: Footprint, op: Operator, tile: Tile) -> Footprint:
     """As if a tile had all points."""
     points = iteration_points(op)
-    kept, forward, backward = (-(-size * points // max(1, tile.size)) for size in _sizes(footprint))
+    kept, forward, backward = (-(-size * points // max(1, tile.size)) for size in footprint.sizes_bytes)
     return Footprint(kept, forward, backward, footprint.keeps)
 
 
