@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from soap.cli.command import Parser, UsageError
 from soap.cli.tables import aligned
 from soap.emulation.hosts import Card, HostLimits, host_limits
-from soap.emulation.network import MTU_BYTES
+from soap.emulation.network import HEADER_BYTES, MTU_BYTES
 from soap.emulation.placement import Placement
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
@@ -26,8 +26,7 @@ from soap.topology import DeviceKind, Topology
 if TYPE_CHECKING:
     from soap.runtime.measure import StepTimes
 
-HEADER_BYTES = 66
-"""Of a frame: Ethernet, IP, and TCP with its time stamps."""
+WAYS = ("sent", "received")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,8 @@ def planned_bytes(simulation: Simulation, micro_batches: int) -> Mapping[str, in
 
 
 def crossed(hosts: Sequence[HostLimits], simulation: Simulation, micro_batches: int, measured: StepTimes) -> list[dict[str, Any]]:
-    """For each host, bytes in all timed steps: counted by its network card, and planned. As plain JSON values."""
+    """For each host, bytes in all timed steps: counted by its network card, of these what frames' headers are, and planned. As plain
+    JSON values."""
     planned, steps = planned_bytes(simulation, micro_batches), len(measured.times_ns)
     links = simulation.tasks.topology.links
 
@@ -109,9 +109,11 @@ def crossed(hosts: Sequence[HostLimits], simulation: Simulation, micro_batches: 
 
     rows = []
     for host in hosts:
-        sent, received = measured.card_bytes[host.ranks[0]]  # all ranks of a host read the same card
-        entry = {"host": host.name, "sent_bytes": sent, "planned_sent_bytes": plan(host.sending)}
-        rows.append({**entry, "received_bytes": received, "planned_received_bytes": plan(host.receiving)})
+        counted = measured.card_counts[host.ranks[0]]  # all ranks of a host read the same card
+        row: dict[str, Any] = {"host": host.name}
+        for way, size, frames, card in zip(WAYS, counted[:2], counted[2:], (host.sending, host.receiving), strict=True):
+            row |= {f"{way}_bytes": size, f"{way}_header_bytes": frames * HEADER_BYTES, f"planned_{way}_bytes": plan(card)}
+        rows.append(row)
     return rows
 
 
@@ -142,19 +144,21 @@ def text(report: Mapping[str, Any]) -> str:
         if not entry["links"]:
             continue
         steps = len(entry["steps_ns"])
-        rows: list[tuple[str, ...]] = [(f"bytes per step, {name}", "sent", "planned", "ratio", "received", "planned", "ratio")]
+        heads = [head for way in WAYS for head in (way, "planned", "ratio", "headers")]
+        rows: list[tuple[str, ...]] = [(f"bytes per step, {name}", *heads)]
         for row in entry["links"]:
             cells = [row["host"]]
-            for way in ("sent", "received"):
-                counted, planned = row[f"{way}_bytes"], row[f"planned_{way}_bytes"]
-                cells += [f"{counted / steps:,.0f}", f"{planned / steps:,.0f}", f"{counted / planned:.3f}" if planned else ""]
+            for way in WAYS:
+                headers, planned = row[f"{way}_header_bytes"], row[f"planned_{way}_bytes"]
+                carried = row[f"{way}_bytes"] - headers
+                ratio = f"{carried / planned:.3f}" if planned else ""
+                cells += [f"{carried / steps:,.0f}", f"{planned / steps:,.0f}", ratio, f"{headers / steps:,.0f}"]
             rows.append(tuple(cells))
         parts.append(aligned(rows))
     emulation = report["emulation"]
-    share = HEADER_BYTES / (emulation["mtu_bytes"] - HEADER_BYTES + 14)  # the MTU does not count Ethernet's header
     parts.append(
-        f"  counted by the hosts' network cards, headers ({share:.1%} of full frames) and acknowledgements included,\n"
-        "  and the two barriers around each step, by which it is timed; latency is not emulated"
+        f"  counted by the hosts' network cards; headers ({HEADER_BYTES} bytes of each frame; acknowledgements are nothing else) apart,\n"
+        "  the two barriers around each step included, by which it is timed; latency is not emulated"
     )
     if emulation["scale"] != 1:
         parts.append(f"  link rates and CPU shares times {emulation['scale']:g}; predicted times are divided by it")

@@ -30,6 +30,8 @@ BRIDGE, BOX = "bridge", "box"
 """The bridge, and the end of the box's cable, within their namespace."""
 MTU_BYTES = 9000
 """Jumbo frames, as clusters have them: headers are 0.7% of a full frame. A token bucket counts them, too."""
+HEADER_BYTES = 66
+"""Of a frame: Ethernet, IP, and TCP with its time stamps."""
 SEGMENTS_BYTES = 2 * MTU_BYTES
 """That a host hands over at once: 64 KiB, as usual, would need buckets that hold more."""
 LEAST_BURST_BYTES, MOST_BURST_BYTES = 20 * 1024, 48 * 1024

@@ -133,11 +133,12 @@ def working_as_rank(place: Placement) -> Iterator[None]:
         os.sched_setaffinity(0, cores_before)
 
 
-def card_counters() -> tuple[int, int]:
-    """Bytes (sent, received) by the network card of this process's host since it was made, headers included."""
+def card_counters() -> tuple[int, int, int, int]:
+    """What the network card of this process's host has counted since it was made: bytes (sent, received), headers included, and frames
+    (sent, received), each of which has one header: of what the kernel cuts up behind the card it counts one frame, with one header."""
     for line in COUNTERS.read_text(encoding="ascii").splitlines():
         name, found, figures = line.partition(":")
         if found and name.strip() == INTERFACE:
             values = figures.split()
-            return int(values[8]), int(values[0])
+            return int(values[8]), int(values[0]), int(values[9]), int(values[1])
     raise RuntimeFailure(f"no network card {INTERFACE!r} here; expected to be on an emulated host")

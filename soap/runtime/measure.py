@@ -19,12 +19,13 @@ WARM_UP_STEPS = 2
 class StepTimes:
     """Nanoseconds of each step after the warm-up, of the slowest rank, and each step's loss (warm-up included).
 
-    ``card_bytes``: by rank, bytes (sent, received) that its host's network card counted in these timed steps; empty if nobody asked.
+    ``card_counts``: by rank, bytes (sent, received) and frames (sent, received) that its host's network card counted in these timed
+    steps; empty if nobody asked.
     """
 
     times_ns: tuple[int, ...]
     losses: tuple[float, ...]
-    card_bytes: tuple[tuple[int, int], ...] = ()
+    card_counts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def median_ns(self) -> int:
@@ -38,16 +39,16 @@ def measure_steps(
     steps: int,
     warm_up: int = WARM_UP_STEPS,
     on_step: Callable[[int, float], None] | None = None,
-    card: Callable[[], tuple[int, int]] | None = None,
+    card: Callable[[], tuple[int, ...]] | None = None,
 ) -> StepTimes:
     """Train ``warm_up + steps`` steps on ``batch(trainer.steps)`` each; on all ranks. ``on_step`` hears each step's number and loss.
 
-    ``card``: tells the bytes (sent, received) so far; it is asked while no step is under way. What a timed step has beside its own traffic
-    are the two barriers around it, and what ``on_step`` sends.
+    ``card``: tells what ``StepTimes.card_counts`` has, so far; it is asked while no step is under way. What a timed step has beside its
+    own traffic are the two barriers around it, and what ``on_step`` sends.
     """
     times: list[int] = []
     losses: list[float] = []
-    moved = [(0, 0), (0, 0)]
+    moved: list[tuple[int, ...]] = [(), ()]
 
     def count(place: int) -> None:
         if card is not None:
@@ -69,7 +70,8 @@ def measure_steps(
             on_step(number, losses[-1])
     count(1)
     slowest = [max(own) for own in zip(*trainer.comm.gather(times), strict=True)]
-    crossed = tuple((after[0] - before[0], after[1] - before[1]) for before, after in trainer.comm.gather(moved)) if card else ()
+    counts = trainer.comm.gather(moved) if card is not None else []
+    crossed = tuple(tuple(now - then for then, now in zip(before, after, strict=True)) for before, after in counts)
     return StepTimes(tuple(slowest[warm_up:]), tuple(losses), crossed)
 
 

@@ -98,7 +98,8 @@ def test_trains_like_one_process_and_counts_the_plan_s_bytes(nothing_left: None,
         for way in ("sent", "received"):
             planned = row[f"planned_{way}_bytes"]
             assert planned == pytest.approx(3 * parameters * 8, rel=1e-3)  # three timed steps; the rest is the loss
-            assert planned < row[f"{way}_bytes"] < 1.03 * planned
+            assert planned < row[f"{way}_bytes"] - row[f"{way}_header_bytes"] < 1.02 * planned
+            assert 0 < row[f"{way}_header_bytes"] < 0.03 * planned
     assert report["strategies"]["data_parallel"]["links"] is None
 
 
@@ -147,15 +148,15 @@ def test_gpus_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def test_what_people_see_at_half_the_scale(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     job, predicted, costs = prepare(make_parser().parse_args(["s.json", "--model", "m.pt2", "--steps", "3"]))
-    outcome = Outcome("gloo", {"strategy": StepTimes((5, 5), (0.5,) * 3, ((2_500_000, 600), (600, 700)))}, None, ())
+    outcome = Outcome("gloo", {"strategy": StepTimes((5, 5), (0.5,) * 3, ((2_500_000, 600, 1000, 3), (600, 700, 4, 5)))}, None, ())
     whole, half = (document(job, predicted, outcome, costs, host_limits(job.topology, scale, 2), scale) for scale in (1.0, 0.5))
     for name, entry in whole["strategies"].items():
         assert half["strategies"][name]["predicted_ns"] == 2 * entry["predicted_ns"]
     assert half["emulation"]["hosts"][0]["sending_bytes_per_second"] == 25e6
     planned = whole["strategies"]["strategy"]["links"][0]["planned_sent_bytes"]
     (row,) = (line.split() for line in text(whole).splitlines() if line.startswith("  host0 "))
-    assert row[1:4] == ["1,250,000", f"{planned / 2:,.0f}", f"{2_500_000 / planned:.3f}"]
-    assert "headers (0.7% of full frames)" in text(whole) and "predicted times" not in text(whole)
+    assert row[1:5] == ["1,217,000", f"{planned / 2:,.0f}", f"{2_434_000 / planned:.3f}", "33,000"]
+    assert "headers (66 bytes of each frame" in text(whole) and "predicted times" not in text(whole)
     assert "link rates and CPU shares times 0.5; predicted times are divided by it" in text(half)
     plain = document(job, predicted, outcome, costs)
     assert plain["emulation"] is None and "bytes per step" not in text(plain)
@@ -170,9 +171,17 @@ def test_planned_bytes_of_micro_batches_and_hosts(folder: Path) -> None:
     for name, size in once.items():
         assert twice[name] == 3 * size - 2 * synced
     hosts = host_limits(cluster, 1.0, 2)
-    rows = crossed(hosts, simulation, 1, StepTimes((1, 1), (0.0,) * 4, ((10, 20), (30, 40))))
+    rows = crossed(hosts, simulation, 1, StepTimes((1, 1), (0.0,) * 4, ((100, 200, 1, 2), (300, 400, 3, 4))))
     expected = 2 * once["host0/cpu0->network"]
     assert rows == [
-        {"host": "host0", "sent_bytes": 10, "planned_sent_bytes": expected, "received_bytes": 20, "planned_received_bytes": expected},
-        {"host": "host1", "sent_bytes": 30, "planned_sent_bytes": expected, "received_bytes": 40, "planned_received_bytes": expected},
+        {
+            "host": host,
+            "sent_bytes": 100 * sent,
+            "sent_header_bytes": 66 * sent,
+            "planned_sent_bytes": expected,
+            "received_bytes": 100 * received,
+            "received_header_bytes": 66 * received,
+            "planned_received_bytes": expected,
+        }
+        for host, sent, received in (("host0", 1, 2), ("host1", 3, 4))
     ]

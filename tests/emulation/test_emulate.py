@@ -23,6 +23,7 @@ from soap.emulation import leftovers, network, quota
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
 from soap.emulation.names import NAMESPACES, group_name, host_address
+from soap.emulation.network import HEADER_BYTES
 from soap.emulation.placement import Placement, card_counters, run_evenly, working_as_rank
 from soap.emulation.quota import CpuGroups
 from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
@@ -188,6 +189,10 @@ def test_one_host_has_no_limits_on_links() -> None:
         assert buckets("-n", f"soap{emulation.number}-0") == {}
 
 
+def grown(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(now - then for then, now in zip(before, after, strict=True))
+
+
 def on_host_1(place: Placement, address: str, pipe: Connection) -> None:
     """Takes the payload, and tells what its card counted and whether its loopback is another's."""
     place(1)
@@ -200,7 +205,7 @@ def on_host_1(place: Placement, address: str, pipe: Connection) -> None:
             while data := stream.recv(65536):
                 size += len(data)
     after = card_counters()
-    pipe.send((size, peer[0], after[0] - before[0], after[1] - before[1], os.environ["GLOO_SOCKET_IFNAME"]))
+    pipe.send((size, peer[0], grown(before, after), os.environ["GLOO_SOCKET_IFNAME"]))
 
 
 def on_host_0(place: Placement, address: str, pipe: Connection) -> None:
@@ -212,7 +217,7 @@ def on_host_0(place: Placement, address: str, pipe: Connection) -> None:
         stream.shutdown(socket.SHUT_WR)
         assert stream.recv(1) == b""  # the other has read it all
     after = card_counters()
-    pipe.send((after[0] - before[0], after[1] - before[1]))
+    pipe.send(grown(before, after))
 
 
 def test_ranks_are_on_their_hosts_and_cards_count(groups: CpuGroups) -> None:
@@ -227,16 +232,18 @@ def test_ranks_are_on_their_hosts_and_cards_count(groups: CpuGroups) -> None:
         sender = spawn.Process(target=on_host_0, args=(emulation.place, address, theirs_0))
         sender.start()
         assert ours_1.poll(PATIENCE_S) and ours_0.poll(PATIENCE_S)
-        size, peer, sent_1, received_1, interface = ours_1.recv()
-        sent_0, received_0 = ours_0.recv()
+        size, peer, (sent_1, received_1, frames_sent_1, frames_received_1), interface = ours_1.recv()
+        sent_0, received_0, frames_sent_0, frames_received_0 = ours_0.recv()
         for process in (sender, receiver):
             process.join(PATIENCE_S)
             assert process.exitcode == 0
     assert (size, peer, interface) == (PAYLOAD_BYTES, str(host_address(emulation.number, 0)), "eth0")
-    for counted in (sent_0, received_1):
+    for counted, frames in ((sent_0, frames_sent_0), (received_1, frames_received_1)):
         assert PAYLOAD_BYTES < counted < 1.03 * PAYLOAD_BYTES
-    for counted in (received_0, sent_1):
+        assert abs(counted - HEADER_BYTES * frames - PAYLOAD_BYTES) < 500  # those that find addresses are shorter
+    for counted, frames in ((received_0, frames_received_0), (sent_1, frames_sent_1)):
         assert 0 < counted < 0.03 * PAYLOAD_BYTES
+        assert abs(counted - HEADER_BYTES * frames) < 500
 
 
 def fail() -> None:

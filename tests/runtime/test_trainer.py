@@ -163,7 +163,7 @@ def run_counted(plan: Plan) -> tuple[StepTimes, list[int]]:
     asked: list[int] = []
     with Trainer(model, plan, dtype=torch.float64) as trainer:
 
-        def card() -> tuple[int, int]:
+        def card() -> tuple[int, ...]:
             asked.append(trainer.steps)
             return 1000 * trainer.steps, trainer.steps + trainer.rank
 
@@ -173,7 +173,7 @@ def run_counted(plan: Plan) -> tuple[StepTimes, list[int]]:
 def test_a_card_is_asked_before_the_first_timed_step_and_after_the_last(pool: Pool) -> None:
     results = pool.run(run_counted, MIXED)
     assert [asked for _, asked in results] == [[2, 5]] * len(results)
-    assert all(times.card_bytes == ((3000, 3),) * len(results) for times, _ in results)
+    assert all(times.card_counts == ((3000, 3),) * len(results) for times, _ in results)
 
 
 def _wrong_inputs(what: str, inputs: list[Any], rank: int) -> list[Any]:
