@@ -36,14 +36,20 @@ class Pace:
 
     def catch_up(self) -> None:
         """Return when the device would have come so far."""
-        used, now = yardstick.thread_time_ns(), time.perf_counter_ns()
+        self.free_ns()
+        now = time.perf_counter_ns()
+        if self._free_ns - now >= LEAST_SLEEP_NS:
+            time.sleep((self._free_ns - now) / 1e9)
+        self._queued_ns = self._queued()
+
+    def free_ns(self) -> int:
+        """When the device has computed what the thread has, by the clock ``time.perf_counter_ns``."""
+        used = yardstick.thread_time_ns()
         computed_ns = int((used - self._used_ns) / self.share)
         self._used_ns = used
         self.busy_ns += computed_ns
         self._free_ns += computed_ns
-        if self._free_ns - now >= LEAST_SLEEP_NS:
-            time.sleep((self._free_ns - now) / 1e9)
-        self._queued_ns = self._queued()
+        return self._free_ns
 
     def resume(self) -> None:
         """Something that the device has waited for has come: it goes on now, or when it has done what it had begun."""
@@ -99,6 +105,12 @@ def busy_ns() -> int | None:
         return None
     _pace.catch_up()
     return _pace.busy_ns
+
+
+def now_ns() -> int:
+    """The calling thread's device's time, ahead of this machine's (``time.perf_counter_ns``) by what it will be late. Sleeps for nothing:
+    who has slept computes more slowly."""
+    return time.perf_counter_ns() if _pace is None else _pace.free_ns()
 
 
 def catch_up() -> None:

@@ -109,6 +109,18 @@ def test_being_late_is_made_up_for(machine: Machine) -> None:
     assert machine.wall == 12_000_000 and machine.slept == []
 
 
+def test_the_devices_time_is_read_without_sleeping(machine: Machine) -> None:
+    machine.compute(1_000_000)
+    assert pace.now_ns() == 4_000_000
+    machine.compute(1_000_000, beside=500_000)
+    assert pace.now_ns() == 8_000_000 and machine.wall == 2_500_000 and machine.slept == []
+    pace.catch_up()
+    assert machine.wall == 8_000_000 and pace.busy_ns() == 8_000_000
+    machine.wall += 5_000_000  # for a message
+    pace.resume()
+    assert pace.now_ns() == 13_000_000
+
+
 def test_short_sleeps_are_joined(machine: Machine) -> None:
     for _ in range(4):
         machine.compute(10_000)
@@ -121,4 +133,4 @@ def test_without_a_share_nothing_happens(machine: Machine) -> None:
     machine.compute(1_000_000)
     pace.catch_up()
     pace.resume()
-    assert machine.slept == [] and pace.busy_ns() is None
+    assert machine.slept == [] and pace.busy_ns() is None and pace.now_ns() == machine.wall
