@@ -36,10 +36,9 @@ class Pace:
 
     def catch_up(self) -> None:
         """Return when the device would have come so far."""
-        self.free_ns()
-        now = time.perf_counter_ns()
-        if self._free_ns - now >= LEAST_SLEEP_NS:
-            time.sleep((self._free_ns - now) / 1e9)
+        late_ns = self.free_ns() - time.perf_counter_ns()
+        if late_ns >= LEAST_SLEEP_NS:
+            time.sleep(late_ns / 1e9)
         self._queued_ns = self._queued()
 
     def free_ns(self) -> int:
@@ -108,8 +107,8 @@ def busy_ns() -> int | None:
 
 
 def now_ns() -> int:
-    """The calling thread's device's time, ahead of this machine's (``time.perf_counter_ns``) by what it will be late. Sleeps for nothing:
-    who has slept computes more slowly."""
+    """When the calling thread's device has computed what the thread has, by the clock ``time.perf_counter_ns``: later than now by what has
+    not taken effect yet, earlier where others have had the core. Does not sleep: who has slept computes more slowly."""
     return time.perf_counter_ns() if _pace is None else _pace.free_ns()
 
 
