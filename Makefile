@@ -19,22 +19,25 @@ endif
 WORKERS ?= 2
 
 # The tests start many processes on few cores; a thread pool in each would only make them wait for each other.
-test quick: export OMP_NUM_THREADS ?= 1
+test test-all quick: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick lint types wheel venv clean
+.PHONY: help demo test test-all quick lint types wheel venv clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
 
 demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy on this machine's processes, check it
 	$(PY) -m examples.demo
 
-test: lint types  ## everything: lint, types, all tests (with a wheel built and imported)
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal
+test: lint types  ## what every change must pass: lint, types, tests (with a wheel built and imported)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long"
 
-quick: lint types  ## the same without the slow tests
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+test-all: lint types  ## the same with the tests that take minutes each
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal --timeout 3600
+
+quick: lint types  ## `make test` without the slow tests
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not long"
 
 lint: $(ENVIRONMENT)  ## style
 	$(PY) -m ruff check .
