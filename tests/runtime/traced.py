@@ -16,7 +16,7 @@ from soap.tracing.load import load_model
 
 
 @functools.lru_cache(maxsize=8)
-def traced(spec: str, dtype: str) -> ExecutableModel:
+def traced(spec: str, dtype: str | None) -> ExecutableModel:
     """A model that each rank loads once."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -31,7 +31,7 @@ def sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def checked(spec: str, dtype: str, strategy: Strategy, topology: Topology, steps: int = 2) -> CheckResult:
+def checked(spec: str, dtype: str | None, strategy: Strategy, topology: Topology, steps: int = 2) -> CheckResult:
     """Train some steps on the example inputs, comparing loss, gradients, parameters and buffers with one process."""
     model = traced(spec, dtype)
     with Trainer(model, (strategy, topology), optimizer=sgd, seed=7) as trainer:

@@ -1,0 +1,49 @@
+"""A program held against its module: loss and every gradient of one eager step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.model import TileContext
+
+ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference relative to the largest element of all gradients, by the coarsest type among them."""
+
+
+def eager_step(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, loss: Callable[..., Tensor] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss, and the gradient of each trainable parameter: zero where none arrives."""
+    output = module(*args, **(kwargs or {}))
+    value = output if loss is None else loss(output)
+    own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(value, list(own.values()), allow_unused=True)
+    return value.detach(), {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(own.items(), found, strict=True)}
+
+
+def program_step(model: ExecutableModel) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same by the plain calls of the traced program, on its example inputs."""
+    parameters = {n: p.detach().clone().requires_grad_(model.graph.tensors[n].requires_grad) for n, p in model.parameters.items()}
+    context = TileContext(0, 0, {n: b.clone() for n, b in model.buffers.items()})
+    value = model.reference_loss(model.example_inputs, parameters, context)
+    wanted = {n: p for n, p in parameters.items() if p.requires_grad}
+    found = torch.autograd.grad(value, list(wanted.values()), allow_unused=True)
+    return value.detach(), {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(wanted.items(), found, strict=True)}
+
+
+def assert_as_eager(model: ExecutableModel, loss: Tensor, gradients: Mapping[str, Tensor]) -> None:
+    """The program's loss and gradients are these."""
+    found, own = program_step(model)
+    types = [g.dtype for g in gradients.values()]
+    allowed = max((ROUNDING.get(dtype, ROUNDING[torch.float32]) for dtype in types), default=ROUNDING[torch.float32])
+    largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    assert abs(float(found) - float(loss)) <= allowed * max(1.0, abs(float(loss)))
+    for name, gradient in gradients.items():
+        mine = own.get(name, torch.zeros_like(gradient))
+        apart = float((mine.to(gradient.dtype) - gradient).abs().max()) if gradient.numel() else 0.0
+        assert apart <= allowed * largest, (name, apart, largest)

@@ -1,0 +1,54 @@
+"""Each kind of model: the program is the module, eagerly; by tiles too. What cannot be trained exactly is refused in one line."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from soap.errors import ModelError
+from soap.tracing.export import export_model
+from soap.tracing.load import load_model
+from tests.tracing.eager import assert_as_eager, eager_step
+from tests.tracing.emulation import compare, draw_configs
+from tests.tracing.kinds import KINDS
+
+TRAINED = [name for name, kind in KINDS.items() if not kind.refused]
+REFUSED = [name for name, kind in KINDS.items() if kind.refused]
+
+
+def exported(name: str, folder: Path) -> str:
+    """Where the kind was exported to: which holds its loss and gradients against one eager step, random numbers aligned."""
+    built = KINDS[name].built()
+    path = folder / f"{name}.pt2"
+    export_model(built.module, built.args, built.kwargs, path=path, loss=built.loss)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_program_is_the_module(name: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = exported(name, tmp_path)
+        model, wide = load_model(path), load_model(path, dtype="float64")
+    if not KINDS[name].draws:
+        built = KINDS[name].built()
+        assert_as_eager(model, *eager_step(built.module, built.args, built.kwargs, built.loss))
+    for number in range(2):
+        compare(wide, draw_configs(wide.graph, random.Random(f"{name}/{number}")), tolerance=1e-8, floor=1e-4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as error:
+        exported(name, tmp_path)
+    assert re.search(KINDS[name].refused, str(error.value)) and "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_there_are_many_kinds() -> None:
+    losses = [name for name in KINDS if name.startswith("loss_")]
+    assert len(losses) >= 15 and len(KINDS) - len(losses) >= 60
