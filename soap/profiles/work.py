@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from soap.dtypes import is_differentiable
 from soap.graph import Operand, Operator, OperatorGraph
 from soap.regions import Box, volume
 from soap.simulator.row_counts import all_lookups, parameters_held
@@ -35,8 +36,6 @@ PLACE_TRAFFIC = 2560
 """What it costs a tile to run on rows, beside copying these: calls, and bytes of traffic for each row that it looks up, since rows are
 found by sorting, and their places by searching. On a shared 2-core machine whose calls took 6 us, at 19 GB/s: 120 to 170 us for few rows,
 and 130 to 155 ns for each of many look-ups."""
-
-FLOATING = ("float", "bfloat", "complex")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def _compute_dtype(graph: OperatorGraph, op: Operator) -> str:
     """The type in which it computes: the first floating one of its parameters, outputs and inputs."""
     for operand in (*op.parameters, *op.outputs, *op.inputs):
         dtype = graph.tensors[operand.tensor].dtype
-        if dtype.startswith(FLOATING):
+        if is_differentiable(dtype):
             return dtype
     return "float32"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from soap.dtypes import replaced
 from soap.runtime.inputs import micro_batches
 from soap.runtime.trainer import Trainer
 from soap.tracing.model import TileContext, TracedModel
@@ -35,7 +36,7 @@ def step_alone(
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         placed = trainer.place(tensor)
-        return placed.double() if wide and placed.is_floating_point() else placed
+        return placed.to(replaced(placed.dtype, torch.float64)) if wide else placed
 
     parameters = {n: own(before[n]).clone().requires_grad_(graph.tensors[n].requires_grad) for n in trainer.model.parameters}
     trainable = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}

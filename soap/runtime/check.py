@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from soap.dtypes import part_of
 from soap.errors import RuntimeFailure
 from soap.regions import whole
 from soap.runtime.alone import Alone, step_alone
@@ -192,7 +193,7 @@ class _Reference:
 def coarsest(trainer: Trainer) -> torch.dtype:
     """The type with the largest rounding that the trainer computes in; float32 if it has no floating-point tensors."""
     kinds = {run_dtype(trainer.model.graph, name, trainer.dtype) for name in trainer.model.graph.tensors}
-    known = [kind for kind in kinds if kind in TOLERANCES]
+    known = [part_of(kind) for kind in kinds if part_of(kind) in TOLERANCES]
     return max(known, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
 
@@ -209,6 +210,11 @@ def _differences(
     return result
 
 
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """With 64 bits for each number, or for both parts of complex ones."""
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
@@ -217,7 +223,7 @@ def _error(mine: torch.Tensor, expected: torch.Tensor, small: float) -> float:
     """Infinite if one is not finite where the other is."""
     if expected.numel() == 0:
         return 0.0
-    mine, expected = mine.detach().double(), expected.detach().double()
+    mine, expected = _wide(mine), _wide(expected)
     same = (mine == expected) | (mine.isnan() & expected.isnan())
     difference = float(torch.where(same, 0.0, (mine - expected).abs()).max())
     if difference != difference or difference == float("inf"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from soap.runtime.packing import plain
 from soap.runtime.redistribute import Communicator
 from soap.simulator.plan import Plan
 
@@ -18,7 +19,7 @@ def clip(comm: Communicator, plan: Plan, gradients: Mapping[int, torch.Tensor], 
 
     Returns the norm before. Each shard counts once, on the first of its devices, however many keep a copy.
     """
-    own = [gradient for shard, gradient in gradients.items() if plan.shards[shard].devices[0] == comm.rank]
+    own = [plain(gradient) for shard, gradient in gradients.items() if plan.shards[shard].devices[0] == comm.rank]
     squared = torch.zeros(1, dtype=torch.float64, device=comm.device)
     if own:
         squared += torch.stack(torch._foreach_norm(own, dtype=torch.float64 if comm.device.type == "cpu" else None)).double().square().sum()

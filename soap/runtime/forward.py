@@ -11,6 +11,7 @@ from contextlib import nullcontext
 
 import torch
 
+from soap.dtypes import is_differentiable
 from soap.errors import RuntimeFailure
 from soap.regions import lengths
 from soap.runtime.activity import ValueKey
@@ -330,4 +331,4 @@ def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _leaf(tensor: torch.Tensor, takes_gradient: bool) -> torch.Tensor:
-    return tensor.detach().requires_grad_(takes_gradient and tensor.is_floating_point())
+    return tensor.detach().requires_grad_(takes_gradient and is_differentiable(tensor.dtype))

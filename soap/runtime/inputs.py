@@ -77,5 +77,5 @@ def _digest(tensors: Tensors) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

@@ -7,11 +7,20 @@ from itertools import pairwise
 
 import torch
 
+from soap.tracing.calls import as_real
+
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All elements, one tensor after the other; a single contiguous tensor is not copied."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a type that backends know. Numbers that are only marked as conjugated or negated are written out first."""
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8)
+    return as_real(tensor) if tensor.is_complex() else tensor.resolve_neg()
 
 
 def are_adjacent(places: Sequence[torch.Tensor]) -> bool:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from soap import pace
 from soap.regions import Box, lengths, relative
-from soap.runtime.packing import pack
+from soap.runtime.packing import pack, plain
 from soap.scheduling import calm_gloo
 from soap.simulator.transit import SENT_BYTES, SENT_TENSORS
 
@@ -131,26 +131,26 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Start sending; ``finish_sends`` waits for it. The tensor must not change until then."""
-        wire = self._to_wire(_plain(tensor.detach().contiguous()))
+        wire = self._to_wire(plain(tensor.detach().contiguous()))
         pending = Pending(self._point_to_point(dist.isend, wire, target, tag), wire)
         self.keep(pending)
         return pending
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         """Start receiving into a contiguous buffer."""
-        wire, finish = self._from_wire(_plain(buffer))
+        wire, finish = self._from_wire(plain(buffer))
         return Pending(self._point_to_point(dist.irecv, wire, source, tag), buffer, finish)
 
     def all_reduce(self, tensor: torch.Tensor, devices: tuple[int, ...]) -> Pending:
         """Start summing a contiguous tensor in place over the devices; with a single one there is nothing to do."""
         if len(devices) < 2:
             return Pending((), tensor)
-        wire, finish = self._through_wire(tensor)
+        wire, finish = self._through_wire(plain(tensor))
         return Pending((_work(dist.all_reduce(wire, group=self._groups[devices], async_op=True)),), tensor, finish)
 
     def reduce(self, tensor: torch.Tensor, target: int, devices: tuple[int, ...]) -> Pending:
         """Start summing a contiguous tensor over the devices; only the target's own becomes the sum, the others' are lost."""
-        wire, finish = self._through_wire(tensor)
+        wire, finish = self._through_wire(plain(tensor))
         pending = Pending((_work(dist.reduce(wire, target, group=self._groups[devices], async_op=True)),), tensor, finish)
         if self.rank != target:
             self.keep(pending)
@@ -159,7 +159,7 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, source: int, devices: tuple[int, ...] | None = None) -> Pending:
         """Start copying a contiguous tensor from one rank to the devices (all ranks if None)."""
         group = None if devices is None else self._groups[devices]
-        wire, finish = self._through_wire(_plain(tensor))
+        wire, finish = self._through_wire(plain(tensor))
         return Pending((_work(dist.broadcast(wire, source, group=group, async_op=True)),), tensor, finish)
 
     def all_to_all(
@@ -171,8 +171,8 @@ class Communicator:
         """
         content = [tensor for parcel in parcels for tensor in parcel]
         given = [sum(tensor.numel() for tensor in parcel) for parcel in parcels]
-        sent = self._to_wire(_plain(pack(content) if content else buffer.new_empty(0)))
-        wire, finish = self._from_wire(_plain(buffer))
+        sent = self._to_wire(plain(pack(content) if content else buffer.new_empty(0)))
+        wire, finish = self._from_wire(plain(buffer))
         if self._nccl:
             group = self._groups[devices]
             work = _work(dist.all_to_all_single(wire, sent, list(sizes), given, group=group, async_op=True))
@@ -316,13 +316,6 @@ def assemble(box: Box, boxes: Sequence[Box], pieces: Sequence[torch.Tensor]) -> 
 def cut(tensor: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
     """The part ``box`` of a tensor that holds ``held``: a view, or the tensor itself."""
     return tensor if box == held else tensor[relative(box, held)]
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a type that backends know."""
-    if tensor.dtype is torch.bool:
-        return tensor.view(torch.uint8)
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _host_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from soap.dtypes import replaced
 from soap.errors import RuntimeFailure
 from soap.regions import Box, lengths, relative, whole
 from soap.runtime.redistribute import Communicator, assemble, cut
@@ -118,7 +119,7 @@ class ShardStore:
 
 def _kind(full: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The type that a parameter is kept in."""
-    return dtype if dtype is not None and full.is_floating_point() else full.dtype
+    return replaced(full.dtype, dtype)
 
 
 def gather_regions(

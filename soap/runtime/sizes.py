@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from soap.dtypes import replaced
 from soap.errors import ModelError, RuntimeFailure
 from soap.graph import OperatorGraph
 from soap.runtime.gradients import Gradients
@@ -32,7 +33,7 @@ def run_dtype(graph: OperatorGraph, name: str, dtype: torch.dtype | None) -> tor
     """The type that a tensor of the graph has at run time: its own, or the one that replaces all floating-point types."""
     own: Any = getattr(torch, graph.tensors[name].dtype)
     assert isinstance(own, torch.dtype)
-    return dtype if dtype is not None and own.is_floating_point else own
+    return replaced(own, dtype)
 
 
 @dataclass(frozen=True)

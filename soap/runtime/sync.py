@@ -81,7 +81,10 @@ class GradientSync:
             self._fill(shard)
         for shard in self._alone:
             gradient = self._tensors[shard].grad
-            self.gradients[shard] = torch.zeros_like(self._tensors[shard], requires_grad=False) if gradient is None else gradient
+            if gradient is None:
+                self.gradients[shard] = torch.zeros_like(self._tensors[shard], requires_grad=False)
+            else:  # optimizers take complex numbers for pairs in memory, and cannot where these are only marked as conjugated
+                self.gradients[shard] = gradient.resolve_conj().resolve_neg()
 
     def _forget(self) -> None:
         """Begin with nothing. The optimizer's update has read ``.grad``, and has left it there."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from soap.dtypes import is_differentiable
 from soap.graph import OperatorGraph, TensorKind
 from soap.regions import Box, relative, volume, whole
 from soap.simulator.row_counts import parameters_held
@@ -58,7 +59,7 @@ class TileOperands:
             region = self._region(operand.tensor, box)
             if self.graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION:
                 region = _dense(region, self._values[operand.tensor])
-                region.requires_grad_(active and self.graph.tensors[operand.tensor].requires_grad and region.is_floating_point())
+                region.requires_grad_(active and self.graph.tensors[operand.tensor].requires_grad and is_differentiable(region.dtype))
             inputs.append(region)
         for place, (operand, box) in enumerate(zip(op.parameters, tile.parameters, strict=True)):
             if place in tables:

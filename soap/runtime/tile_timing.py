@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 
+from soap.dtypes import is_differentiable
 from soap.graph import TensorKind
 from soap.runtime.tile_operands import Operands, TileOperands
 from soap.runtime.timing import MOST_SECONDS, Sample, clock_for, repeat, sample
@@ -119,7 +120,7 @@ class TileTimer:
         inputs, parameters = self.operands.copy(tile, self.operands.tables(tile))
         operands = self.graph.operators[tile.operator].inputs
         kinds = [self.graph.tensors[operand.tensor].kind for operand in operands]
-        written = [one for one, kind in zip(inputs, kinds, strict=True) if kind is TensorKind.ACTIVATION and one.is_floating_point()]
+        written = [one for one, kind in zip(inputs, kinds, strict=True) if kind is TensorKind.ACTIVATION and is_differentiable(one.dtype)]
         return _Prepared(tile, inputs, parameters, written, self.operands.context(tile), self.operands.is_active(tile))
 
     def _round(self, turns: Sequence[_Prepared]) -> list[float]:

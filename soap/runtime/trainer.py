@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from soap.dtypes import replaced
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.presets import local_topology
 from soap.regions import whole
@@ -316,9 +317,7 @@ class Trainer:
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on this rank's device, in the type that is computed in; itself if it is so already."""
-        if self.dtype is not None and tensor.is_floating_point():
-            return tensor.to(self.device, self.dtype)
-        return tensor.to(self.device)
+        return tensor.resolve_conj().resolve_neg().to(self.device, replaced(tensor.dtype, self.dtype))
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The type that a tensor of the graph is computed in."""

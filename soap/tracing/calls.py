@@ -151,9 +151,26 @@ def parameters_of(target: Any) -> dict[str, tuple[int, tuple[Any] | None]]:
 
 def on_whole(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The call's result for whole tensors as arguments."""
-    if call.target is torch.ops.aten.view.default:  # copies that made memory contiguous were dropped
-        return args[0].reshape(args[1])
-    return call.target(*args, **kwargs)
+    own = _VIEWS.get(call.target)  # copies that made memory contiguous, or wrote numbers out, were dropped
+    return call.target(*args, **kwargs) if own is None else own(*args)
+
+
+def as_complex(x: torch.Tensor) -> torch.Tensor:
+    """Pairs of numbers in the last dimension as complex ones; a copy where they do not lie in memory as such."""
+    fits = x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+    return torch.view_as_complex(x if fits and not x.is_neg() else x.clone(memory_format=torch.contiguous_format))
+
+
+def as_real(x: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs in a new last dimension; a copy where they are only marked as conjugated or negated."""
+    return torch.view_as_real(x.resolve_conj().resolve_neg())
+
+
+_VIEWS: Mapping[Target, Target] = {
+    torch.ops.aten.view.default: lambda x, shape: x.reshape(shape),
+    torch.ops.aten.view_as_complex.default: as_complex,
+    torch.ops.aten.view_as_real.default: as_real,
+}
 
 
 def is_random(call: Call) -> bool:

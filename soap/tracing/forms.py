@@ -150,16 +150,42 @@ def filled(writer: Writer, call: Call, fake: Fake) -> str:
     return writer.emit(full, fake.shape, fake.dtype)
 
 
-@form("movedim", "moveaxis", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint")
+@form("movedim", "moveaxis", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint", "mH", "matrix_H")
 def permuted(writer: Writer, call: Call, fake: Fake) -> str:
-    """Found out by moving dimensions of sizes that tell them apart."""
+    """Found out by moving dimensions of sizes that tell them apart. Adjoints are conjugated as well."""
     source = call.operands[0]
     marks = torch.empty(tuple(range(2, 2 + len(writer.shape(source)))), device="meta")
-    if call.kind == "adjoint" and writer.dtype(source).is_complex:
-        raise ModelError(f"call {call.name!r} is the adjoint of a complex tensor; expected real tensors")
     order = [size - 2 for size in call.target(marks, *call.args[1:], **call.kwargs).shape]
-    plain = Call(call.name, aten.permute.default, (Ref(source), order), {}, (call.name,), call.path)
-    return writer.emit(plain, fake.shape, fake.dtype)
+    conjugated = call.kind in ("adjoint", "mH", "matrix_H") and fake.dtype.is_complex
+    name = f"{call.name}:permuted" if conjugated else call.name
+    plain = Call(name, aten.permute.default, (Ref(source), order), {}, (name,), call.path)
+    result = writer.emit(plain, fake.shape, fake.dtype)
+    return _written_out(writer, call, result, aten.conj_physical.default) if conjugated else result
+
+
+@form("_conj", "conj", "conj_physical")
+def conjugate(writer: Writer, call: Call, fake: Fake) -> str:
+    """Torch only marks a tensor as conjugated; here the numbers are written out."""
+    source = call.operands[0]
+    return _written_out(writer, call, source, aten.conj_physical.default) if fake.dtype.is_complex else source
+
+
+@form("_neg_view")
+def negated(writer: Writer, call: Call, fake: Fake) -> str:
+    """Likewise."""
+    return _written_out(writer, call, call.operands[0], aten.neg.default)
+
+
+def _written_out(writer: Writer, call: Call, source: str, target: Any) -> str:
+    plain = Call(call.name, target, (Ref(source),), {}, (call.name,), call.path)
+    return writer.emit(plain, writer.shape(source), writer.dtype(source))
+
+
+@form("resolve_conj", "resolve_neg", "real")
+def unmarked(writer: Writer, call: Call, fake: Fake) -> str:
+    """Marks are of no account, and real numbers are their own real part."""
+    source = call.operands[0]
+    return writer.emit(call, fake.shape, fake.dtype) if writer.dtype(source) != fake.dtype else source
 
 
 @form("contiguous", "alias", "lift_fresh", "lift_fresh_copy", "to", "_to_copy", "type_as")
@@ -222,7 +248,7 @@ def instance_norm(writer: Writer, call: Call, fake: Fake) -> str:
     return writer.emit(call, fake.shape, fake.dtype)
 
 
-@form("as_strided", "as_strided_", "set_", "resize_", "view_as_real", "view_as_complex", "_reshape_alias")
+@form("as_strided", "as_strided_", "set_", "resize_", "_reshape_alias")
 def by_memory(writer: Writer, call: Call, fake: Fake) -> str:
     """Regions of tensors do not lie in memory as the whole tensors do."""
     raise ModelError(

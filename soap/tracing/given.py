@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import torch
 
+from soap.dtypes import part_of
+
 
 class _Given(torch.autograd.Function):
     """A number that stands for outputs whose gradients are given. Autograd has these alone then, and lets go of each when it has been used;
@@ -15,7 +17,7 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
-        return outputs[0].new_zeros(())
+        return outputs[0].new_zeros((), dtype=part_of(outputs[0].dtype))  # autograd begins with real numbers only
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch.export import ExportedProgram
 
+from soap.dtypes import replaced
 from soap.errors import ModelError, SoapWarning
 from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
 from soap.tracing.bags import find_equal_bags
@@ -96,8 +97,8 @@ def _warn_if_untrained(graph: OperatorGraph) -> None:
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    """In the type that replaces its own; numbers that are only marked as conjugated or negated are written out."""
+    return tensor.detach().resolve_conj().resolve_neg().to(replaced(tensor.dtype, dtype))
 
 
 def _examples(exported: ExportedProgram, program: Program, dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from soap.dtypes import is_differentiable
 from soap.errors import ModelError
 from soap.tracing.calls import Program
 from soap.tracing.match import Group
@@ -16,7 +17,7 @@ def gradients(program: Program, trainable: Mapping[str, bool]) -> set[str]:
     for call in program.calls:
         if call.kind == "detach" or not any(name in result for name in call.operands):
             continue
-        result.update(name for name in call.outputs if program.values[name].dtype.is_floating_point)
+        result.update(name for name in call.outputs if is_differentiable(program.values[name].dtype))
     return result
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from soap.dtypes import is_differentiable
 from soap.errors import ModelError
 from soap.tracing.aliasing import Aliasing, functional, mutates
 from soap.tracing.autocast import Caster, concerns
 from soap.tracing.calls import BufferRef, Call, Program, Ref, substitute
 from soap.tracing.forms import FORMS, Fake, value_of
-from soap.tracing.views import SAME
+from soap.tracing.views import SAME, ViewOf
 from soap.tracing.writer import ProgramWriter
 
 aten = torch.ops.aten
@@ -149,7 +150,7 @@ class NodeReader(ProgramWriter):
         return part, operands, detached
 
     def _detached(self, name: str | None, node: torch.fx.Node) -> str | None:
-        if name is None or not self.dtype(name).is_floating_point:
+        if name is None or not is_differentiable(self.dtype(name)):
             return name
         result = self.unique(f"{node.name}_detach")
         call = Call(result, aten.detach.default, (Ref(name),), {}, (result,), self.path(node))
@@ -173,7 +174,25 @@ class NodeReader(ProgramWriter):
             return operands[0]
         name = self.unique(name)
         call = Call(name, target, (*map(Ref, operands), *args), {}, (name,), self.path(like))
-        return self.emit(call, like.meta["val"].shape, self.dtype(operands[0]))
+        return self.emit(call, like.meta["val"].shape, _counterpart(self.dtype(operands[0]), like.meta["val"].dtype))
+
+    def _put(self, name: str, how: ViewOf, operands: Sequence[str], base: torch.fx.Node) -> str:
+        """Write what puts a view's elements back. Torch has no gradients for that where they are complex: it is done on their parts."""
+        if not (how.onto and self.dtype(operands[1]).is_complex):
+            return self._view(name, how.put, operands, how.put_args, base)
+        parts = [self._part(f"{name}_{part}", how, operands, base, part) for part in ("real", "imag")]
+        return self._view(name, aten.complex.default, parts, (), base)
+
+    def _part(self, name: str, how: ViewOf, operands: Sequence[str], base: torch.fx.Node, part: str) -> str:
+        """The same of the real or the imaginary parts."""
+        own = []
+        for value, place in zip(operands, ("around", "changed"), strict=True):
+            taken = self.unique(f"{name}_{place}")
+            call = Call(taken, getattr(aten, part).default, (Ref(value),), {}, (taken,), self.path(base))
+            own.append(self.emit(call, self.shape(value), self.dtype(value).to_real()))
+        name = self.unique(name)
+        call = Call(name, how.put, (*map(Ref, own), *how.put_args), {}, (name,), self.path(base))
+        return self.emit(call, self.shape(own[0]), self.dtype(own[0]))
 
     def _put_back(self, node: torch.fx.Node, changed: torch.fx.Node) -> None:
         """``changed`` stands for a new value: so do the tensors that it is a view of, up to the one that made the memory."""
@@ -188,7 +207,7 @@ class NodeReader(ProgramWriter):
             self._renew(same, now)
         for base, how, before in around:
             operands = (before, now) if how.onto else (now,)
-            now = self._view(f"{node.name}_base", how.put, operands, how.put_args, base)
+            now = self._put(f"{node.name}_base", how, operands, base)
             for same in self._aliasing.same(base):
                 self._renew(same, now)
 
@@ -258,6 +277,13 @@ def plain(nest: Any) -> Any:
     if isinstance(nest, dict):
         return {key: plain(item) for key, item in nest.items()}
     return nest
+
+
+def _counterpart(dtype: torch.dtype, like: torch.dtype) -> torch.dtype:
+    """The real or complex type of the same precision, whichever ``like`` is."""
+    if dtype.is_complex == like.is_complex:
+        return dtype
+    return dtype.to_complex() if like.is_complex else dtype.to_real()
 
 
 def _kind(target: torch._ops.OpOverload) -> str:

@@ -76,7 +76,7 @@ class Reader(NodeReader):
             self.program.constants[value] = self._tensor(self.exported.constants[target])
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.convert(tensor.dtype))
+        return tensor.detach().resolve_conj().resolve_neg().to(self.convert(tensor.dtype))
 
     def buffer(self, name: str) -> torch.Tensor:
         """The first value of a buffer."""
@@ -95,10 +95,10 @@ class Reader(NodeReader):
             raise ModelError("the program returns no tensor; expected the scalar training loss as output")
         shape, dtype = self.shape(loss), self.dtype(loss)
         if shape not in ((), (1,)) or not dtype.is_floating_point:
+            way = "return its real part or magnitude" if dtype.is_complex else "pass loss=… to soap.export, or return it first"
             raise ModelError(
                 f"{'the first output' if index is None else 'output loss'} has shape {list(shape)} and dtype "
-                f"{str(dtype).removeprefix('torch.')}; "
-                "expected a scalar floating-point loss: pass loss=… to soap.export, or return it first"
+                f"{str(dtype).removeprefix('torch.')}; expected a scalar floating-point loss: {way}"
             )
         if not any(loss in call.outputs for call in self.program.calls):
             raise ModelError("the loss is an input or a constant; expected a loss that the model computes")

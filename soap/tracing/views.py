@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from soap.tracing.rules.complex import with_imag, with_real
+
 aten = torch.ops.aten
 
 
@@ -34,11 +36,13 @@ SAME = ViewOf(aten.alias.default, (), aten.alias.default, ())
 def view_of(node: torch.fx.Node, base: torch.fx.Node) -> ViewOf | None:
     """How the graph node ``node`` is a view of ``base``; None if that is not known, so that nothing can be put back."""
     source, view = base.meta["val"], node.meta["val"]
-    if source.dtype != view.dtype:
-        return None
     if node.target is operator.getitem:
         return _part(node, source)
     kind = str(node.target._schema.name.split("::")[-1])  # type: ignore[union-attr]
+    if kind in _OF_COMPLEX:
+        return _OF_COMPLEX[kind]
+    if source.dtype != view.dtype:
+        return None
     if kind in _SELECTING:
         return _SELECTING[kind](node, source)
     if kind in _PERMUTING:
@@ -85,7 +89,7 @@ def _select(node: torch.fx.Node, source: torch.Tensor) -> ViewOf:
 
 
 def _diagonal(node: torch.fx.Node, source: torch.Tensor) -> ViewOf:
-    args = tuple(_argument(node, name) for name in ("offset", "dim1", "dim2"))
+    args = (_argument(node, "offset"), *(_argument(node, name) % source.dim() for name in ("dim1", "dim2")))
     return ViewOf(aten.diagonal.default, args, aten.diagonal_scatter.default, args, onto=True)
 
 
@@ -110,6 +114,13 @@ def _part(node: torch.fx.Node, source: torch.Tensor) -> ViewOf | None:
     return _sliced(dim, stops[index - 1] if index else 0, stops[index])
 
 
+_OF_COMPLEX = {
+    "view_as_real": ViewOf(aten.view_as_real.default, (), aten.view_as_complex.default, ()),
+    "view_as_complex": ViewOf(aten.view_as_complex.default, (), aten.view_as_real.default, ()),
+    "_conj": ViewOf(aten.conj_physical.default, (), aten.conj_physical.default, ()),
+    "real": ViewOf(aten.real.default, (), with_real, (), onto=True),
+    "imag": ViewOf(aten.imag.default, (), with_imag, (), onto=True),
+}
 _SELECTING: dict[str, Callable[[torch.fx.Node, torch.Tensor], ViewOf | None]] = {
     "slice": _slice,
     "narrow": _narrow,

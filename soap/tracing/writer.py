@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
+from soap.dtypes import has_complex, is_complex, name_of, replaced
 from soap.errors import ModelError
 from soap.tracing.autocast import Caster
 from soap.tracing.calls import BufferRef, Call, Program, Ref
 from soap.tracing.forms import value_of
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ProgramWriter:
@@ -61,7 +60,12 @@ class ProgramWriter:
 
     def convert(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that is used in place of this one."""
-        return self._dtype if self._dtype is not None and dtype in _FLOATS else dtype
+        if self._dtype is not None and is_complex(dtype) and not has_complex(self._dtype):
+            raise ModelError(
+                f"the model computes with complex numbers ({name_of(dtype)}), which torch does not have in {name_of(self._dtype)}; "
+                "expected float32 or float64"
+            )
+        return replaced(dtype, self._dtype)
 
     def value(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
         """A new value of the program."""

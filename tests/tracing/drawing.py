@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from soap.tracing.calls import substitute, walk
 
 T = TypeVar("T")
 
@@ -63,6 +65,10 @@ class Draw:
         """Normal numbers."""
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
+    def complex(self, *shape: int) -> Tensor:
+        """Normal numbers in the plane."""
+        return torch.randn(shape, generator=self.generator, dtype=torch.complex128)
+
     def positive(self, *shape: int) -> Tensor:
         """Numbers from 0.1 to 1.1."""
         return torch.rand(shape, generator=self.generator, dtype=torch.float64) + 0.1
@@ -87,6 +93,23 @@ class Draw:
         """A shape that broadcasts to this one."""
         cut = self.random.randrange(len(shape) + 1) if self.yes(0.4) else 0
         return tuple(1 if self.yes(0.2) else n for n in shape[cut:])
+
+
+def in_the_plane(d: Draw, drawn: Drawn) -> Drawn | None:
+    """The same call on complex numbers in place of all floating-point ones; None if torch does not compute or differentiate it so."""
+    change: Any = lambda leaf: d.complex(*leaf.shape) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf  # noqa: E731
+    found = replace(drawn, args=substitute(tuple(drawn.args), change), kwargs=substitute(dict(drawn.kwargs), change))
+    leaves: Any = lambda leaf: leaf.clone().requires_grad_() if isinstance(leaf, Tensor) and leaf.is_complex() else leaf  # noqa: E731
+    if drawn.random or drawn.fixed or drawn.whole or not any(isinstance(a, Tensor) and a.is_complex() for a in walk(found.args)):
+        return None
+    try:
+        results = drawn.target(*substitute(found.args, leaves), **substitute(dict(found.kwargs), leaves))
+        for result in results if isinstance(results, (tuple, list)) else [results]:
+            if result.requires_grad:
+                result.abs().sum().backward()
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
+    return found
 
 
 Maker = Callable[[Draw, str], Drawn]

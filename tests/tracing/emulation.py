@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from soap.dtypes import is_differentiable
 from soap.graph import Operator, OperatorGraph, TensorKind
 from soap.regions import relative, whole
 from soap.simulator.tiling import tiles_of
@@ -74,7 +75,7 @@ Graded = tuple[torch.Tensor, dict[str, torch.Tensor | None]]
 
 def graded(model: ExecutableModel, configs: Mapping[str, OpConfig] | None, seed: int = 0) -> Graded:
     """Loss and gradients of the parameters: by tiles, or, without configurations, of the plain program."""
-    parameters = {n: p.detach().clone().requires_grad_(p.is_floating_point()) for n, p in model.parameters.items()}
+    parameters = {n: p.detach().clone().requires_grad_(is_differentiable(p.dtype)) for n, p in model.parameters.items()}
     context = TileContext(seed, 0, {n: b.clone() for n, b in model.buffers.items()})
     if configs is not None:
         context.update_buffers = False

@@ -4,13 +4,14 @@ bound for what is kept. A rule that nothing draws fails the suite."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import pytest
 import torch
 
 from soap.tracing.rules import notation, registered, registry
 from tests.tracing import draws
-from tests.tracing.drawing import DRAWS, Draw, Drawn
+from tests.tracing.drawing import DRAWS, Draw, Drawn, in_the_plane
 from tests.tracing.tile_check import Problem, check, follows, kept_bytes, linear, problem, splits
 
 QUICK_SEEDS, SLOW_SEEDS = range(2), range(2, 12)
@@ -107,3 +108,47 @@ def test_pointwise_overloads_by_tiles(target: torch._ops.OpOverload, record_prop
         assert found.rule.known and len(found.rule.factors) == sum(n > 1 for n in found.results[0].shape)
         for pieces in splits(found.rule, d.random, 4):
             check(found, pieces)
+
+
+IN_THE_PLANE = {
+    "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "outer", "inner", "addmm", "baddbmm", "addmv", "addr", "addbmm", "einsum",
+    "tensordot", "sum", "mean", "cat", "reshape", "permute", "expand", "slice", "select.int", "detach", "to.dtype", "clone", "where",
+    "multiply", "divide", "subtract", "absolute", "linalg_vector_norm", "prod", "cumsum", "index_select", "gather", "pad",
+}  # fmt: skip
+"""What has to be tried with complex numbers, at least; other rules are as far as torch takes these."""
+
+
+@pytest.mark.parametrize("name", registered())
+def test_drawn_calls_on_complex_numbers_by_tiles(name: str) -> None:
+    tried = 0
+    for seed in range(4):
+        d = Draw(f"{name} {seed} in the plane")
+        drawn = in_the_plane(d, DRAWS[name](d, name))
+        if drawn is None:
+            continue
+        found = problem(drawn)
+        for pieces in splits(found.rule, d.random, 6, drawn.kept):
+            check(found, pieces)
+        kept, bound = kept_bytes(found)
+        assert kept <= bound
+        assert not found.rule.linear or linear(found)
+        tried += 1
+    assert tried or name.removeprefix("aten.") not in IN_THE_PLANE
+
+
+def test_pointwise_overloads_on_complex_numbers_by_tiles() -> None:
+    tried = set()
+    for target in POINTWISE:
+        d = Draw(f"{target} in the plane")
+        real = draws.elementwise.any_call(d, target)
+        drawn = None if real is None else in_the_plane(d, replace(real, fixed=()))
+        if drawn is not None:
+            tried.add(str(target).removeprefix("aten."))
+            found = problem(drawn)
+            for pieces in splits(found.rule, d.random, 2):
+                check(found, pieces)
+    assert {
+        "abs.default", "angle.default", "sgn.default", "exp.default", "log.default", "tanh.default", "sigmoid.default", "sqrt.default",
+        "mul.Tensor", "add.Tensor", "sub.Tensor", "div.Tensor", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "reciprocal.default",
+        "addcmul.default", "lerp.Scalar", "conj_physical.default", "neg.default", "square.default",
+    } <= tried  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from soap.dtypes import is_differentiable
 from soap.graph import DimMap
 from soap.regions import Box, Interval, balanced, lengths, relative, whole
 from soap.tracing.calls import Call, Ref, Value, is_random, substitute, walk
@@ -38,7 +39,7 @@ class Problem:
     def differentiable(self) -> list[bool]:
         """Which operands carry a gradient."""
         fixed = {id(t) for t in self.drawn.fixed}
-        return [t.is_floating_point() and id(t) not in fixed for t in self.tensors]
+        return [is_differentiable(t.dtype) and id(t) not in fixed for t in self.tensors]
 
     def leaves(self) -> list[Tensor]:
         """Copies of the operands to differentiate by."""
@@ -154,7 +155,9 @@ def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
     loss = torch.zeros((), dtype=torch.float64)
     for result in results:
         if result.requires_grad:
-            loss = loss + (result * torch.arange(1, result.numel() + 1, dtype=torch.float64).reshape(result.shape).sin()).sum()
+            weights = torch.arange(1, result.numel() + 1, dtype=torch.float64).reshape(result.shape)
+            weighed = result * (torch.polar(torch.ones_like(weights), weights) if result.is_complex() else weights.sin())
+            loss = loss + (weighed.real if result.is_complex() else weighed).sum()
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not loss.requires_grad or not wanted:
         return [torch.zeros_like(leaf) for leaf in wanted]
@@ -183,7 +186,8 @@ def kept_bytes(found: Problem) -> tuple[int, int]:
 def linear(found: Problem) -> bool:
     """Whether the call of the sum of two operands is the sum of the calls: what a rule calls ``linear`` must."""
     first = found.tensors[0]
-    other = torch.randn(first.shape, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64).to(first.dtype)
+    drawn = torch.complex128 if first.is_complex() else torch.float64
+    other = torch.randn(first.shape, generator=torch.Generator().manual_seed(SEED), dtype=drawn).to(first.dtype)
     results = []
     for x in (first, other, first + other):
         with torch.no_grad():

@@ -13,7 +13,7 @@ from soap.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Scope, Tiled, View
 from soap.tracing.rules.registry import rule
 from soap.tracing.rules.transposed import transposed
-from soap.tracing.rules.windows import SPACE, Window, each, pad_windows, padded_bytes
+from soap.tracing.rules.windows import SPACE, Window, apart_bytes, each, pad_windows, padded_bytes
 
 
 def _same_padding(size: int, out: int, stride: int, extent: int) -> int:
@@ -75,7 +75,7 @@ def convolution(view: View) -> Tiled:
     windows = _convolution_windows(view.get, x, weight, out)
     inputs = (*lead, channels_in, *(w.over(s) for s, w in zip(space, windows, strict=True)))
     operands = (inputs, (weight_o, weight_c, *(WHOLE,) * rank), *([(o,)] if view.has("bias") else []))
-    flops, saved = 2 * prod(out) * prod(weight[1:]), padded_bytes(view, windows)
+    flops, saved = 2 * prod(out) * prod(weight[1:]), padded_bytes(view, windows) + apart_bytes(view)
     return Tiled(tuple(scope.factors), operands, ((*lead, o, *space),), summed=summed, run=_run_convolution, flops=flops, saved_bytes=saved)
 
 

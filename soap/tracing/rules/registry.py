@@ -9,11 +9,13 @@ whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
+from soap.dtypes import COMPLEX_PRODUCT, is_complex
 from soap.graph import WHOLE, DimMap
 from soap.tracing.calls import Call, Value, is_random
 from soap.tracing.rules.notation import Rule, Scope, Tiled, View, broadcast, broadcast_shape, einsum
@@ -51,7 +53,17 @@ def target_name(target: object) -> str:
 
 
 def tiled(call: Call, values: dict[str, Value]) -> Tiled:
-    """What may be split in a call. ``known`` is False in the result if no rule covers it."""
+    """What may be split in a call. ``known`` is False in the result if no rule covers it.
+
+    Rules count operations on numbers; where these are complex, each is taken for as many real ones as a product has.
+    """
+    found = _tiled(call, values)
+    if found.flops and any(is_complex(values[name].dtype) for name in (*call.operands, *call.outputs)):
+        return replace(found, flops=COMPLEX_PRODUCT * found.flops)
+    return found
+
+
+def _tiled(call: Call, values: dict[str, Value]) -> Tiled:
     view = View(call, values)
     name = target_name(call.target)
     found = _RULES.get(name) or _RULES.get(name.rsplit(".", 1)[0])

@@ -7,6 +7,7 @@ from math import gcd
 
 import torch
 
+from soap.dtypes import is_differentiable
 from soap.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast
 from soap.tracing.rules.registry import rule
@@ -171,7 +172,7 @@ def cast(view: View) -> Tiled:
     scope = Scope()
     maps = scope.like(view.output_shapes[0])
     source, target = (view.values[name].dtype for name in (view.call.operands[0], view.call.outputs[0]))
-    linear = source == target or target.is_floating_point
+    linear = source == target or is_differentiable(target)
     return Tiled(tuple(scope.factors), (maps,), (maps,), light=True, linear=linear)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from soap.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks
 from soap.tracing.rules.registry import rule
-from soap.tracing.rules.windows import SPACE, each
+from soap.tracing.rules.windows import SPACE, apart_bytes, each
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,5 +109,5 @@ def transposed(view: View) -> Tiled:
         summed=summed,
         run=_run_transposed,
         flops=2 * prod(x) * prod(weight[1:]),
-        saved_bytes=view.itemsize * spread_out,
+        saved_bytes=view.itemsize * spread_out + apart_bytes(view),
     )

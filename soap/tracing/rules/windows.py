@@ -78,6 +78,12 @@ def _is_all(local: Local, window: Window, dim: int) -> bool:
     return local.boxes[0][dim] == (0, size) and local.output_boxes[0][dim] == (0, outputs) and given == outputs
 
 
+def apart_bytes(view: View) -> int:
+    """Upper bound of what torch keeps of a convolution of complex numbers, which it does by three real ones of parts and sums of parts."""
+    touched = [view.values[name] for name in (*view.call.operands, *view.call.outputs)]
+    return sum(2 * prod(value.shape) * value.dtype.itemsize for value in touched if value.dtype.is_complex)
+
+
 def padded_bytes(view: View, windows: Sequence[Window]) -> int:
     """Upper bound of the copies that padding the input by hand takes, whatever tiles there are; 0 if there is no padding."""
     x, out, rank = view.shapes[0], view.output_shapes[0], len(windows)
