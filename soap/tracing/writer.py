@@ -11,8 +11,7 @@ from soap.errors import ModelError
 from soap.tracing.autocast import Caster
 from soap.tracing.calls import BufferRef, Call, Program, Ref
 from soap.tracing.forms import value_of
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from soap.tracing.types import TypeMap
 
 
 class ProgramWriter:
@@ -25,7 +24,7 @@ class ProgramWriter:
         self.buffers: dict[str, str] = {}  # value -> state-dict name
         self.local_statistics = local_statistics
         self.caster = None if autocast is None else Caster(autocast)
-        self._dtype = dtype
+        self.types = TypeMap(dtype)
         self._used_names: set[str] = set(program.values)
 
     # What ``forms.Writer`` asks for
@@ -61,7 +60,7 @@ class ProgramWriter:
 
     def convert(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that is used in place of this one."""
-        return self._dtype if self._dtype is not None and dtype in _FLOATS else dtype
+        return self.types.of(dtype)
 
     def value(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
         """A new value of the program."""
