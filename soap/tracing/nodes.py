@@ -17,6 +17,7 @@ from soap.tracing.aliasing import Aliasing, functional, mutates
 from soap.tracing.autocast import Caster, concerns
 from soap.tracing.calls import BufferRef, Call, Program, Ref, substitute
 from soap.tracing.forms import FORMS, Fake, value_of
+from soap.tracing.types import written_out
 from soap.tracing.views import SAME, ViewOf
 from soap.tracing.writer import ProgramWriter
 
@@ -74,6 +75,8 @@ class NodeReader(ProgramWriter):
         def change(leaf: Any) -> Any:
             if isinstance(leaf, torch.fx.Node):
                 return Ref(self.now(leaf)) if leaf in self.at else leaf.meta.get("val")
+            if isinstance(leaf, float):
+                return self.types.number(leaf)
             return self.convert(leaf) if isinstance(leaf, torch.dtype) else leaf
 
         args = substitute(tuple(plain(a) for a in node.args), change)
@@ -93,6 +96,9 @@ class NodeReader(ProgramWriter):
                 f"call {call.name!r} of {call.kind} returns a {type(fake).__name__} that depends on data; expected tensors of static shape"
             )
         fakes = [Fake(value_of(call.name, f.shape, f.dtype).shape, self.convert(f.dtype)) for f in tensors]
+        if fakes:
+            self._refuse_bits(node, call, tensors[0])
+            call = written_out(call, fakes[0].dtype, self.program.values, self.unique, self.emit)
         if self.caster is not None and concerns(call):
             call, dtypes = self._cast(call, self.caster)
             fakes = [Fake(f.shape, dtype) for f, dtype in zip(fakes, dtypes, strict=True)]
@@ -105,6 +111,11 @@ class NodeReader(ProgramWriter):
             self.value(name, f.shape, f.dtype)
         self.program.calls.append(Call(call.name, call.target, call.args, call.kwargs, tuple(kept), call.path))
         self.at[node] = names if several else call.name
+
+    def _refuse_bits(self, node: torch.fx.Node, call: Call, fake: torch.Tensor) -> None:
+        source = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], torch.fx.Node) else None
+        if isinstance(source, torch.Tensor):
+            self.types.refuse_bits(call, source.dtype, fake.dtype)
 
     def _cast(self, call: Call, caster: Caster) -> tuple[Call, list[torch.dtype]]:
         """Write the casts that autocast would make of a call's operands; the call that remains, and its outputs' dtypes."""

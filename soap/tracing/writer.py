@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from soap.dtypes import has_complex, is_complex, name_of, replaced
 from soap.errors import ModelError
 from soap.tracing.autocast import Caster
 from soap.tracing.calls import BufferRef, Call, Program, Ref
 from soap.tracing.forms import value_of
+from soap.tracing.types import TypeMap
 
 
 class ProgramWriter:
@@ -24,7 +24,7 @@ class ProgramWriter:
         self.buffers: dict[str, str] = {}  # value -> state-dict name
         self.local_statistics = local_statistics
         self.caster = None if autocast is None else Caster(autocast)
-        self._dtype = dtype
+        self.types = TypeMap(dtype)
         self._used_names: set[str] = set(program.values)
 
     # What ``forms.Writer`` asks for
@@ -60,12 +60,7 @@ class ProgramWriter:
 
     def convert(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that is used in place of this one."""
-        if self._dtype is not None and is_complex(dtype) and not has_complex(self._dtype):
-            raise ModelError(
-                f"the model computes with complex numbers ({name_of(dtype)}), which torch does not have in {name_of(self._dtype)}; "
-                "expected float32 or float64"
-            )
-        return replaced(dtype, self._dtype)
+        return self.types.of(dtype)
 
     def value(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str:
         """A new value of the program."""

@@ -200,7 +200,7 @@ def _bits(y: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", STALE)
 def test_reading_memory_that_was_changed_through_a_view_that_cannot_be_undone_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=r"is read after '.*' has changed memory that it shares"):
-        imported(Lambda(STALE[name], w=_square()), torch.ones(2, 3))
+        import_program(export(Lambda(STALE[name], w=_square()), torch.ones(2, 3)), name="model")
 
 
 def test_changing_a_shape_in_place_is_refused() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
+from typing import Any
 
 import torch
 
 from soap.graph import DimMap
 from soap.regions import Box, balanced, lengths
-from soap.tracing.calls import Ref, substitute
+from soap.tracing.calls import Ref, argument, substitute
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View
 from soap.tracing.rules.registry import pointwise, rule
 
@@ -150,13 +151,32 @@ def rrelu(view: View) -> Tiled:
 
 
 def run_drawn(local: Local) -> torch.Tensor:
-    """The local region of what the call draws for whole tensors."""
+    """The local region of what the call draws for whole tensors.
+
+    Floating-point numbers are drawn in float32 and rounded, so that all types see the same: float64 can judge what lower ones do.
+    """
     like = local.tensors[0] if local.tensors else torch.empty(0)
+    named = argument(local.call, "dtype")  # by its number, if it is the schema's default
     shapes = iter(local.shapes)
+
+    def drawn_as(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return torch.zeros(next(shapes), dtype=_drawn_type(like.dtype))
+        return _drawn_type(leaf) if isinstance(leaf, torch.dtype) else leaf
+
     with seeded(local.random_seed, torch.device("cpu")):
-        blank = lambda leaf: torch.zeros(next(shapes), dtype=like.dtype) if isinstance(leaf, Ref) else leaf  # noqa: E731
-        drawn: torch.Tensor = local.call.target(*substitute(local.call.args, blank), **substitute(dict(local.call.kwargs), blank))
-    return drawn[_region(local.output_boxes[0])].to(like.device)
+        drawn: torch.Tensor = local.call.target(*substitute(local.call.args, drawn_as), **substitute(dict(local.call.kwargs), drawn_as))
+    region = drawn[_region(local.output_boxes[0])]
+    wanted = named if isinstance(named, torch.dtype) else like.dtype if local.tensors else region.dtype
+    if wanted != region.dtype:
+        region = region.to(wanted)
+        if local.call.kind in ("rand", "rand_like"):  # rounded, it might be 1
+            region = region.clamp_max(1 - torch.finfo(wanted).eps / 2)
+    return region.to(like.device)
+
+
+def _drawn_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype
 
 
 @rule(

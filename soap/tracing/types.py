@@ -1,0 +1,82 @@
+"""Floating-point types of a program: what stands for each, and calls whose results have torch's default type, with the type written out.
+
+What ``torch.export`` records of ``torch.zeros(3)``, ``ids / 8`` or ``torch.where(mask, 1.0, 0.0)`` names no type. Written out, a program
+means the same whatever the default type is of the process that runs it, and its constants follow the type that replaces the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from soap.dtypes import has_complex, is_differentiable, name_of, replaced
+from soap.errors import ModelError
+from soap.tracing.calls import Call, Ref, Value, argument, parameters_of, renamed, with_argument
+
+aten = torch.ops.aten
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LARGEST = {torch.finfo(dtype).max for dtype in (torch.bfloat16, torch.float32, torch.float64)}
+"""What masks are made of (``torch.finfo(x.dtype).min``). Float16's, 65504, may also be a number that somebody chose."""
+
+Emit = Callable[[Call, tuple[int, ...], torch.dtype], str]
+
+
+class TypeMap:
+    """What the types of an exported program become. ``dtype`` replaces every floating-point type; None: all stay as they are."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+
+    def of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that is used in place of this one; raises ModelError for complex numbers of a type that torch does not have."""
+        if self._dtype is not None and dtype.is_complex and not has_complex(self._dtype):
+            raise ModelError(
+                f"the model computes with complex numbers ({name_of(dtype)}), which torch does not have in {name_of(self._dtype)}; "
+                "expected float32 or float64"
+            )
+        return replaced(dtype, self._dtype) if dtype.is_complex or dtype in _FLOATS else dtype
+
+    def number(self, number: float) -> float:
+        """The number in place of one that a call was given: the largest of a type becomes that of the type in its place."""
+        if self._dtype is not None and abs(number) in _LARGEST:
+            largest = torch.finfo(self._dtype).max
+            return largest if number > 0 else -largest
+        return number
+
+    def refuse_bits(self, call: Call, source: torch.dtype, result: torch.dtype) -> None:
+        """Raise ModelError for a call that takes a tensor's memory as numbers of another type, if one of these types is replaced."""
+        if call.kind == "view" and "dtype" in parameters_of(call.target) and {self.of(source), self.of(result)} != {source, result}:
+            raise ModelError(
+                f"call {call.name!r} takes the memory of a tensor as another type, so that the type of the model cannot be replaced: "
+                "leave --dtype out, or take the tensor's values"
+            )
+
+
+def written_out(call: Call, dtype: torch.dtype, values: Mapping[str, Value], unique: Callable[[str], str], emit: Emit) -> Call:
+    """The call as one that makes a result of this type whatever torch's default type is.
+
+    ``emit`` writes what has to come before it, in names that ``unique`` makes.
+    """
+    if not is_differentiable(dtype):
+        return call
+    if not call.operands:
+        return with_argument(call, "dtype", dtype) if _names_no_type(call) else call
+    if dtype is torch.float32 or argument(call, "dtype") is not None or any(is_differentiable(values[n].dtype) for n in call.operands):
+        return call
+    if call.target is aten.where.Scalar:
+        one, other = (unique(f"{call.name}:{branch}") for branch in ("self", "other"))
+        for name, number in zip((one, other), (argument(call, "self"), argument(call, "other")), strict=True):
+            emit(Call(name, aten.full.default, ([], number), {"dtype": dtype}, (name,), call.path), (), dtype)
+        return replace(call, target=aten.where.self, args=(call.args[0], Ref(one), Ref(other)), kwargs={})
+    cast: dict[str, str] = {}
+    for name in dict.fromkeys(call.operands[1:] if call.kind == "where" else call.operands):
+        cast[name] = unique(f"{name}:{str(dtype).removeprefix('torch.')}")
+        emit(Call(cast[name], aten.to.dtype, (Ref(name), dtype), {}, (cast[name],), call.path), values[name].shape, dtype)
+    return renamed(call, cast)
+
+
+def _names_no_type(call: Call) -> bool:
+    return "dtype" in parameters_of(call.target) and argument(call, "dtype") is None
