@@ -14,7 +14,7 @@ import torch
 from soap.errors import ModelError
 from soap.tracing.aliasing import Aliasing, functional, mutates
 from soap.tracing.autocast import Caster, concerns
-from soap.tracing.calls import BufferRef, Call, Program, Ref, substitute
+from soap.tracing.calls import BufferRef, Call, Program, Ref, kind_of, substitute
 from soap.tracing.forms import FORMS, Fake, value_of
 from soap.tracing.views import SAME
 from soap.tracing.writer import ProgramWriter
@@ -61,7 +61,7 @@ class NodeReader(ProgramWriter):
             self._higher_order(node, target, gradients=gradients)
         elif not isinstance(target, torch._ops.OpOverload):
             raise ModelError(f"call {node.name!r} of {target}: expected an ATen operator; the program depends on data or Python values")
-        elif _kind(target) not in _DROPPED:
+        elif kind_of(target) not in _DROPPED:
             call = self._call(node, target)
             if mutates(target):
                 self._in_place(node, call, gradients=gradients)
@@ -259,6 +259,3 @@ def plain(nest: Any) -> Any:
         return {key: plain(item) for key, item in nest.items()}
     return nest
 
-
-def _kind(target: torch._ops.OpOverload) -> str:
-    return str(target._schema.name.split("::")[-1])

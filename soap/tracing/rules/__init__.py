@@ -9,6 +9,7 @@ from soap.tracing.rules import (
     convolution,
     counting,
     embedding,
+    experts,
     index,
     linear,
     loss,
@@ -26,6 +27,6 @@ from soap.tracing.rules import (
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
-    "along", "attention", "bags", "convolution", "counting", "embedding", "index", "linear", "loss", "norm", "pad", "pointwise",
-    "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
+    "along", "attention", "bags", "convolution", "counting", "embedding", "experts", "index", "linear", "loss", "norm", "pad",
+    "pointwise", "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
 ]  # fmt: skip
