@@ -21,7 +21,7 @@ LIBRARY_OPERATORS = {"transformers.grouped_mm_fallback": "soap.grouped_mm"}
 """Operators that other libraries register when they are imported -> the operator here that means the same, with the same arguments: files
 that call them are read without these libraries (``soap.tracing.archive``)."""
 
-_LIBRARY = torch.library.Library("soap", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("soap", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("expert_mm(Tensor input, Tensor weight, Tensor ids) -> Tensor")
 _LIBRARY.define("expert_outer(Tensor input, Tensor grad, Tensor ids, int experts) -> Tensor")
 _LIBRARY.define("grouped_mm(Tensor input, Tensor weight, Tensor offs) -> Tensor")
