@@ -142,6 +142,13 @@ def mixtral() -> Built:
     return MixtralForCausalLM(config).train(), {**_text(), "use_cache": False}, None
 
 
+def mixtral_grouped() -> Built:
+    """The same as the library builds it by itself: tokens sorted by expert, grouped products, which are an operator of its own."""
+    module, inputs, _ = mixtral()
+    module.config._experts_implementation = "grouped_mm"
+    return module, inputs, None
+
+
 def mamba() -> Built:
     """State-space layers, their scan written out over the sequence."""
     from transformers import MambaConfig, MambaForCausalLM
@@ -154,5 +161,5 @@ def mamba() -> Built:
 
 MODELS: dict[str, Callable[[], Built]] = {
     build.__name__: build
-    for build in (gpt2, llama, llama_padded, bert, vit, swin, resnet, convnext, t5, bart, whisper, mixtral, mamba)
+    for build in (gpt2, llama, llama_padded, bert, vit, swin, resnet, convnext, t5, bart, whisper, mixtral, mixtral_grouped, mamba)
 }

@@ -5,7 +5,7 @@ name, so every pickled part is first read with torch's weights-only unpickler, w
 code, symbolic shapes that are more than sums and products, calls of anything but operators, or entries that do not belong there is not
 opened at all. It also knows output
 classes (such as those of ``transformers``) only if the package that defines them was imported; they are rewritten to plain dictionaries,
-so that a model loads without the library it came from.
+so that a model loads without the library it came from. For the same reason operators of libraries that are known here become our own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from soap.errors import ModelError
+from soap.tracing.rules.experts import LIBRARY_OPERATORS
 
 _KNOWN_TYPES = {
     None,
@@ -120,8 +121,17 @@ def _plain_program(path: Path, content: bytes) -> bytes:
     return json.dumps(program).encode()
 
 
+def _own_operator(target: str) -> str:
+    """What stands for an operator of another library here; the same for all others."""
+    library, _, rest = target.removeprefix("torch.ops.").partition(".")
+    name, _, overload = rest.partition(".")
+    own = LIBRARY_OPERATORS.get(f"{library}.{name}")
+    return target if own is None else f"torch.ops.{own}.{overload or 'default'}"
+
+
 def _check_program(path: Path, program: Any) -> None:
-    """Raise ModelError for symbolic shapes that torch must not evaluate, and for calls of anything but operators."""
+    """Raise ModelError for symbolic shapes that torch must not evaluate, and for calls of anything but operators; known operators of other
+    libraries are replaced by our own."""
     waiting = [program]
     while waiting:
         item = waiting.pop()
@@ -135,6 +145,8 @@ def _check_program(path: Path, program: Any) -> None:
             target = item.get("as_operator", item.get("target") if "metadata" in item else None)
             if target is not None and not _TARGET.fullmatch(str(target)):
                 raise ModelError(f"model file {str(path)!r} calls {str(target)!r}; expected ATen operators only")
+            if isinstance(target, str) and target == item.get("target"):
+                item["target"] = _own_operator(target)
 
 
 def _plain_spec(spec: Any) -> Any:

@@ -62,14 +62,18 @@ class Call:
 
     @property
     def kind(self) -> str:
-        """Short name of what is called, for people: ``linear``, ``batch_norm``."""
-        return _kind_of(self.target)
+        """Short name of what is called: ``linear``, ``batch_norm``; ``library.name`` for operators that are neither ATen's nor our own."""
+        return kind_of(self.target)
 
 
 @cache
-def _kind_of(target: Any) -> str:
+def kind_of(target: Any) -> str:
+    """See ``Call.kind``. An operator of some library that is called as one of ATen's is another one."""
     schema = getattr(target, "_schema", None)
-    return str(schema.name.split("::")[-1] if schema is not None else getattr(target, "__name__", target))
+    if schema is None:
+        return str(getattr(target, "__name__", target))
+    library, name = str(schema.name).split("::")
+    return name if library in ("aten", "soap") else f"{library}.{name}"
 
 
 @dataclass

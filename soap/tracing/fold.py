@@ -27,7 +27,7 @@ def fold(program: Program, *, plan_only: bool) -> None:
             for name in call.outputs:
                 value = program.values[name]
                 program.constants[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    program.calls = _needed(kept, program.loss)
+    program.calls = needed(kept, program.loss)
     used = {name for call in program.calls for name in call.operands} | {program.loss}
     program.constants = {name: tensor for name, tensor in program.constants.items() if name in used}
 
@@ -50,7 +50,8 @@ def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
     return [t.clone() for t in outputs if isinstance(t, torch.Tensor)]
 
 
-def _needed(calls: list[Call], loss: str) -> list[Call]:
+def needed(calls: list[Call], loss: str) -> list[Call]:
+    """The calls that the loss depends on."""
     wanted = {loss}
     kept: list[Call] = []
     for call in reversed(calls):

@@ -16,6 +16,7 @@ import torch
 
 from soap.errors import ModelError
 from soap.tracing.calls import BufferRef, Call, Ref, Value, argument
+from soap.tracing.rules.experts import expert_mm
 from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, batch_norm_statistics
 
 aten = torch.ops.aten
@@ -246,6 +247,22 @@ def instance_norm(writer: Writer, call: Call, fake: Fake) -> str:
     if argument(call, "running_mean") is not None or argument(call, "running_var") is not None:
         raise ModelError(f"call {call.name!r}: instance norm with running statistics; expected track_running_stats=False")
     return writer.emit(call, fake.shape, fake.dtype)
+
+
+@form("_grouped_mm", "grouped_mm", "transformers.grouped_mm_fallback")
+def grouped_mm(writer: Writer, call: Call, fake: Fake) -> str:
+    """Rows that lie one expert after another: each gets the number of its expert. Other groups (of columns, of what is summed) stay."""
+    offs, (rows, matrices) = argument(call, "offs"), call.operands[:2]
+    dtypes = {writer.dtype(rows), writer.dtype(matrices), fake.dtype}
+    if offs is None or argument(call, "bias") is not None or len(dtypes) > 1 or [len(writer.shape(n)) for n in (rows, matrices)] != [2, 3]:
+        return writer.emit(call, fake.shape, fake.dtype)
+    count, number, ids = fake.shape[0], f"{call.name}:rows", f"{call.name}:experts"
+    options = {"dtype": writer.dtype(offs.name)}
+    writer.emit(Call(number, aten.arange.default, (count,), options, (number,), call.path), (count,), options["dtype"])
+    found = Call(ids, aten.searchsorted.Tensor, (offs, Ref(number)), {"right": True}, (ids,), call.path)
+    writer.emit(found, (count,), torch.int64)
+    product = Call(call.name, expert_mm, (Ref(rows), Ref(matrices), Ref(ids)), {}, (call.name,), call.path)
+    return writer.emit(product, fake.shape, fake.dtype)
 
 
 @form("as_strided", "as_strided_", "set_", "resize_", "_reshape_alias")

@@ -19,6 +19,7 @@ from soap.tracing.calls import Program
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
 from soap.tracing.execute import ExecutableModel
+from soap.tracing.experts import unsort_experts
 from soap.tracing.fold import fold
 from soap.tracing.footprints import find_footprints
 from soap.tracing.fuse import Fuser
@@ -60,6 +61,7 @@ def import_program(
         exported = at_sizes(exported, shapes)
     program = Reader(exported, dtype, autocast=autocast, local_statistics=batch_norm == "local").read()
     find_equal_bags(program)
+    unsort_experts(program)
     fold(program, plan_only=plan_only)
     decompose(program)
     fold(program, plan_only=plan_only)  # what parts of a call need beside its operands

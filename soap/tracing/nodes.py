@@ -15,7 +15,7 @@ from soap.dtypes import is_differentiable
 from soap.errors import ModelError
 from soap.tracing.aliasing import Aliasing, functional, mutates
 from soap.tracing.autocast import Caster, concerns
-from soap.tracing.calls import BufferRef, Call, Program, Ref, substitute
+from soap.tracing.calls import BufferRef, Call, Program, Ref, kind_of, substitute
 from soap.tracing.forms import FORMS, Fake, value_of
 from soap.tracing.types import written_out
 from soap.tracing.views import SAME, ViewOf
@@ -63,7 +63,7 @@ class NodeReader(ProgramWriter):
             self._higher_order(node, target, gradients=gradients)
         elif not isinstance(target, torch._ops.OpOverload):
             raise ModelError(f"call {node.name!r} of {target}: expected an ATen operator; the program depends on data or Python values")
-        elif _kind(target) not in _DROPPED:
+        elif kind_of(target) not in _DROPPED:
             call = self._call(node, target)
             if mutates(target):
                 self._in_place(node, call, gradients=gradients)
@@ -295,7 +295,3 @@ def _counterpart(dtype: torch.dtype, like: torch.dtype) -> torch.dtype:
     if dtype.is_complex == like.is_complex:
         return dtype
     return dtype.to_complex() if like.is_complex else dtype.to_real()
-
-
-def _kind(target: torch._ops.OpOverload) -> str:
-    return str(target._schema.name.split("::")[-1])

@@ -10,6 +10,7 @@ from soap.tracing.rules import (
     convolution,
     counting,
     embedding,
+    experts,
     fourier,
     index,
     linear,
@@ -28,6 +29,6 @@ from soap.tracing.rules import (
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
-    "along", "attention", "bags", "complex", "convolution", "counting", "embedding", "fourier", "index", "linear", "loss", "norm", "pad", "pointwise",
-    "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
+    "along", "attention", "bags", "complex", "convolution", "counting", "embedding", "experts", "fourier", "index", "linear", "loss",
+    "norm", "pad", "pointwise", "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from soap.tracing.rules.bags import equal_bags
+from soap.tracing.rules.experts import expert_mm
 from tests.tracing.drawing import Draw, Drawn, call, draws
 
 
@@ -110,3 +111,12 @@ def equal_bags_of_rows(d: Draw, name: str) -> Drawn:
     mode = d.some("sum", "mean", "max")
     scale = (d.floats(bags, each),) if mode == "sum" and d.yes() else ()
     return Drawn(equal_bags, (d.floats(rows, columns), d.ids(rows, bags, each), *scale), {"mode": mode, "padding_idx": d.some(None, 1)})
+
+
+@draws("soap.expert_mm")
+def rows_of_experts(d: Draw, name: str) -> Drawn:
+    rows, k, n, experts = d.size(3, 12), d.size(), d.size(), d.size(2, 5)
+    ids = d.ids(experts + 2, rows) - 1 if d.yes(0.3) else d.ids(experts, rows)  # some of them no expert's
+    ids = ids.sort().values if d.yes(0.3) else ids
+    weight = d.floats(experts, n, k).mT if d.yes() else d.floats(experts, k, n)  # as libraries keep them, or transposed
+    return Drawn(expert_mm, (d.floats(rows, k), weight, ids))
