@@ -150,12 +150,12 @@ def filled(writer: Writer, call: Call, fake: Fake) -> str:
     return writer.emit(full, fake.shape, fake.dtype)
 
 
-@form("movedim", "moveaxis", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint")
+@form("movedim", "moveaxis", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint", "matrix_H", "mH")
 def permuted(writer: Writer, call: Call, fake: Fake) -> str:
     """Found out by moving dimensions of sizes that tell them apart."""
     source = call.operands[0]
     marks = torch.empty(tuple(range(2, 2 + len(writer.shape(source)))), device="meta")
-    if call.kind == "adjoint" and writer.dtype(source).is_complex:
+    if call.kind in ("adjoint", "matrix_H", "mH") and writer.dtype(source).is_complex:
         raise ModelError(f"call {call.name!r} is the adjoint of a complex tensor; expected real tensors")
     order = [size - 2 for size in call.target(marks, *call.args[1:], **call.kwargs).shape]
     plain = Call(call.name, aten.permute.default, (Ref(source), order), {}, (call.name,), call.path)

@@ -22,10 +22,11 @@ from soap.tracing.rules import (
     resample,
     scatter,
     shape,
+    state,
 )
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
     "along", "attention", "bags", "convolution", "counting", "embedding", "index", "linear", "loss", "norm", "pad", "pointwise",
-    "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
+    "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "state", "tiled",
 ]  # fmt: skip
