@@ -22,6 +22,12 @@ RECURRENT_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Kinds of operators that are recurrent layers."""
 
 
+NEXT_STATE = "next_state"
+"""Kind of the operator that takes the buffers' values at the end of the forward pass, on one device."""
+KEEP_STATE = "keep_state"
+"""Kind of the operator that keeps them for the next step, on every device. Graphs whose buffers do not move have neither."""
+
+
 class FactorKind(StrEnum):
     """What splitting a factor means (FlexFlow's S, A, P, and reduction as an extension)."""
 

@@ -14,7 +14,7 @@ from math import prod
 
 from soap.errors import StrategyError
 from soap.graph import FactorKind, Operator, OperatorGraph, TensorKind
-from soap.strategy import OpConfig, Strategy, check_config
+from soap.strategy import OpConfig, Strategy, check_config, settled_config
 from soap.topology import Topology
 
 
@@ -38,7 +38,8 @@ def uniform_config(op: Operator, degrees: Mapping[str, int], devices: Sequence[i
     split = tuple(degrees.get(name, 1) for name in names)
     tiles = prod(split) * replicas
     config = OpConfig(split, tuple(devices[i * len(devices) // tiles] for i in range(tiles)), replicas)
-    check_config(op, config, max(devices) + 1)
+    if settled_config(op, 1) is None:  # else ``strategy.settled`` has the last word
+        check_config(op, config, max(devices) + 1)
     return config
 
 
@@ -80,7 +81,10 @@ def _grouped_devices(
 
 
 def fill(graph: OperatorGraph, orders: Sequence[Sequence[int]], chosen: Mapping[int, OpConfig]) -> Strategy:
-    """The chosen configurations, and data parallelism for every other operator. ``orders``: by operator, the devices that it may use."""
+    """The chosen configurations, and data parallelism for every other operator. ``orders``: by operator, the devices that it may use.
+
+    Operators without a choice are left to ``strategy.settled``.
+    """
     configs: dict[str, OpConfig] = {}
     whole: dict[str, frozenset[int]] = {}
     sets: dict[int, frozenset[int]] = {}

@@ -14,7 +14,7 @@ from soap.chains import Chain, dense, find_chains, table
 from soap.errors import StrategyError
 from soap.graph import OperatorGraph
 from soap.grids import device_order, fill, grouped, sample_factor
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, settled
 from soap.topology import Topology
 
 CHEAP_FLOPS_PER_ELEMENT = 64
@@ -53,6 +53,7 @@ class _Placement:
     def __init__(self, graph: OperatorGraph, topology: Topology, pipeline: int, tensor: int = 1) -> None:
         self._graph = graph
         self._chains = find_chains(graph)
+        self._device_count = topology.device_count
         order, each = device_order(topology), tensor * pipeline
         stages = [
             tuple([order[copy * each + stage * tensor + rank] for copy in range(len(order) // each) for rank in range(tensor)])
@@ -79,7 +80,7 @@ class _Placement:
                     self._chosen[i] = grouped(graph.operators[i], self._orders[i], own, factor, chain.periods.get(i, 1))
         self._split_vocabularies(width)
         self._repeat_between(width)
-        return fill(graph, self._orders, self._chosen)
+        return settled(graph, fill(graph, self._orders, self._chosen), self._device_count)
 
     def _split_vocabularies(self, width: int) -> None:
         """Split tables by entries and output layers by columns where the vocabulary is larger than the features."""

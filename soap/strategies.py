@@ -14,7 +14,7 @@ from soap.chains import dense
 from soap.graph import Operator, OperatorGraph
 from soap.grids import device_order, fill, grouped, sample_factor, uniform_config
 from soap.megatron import balanced_blocks, hybrid, megatron, operator_work
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, settled, settled_config
 from soap.synchronization import GATHER, synchronized, usual_server
 from soap.topology import Topology
 
@@ -47,7 +47,7 @@ class Randomness(Protocol):
 
 def single_device(graph: OperatorGraph, topology: Topology, device: int = 0) -> Strategy:
     """Everything on one device."""
-    strategy = Strategy({op.name: uniform_config(op, {}, (device,)) for op in graph.operators})
+    strategy = settled(graph, Strategy({op.name: uniform_config(op, {}, (device,)) for op in graph.operators}), topology.device_count)
     strategy.validate(graph, topology.device_count)
     return strategy
 
@@ -58,14 +58,15 @@ def data_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
     Operators without batch (position embeddings, what follows a summed loss) are computed by every device that has their inputs anyway;
     one that needs the batch as a whole runs on a single device.
     """
-    return fill(graph, [device_order(topology)] * len(graph.operators), {})
+    return settled(graph, fill(graph, [device_order(topology)] * len(graph.operators), {}), topology.device_count)
 
 
 def model_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
     """Contiguous blocks of operators, one block per device, balanced by floating-point operations."""
     order = device_order(topology)
     blocks = balanced_blocks(operator_work(graph), len(order))
-    return Strategy({op.name: uniform_config(op, {}, (order[block],)) for op, block in zip(graph.operators, blocks, strict=True)})
+    configs = {op.name: uniform_config(op, {}, (order[block],)) for op, block in zip(graph.operators, blocks, strict=True)}
+    return settled(graph, Strategy(configs), len(order))
 
 
 def one_weird_trick(graph: OperatorGraph, topology: Topology) -> Strategy:
@@ -77,7 +78,7 @@ def one_weird_trick(graph: OperatorGraph, topology: Topology) -> Strategy:
         if matrix is not None:
             width = _largest_divisor(len(order), op.factors[matrix.column].size)
             chosen[i] = grouped(op, order, width, matrix.column)
-    return fill(graph, [order] * len(graph.operators), chosen)
+    return settled(graph, fill(graph, [order] * len(graph.operators), chosen), len(order))
 
 
 CLASSICAL: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
@@ -118,6 +119,9 @@ NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProx
 
 def random_config(op: Operator, device_count: int, rng: Randomness, max_tiles: int | None = None) -> OpConfig:
     """A legal configuration drawn at random, of at most ``max_tiles`` tiles (default: twice the number of devices)."""
+    only = settled_config(op, device_count)
+    if only is not None:
+        return only
     room = 2 * device_count if max_tiles is None else max_tiles
     degrees = [1] * len(op.factors)
     for i in sorted(range(len(degrees)), key=lambda _: rng.random()) if op.partitionable else ():

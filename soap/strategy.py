@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from soap.errors import StrategyError
-from soap.graph import Operator, OperatorGraph
+from soap.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
 
 SyncMethod = Literal["allreduce", "allgather", "parameter_server"]
 SYNC_METHODS: tuple[SyncMethod, ...] = ("allreduce", "allgather", "parameter_server")
@@ -138,6 +138,38 @@ def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_til
             raise StrategyError(
                 f"operator {op.name!r}: degree {degree} of factor {factor.name!r} exceeds its size {factor.size}; lower the degree"
             )
+    settled = settled_config(op, device_count)
+    if settled is not None and config != settled:
+        raise StrategyError(
+            f"operator {op.name!r} {_SETTLED[op.kind]}: expected devices {_few(settled.devices)}, found {_few(config.devices)} with "
+            f"{config.replicas} replicas; soap.strategy.settled puts it right"
+        )
     if max(config.devices) >= device_count:
         device = next(device for device in config.devices if device >= device_count)
         raise StrategyError(f"operator {op.name!r}: device {device} does not exist; expected 0 to {device_count - 1} on this cluster")
+
+
+_SETTLED = {NEXT_STATE: "brings together the buffers that the forward pass moves", KEEP_STATE: "keeps moved buffers on every device"}
+"""Kinds of operators that have one configuration, and why."""
+
+
+def settled_config(op: Operator, device_count: int) -> OpConfig | None:
+    """The only configuration of an operator that has no other; None if it has a choice.
+
+    Every device keeps a copy of the buffers that the forward pass moves, and all copies have to be equal to the bit, though sums may have been
+    made in different orders: so one device, the first, has the values whole, and the others take them from there.
+    """
+    if op.kind == NEXT_STATE:
+        return OpConfig((), (0,))
+    return OpConfig((), tuple(range(device_count)), device_count) if op.kind == KEEP_STATE else None
+
+
+def settled(graph: OperatorGraph, strategy: Strategy, device_count: int) -> Strategy:
+    """The strategy with the configurations that operators without a choice must have; itself if the graph has no such operator."""
+    own = {op.name: settled_config(op, device_count) for op in graph.operators if op.kind in _SETTLED}
+    found = {name: config for name, config in own.items() if config is not None}
+    return Strategy({**strategy.operators, **found}, strategy.parameters) if found else strategy
+
+
+def _few(devices: tuple[int, ...]) -> str:
+    return ", ".join(map(str, devices[:4])) + (", …" if len(devices) > 4 else "")

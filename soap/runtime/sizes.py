@@ -48,8 +48,9 @@ class SizedProgram:
     unread: frozenset[str]
 
     def tensors(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """Inputs and constants by name, on this rank's device."""
-        return {**self.constants, **{n: self.trainer.place(t) for n, t in zip(self.model.input_names, inputs, strict=True)}}
+        """Inputs, constants and the state that buffers hold by name, on this rank's device."""
+        state = {tensor: self.trainer.buffers[name] for tensor, name in self.model.state.items()}
+        return {**self.constants, **state, **{n: self.trainer.place(t) for n, t in zip(self.model.input_names, inputs, strict=True)}}
 
     def traced(self, recorder: Recorder) -> StepRunner:
         """A runner that times every task."""
@@ -109,5 +110,6 @@ class BatchSizes:
         trainer = self.trainer
         dtype_of = partial(run_dtype, model.graph, dtype=trainer.dtype)
         runner = StepRunner(program, model, trainer.comm, shards, dtype_of, gradients=gradients, compiled=trainer.compiled)
-        constants = {name: trainer.place(t).clone(memory_format=torch.contiguous_format) for name, t in model.constants.items()}
+        fixed = {name: tensor for name, tensor in model.constants.items() if name not in model.state}
+        constants = {name: trainer.place(t).clone(memory_format=torch.contiguous_format) for name, t in fixed.items()}
         return SizedProgram(trainer, model, program, runner, constants, model.unread(program.plan.tiles))

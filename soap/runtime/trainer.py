@@ -110,7 +110,7 @@ class Trainer:
         self.buffers = {name: self._own(tensor) for name, tensor in model.buffers.items()}
         for tensor in self.buffers.values():
             self.comm.broadcast(tensor, 0).wait()
-        self._first_buffers = {name: tensor.clone() for name, tensor in self.buffers.items()}
+        self._first_buffers = {name: tensor.clone() for name, tensor in self.buffers.items() if name not in model.state.values()}
         self.steps = 0
         self._batch_compared = False
         self.sizes = BatchSizes(self, topology or local_topology(plan.device_count))
@@ -225,9 +225,8 @@ class Trainer:
             raise RuntimeFailure(f"state lacks {missing[0]!r} (and {len(missing) - 1} more): expected every parameter and buffer by name")
         self.shards.load(state, self.device, self.dtype)
         self._refresh_copies()
-        for name, tensor in self.buffers.items():
-            tensor.copy_(state[name])
-            self._first_buffers[name].copy_(state[name])
+        for name in self.buffers:
+            self._set_buffer(name, state[name])
         self._warn_of_unchanged(state)
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
@@ -250,8 +249,7 @@ class Trainer:
         self._refresh_copies()
         self.steps, self.seed = found.step, found.seed
         for name, tensor in found.buffers.items():
-            self.buffers[name].copy_(tensor)
-            self._first_buffers[name].copy_(tensor)
+            self._set_buffer(name, tensor)
         self._warn_of_unchanged(found.unchanged)
 
     @property
@@ -286,10 +284,20 @@ class Trainer:
                     stacklevel=3,
                 )
 
+    def _set_buffer(self, name: str, value: torch.Tensor) -> None:
+        self.buffers[name].copy_(value)
+        if name in self._first_buffers:
+            self._first_buffers[name].copy_(value)
+
     def _gather_buffers(self) -> dict[str, torch.Tensor]:
-        """Each element from the rank that has updated it: tiles change their own region of their rank's copy only."""
+        """Each element from the rank that has updated it: tiles change their own region of their rank's copy only. State is the same on
+        all."""
         full: dict[str, torch.Tensor] = {}
+        kept = set(self.model.state.values())
         for tag, (name, own) in enumerate(self.buffers.items()):
+            if name in kept:
+                full[name] = own.clone()
+                continue
             if self.rank != 0:
                 self.comm.send(own, 0, tag)
                 continue

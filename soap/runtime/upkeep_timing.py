@@ -106,6 +106,7 @@ class Chain(TracedModel):
         self.parameters = {"w": torch.zeros(1)}
         self.buffers: dict[str, torch.Tensor] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.state: dict[str, str] = {}
         self.unchanged: dict[str, torch.Tensor] = {}
         self.input_names = ["x"]
         self.example_inputs = [torch.zeros(1)]

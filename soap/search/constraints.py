@@ -21,7 +21,7 @@ from math import log2, prod
 from soap.errors import StrategyError
 from soap.graph import Operator, OperatorGraph
 from soap.search.space import Grid, OperatorSpace, Space, grid_of, make_config
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, settled_config
 from soap.strategy_differences import short
 
 REPLICAS = "replicas"
@@ -100,13 +100,16 @@ def pairs_of(given: Mapping[str, str] | Iterable[tuple[str, str]]) -> Pairs:
 
 def _matching(graph: OperatorGraph, pattern: str, where: str) -> list[Operator]:
     found = [op for op in graph.operators if fnmatchcase(op.name, pattern)]
+    choosing = [op for op in found if settled_config(op, 1) is None]
+    if found and not choosing:
+        raise StrategyError(f"{where}: operator {found[0].name!r} has one configuration alone; expected one that has a choice")
     if not found:
         some = ", ".join(op.name for op in graph.operators[:3])
         raise StrategyError(
             f"{where}: no operator of model {graph.name!r} matches {short(pattern)}; expected a name or a pattern such as "
             f"{some} or '*' (soap-search --explain-graph lists all)"
         )
-    return found
+    return choosing
 
 
 def _divided(spec: str, where: str, device_count: int) -> tuple[list[str], tuple[int, ...] | None]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, permutations, product
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from soap.graph import Operator, OperatorGraph
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups
-from soap.strategy import OpConfig, Strategy, SyncConfig
+from soap.strategy import OpConfig, Strategy, SyncConfig, settled_config
 
 if TYPE_CHECKING:
     from soap.search.constraints import Allowed
@@ -291,11 +291,11 @@ def build_space(
 
     ``allowed``: what is left to some operators, by name (``soap.search.constraints``). StrategyError if that is nothing.
     """
-    cache: dict[tuple[tuple[int, ...], bool, Allowed | None], OperatorSpace] = {}
+    cache: dict[Hashable, OperatorSpace] = {}
     limits = tuple((allowed or {}).get(op.name) for op in graph.operators)
     spaces = []
     for op, limit in zip(graph.operators, limits, strict=True):
-        key = (tuple(f.size for f in op.factors), op.partitionable, limit)
+        key = (tuple(f.size for f in op.factors), op.partitionable, limit, settled_config(op, device_count))
         if key not in cache:
             cache[key] = _operator_space(op, device_count, limit, every=every_degree, shuffled=shuffled)
         spaces.append(cache[key])
@@ -307,6 +307,9 @@ def build_space(
 
 
 def _operator_space(op: Operator, device_count: int, limit: Allowed | None, *, every: bool, shuffled: float) -> OperatorSpace:
+    only = settled_config(op, device_count)
+    if only is not None:
+        return OperatorSpace([grid_of(only)], device_count, shuffled=0.0, devices=only.devices)
     if limit is None:
         return OperatorSpace(grids_of(op, device_count, every=every), device_count, shuffled=shuffled)
     if limit.grid is not None:

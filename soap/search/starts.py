@@ -10,7 +10,7 @@ from types import MappingProxyType
 from soap.errors import StrategyError
 from soap.graph import OperatorGraph
 from soap.strategies import CLASSICAL, NAMED, SYNCHRONIZED, random_strategy, sample_factor, uniform_config
-from soap.strategy import Strategy, SyncConfig
+from soap.strategy import Strategy, SyncConfig, settled
 from soap.topology import Topology
 
 BASELINE = "data_parallel"
@@ -108,7 +108,7 @@ def narrowed(graph: OperatorGraph, topology: Topology, baseline: Strategy, devic
         else:
             replicas = device_count if baseline.operators[op.name].replicas > 1 else 1
             configs[op.name] = uniform_config(op, {}, devices, replicas)
-    return Strategy(configs)
+    return settled(graph, Strategy(configs), topology.device_count)
 
 
 def best_starts(starts: Sequence[Start], count: int) -> list[Start]:

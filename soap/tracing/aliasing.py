@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
 from soap.errors import ModelError
 from soap.tracing.calls import Call
-from soap.tracing.views import SAME, ViewOf, view_of
+from soap.tracing.views import DETACHED, SAME, ViewOf, view_of
 
 _FUNCTIONAL = {("normal_", "default"): "normal_functional", ("bernoulli_", "float"): "bernoulli.p"}
 """Out-of-place forms that are not called like the in-place ones."""
+
+_SEVERAL = {"fused_moving_avg_obs_fake_quant": torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default}
+"""Calls that change several arguments -> what gives their result, a mask, and then the new values of these instead."""
 
 
 class Aliasing:
@@ -20,10 +23,11 @@ class Aliasing:
 
     Nodes form families that share memory: a root that made it, and views of views of it. After a change through one of them, those on
     its way to the root get the new elements put back; what the others stand for is *stale*, and taken from their base anew when
-    somebody reads it.
+    somebody reads it. ``plain``: roots that carry no gradient, so that what is detached of them is as good as a view.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plain: Container[torch.fx.Node] = ()) -> None:
+        self._plain = plain
         self._base: dict[torch.fx.Node, tuple[torch.fx.Node, ViewOf | None]] = {}
         self._root: dict[torch.fx.Node, torch.fx.Node] = {}
         self._stale: dict[torch.fx.Node, str] = {}
@@ -56,13 +60,20 @@ class Aliasing:
         if isinstance(result, (tuple, list)):  # a list of views: ``part`` relates its items to the base
             self.view(node, base, None)
         elif result.untyped_storage()._cdata == source.untyped_storage()._cdata:
-            # a detached tensor has the same elements, but no gradient to give back
+            if target is torch.ops.aten.detach.default:
+                self.view(node, base, self._detached(base))
+                return
             same = (result.shape, result.stride(), result.dtype) == (source.shape, source.stride(), source.dtype)
-            self.view(node, base, SAME if same and target is not torch.ops.aten.detach.default else view_of(node, base))
+            self.view(node, base, SAME if same else view_of(node, base))
+
+    def _detached(self, base: torch.fx.Node) -> ViewOf | None:
+        """How a detached tensor is a view of ``base``: it has the same elements, but no gradient to give back."""
+        return DETACHED if self.root(base) in self._plain else None
 
     def passed_on(self, node: torch.fx.Node, leaves: Sequence[Any], how: ViewOf | None) -> None:
-        """The block ``node`` gives out ``leaves`` of its graph, each seen through ``how``."""
-        self._given[node] = [(leaf, how) if isinstance(leaf, torch.fx.Node) else None for leaf in leaves]
+        """The block ``node`` gives out ``leaves`` of its graph, each seen through ``how``; None: detached."""
+        nodes = [leaf if isinstance(leaf, torch.fx.Node) else None for leaf in leaves]
+        self._given[node] = [None if n is None else (n, self._detached(n) if how is None else how) for n in nodes]
 
     def part(self, node: torch.fx.Node, several: torch.fx.Node, index: int) -> None:
         """``node`` is an item of a call with several results: a view if they are views, else memory of its own."""
@@ -80,6 +91,10 @@ class Aliasing:
         """All nodes that are the same tensor as ``node``."""
         first = self._first(node)
         return [n for n in self._family(node) if self._first(n) is first]
+
+    def is_root(self, node: torch.fx.Node) -> bool:
+        """Whether ``node`` is the whole of what its root made, element by element."""
+        return self._first(node) is self.root(node)
 
     def _first(self, node: torch.fx.Node) -> torch.fx.Node:
         while (found := self._base.get(node)) is not None and found[1] is SAME:
@@ -129,19 +144,54 @@ def _meta(leaf: Any) -> Any:
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
-def mutates(target: torch._ops.OpOverload) -> bool:
-    """Whether the call changes its first argument. Calls that change any other are refused."""
-    writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
-    if any(writes[1:]):
-        raise ModelError(f"call of {target} changes an argument in place; write it out of place")
-    return bool(writes) and writes[0]
+def changed_together(node: torch.fx.Node) -> tuple[torch._ops.OpOverload, list[torch.fx.Node]] | None:
+    """For a call that changes several tensors: what computes the same out of place (``_SEVERAL``), and the nodes of these tensors."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    functional = _SEVERAL.get(str(target._schema.name.split("::")[-1]))
+    if functional is None:
+        return None
+    places = [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    given = [node.args[i] if i < len(node.args) else node.kwargs[target._schema.arguments[i].name] for i in places]
+    return functional, [n for n in given if isinstance(n, torch.fx.Node)]
+
+
+def changed_by(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The node whose tensor a call changes: its first argument or what is passed as ``out``. Calls that change others are refused."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    writes = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if not writes:
+        return None
+    changed = node.kwargs.get("out") if _is_out(target) else node.args[0] if writes == list(target._schema.arguments[:1]) else None
+    if not isinstance(changed, torch.fx.Node):
+        raise ModelError(f"call {node.name!r} of {target} changes arguments in place; write it out of place")
+    return changed
+
+
+def _is_out(target: Any) -> bool:
+    """Whether a call writes its only result to its argument ``out``."""
+    return [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write] == ["out"]
 
 
 def functional(call: Call) -> Call:
-    """The out-of-place form of an in-place call."""
+    """The out-of-place form of an in-place call, or of one that writes to ``out``."""
+    if _is_out(call.target):
+        return _without_out(call)
     overload = call.target._overloadname  # type: ignore[attr-defined]
     name, _, other = _FUNCTIONAL.get((call.kind, overload), call.kind.removesuffix("_")).partition(".")
     packet, overload = getattr(torch.ops.aten, name, None), other or overload
     if packet is None or overload not in packet.overloads():
         raise ModelError(f"in-place call {call.name!r} of {call.kind} has no functional form; write it out of place")
     return Call(call.name, getattr(packet, overload), call.args, call.kwargs, (call.name,), call.path)
+
+
+def _without_out(call: Call) -> Call:
+    """The overload that has the same arguments but ``out``."""
+    packet = call.target.overloadpacket  # type: ignore[attr-defined]
+    wanted = [(a.name, str(a.type)) for a in call.target._schema.arguments if a.name != "out"]  # type: ignore[attr-defined]
+    for other in (getattr(packet, name) for name in packet.overloads()):
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted and not other._schema.is_mutable:
+            kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
+            return Call(call.name, other, call.args, kwargs, (call.name,), call.path)
+    raise ModelError(f"call {call.name!r} of {call.kind} with out= has no functional form; write it out of place")

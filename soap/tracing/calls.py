@@ -90,6 +90,10 @@ class Program:
     buffers: dict[str, torch.Tensor]
     """State-dict name -> initial value of the buffers that calls update."""
     loss: str
+    state: dict[str, str] = field(default_factory=dict)
+    """Value name -> state-dict name of the buffers that calls read and move: what they were when the step began."""
+    kept: tuple[str, ...] = ()
+    """Values beside the loss that a step is to compute though no call reads them: what keeps the state (``rules.state``)."""
     end_step: list[Call] = field(default_factory=list)
     """Calls that update buffers independently of any tensor (step counters)."""
     stuck: dict[str, str] = field(default_factory=dict)

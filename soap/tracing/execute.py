@@ -20,6 +20,7 @@ from soap.tracing.rules import tiled
 from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, move_running_statistics, moves_statistics
 from soap.tracing.rules.notation import Local
 from soap.tracing.rules.random import seeded
+from soap.tracing.rules.state import keep_state
 
 
 class Source(Protocol):
@@ -41,6 +42,7 @@ class ExecutableModel:
     example_inputs: Sequence[torch.Tensor]
     programs: Mapping[str, OperatorProgram]
     program: Program
+    state: Mapping[str, str] = field(default_factory=dict)
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
     source: Source | None = None
     shapes: Sequence[Sequence[int]] | None = None
@@ -111,6 +113,7 @@ class ExecutableModel:
         given = (*inputs, *parameters.values())
         device = given[0].device if given else None
         values: dict[str, torch.Tensor] = {name: constant.to(device) for name, constant in self.program.constants.items()}
+        values.update({value: context.buffers[name].clone() for value, name in self.program.state.items()})
         values.update(zip(self.program.inputs, inputs, strict=True))
         values.update({value: parameters[name] for value, name in self.program.parameters.items() if name in parameters})
         last = {name: i for i, call in enumerate(self.program.calls) for name in call.operands}
@@ -129,6 +132,8 @@ class ExecutableModel:
                 return values[leaf.name]
             return context.buffers[leaf.name] if isinstance(leaf, BufferRef) else leaf
 
+        if call.target is keep_state:
+            context.note_state({b.name: values[value] for b, value in zip(call.kwargs["buffers"], call.operands, strict=True)})
         args, kwargs = substitute(list(call.args), change), substitute(dict(call.kwargs), change)
         if call.target is batch_norm_apply:
             return _plain_batch_norm(args[0], args[2:], kwargs, context)
@@ -189,6 +194,9 @@ class ExecutableModel:
             moved = [move for move in self._moving if move[0] in statistics]
             move_running_statistics([(buffers[mean], buffers[var], statistics[name], momentum) for name, mean, var, momentum in moved])
             statistics.clear()
+            for name, value in context.state.items():
+                buffers[name].copy_(value)
+            context.state.clear()
             for call in self.program.end_step if context.update_buffers else ():
                 args = [buffers[arg.name] if isinstance(arg, BufferRef) else arg for arg in call.args]
                 call.target(*args, **call.kwargs)

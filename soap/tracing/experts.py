@@ -92,8 +92,9 @@ class _Unsorting:
             begun = begun or call.name == self.sort.name
             if begun and call.name != self.sort.name:
                 self._follow(call)
-        result = needed(self.calls, self.names.get(self.program.loss, self.program.loss))
-        if _products(result) > _products(needed(self.program.calls, self.program.loss)) or not self.names:
+        kept = self.program.kept
+        result = needed(self.calls, {self.names.get(self.program.loss, self.program.loss), *kept})
+        if _products(result) > _products(needed(self.program.calls, {self.program.loss, *kept})) or not self.names:
             return None
         self.program.values.update(self.values)
         return result

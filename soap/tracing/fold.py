@@ -5,18 +5,19 @@ from __future__ import annotations
 import torch
 
 from soap.errors import ModelError
+from soap.graph import KEEP_STATE, NEXT_STATE
 from soap.tracing.calls import Call, Program, Ref, is_random, on_whole, substitute
 
 
 def fold(program: Program, *, plan_only: bool) -> None:
-    """Evaluate calls that depend on nothing but constants (masks, position ids); drop calls that the loss does not need.
+    """Evaluate calls that depend on nothing but constants (masks, position ids); drop calls that neither loss nor state needs.
 
     With ``plan_only`` the values are not computed: a plan needs their shapes only.
     """
     known = set(program.constants)
     kept: list[Call] = []
     for call in program.calls:
-        if is_random(call) or not all(name in known for name in call.operands):
+        if is_random(call) or call.kind in (NEXT_STATE, KEEP_STATE) or not all(name in known for name in call.operands):
             kept.append(call)
             continue
         known.update(call.outputs)
@@ -27,7 +28,7 @@ def fold(program: Program, *, plan_only: bool) -> None:
             for name in call.outputs:
                 value = program.values[name]
                 program.constants[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    program.calls = needed(kept, program.loss)
+    program.calls = needed(kept, {program.loss, *program.kept})
     used = {name for call in program.calls for name in call.operands} | {program.loss}
     program.constants = {name: tensor for name, tensor in program.constants.items() if name in used}
 
@@ -50,9 +51,9 @@ def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
     return [t.clone() for t in outputs if isinstance(t, torch.Tensor)]
 
 
-def needed(calls: list[Call], loss: str) -> list[Call]:
-    """The calls that the loss depends on."""
-    wanted = {loss}
+def needed(calls: list[Call], wanted: set[str]) -> list[Call]:
+    """The calls that these values depend on."""
+    wanted = set(wanted)
     kept: list[Call] = []
     for call in reversed(calls):
         if wanted & set(call.outputs):

@@ -66,7 +66,7 @@ def import_program(
     decompose(program)
     fold(program, plan_only=plan_only)  # what parts of a call need beside its operands
     groups = Fuser(program).run()
-    if not groups:
+    if not any(program.loss in group.made for group in groups):
         raise ModelError("the loss is a constant; expected a loss that depends on the inputs or parameters")
     graph, programs = _Builder(exported, program, groups, name, batch_dims or {}).build()
     _warn_if_untrained(graph)
@@ -76,11 +76,12 @@ def import_program(
         graph=graph,
         parameters={n: _converted(tensor, dtype) for n, tensor in state.items()},
         buffers=program.buffers,
-        constants=program.constants,
+        constants={**program.constants, **{value: program.buffers[n] for value, n in program.state.items() if value in graph.tensors}},
         input_names=tuple(program.inputs),
         example_inputs=_examples(exported, program, dtype),
         programs=programs,
         program=program,
+        state=program.state,
         unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
     )
     model.graph = replace(graph, footprints=find_footprints(model), sparse=measured_by_examples(model))
@@ -257,4 +258,5 @@ class _Builder:
             return TensorKind.PARAMETER
         if value in self.program.inputs:
             return TensorKind.INPUT
-        return TensorKind.CONSTANT if value in self.program.constants else TensorKind.ACTIVATION
+        known = value in self.program.constants or value in self.program.state
+        return TensorKind.CONSTANT if known else TensorKind.ACTIVATION

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from soap.dtypes import is_differentiable
 from soap.errors import ModelError
+from soap.graph import NEXT_STATE
 from soap.tracing.calls import Program
 from soap.tracing.match import Group
 
@@ -15,7 +16,7 @@ def gradients(program: Program, trainable: Mapping[str, bool]) -> set[str]:
     """Values that carry a gradient. ``trainable``: by canonical parameter name."""
     result = {value for value, name in program.parameters.items() if trainable[name]}
     for call in program.calls:
-        if call.kind == "detach" or not any(name in result for name in call.operands):
+        if call.kind in ("detach", NEXT_STATE) or not any(name in result for name in call.operands):
             continue
         result.update(name for name in call.outputs if is_differentiable(program.values[name].dtype))
     return result

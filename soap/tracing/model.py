@@ -23,7 +23,8 @@ class TileContext:
     variance); ``end_step`` moves the buffers by it, each channel once however many tiles have met it. ``update_buffers`` False leaves
     buffers alone.
     ``unread``: what ``TracedModel.unread`` says of the plan. ``tiles``: what the reference needs to know of the plan: local batch norm
-    normalises by tile. None at all: by the whole batch.
+    normalises by tile. None at all: by the whole batch. ``state``: what buffers become at the end of the step, by name, as the forward pass
+    has found it.
     """
 
     seed: int = 0
@@ -33,6 +34,7 @@ class TileContext:
     unread: frozenset[str] = frozenset()
     tiles: Sequence[Tile] = ()
     statistics: dict[str, list[tuple[Interval, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def random_seed(self, call: str) -> int:
         """63 bits from (seed, step, call): random numbers do not depend on how the operator is split."""
@@ -45,6 +47,11 @@ class TileContext:
         if self.update_buffers and all(known != channels for known, _, _ in found):
             found.append((channels, mean, variance))
 
+    def note_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Keep what buffers become at the end of the step, by name."""
+        if self.update_buffers:
+            self.state.update(values)
+
 
 class TracedModel(Protocol):
     """What the runtime and the tools need of a model."""
@@ -55,7 +62,10 @@ class TracedModel(Protocol):
     buffers: Mapping[str, torch.Tensor]
     """Full tensors by state-dict name."""
     constants: Mapping[str, torch.Tensor]
-    """Full tensors of the graph's CONSTANT tensors, by tensor name."""
+    """Full tensors of the graph's CONSTANT tensors, by tensor name; of ``state`` their first values."""
+    state: Mapping[str, str]
+    """Buffers that the forward pass moves, of which all ranks keep the same copy: name of the graph's CONSTANT tensor, if it has one, that
+    is their value when the step begins -> state-dict name."""
     unchanged: Mapping[str, torch.Tensor]
     """The rest of the state dict, which training leaves as it is: buffers that are only read, parameters and buffers that nothing uses."""
     input_names: Sequence[str]
@@ -101,7 +111,8 @@ class TracedModel(Protocol):
         """The scalar loss by running the whole exported program in this process, call by call: the oracle for checks. Differentiable."""
 
     def end_step(self, context: TileContext) -> None:
-        """Move the buffers: by the statistics that this rank's tiles have noted, and step counters; once per rank and training step."""
+        """Move the buffers: by the statistics that this rank's tiles have noted, to the state that they have found, and step counters;
+        once per rank and training step."""
 
     def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
         """The same model for inputs of these shapes, without parameters. ModelError in one line if it cannot be traced for them."""

@@ -21,7 +21,7 @@ def operator_names(program: Program, groups: Sequence[Group]) -> list[str]:
     """Module path of the anchor, with the kind where a module holds several operators, numbered where that is not unique."""
     anchors = [anchor(group).call for group in groups]
     paths = Counter(call.path for call in anchors)
-    taken = {*program.inputs, *program.constants, *program.parameters.values(), *program.buffers}
+    taken = {*program.inputs, *program.constants, *program.state, *program.parameters.values(), *program.buffers}
     names: list[str] = []
     for call in anchors:
         name = call.path if call.path and paths[call.path] == 1 else f"{call.path}.{call.origin or call.kind}".lstrip(".")
@@ -36,13 +36,13 @@ def operator_names(program: Program, groups: Sequence[Group]) -> list[str]:
 def group_outputs(program: Program, groups: Sequence[Group]) -> list[list[str]]:
     """For each group, the values that others need of it. Derived values, which each reader computes for itself, are never passed on."""
     makers = Counter(value for group in groups for value in group.made)
-    needed = {name for group in groups for name in group.reads()} | {program.loss}
+    needed = {name for group in groups for name in group.reads()} | {program.loss, *program.kept}
     return [[value for value in group.made if value in needed and makers[value] == 1] for group in groups]
 
 
 def tensor_names(program: Program, names: Sequence[str], outputs: Sequence[Sequence[str]]) -> dict[str, str]:
     """Value -> tensor name: parameters by state-dict name, activations by their operator."""
-    result = {value: value for value in (*program.inputs, *program.constants)}
+    result = {value: value for value in (*program.inputs, *program.constants, *program.state)}
     result.update(program.parameters)
     for name, made in zip(names, outputs, strict=True):
         result.update({value: name if len(made) == 1 else f"{name}:{i}" for i, value in enumerate(made)})

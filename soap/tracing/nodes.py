@@ -13,9 +13,10 @@ import torch
 
 from soap.dtypes import is_differentiable
 from soap.errors import ModelError
-from soap.tracing.aliasing import Aliasing, functional, mutates
+from soap.tracing.aliasing import Aliasing, changed_by, changed_together, functional
 from soap.tracing.autocast import Caster, concerns
-from soap.tracing.calls import BufferRef, Call, Program, Ref, kind_of, substitute
+from soap.tracing.buffers import BufferChanges, about
+from soap.tracing.calls import Call, Program, Ref, Value, is_random, kind_of, substitute
 from soap.tracing.forms import FORMS, Fake, value_of
 from soap.tracing.types import written_out
 from soap.tracing.views import SAME, ViewOf
@@ -32,7 +33,9 @@ class NodeReader(ProgramWriter):
     def __init__(self, program: Program, dtype: torch.dtype | None, **options: Any) -> None:
         super().__init__(program, dtype, **options)
         self.at: dict[torch.fx.Node, Any] = {}  # node -> value name, or names, that it now stands for
-        self._aliasing = Aliasing()
+        self.changes = BufferChanges()
+        self._aliasing = Aliasing(self.changes.nodes)
+        self._cut_off: set[str] = set()  # values that no gradient flows through
 
     # Calls
 
@@ -65,8 +68,10 @@ class NodeReader(ProgramWriter):
             raise ModelError(f"call {node.name!r} of {target}: expected an ATen operator; the program depends on data or Python values")
         elif kind_of(target) not in _DROPPED:
             call = self._call(node, target)
-            if mutates(target):
-                self._in_place(node, call, gradients=gradients)
+            if (together := changed_together(node)) is not None:
+                self._in_place_together(node, call, *together)
+            elif (changed := changed_by(node)) is not None:
+                self._in_place(node, call, changed, gradients=gradients)
             else:
                 self._append(node, call)
                 self._aliasing.follow(node)
@@ -161,7 +166,7 @@ class NodeReader(ProgramWriter):
         return part, operands, detached
 
     def _detached(self, name: str | None, node: torch.fx.Node) -> str | None:
-        if name is None or not is_differentiable(self.dtype(name)):
+        if name is None or name in self._cut_off or not is_differentiable(self.dtype(name)):
             return name
         result = self.unique(f"{node.name}_detach")
         call = Call(result, aten.detach.default, (Ref(name),), {}, (result,), self.path(node))
@@ -205,9 +210,8 @@ class NodeReader(ProgramWriter):
         call = Call(name, how.put, (*map(Ref, own), *how.put_args), {}, (name,), self.path(base))
         return self.emit(call, self.shape(own[0]), self.dtype(own[0]))
 
-    def _put_back(self, node: torch.fx.Node, changed: torch.fx.Node) -> None:
+    def _put_back(self, node: torch.fx.Node, changed: torch.fx.Node, now: str) -> None:
         """``changed`` stands for a new value: so do the tensors that it is a view of, up to the one that made the memory."""
-        now = self.at[node]
         # what surrounds the changed elements, as it was before: read first, while it is up to date
         outer, around = changed, []
         while (found := self._aliasing.outer(outer)) is not None and found[1] is not None:
@@ -226,39 +230,61 @@ class NodeReader(ProgramWriter):
         self.at[node] = value
         self._aliasing.renew(node)
 
-    def _in_place(self, node: torch.fx.Node, call: Call, *, gradients: bool) -> None:
+    def _in_place(self, node: torch.fx.Node, call: Call, changed: torch.fx.Node, *, gradients: bool) -> None:
         """``x.add_(y)`` as ``x = x + y``: later uses of x, and of what shares its memory, mean the new value."""
-        changed = node.args[0]
-        assert isinstance(changed, torch.fx.Node)
         origin = self._aliasing.root(changed)
-        root = str(self.at[origin])
-        if root in self.buffers:
-            self._update_buffer(node, call, changed, root)
-            return
+        root, buffer = str(self.at[origin]), self.changes.nodes.get(origin)
         if root in self.program.parameters:
             raise ModelError(
                 f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does"
             )
-        if not gradients and origin.graph is not node.graph:
+        if buffer is None and not gradients and origin.graph is not node.graph:
             raise ModelError(f"call {call.name!r} changes a tensor in place under torch.no_grad; write it out of place")
-        value = self.program.values[call.operands[0]]
+        value = self.program.values[self.now(changed)]
+        alone = len(call.operands) == 1 and not is_random(call) and self._aliasing.is_root(changed)
         if call.kind == "copy_":  # the source in the target's shape and dtype
             source = Ref(call.operands[1])
             written = Call(call.name, aten.expand.default, (source, list(value.shape)), {}, call.outputs, call.path)
         else:
-            written = functional(call)
-        self.value(self._written(written, value.dtype), value.shape, value.dtype)
-        self.at[node] = call.name
-        self._put_back(node, changed)
+            with about(buffer):
+                written = functional(call)
+        before = len(self.program.calls)
+        with about(buffer):
+            now = self.value(self._written(written, value), value.shape, value.dtype)
+        if buffer is not None and not gradients:
+            now = str(self._detached(now, node))
+            self._cut_off.add(now)
+        self.at[node] = now
+        self._put_back(node, changed, now)
         self._aliasing.view(node, changed, SAME)
+        if buffer is not None:
+            made = (name for own in self.program.calls[before:] for name in own.outputs)
+            self.changes.note(buffer, call, made, alone=alone)
 
-    def _written(self, functional: Call, dtype: torch.dtype) -> str:
-        """Write the out-of-place call, and back to the dtype that the changed tensor keeps."""
+    def _in_place_together(self, node: torch.fx.Node, call: Call, target: torch._ops.OpOverload, changed: Sequence[torch.fx.Node]) -> None:
+        """A call that changes several buffers, as one that gives its result, a mask, and then their new values."""
+        fake = node.meta["val"]
+        values = [self.program.values[self.now(one)] for one in changed]
+        made = [(fake.shape, self.convert(fake.dtype)), (fake.shape, torch.bool), *((value.shape, value.dtype) for value in values)]
+        names = [self.value(f"{call.name}:{i}", shape, dtype) for i, (shape, dtype) in enumerate(made)]
+        self.program.calls.append(Call(call.name, target, call.args, call.kwargs, tuple(names), call.path))
+        self.at[node] = names[0]
+        for one, name in zip(changed, names[2:], strict=True):
+            buffer = self.changes.nodes.get(self._aliasing.root(one))
+            if buffer is None:
+                raise ModelError(f"call {call.name!r} of {call.kind} changes {one.name!r} in place; expected buffers of the module alone")
+            now = str(self._detached(name, node))
+            self._put_back(node, one, now)
+            self.changes.note(buffer, call, (name, now), alone=False)
+
+    def _written(self, functional: Call, value: Value) -> str:
+        """Write the out-of-place call, and back to the dtype that the changed tensor keeps. ``value``: what that has been."""
+        dtype = value.dtype
         meta = [torch.empty(self.shape(n), dtype=self.dtype(n), device="meta") for n in functional.operands]
         following = iter(meta)
         fill = lambda leaf: next(following) if isinstance(leaf, Ref) else leaf  # noqa: E731
         result = functional.target(*substitute(functional.args, fill), **substitute(dict(functional.kwargs), fill))
-        if result.shape != meta[0].shape and functional.target is not aten.expand.default:
+        if result.shape != value.shape:
             raise ModelError(f"call {functional.name!r} of {functional.kind} changes a tensor's shape in place; write it out of place")
         if result.dtype == dtype:
             self.program.calls.append(functional)
@@ -268,17 +294,6 @@ class NodeReader(ProgramWriter):
         self.emit(first, result.shape, result.dtype)
         self.program.calls.append(Call(functional.name, aten.to.dtype, (Ref(name), dtype), {}, functional.outputs, functional.path))
         return functional.name
-
-    def _update_buffer(self, node: torch.fx.Node, call: Call, changed: torch.fx.Node, root: str) -> None:
-        name = self.buffers[root]
-        if len(call.operands) > 1 or self.at[changed] != root:
-            raise ModelError(
-                f"call {call.name!r} updates buffer {name!r} from an activation or in part; "
-                "only batch norm's statistics and counters are supported"
-            )
-        self.updated_buffer(Ref(root))
-        self.program.end_step.append(Call(call.name, call.target, (BufferRef(name), *call.args[1:]), call.kwargs, (), call.path))
-        self.at[node] = root
 
 
 def plain(nest: Any) -> Any:

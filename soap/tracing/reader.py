@@ -7,12 +7,14 @@ from collections.abc import Mapping
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 
 from soap.errors import ModelError, SoapWarning
-from soap.tracing.calls import Call, Program, Ref, walk
+from soap.tracing.buffers import about
+from soap.tracing.calls import BufferRef, Call, Program, Ref, walk
 from soap.tracing.naming import canonical_names
 from soap.tracing.nodes import NodeReader, plain
+from soap.tracing.rules.state import keep_state, next_state
 
 aten = torch.ops.aten
 
@@ -41,7 +43,7 @@ class Reader(NodeReader):
         self._placeholders()
         self.nodes(self.exported.graph, gradients=True)
         self.program.loss = self._loss()
-        self._freeze_buffers()
+        self._end_buffers()
         self._warn_of_unread_inputs()
         return self.program
 
@@ -51,6 +53,27 @@ class Reader(NodeReader):
         if self.exported.range_constraints:
             symbol = next(iter(self.exported.range_constraints))
             raise ModelError(f"the program has a dynamic shape ({symbol}); expected whole numbers: see sizes.at_sizes")
+
+        self._check_not_decomposed()
+
+    def _check_not_decomposed(self) -> None:
+        """``run_decompositions`` makes plain results of what was detached or computed under ``no_grad``, so that gradients flow there."""
+        moved = next((spec.target for spec in self.exported.graph_signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION), None)
+        if moved is None and self.exported.dialect == "TRAINING":
+            return
+        detached = next((node.name for node in self.exported.graph.nodes if node.target is aten.alias.default), None)
+        found = f"buffer {moved!r} is moved" if moved is not None else f"{detached!r} was detached"
+        if moved is not None or detached is not None:
+            raise ModelError(
+                f"the program was decomposed (run_decompositions), so that it no longer says where gradients stop ({found}); "
+                "expected the program as torch.export.export returns it"
+            )
+        warnings.warn(
+            "the program was decomposed (run_decompositions): gradients flow through what was computed under torch.no_grad, if anything was; "
+            "export it without that to be sure",
+            SoapWarning,
+            stacklevel=2,
+        )
 
     def _placeholders(self) -> None:
         nodes = {n.name: n for n in self.exported.graph.nodes if n.op == "placeholder"}
@@ -63,6 +86,8 @@ class Reader(NodeReader):
             if node is None or not isinstance(fake, torch.Tensor):
                 continue
             self.at[node] = self.value(self.unique(name), fake.shape, self.convert(fake.dtype))
+            if spec.kind is InputKind.BUFFER:
+                self.changes.nodes[node] = str(spec.target)
             self._place(spec.kind, self.at[node], str(spec.target), canonical)
 
     def _place(self, kind: InputKind, value: str, target: str, canonical: Mapping[str, str]) -> None:
@@ -117,17 +142,58 @@ class Reader(NodeReader):
         before = spec.children()[: list(keys).index("loss")]
         return int(sum(child.num_leaves for child in before))
 
-    def _freeze_buffers(self) -> None:
-        """Buffers that nothing updates are constants."""
+    def _end_buffers(self) -> None:
+        """Counters that nobody reads move behind the step. Other buffers that change are state; those that nothing changes are constants."""
+        moved = self._moved()
+        counters = self.changes.counters(self.program, self.buffers)
+        self.program.end_step += [call for _, call in sorted((move for own in counters.values() for move in own), key=lambda m: m[0])]
+        ending: dict[str, str] = {}
         for value, name in self.buffers.items():
-            if name not in self.program.buffers:
+            if name in self.program.buffers:
+                self._check_statistics(value, name)
+            elif name in counters:
+                self.program.buffers[name] = self.buffer(name)
+            elif name in moved:
+                self.program.buffers[name], self.program.state[value] = self.buffer(name), name
+                ending[name] = moved[name]
+            else:
                 self.program.constants[value] = self.buffer(name)
-                continue
-            reader = next((call for call in self.program.calls if value in call.operands), None)
-            if reader is not None:
-                raise ModelError(
-                    f"call {reader.name!r} reads buffer {name!r}, which the program also updates; expected that no call does both"
-                )
+        if ending:
+            self._keep(ending)
+
+    def _moved(self) -> dict[str, str]:
+        """Buffers that the program changes, with their values at its end."""
+        found = {}
+        for node, name in self.changes.nodes.items():
+            with about(name):
+                found[name] = str(self.now(node))
+        return {name: found[name] for value, name in self.buffers.items() if found[name] != value}
+
+    def _check_statistics(self, value: str, name: str) -> None:
+        """Running statistics move when the step is over, so that nobody can have read what they become."""
+        reader = next((call.name for call in self.program.calls if value in call.operands), None)
+        change = self.changes.found.get(name)
+        if change is not None or reader is not None:
+            raise ModelError(
+                f"buffer {name!r} holds running statistics of batch norm, which call {reader or change.last!r} reads or changes as well; "
+                "expected that batch norm alone does: give that call a buffer of its own, which forward moves"
+            )
+
+    def _keep(self, ending: Mapping[str, str]) -> None:
+        """The calls that end a program with state. ``ending``: by buffer, its last value."""
+        for name, value in ending.items():
+            shape = self.program.buffers[name].shape
+            if self.shape(value) != tuple(shape):
+                raise ModelError(f"buffer {name!r} is given shape {list(self.shape(value))}, but has {list(shape)}; expected one shape")
+        last = self.unique("next_state")
+        names = [self.unique(f"{last}:{i}") for i in range(len(ending))]
+        for made, value in zip(names, ending.values(), strict=True):
+            self.value(made, self.shape(value), self.dtype(value))
+        self.program.calls.append(Call(last, next_state, tuple(map(Ref, ending.values())), {}, tuple(names)))
+        kept = self.unique("keep_state")
+        buffers = tuple(map(BufferRef, ending))
+        self.emit(Call(kept, keep_state, tuple(map(Ref, names)), {"buffers": buffers}, (kept,)), (), torch.int32)
+        self.program.kept = (kept,)
 
     def _warn_of_unread_inputs(self) -> None:
         read = {name for call in self.program.calls for name in call.operands}

@@ -139,7 +139,7 @@ def _values(model: ExecutableModel, wanted: set[str], batch: Sequence[torch.Tens
     """These values for a batch."""
     program = model.program
     calls, _ = _needed(program, wanted)
-    values: dict[str, torch.Tensor] = {**program.constants, **dict(zip(program.inputs, batch, strict=True))}
+    values: dict[str, torch.Tensor] = {**model.constants, **dict(zip(program.inputs, batch, strict=True))}
 
     def change(leaf: object) -> object:
         return values[leaf.name] if isinstance(leaf, Ref) else leaf

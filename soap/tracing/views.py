@@ -32,6 +32,9 @@ class ViewOf:
 SAME = ViewOf(aten.alias.default, (), aten.alias.default, ())
 """The same elements in the same order."""
 
+DETACHED = ViewOf(aten.detach.default, (), aten.alias.default, ())
+"""The same elements, through which no gradient flows."""
+
 
 def view_of(node: torch.fx.Node, base: torch.fx.Node) -> ViewOf | None:
     """How the graph node ``node`` is a view of ``base``; None if that is not known, so that nothing can be put back."""

@@ -25,10 +25,12 @@ from soap.tracing.rules import (
     resample,
     scatter,
     shape,
+    state,
 )
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
     "along", "attention", "bags", "complex", "convolution", "counting", "embedding", "experts", "fourier", "index", "linear", "loss",
-    "norm", "pad", "pointwise", "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
+    "norm", "pad", "pointwise", "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "state",
+    "tiled",
 ]  # fmt: skip

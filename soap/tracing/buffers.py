@@ -1,0 +1,67 @@
+"""Buffers that a program changes: what each is when the forward pass ends, and which of them are simple enough to be moved behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from soap.errors import ModelError
+from soap.tracing.calls import BufferRef, Call, Program
+
+
+@contextmanager
+def about(buffer: str | None) -> Iterator[None]:
+    """Refusals inside name the buffer, if it is one."""
+    try:
+        yield
+    except ModelError as error:
+        if buffer is None:
+            raise
+        raise ModelError(f"buffer {buffer!r} is moved in a way that cannot be followed: {error}") from None
+
+
+@dataclass
+class Change:
+    """In-place calls on one buffer. ``moves``: the calls as they are, for the end of the step; None if one needs more than the buffer
+    itself. ``written``: their out-of-place forms' results, by which the calls are known, too. ``last``: name of the last call."""
+
+    moves: list[tuple[int, Call]] | None = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
+    last: str = ""
+
+
+class BufferChanges:
+    """Changes in the order of the program. ``nodes``: the graph's placeholders of buffers, with their state-dict names."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[torch.fx.Node, str] = {}
+        self.found: dict[str, Change] = {}
+        self._count = 0
+
+    def note(self, name: str, call: Call, written: Iterable[str], *, alone: bool) -> None:
+        """``call`` changes the buffer in place and was written as calls with the results ``written``. ``alone``: it reads nothing but the
+        whole buffer, so that it could as well run when the step is over."""
+        change = self.found.setdefault(name, Change())
+        change.written.update(written)
+        change.last = call.name
+        if not alone:
+            change.moves = None
+        if change.moves is not None:
+            ending = Call(call.name, call.target, (BufferRef(name), *call.args[1:]), call.kwargs, (), call.path)
+            change.moves.append((self._count, ending))
+        self._count += 1
+
+    def counters(self, program: Program, first: dict[str, str]) -> dict[str, list[tuple[int, Call]]]:
+        """Buffers that nobody reads but their own in-place calls, with these: batch norm's counters of steps. ``first``: the value that a
+        buffer has when the step begins -> its name."""
+        own = {value: name for name, change in self.found.items() for value in change.written}
+        read: set[str] = {own[program.loss]} if program.loss in own else set()
+        for call in program.calls:
+            for value in call.operands:
+                name = own.get(value) or first.get(value)
+                if name is not None and not (name in self.found and self.found[name].written.issuperset(call.outputs)):
+                    read.add(name)
+        return {name: change.moves for name, change in self.found.items() if change.moves is not None and name not in read}
