@@ -18,6 +18,7 @@ from soap import cluster_yaml, row_shares, strategy_json
 from soap.errors import ModelError, ProfileError, SoapWarning, StrategyError
 from soap.files import read_text, write_bytes_atomically, write_text_atomically
 from soap.graph import OperatorGraph
+from soap.paired import Gain
 from soap.presets import family
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
@@ -132,22 +133,52 @@ def load_cluster(spec: str | Path) -> Topology:
 
 @dataclass(frozen=True)
 class Run:
-    """A strategy that was run for real. ``measured_ns``: median per iteration of the quickest turn. ``allowed``: whether it obeys the
-    search's constraints. ``apart_ns``: by how much the next turn was slower."""
+    """A strategy that was run for real. ``measured_ns``: median of its turns, per iteration. ``allowed``: whether it obeys the
+    search's constraints. ``gain``: over data parallelism, in turns of their own, if it was the fastest in those before."""
 
     name: str
     strategy: Strategy
     predicted_ns: int
     measured_ns: int
     allowed: bool
-    apart_ns: int = 0
+    gain: Gain | None = None
+
+
+LEAST_MEASURED = 1.02
+"""What a measured gain must exceed: a machine differs by as much from one hour to the next."""
+
+
+def least_measured(run: Run, usual: Run) -> float:
+    """What a run's gain over data parallelism must exceed with confidence before it replaces it. A plan that is predicted to be slower
+    has to win by as much as it is predicted to lose: then what was measured may be due to what else the machine did."""
+    return max(LEAST_MEASURED, run.predicted_ns / max(1, usual.predicted_ns))
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Whether what was found may replace data parallelism by its prediction alone. ``gain``: how many times as fast it is predicted to
+    be. ``margin``: what it must exceed for that. ``shares``: parts of the predicted compute time by where they come from; ``links``: how
+    links were measured, None if they were not."""
+
+    gain: float
+    margin: float
+    found_ns: int
+    shares: Mapping[str, float]
+    links: str | None
+
+    @property
+    def keeps_data_parallelism(self) -> bool:
+        """Because the gain is within the errors of predictions."""
+        return self.gain <= self.margin
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
     """What a search found, with what it was found for, so that it can be saved and looked at.
 
-    ``runs``: what of it was run for real. Then the fastest measured strategy counts as found, else the one predicted to be fastest.
+    ``strategy`` is the one that ``runs``, what of it was run for real, have shown to be the fastest; if nothing was run, the one predicted
+    to be fastest (``result.strategy``), or data parallelism if that gains no more than ``margin`` over it (``guard``). ``margin``: 1 takes
+    whatever is predicted to be faster, None what such predictions are known to err by (``soap.profiles.margins``).
     ``pins``, ``forbidden``: what the search had to obey.
     """
 
@@ -156,6 +187,7 @@ class SearchOutcome:
     runs: tuple[Run, ...] = ()
     pins: Pairs = ()
     forbidden: Pairs = ()
+    margin: float | None = 1.0
 
     def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
         """The same search, with what was measured."""
@@ -163,24 +195,60 @@ class SearchOutcome:
 
     @property
     def kept(self) -> Run | None:
-        """The fastest run of those that are allowed; data parallelism if none beats it by more than turns of one of both are apart, as
-        users know what they have with it. None if nothing was run."""
+        """The run that counts: what was the fastest, if it was confirmed to be faster than data parallelism in turns of their own
+        (``least_measured``); else data parallelism, as users know what they have with it; the fastest of all if that was not run or is not
+        allowed. None if nothing was run."""
         allowed = [run for run in self.runs if run.allowed]
-        fastest = min(allowed, key=lambda run: run.measured_ns, default=None)
         usual = next((run for run in allowed if run.name == BASELINE), None)
-        if fastest is None or usual is None:
-            return fastest
-        return usual if usual.measured_ns - fastest.measured_ns <= max(usual.apart_ns, fastest.apart_ns) else fastest
+        if usual is None:
+            return min(allowed, key=lambda run: run.measured_ns, default=None)
+        compared = next((run for run in allowed if run.gain is not None), usual)
+        return compared if compared.gain is not None and compared.gain.at_least > least_measured(compared, usual) else usual
+
+    @cached_property
+    def usual(self) -> Strategy | None:
+        """Data parallelism, if it obeys the search's constraints and fits into memory."""
+        strategy = classical(BASELINE, self.simulator.graph, self.simulator.topology)
+        return next((start.strategy for start in self.result.starts if start.fits and start.strategy == strategy), None)
+
+    @cached_property
+    def guard(self) -> Guard | None:
+        """Whether what was found may replace data parallelism; None if nothing was held against it: ``margin`` is 1, it is data
+        parallelism, or that is not possible."""
+        found = self.result.strategy
+        if self.margin == 1 or self.usual is None or found == self.usual:
+            return None
+        margin = self.known_error if self.margin is None else self.margin
+        record = costs_record(self.simulator, self.simulator.predict(found).tasks)
+        gain = self.result.data_parallel_ns / max(1, self.result.cost_ns)
+        return Guard(gain, margin, self.result.cost_ns, record["shares"], record["links"])
+
+    @cached_property
+    def known_error(self) -> float:
+        """By what factor predictions of gains over data parallelism are known to err, with the costs of these predictions."""
+        from soap.profiles.margins import least_gain
+
+        strategies = [self.result.strategy] if self.usual in (None, self.result.strategy) else [self.result.strategy, self.usual]
+        records = [costs_record(self.simulator, self.simulator.predict(own).tasks) for own in strategies if own is not None]
+        return max(least_gain(record["shares"], links_measured=record["links"] is not None) for record in records)
 
     @property
     def strategy(self) -> Strategy:
         """The best strategy."""
-        return self.result.strategy if self.kept is None else self.kept.strategy
+        if self.kept is not None:
+            return self.kept.strategy
+        return self.usual if self.usual is not None and self._is_held_back else self.result.strategy
 
     @property
     def time_ns(self) -> int:
         """Its predicted time per training iteration."""
-        return self.result.cost_ns if self.kept is None else self.kept.predicted_ns
+        if self.kept is not None:
+            return self.kept.predicted_ns
+        return self.result.data_parallel_ns if self._is_held_back else self.result.cost_ns
+
+    @property
+    def _is_held_back(self) -> bool:
+        return self.guard is not None and self.guard.keeps_data_parallelism
 
     @property
     def speedup(self) -> float:
@@ -247,6 +315,8 @@ class SearchOutcome:
         if self.kept is not None:
             runs = {run.name: {"predicted_ns": run.predicted_ns, "measured_ns": run.measured_ns} for run in self.runs}
             record["measured"] = {"kept": self.kept.name, "runs": runs}
+        elif self.guard is not None:
+            record["guard"] = guard_record(self.guard)
         return record
 
     def plot(self, path: str | Path) -> None:
@@ -276,6 +346,7 @@ def search(
     syncs: Sequence[SyncConfig] = (),
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
+    margin: float | None = 1.0,
     progress: bool = False,
     seconds: float | None = None,
     cores: int | None = None,
@@ -287,8 +358,10 @@ def search(
     ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
     ``syncs=[SyncConfig("parameter_server", 4)]``: parameters may be synchronized by all-reduces or so; by default sparse ones in any way,
     dense ones by all-reduces.
-    Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search. Ctrl-C ends it with the best so far
-    (``result.interrupted``).
+    ``margin``: how many times as fast as data parallelism a plan must be predicted to be, more than that, to be taken instead of it. 1:
+    whatever is predicted to be faster; None, as ``soap-search`` has it: what such predictions are known to err by. Nothing is measured or
+    run. Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search. Ctrl-C ends it with the best so
+    far (``result.interrupted``).
     """
     simulator = simulator_for(model, cluster, optimizer_states=optimizer_states, costs=costs)
     from soap.simulator.incremental import IncrementalSimulator  # numba takes a second to import: only for who searches
@@ -316,7 +389,7 @@ def search(
         improved=improved,
         stopped=stopped,
     )
-    return SearchOutcome(simulator, result, pins=pairs_of(pins), forbidden=pairs_of(forbidden))
+    return SearchOutcome(simulator, result, pins=pairs_of(pins), forbidden=pairs_of(forbidden), margin=margin)
 
 
 def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:
@@ -434,6 +507,12 @@ def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
         "corrected": corrected(simulator.costs, tasks),
         "links": simulator.topology.links_source or None,
     }
+
+
+def guard_record(guard: Guard) -> dict[str, Any]:
+    """What was kept, and why, as plain values. ``found_ns``: the predicted time of the fastest plan found."""
+    kept = BASELINE if guard.keeps_data_parallelism else "found"
+    return {"kept": kept, "found_ns": guard.found_ns, "gain": round(guard.gain, 4), "margin": round(guard.margin, 4)}
 
 
 def classical(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:

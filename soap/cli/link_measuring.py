@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 
 from tqdm import tqdm
@@ -19,7 +21,8 @@ from soap.topology import DeviceKind
 
 @dataclass(frozen=True)
 class LinkJob:
-    """All that a rank must know. ``scale``: of an emulated cluster, which is as many times slower than the one that is measured."""
+    """All that a rank must know. ``scale``: of an emulated cluster, which is as many times slower than the one that is measured.
+    ``stop_at``: the time (``time.time()``, which processes share) from which on no probe begins; the rest is left."""
 
     probes: Sequence[Probe]
     device_count: int
@@ -28,6 +31,7 @@ class LinkJob:
     store: Path
     scale: float = 1.0
     seconds_per_probe: float = SECONDS_PER_PROBE
+    stop_at: float = inf
 
 
 def measure_and_keep(job: LinkJob) -> int:
@@ -44,5 +48,6 @@ def measure_and_keep(job: LinkJob) -> int:
             store.put_links(job.place, [replace(timing, seconds=seconds, cpu_seconds=cpu_seconds, measured_at=now, scale=job.scale)])
             done += 1
 
-        measure_links(job.probes, job.device_count, job.kind, job.place.backend, job.seconds_per_probe, keep, run_evenly)
+        spent = lambda: time.time() >= job.stop_at  # noqa: E731
+        measure_links(job.probes, job.device_count, job.kind, job.place.backend, job.seconds_per_probe, keep, run_evenly, spent)
     return done

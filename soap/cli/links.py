@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from math import inf
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from soap import api
 from soap.cli import emulation, report
@@ -20,6 +21,7 @@ from soap.profiles.link_places import LinkPlace, link_place
 from soap.profiles.link_probes import (
     IN_STEPS,
     LinkTiming,
+    Probe,
     by_kind,
     cpu_fits,
     fits,
@@ -33,6 +35,9 @@ from soap.simulator.communication import Communication
 from soap.strategy_json import compact_devices
 from soap.topology import Topology
 from soap.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from soap.emulation.hosts import HostLimits
 
 PROG = "soap-profile links"
 MIB = 2**20
@@ -67,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
     topology, store = api.load_cluster(args.cluster), Store()
     if topology.device_count < 2:
         raise UsageError(f"--cluster {args.cluster!r} has one device; expected at least two, which have links between them")
-    place = link_place(topology, _backend(args.backend, topology), emulated=args.emulate)
+    place = link_place(topology, backend_of(args.backend, topology), emulated=args.emulate)
     done = 0
     if not args.show:
         _check_is_there(args, topology)
@@ -92,12 +97,6 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _backend(asked: str, topology: Topology) -> str:
-    if asked != "auto":
-        return asked
-    return "nccl" if topology.devices[0].type.kind == "cuda" else "gloo"
-
-
 def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
     """UsageError if the ranks would be on one machine that is not the cluster: what they measured would be of another one."""
     hosts = {device.host for device in topology.devices}
@@ -114,22 +113,47 @@ def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
         )
 
 
-def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, todo: Sequence[Any], store: Store) -> int | None:
+def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, todo: Sequence[Probe], store: Store) -> int | None:
     """How many probes were measured; None on ranks that do not report. Under torchrun all ranks come along: rank 0 knows what is left."""
-    from soap.cli.link_measuring import LinkJob, measure_and_keep
-    from soap.runtime.launch import launch
-    from soap.runtime.world import choose_backend, under_launcher
+    from soap.runtime.world import under_launcher
 
     if not todo and not under_launcher(os.environ):
         return 0
-    kind = topology.devices[0].type.kind
-    choose_backend(place.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))  # refuses what is not here
     scale = emulation.asked_scale(args)
     hosts = emulation.limits(topology, scale) if args.emulate else ()
-    seconds = {} if args.seconds is None else {"seconds_per_probe": args.seconds}
-    job = LinkJob(todo, topology.device_count, kind, place, store.path, scale, **seconds)
+    return measure(topology, place, todo, store, hosts, scale, seconds_per_probe=args.seconds)
+
+
+def measure(
+    topology: Topology,
+    place: LinkPlace,
+    todo: Sequence[Probe],
+    store: Store,
+    hosts: Sequence[HostLimits] = (),
+    scale: float = 1.0,
+    *,
+    seconds_per_probe: float | None = None,
+    stop_at: float = inf,
+) -> int | None:
+    """Measure probes on ranks of their own, each kept as soon as it is known; how many, None on ranks that do not report. ``hosts``: to be
+    emulated, at this scale. ``seconds_per_probe`` None: as usual. ``stop_at``: as ``LinkJob`` has it."""
+    from soap.cli.link_measuring import LinkJob, measure_and_keep
+    from soap.runtime.launch import launch
+    from soap.runtime.world import choose_backend
+
+    kind = topology.devices[0].type.kind
+    choose_backend(place.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))  # refuses what is not here
+    seconds = {} if seconds_per_probe is None else {"seconds_per_probe": seconds_per_probe}
+    job = LinkJob(todo, topology.device_count, kind, place, store.path, scale, **seconds, stop_at=stop_at)
     with emulation.cluster(hosts) as emulated:
         return launch(topology.device_count, measure_and_keep, (job,), place=emulated.place, address=emulated.address).get(0)
+
+
+def backend_of(asked: str, topology: Topology) -> str:
+    """The backend by which a cluster's ranks talk, if ``auto`` was asked for."""
+    if asked != "auto":
+        return asked
+    return "nccl" if topology.devices[0].type.kind == "cuda" else "gloo"
 
 
 def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain, islice
+from math import inf
 
 import torch
 
@@ -65,10 +66,11 @@ def place_of(topology: Topology, environment: Environment) -> Place:
 
 def measure(
     spec: str, reading: Reading, topology: Topology, environment: Environment, todo: Sequence[Wanted], store: Store,
-    budget_s: float | None, progress: Progress = lambda one: None,
+    budget_s: float | None, progress: Progress = lambda one: None, stop_at: float = inf,
 ) -> int:  # fmt: skip
     """Measure what is to be done, in its order, each kept as soon as it is known; how many. Ends after the computations (tiles take turns,
-    some at a time) in which ``budget_s`` is over. Interrupted, it leaves what was kept and no process behind.
+    some at a time) in which ``budget_s`` is over, which begins when everything is ready, or ``time.monotonic()`` is ``stop_at``.
+    Interrupted, it leaves what was kept and no process behind.
 
     What strategies need is measured again when all of it is known, before the search space, and a third time where the two differ by more
     than ``APART``: other users of the machine make it slower or quicker for seconds. The mean of two counts, or the median of three.
@@ -93,7 +95,7 @@ def measure(
     ):
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")  # the backward pass's thread
         timer = TileTimer(model, *place.clock)
-        stop = time.monotonic() + (float("inf") if budget_s is None else budget_s)
+        stop = min(stop_at, time.monotonic() + (inf if budget_s is None else budget_s))
         again = (one for one in needed if apart(known[one.key]) > APART)
         unsure = (one for one in todo if one.group in MAY_BE_NEEDED)
         for ones in chain.from_iterable(_together(some, timer) for some in (needed, needed, again, unsure)):

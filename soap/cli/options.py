@@ -181,9 +181,22 @@ def sync_method(text: str) -> SyncConfig:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def not_negative_number(text: str) -> float:
+    """A finite number of at least 0."""
+    return 0.0 if text.strip() in ("0", "0.0") else positive_number(text)
+
+
+def at_least_one(text: str) -> float:
+    """A finite number of at least 1."""
+    value = positive_number(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number of at least 1")
+    return value
+
+
 def finalists(text: str) -> int:
-    """How many strategies to run: at least 1, at most what a search keeps."""
-    count = positive(text)
+    """How many strategies to run: at most what a search keeps; 0: none is run."""
+    count = not_negative(text)
     if count > MOST_FINALISTS:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected at most {MOST_FINALISTS} strategies")
     return count

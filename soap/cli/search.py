@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import explain, explanation, report, rows, verification
+from soap.cli import at_hand, explain, explanation, first_measuring, guard, report, rows, verification
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
     EXPLAIN_HELP,
@@ -17,9 +17,11 @@ from soap.cli.options import (
     add_model,
     add_outputs,
     add_rows,
+    at_least_one,
     constraint,
     finalists,
     not_negative,
+    not_negative_number,
     positive,
     positive_number,
     reading,
@@ -30,6 +32,7 @@ from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.files import check_writable, write_text_atomically
+from soap.presets import family
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.plot import check_plot
 from soap.search.starts import DYNAMIC, RANDOM
@@ -37,7 +40,6 @@ from soap.strategies import CLASSICAL, NAMED
 
 PROG = "soap-search"
 PATIENCE = 0.5
-DEFAULT_FINALISTS = 3
 
 
 def make_parser() -> Parser:
@@ -59,13 +61,28 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--explain", action="store_true", help=EXPLAIN_HELP)
     parser.add_argument(
+        "--profile",
+        metavar="SECONDS",
+        type=not_negative_number,
+        help="measure first what is not known yet of the links and of the model's computations, as soap-profile does, for at most so long "
+        f"(default {first_measuring.DEFAULT_S:g} with --cluster local:N or emulated:HxD@RATE, where the machines are at hand; 0: not)",
+    )
+    parser.add_argument(
         "--verify",
         metavar="K",
         type=finalists,
         nargs="?",
-        const=DEFAULT_FINALISTS,
-        help="run the K best strategies (default %(const)s), the best start and data parallelism for real, keep the fastest; with "
-        "--cluster local:N or emulated:HxD@RATE",
+        const=verification.DEFAULT_FINALISTS,
+        help="run the K best strategies (default %(const)s), the best start and data parallelism for real, and keep the fastest; where the "
+        f"machines are at hand that is done anyway, for at most {verification.DEFAULT_S:g} seconds, and for up to "
+        f"{verification.ASKED_S:g} if asked for (0: not)",
+    )
+    parser.add_argument(
+        "--margin",
+        metavar="X",
+        type=at_least_one,
+        help="of a plan that was not run: take it instead of data parallelism only if it is predicted to be more than X times as fast "
+        "(default: what such predictions are known to err by; 1: whatever is predicted to be faster)",
     )
     parser.add_argument("--budget", metavar="N", type=positive, default=api.DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
     parser.add_argument("--seconds", metavar="S", type=positive_number, help="stop trying after so much time (results may then differ)")
@@ -131,8 +148,7 @@ def execute(args: argparse.Namespace) -> int:
     missing = [option for option, value in (("--cluster", args.cluster), ("-o/--output", args.output)) if value is None]
     if missing:
         raise UsageError(f"the following arguments are required: {', '.join(missing)} ({PROG} --help shows the options)")
-    if args.verify is not None:
-        verification.check_possible(args.cluster)
+    at_hand.check_asked(args.cluster, args.profile, args.verify, args.costs)
     outputs = {"--output": args.output, "--timeline": args.timeline, "--plot": args.plot}
     refuse_overwriting({"MODEL": args.model, "--cluster": args.cluster}, outputs)
     with Stopping() as stopping:
@@ -157,6 +173,12 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         check_plot(args.plot)
     topology = api.load_cluster(args.cluster)
     graph = rows.load_graph(args)
+    wish = at_hand.wish(topology, args.profile, args.verify, args.costs)
+    if wish.problem:
+        note(PROG, wish.problem)
+    measured = None
+    if wish.profile_s:
+        measured, wish = at_hand.profile(PROG, args.model, reading(args), graph, topology, wish, stopping)
     outcome = api.search(
         graph,
         topology,
@@ -171,18 +193,20 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         forbidden=args.forbid,
         syncs=args.sync,
         costs=args.costs,
+        margin=args.margin,
         progress=True,
     )
-    if args.verify is not None and not outcome.result.interrupted:
+    verified = None
+    if wish.finalists and not outcome.result.interrupted:
         with stopping.saving():
             outcome.save(args.output)  # whatever becomes of the runs
         try:
-            outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed, args.data)
+            outcome, verified = at_hand.verify(PROG, outcome, args.model, reading(args), args.seed, args.data, wish)
         except (KeyboardInterrupt, StoppedBySignal) as error:
-            note(PROG, f"interrupted while measuring: the strategy predicted to be fastest is in {args.output}")
+            note(PROG, f"interrupted while verifying: what the search chose by its predictions is in {args.output}")
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
         except RuntimeFailure as error:
-            raise RuntimeFailure(f"{error}; the strategy predicted to be fastest is in {args.output}") from None
+            raise RuntimeFailure(f"{error}; what the search chose by its predictions is in {args.output}") from None
     with stopping.saving():
         outcome.save(args.output)
         if args.timeline:
@@ -195,21 +219,33 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     if args.explain:
         why["explanation"] = explanation.document(graph, outcome.explanation, outcome.time_ns)
         why["synchronization"] = explanation.synchronization(outcome.synchronization)
-    measured = {"measured": verification.document(outcome.runs, outcome.kept)} if outcome.kept else {}
+    tried: dict[str, Any] = {}
+    if measured is not None:
+        tried["profiled"] = measured.document
+    if outcome.kept is not None and verified is not None:
+        tried["measured"] = verification.document(outcome.runs, outcome.kept, verified)
+    elif outcome.guard is not None:
+        tried["guard"] = guard.document(outcome.guard)
     if args.json:
         recorded = outcome.record["search"]
         keys = ("seed", "budget", "beta", "evaluations", "interrupted", "pins", "forbidden")
         searched = {key: recorded[key] for key in keys if key in recorded}
         bound_ns = None if outcome.bound is None else outcome.bound.bound_ns
-        print(report.dump({**summary, "search": searched, "bound_ns": bound_ns, "strategy": args.output, **measured, **why}))
+        print(report.dump({**summary, "search": searched, "bound_ns": bound_ns, "strategy": args.output, **tried, **why}))
     else:
         print(report.text(summary, report.FOUND))
         print(f"\n{report.optimality(outcome)}")
+        if measured is not None:
+            print(f"\n{measured.text}")
         obeyed = [f"{option} {pattern}={spec}" for option in ("pin", "forbid") for pattern, spec in getattr(args, option)]
         if obeyed:
             print(f"as the search was told: --{', --'.join(obeyed)}; the other strategies above were not")
-        if measured:
-            print("\n" + verification.text(measured["measured"]))
+        if "measured" in tried:
+            print("\n" + verification.text(tried["measured"]))
+        elif verified is not None and outcome.kept is None:
+            print("\nran nothing: no other plan is predicted to be as fast as data parallelism, by more than predictions err")
+        if "guard" in tried:
+            print("\n" + guard.text(tried["guard"], at_hand=bool(family(args.cluster))))
         if args.explain:
             print("\n" + explanation.text(why["explanation"], outcome.time_ns, topology))
             if why["synchronization"]:

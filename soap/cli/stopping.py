@@ -20,7 +20,7 @@ class Stopping:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self._first_s = 0.0
+        self._first_s: float | None = None
         self._saving = False
         self._before: dict[int, Any] = {}
 
@@ -41,6 +41,15 @@ class Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
+    @property
+    def is_terminated(self) -> bool:
+        """Whether it was SIGTERM."""
+        return self.number == signal.SIGTERM
+
+    def go_on(self) -> None:
+        """The signal that came has ended what it was meant to end; what follows may be ended by another one."""
+        self.number = None
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """While files are written, signals are only remembered."""
@@ -52,9 +61,9 @@ class Stopping:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        if self._first_s is not None and now - self._first_s < GRACE_S:
+            return
         if self.number is None:
             self.number, self._first_s = number, now
-        elif now - self._first_s < GRACE_S:
-            return
         if not self._saving:
             raise KeyboardInterrupt

@@ -1,33 +1,39 @@
 """``soap-search --verify``: run the best few strategies and data parallelism for real on this machine, and keep what is fastest.
 
-Each is run in several turns, and its quickest turn counts: other users of the machine slow it down for seconds, and only ever add time.
-What beats data parallelism by no more than turns of one strategy differ does not replace it.
+All take turns, and the fastest then meets data parallelism in further turns, which alone decide: it replaces data parallelism if the
+interval in which its gain lies (``soap.paired``) is above 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
+from statistics import median
 from typing import Any
 
 from soap import api
-from soap.cli import emulation
+from soap.cli import emulation, room
 from soap.cli.command import UsageError
 from soap.cli.options import Reading
 from soap.cli.tables import aligned, milliseconds
-from soap.cli.turns import in_turns, turns_of
 from soap.emulated_cluster import FAMILY as EMULATED
 from soap.emulation.support import require_support
+from soap.paired import CONFIDENCE, gain
 from soap.presets import family
 from soap.search.starts import BASELINE
+from soap.simulator.reference import execution_order
+from soap.simulator.simulate import Simulation
 from soap.strategy import Strategy
 
-MOST_STEPS = 9
-"""Timed iterations of each strategy; more before each turn's warm up."""
-TURNS = 3
-TIMED_S = 20.0
-"""Fewer are timed, at least one, if the slowest strategy's are predicted to take longer than this."""
-LIMIT_S = 600.0
-"""The processes are ended after so long."""
+DEFAULT_FINALISTS = 3
+DEFAULT_S = 60.0
+"""For all of it, if nobody has asked for it."""
+ASKED_S = 180.0
+"""If somebody has."""
+STARTING_S = 15.0
+"""Of that for starting the ranks, and for ending them."""
+LATE = 3.0
+"""The processes are ended after so many times as long."""
 
 
 def check_possible(cluster: str) -> None:
@@ -49,58 +55,76 @@ def verify(
     data: str | None = None,
     optimizer: str = "adam",
     scale: float = 1.0,
+    seconds: float = ASKED_S,
+    within: float | None = None,
 ) -> api.SearchOutcome:
-    """The outcome with what was measured, whose strategy is the fastest of the ``count`` best ones, the best of those that the search began
-    with, and data parallelism. ``optimizer``: usually one with as many states as predictions and memory count. ``data``: as ``soap-run
-    --data``. ``scale``: of an emulated cluster, as ``soap-run --emulate-scale``; measured times are the cluster's.
+    """The outcome with what was measured of the ``count`` best strategies, the best of those that the search began with, and data
+    parallelism; as it is if there is nothing but data parallelism. ``optimizer``: usually one with as many states as predictions and
+    memory count. ``data``: as ``soap-run --data``. ``scale``: of an emulated cluster, as ``soap-run --emulate-scale``; measured times are
+    the cluster's. ``seconds``: for all of it; the last of the strategies are left out if there is not enough.
 
-    Data parallelism is measured if it fits into memory, and kept only if it obeys the constraints of the search. RuntimeFailure if a run
-    fails or all take longer than ``LIMIT_S``; no process is left behind.
+    Data parallelism is measured if it fits into memory, and kept only if it obeys the constraints of the search. RuntimeFailure if this
+    machine has not enough memory, a run fails or all take far longer; no process is left behind.
     """
-    from soap.cli.run import start
+    from soap.cli.run import on_ranks
     from soap.cli.training import Job  # these need torch
-    from soap.runtime.measure import WARM_UP_STEPS
+    from soap.cli.trials import Trial, run_trial
 
     simulator = outcome.simulator
-    strategies = _strategies(outcome, count)
-    simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
-    slowest_ns = max(simulation.makespan_ns for simulation in simulations.values())
-    timed = max(1, min(MOST_STEPS, int(TIMED_S * 1e9 / max(1, slowest_ns))))
-    turns = min(TURNS, timed)
     topology = simulator.topology
+    strategies = _strategies(outcome, count, within)
+    if list(strategies) == [BASELINE]:
+        return outcome
+    simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
+    tried = room.together(simulator.graph, topology, simulations)
     emulated = family(topology.name) == EMULATED
     job = Job(
         model=model,
         reading=reading,
         topology=topology,
-        strategies=in_turns(strategies, simulations, turns),
-        steps=WARM_UP_STEPS + timed // turns,
+        strategies={name: (strategies[name], execution_order(simulations[name].tasks, simulations[name].schedule)) for name in tried},
+        steps=1,
         seed=seed,
         data=data,
         optimizer=optimizer,
         emulated=emulated,
     )
-    done = start(job, emulation.limits(topology, scale) if emulated else (), LIMIT_S)
-    assert done is not None  # not under torchrun
+    to_beat = tried[0] == BASELINE and _may_be_kept(outcome, BASELINE, strategies[BASELINE])
+    trial = Trial(job, to_beat, max(1.0, seconds - STARTING_S))
+    times = on_ranks(job, emulation.limits(topology, scale) if emulated else (), run_trial, trial, LATE * seconds)
+    assert times is not None  # not under torchrun
+    return outcome.with_runs(_runs(outcome, strategies, simulations, times.rounds, times.duels, scale))
+
+
+def _runs(
+    outcome: api.SearchOutcome,
+    strategies: Mapping[str, Strategy],
+    simulations: Mapping[str, Simulation],
+    rounds: Mapping[str, Sequence[int]],
+    duels: Mapping[str, Sequence[int]],
+    scale: float,
+) -> list[api.Run]:
+    """What was tried, in the order of the strategies."""
     runs = []
-    for name, strategy in strategies.items():
-        measured_ns, *later_ns = sorted(round(own.median_ns * scale) for own in turns_of(done.measured, name))
-        apart_ns = later_ns[0] - measured_ns if later_ns else 0
-        allowed = _may_be_kept(outcome, name, strategy)
-        runs.append(api.Run(name, strategy, simulations[name].makespan_ns, measured_ns, allowed, apart_ns))
-    return outcome.with_runs(runs)
+    for name, own in rounds.items():
+        confirmed = gain(duels[BASELINE], duels[name]) if name in duels and name != BASELINE else None
+        measured_ns = round(median(own) * scale)
+        allowed = _may_be_kept(outcome, name, strategies[name])
+        runs.append(api.Run(name, strategies[name], simulations[name].makespan_ns, measured_ns, allowed, confirmed))
+    return runs
 
 
-def _strategies(outcome: api.SearchOutcome, count: int) -> dict[str, Strategy]:
-    """Name -> strategy, different ones: data parallelism if it fits, the best of the starts, then the best ones."""
+def _strategies(outcome: api.SearchOutcome, count: int, within: float | None) -> dict[str, Strategy]:
+    """Name -> strategy, different ones: data parallelism if it fits, the best one, the best of the starts, then the other best ones."""
+    limit_ns = outcome.result.data_parallel_ns * (inf if within is None or outcome.usual is None else within)
     simulator = outcome.simulator
     usual = api.classical(BASELINE, simulator.graph, simulator.topology)
     found = {BASELINE: usual} if simulator.overflow_bytes(usual) == 0 else {}
-    best = [finalist.strategy for finalist in outcome.result.finalists[:count]]
-    others = [start for start in outcome.result.starts if start.fits and start.strategy not in (usual, *best)]
-    for begun in sorted(others, key=lambda start: start.cost_ns)[:1]:
-        found[begun.name] = begun.strategy
-    return found | {f"found {number}": strategy for number, strategy in enumerate(best, 1) if strategy != usual}
+    best = [finalist.strategy for finalist in outcome.result.finalists[:count] if finalist.cost_ns <= limit_ns]
+    finalists = {f"found {number}": strategy for number, strategy in enumerate(best, 1) if strategy != usual}
+    others = [start for start in outcome.result.starts if start.fits and start.cost_ns <= limit_ns and start.strategy not in (usual, *best)]
+    begun = {start.name: start.strategy for start in sorted(others, key=lambda start: start.cost_ns)[:1]}
+    return found | dict(list(finalists.items())[:1]) | begun | finalists
 
 
 def _may_be_kept(outcome: api.SearchOutcome, name: str, strategy: Strategy) -> bool:
@@ -108,20 +132,29 @@ def _may_be_kept(outcome: api.SearchOutcome, name: str, strategy: Strategy) -> b
     return name != BASELINE or any(start.strategy == strategy for start in outcome.result.starts)
 
 
-def document(runs: Sequence[api.Run], kept: api.Run) -> dict[str, Any]:
-    """Plain JSON values. The keys are part of the command's interface."""
+def document(runs: Sequence[api.Run], kept: api.Run, seconds: float) -> dict[str, Any]:
+    """Plain JSON values. The keys are part of the command's interface. ``gain``: over data parallelism, of what was compared with it
+    alone; ``needed``: what ``at_least`` must exceed."""
     return {
         "kept": kept.name,
+        "seconds": round(seconds, 1),
         "runs": {
             run.name: {
                 "predicted_ns": run.predicted_ns,
                 "measured_ns": run.measured_ns,
-                "turns_apart_ns": run.apart_ns,
                 "allowed": run.allowed,
+                "gain": _gain(run, runs),
             }
             for run in runs
         },
     }
+
+
+def _gain(run: api.Run, runs: Sequence[api.Run]) -> dict[str, Any] | None:
+    if run.gain is None:
+        return None
+    needed = next(api.least_measured(run, usual) for usual in runs if usual.name == BASELINE)
+    return {"ratio": run.gain.ratio, "at_least": run.gain.at_least, "needed": needed, "rounds": run.gain.rounds}
 
 
 def text(found: Mapping[str, Any]) -> str:
@@ -131,7 +164,18 @@ def text(found: Mapping[str, Any]) -> str:
         ratio = run["measured_ns"] / max(1, run["predicted_ns"])
         mark = name + ("" if run["allowed"] else " (ruled out by --pin or --forbid)")
         rows.append((mark, milliseconds(run["predicted_ns"]), milliseconds(run["measured_ns"]), f"{ratio:.2f}"))
-    kept = found["kept"]
-    fastest = min((name for name, run in found["runs"].items() if run["allowed"]), key=lambda name: found["runs"][name]["measured_ns"])
-    why = "the fastest measured" if kept == fastest else f"as {fastest} is faster by no more than turns of one strategy differ"
-    return f"{aligned(rows)}\n  kept: {kept}, {why}"
+    return f"{aligned(rows)}\n  kept: {found['kept']}, {_why(found)}\n  verifying took {found['seconds']:.0f} s"
+
+
+def _why(found: Mapping[str, Any]) -> str:
+    compared = next(((name, run["gain"]) for name, run in found["runs"].items() if run["gain"] is not None), None)
+    if compared is None:
+        return "the fastest measured"
+    name, own = compared
+    turns = f"{own['ratio']:.2f}x {BASELINE} in {own['rounds']} turns of both"
+    if found["kept"] == name:
+        return f"{turns}, at least {own['at_least']:.2f}x with {CONFIDENCE:.0%} confidence"
+    if own["at_least"] == 0:
+        return f"as {name} is {turns}, too few to tell"
+    needed = f"{own['needed']:.2f}x" + (", by which it is predicted to lose" if own["needed"] > api.LEAST_MEASURED else "")
+    return f"as {name} is {turns}, but perhaps {own['at_least']:.2f}x, which is not above {needed}"

@@ -43,6 +43,8 @@ class Operation(StrEnum):
 
 
 IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_EXCHANGE, Operation.STEP_RESTART)
+NEEDED = (Operation.MESSAGE, Operation.EXCHANGE, *IN_STEPS)
+"""Those that must have been measured before predictions take any."""
 STEP_BYTES = 4
 """Of what is sent or summed within steps."""
 STEP_SIZES_BYTES = (STEP_BYTES, 64 * 1024)
@@ -152,8 +154,8 @@ def scales_of(timings: Sequence[LinkTiming]) -> list[float]:
 def is_enough(topology: Topology, timings: Sequence[LinkTiming]) -> bool:
     """Whether all messages and exchanges were measured, from which the links' figures follow, and what they are within steps; at one
     scale."""
-    known, needed = {timing.probe for timing in timings}, (Operation.MESSAGE, Operation.EXCHANGE, *IN_STEPS)
-    complete = all(probe in known for probe in probes_for(topology) if probe.operation in needed)
+    known = {timing.probe for timing in timings}
+    complete = all(probe in known for probe in probes_for(topology) if probe.operation in NEEDED)
     return complete and len(scales_of(timings)) == 1
 
 

@@ -29,6 +29,9 @@ GPU_COPY_BYTES = 256 * 2**20
 GIB = 2**30
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+CGROUP_USES = (("/sys/fs/cgroup/memory.stat", "anon"), ("/sys/fs/cgroup/memory/memory.stat", "total_rss"))
+"""Files, and what processes hold in them; caches of files go when there is need."""
+MEMINFO = Path("/proc/meminfo")
 
 
 def measured_topology(preset: Topology, cache: bool = True) -> Topology:
@@ -115,6 +118,24 @@ def memory_bytes() -> int:
             continue
     size = min(limit for limit in limits if limit > 0)
     return size if size < GIB else size // GIB * GIB
+
+
+def free_memory_bytes() -> int:
+    """What processes can still take of this machine's memory, or of the container's; all of it where the system does not tell."""
+    left = [memory_bytes()]
+    try:
+        for line in MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                left.append(int(line.split()[1]) * 1024)
+    except (OSError, ValueError):  # not on every system
+        pass
+    for limit, (stat, key) in zip(CGROUP_LIMITS, CGROUP_USES, strict=True):
+        try:
+            held = dict(line.split() for line in Path(stat).read_text(encoding="ascii").splitlines())
+            left.append(int(Path(limit).read_text(encoding="ascii")) - int(held[key]))
+        except (OSError, ValueError, KeyError):  # no such group, or "max"
+            continue
+    return max(0, min(left))
 
 
 def _gpu_count() -> int:

@@ -37,12 +37,13 @@ def measure_links(
     seconds_per_probe: float = SECONDS_PER_PROBE,
     on_probe: Callable[[LinkTiming], None] | None = None,
     when_open: Callable[[], None] = lambda: None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[LinkTiming]:
     """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
 
     Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's are measured, whatever the others' are,
     which may know of other measurements. ``on_probe`` hears on rank 0 of each probe that is done. ``when_open``: called on every rank as
-    soon as all groups have their threads.
+    soon as all groups have their threads. ``enough``: asked on rank 0 before each probe, whether the rest is left.
     """
     world = open_world(device_count, kind, backend)
     comm = Communicator(world.device, (), world.timeout)
@@ -52,6 +53,8 @@ def measure_links(
         when_open()
         found: list[LinkTiming] = []
         for probe in todo:
+            if comm.gather(comm.rank == 0 and enough())[0]:
+                break
             in_steps = probe.operation in IN_STEPS
             found.append(measure_in_steps(comm, probe, _busy_seconds, found) if in_steps else _measure(comm, probe, seconds_per_probe))
             if on_probe is not None and comm.rank == 0:

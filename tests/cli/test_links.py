@@ -131,8 +131,8 @@ def test_a_scaled_emulation_counts_as_the_whole_cluster(monkeypatch: pytest.Monk
     place, store = link_place(topology, "gloo", emulated=True), Store(tmp_path / "s.sqlite")
     probes = probes_for(topology)[:2]
 
-    def measured(todo: Any, count: int, kind: str, backend: str, seconds: float, on_probe: Any, when_open: Any) -> None:
-        assert (list(todo), count, kind, backend) == (probes, 2, "cpu", "gloo")
+    def measured(todo: Any, count: int, kind: str, backend: str, seconds: float, on_probe: Any, when_open: Any, enough: Any) -> None:
+        assert (list(todo), count, kind, backend, enough()) == (probes, 2, "cpu", "gloo", False)
         for probe in todo:
             on_probe(LinkTiming(probe, (4e-3, 8e-3), 1e-3))
 

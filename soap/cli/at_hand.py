@@ -1,0 +1,114 @@
+"""Where the machines of a cluster are at hand, ``soap-search`` measures before it searches and runs what it found, unless it is told not
+to.
+
+What the user has asked for must be possible, and its failure ends the command; what is done by default is left out with one line.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from soap import api
+from soap.cli import first_measuring, verification
+from soap.cli.command import UsageError, note, one_line
+from soap.cli.first_measuring import Measured
+from soap.cli.options import Reading
+from soap.cli.stopping import Stopping
+from soap.emulated_cluster import FAMILY as EMULATED
+from soap.emulation.support import require_support
+from soap.errors import RuntimeFailure, StoppedBySignal
+from soap.graph import OperatorGraph
+from soap.presets import family
+from soap.topology import Topology
+
+ESTIMATE: api.CostSource = "estimate"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be done. ``profile_s``: for so long, 0: not at all. ``finalists``: so many are run, 0: none. ``asked``: whether the user
+    has asked for the runs. ``problem``: in one line why nothing is done by default; empty if there is no reason to tell."""
+
+    profile_s: float = 0.0
+    finalists: int = 0
+    asked: bool = False
+    problem: str = ""
+
+
+def check_asked(cluster: str, profile_s: float | None, finalists: int | None, costs: api.CostSource) -> None:
+    """UsageError or RuntimeFailure if what the user has asked for is not possible on this machine."""
+    if profile_s and family(cluster) is None:
+        raise UsageError(
+            f"--profile measures this machine, and --cluster is {cluster!r}; expected --cluster local:N or emulated:HxD@RATE, or no "
+            "--profile"
+        )
+    if profile_s and costs == ESTIMATE:
+        raise UsageError("--profile with --costs estimate, which ignores what is measured; expected one of both")
+    if profile_s and family(cluster) == EMULATED:
+        require_support()
+    if finalists:
+        verification.check_possible(cluster)
+
+
+def wish(topology: Topology, profile_s: float | None, finalists: int | None, costs: api.CostSource) -> Wish:
+    """What is to be done for this cluster; None: the user has not said anything."""
+    problem, at_hand = "", family(topology.name) is not None and topology.device_count > 1 and "RANK" not in os.environ
+    if at_hand and family(topology.name) == EMULATED and (profile_s is None or finalists is None):
+        try:
+            require_support()
+        except RuntimeFailure as error:
+            at_hand, problem = False, f"nothing is measured or run: {error}"
+    usual_s = first_measuring.DEFAULT_S if at_hand and costs != ESTIMATE else 0.0
+    usual = verification.DEFAULT_FINALISTS if at_hand else 0
+    wanted = usual_s if profile_s is None else profile_s, usual if finalists is None else finalists
+    return Wish(*wanted, asked=bool(finalists), problem=problem)
+
+
+def profile(
+    prog: str, model: str, reading: Reading, graph: OperatorGraph, topology: Topology, wish: Wish, stopping: Stopping
+) -> tuple[Measured | None, Wish]:
+    """Measure, and say if not all of it could be; with what is still to be done. After Ctrl-C the search goes on, but nothing is run
+    behind it; after SIGTERM it ends at once, with the best of its starts."""
+    try:
+        measured = first_measuring.measure_first(model, reading, graph, topology, wish.profile_s)
+    except (KeyboardInterrupt, StoppedBySignal) as error:
+        if isinstance(error, StoppedBySignal):  # while ranks were measuring
+            stopping.number = error.number
+        if not stopping.is_terminated:
+            stopping.go_on()
+            note(prog, "measuring interrupted: the search goes on with what is known, and runs nothing behind it; Ctrl-C ends it")
+        return None, replace(wish, finalists=0)
+    if measured.problem:
+        note(prog, f"not all was measured, the search goes on with what is known: {measured.problem}")
+    return measured, wish
+
+
+def verify(
+    prog: str,
+    outcome: api.SearchOutcome,
+    model: str,
+    reading: Reading,
+    seed: int,
+    data: str | None,
+    wish: Wish,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[api.SearchOutcome, float | None]:
+    """The outcome with what was run, and the seconds that took. An error if it fails and the user has asked for it; else a line, and
+    None."""
+    began = clock()
+    seconds = verification.ASKED_S if wish.asked else verification.DEFAULT_S
+    try:
+        within = None if wish.asked else outcome.known_error  # what cannot win by all that is known is not run
+        outcome = verification.verify(outcome, wish.finalists, model, reading, seed, data, seconds=seconds, within=within)
+    except StoppedBySignal:
+        raise
+    except Exception as error:
+        if wish.asked:
+            raise
+        why = one_line(str(error)) or type(error).__name__
+        note(prog, f"nothing was verified, what the search chose by its predictions counts: {why}")
+        return outcome, None
+    return outcome, clock() - began

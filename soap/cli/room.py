@@ -1,0 +1,60 @@
+"""Whether what is to be measured fits into this machine's memory, as far as sizes of tensors tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from soap.errors import RuntimeFailure
+from soap.graph import OperatorGraph
+from soap.profiles.measure_machine import free_memory_bytes
+from soap.search.starts import BASELINE
+from soap.simulator.memory import MemoryUse
+from soap.simulator.simulate import Simulation
+from soap.topology import Topology
+from soap.units import format_bytes
+
+
+def require_for_tiles(graph: OperatorGraph, topology: Topology) -> None:
+    """RuntimeFailure unless as many processes as devices can each hold all tensors of the model: each runs any of its tiles."""
+    if topology.devices[0].type.kind == "cpu":
+        _require(topology.device_count * sum(tensor.bytes for tensor in graph.tensors.values()), free_memory_bytes(), "this machine")
+
+
+def together(graph: OperatorGraph, topology: Topology, simulations: Mapping[str, Simulation]) -> list[str]:
+    """Of the first strategies as many as can be trained by in turns, which all keep their parameters; by name. RuntimeFailure if there is
+    not enough memory for the first two, or for the only one."""
+    names = list(simulations)
+    least = min(len(names), 2 if names[0] == BASELINE else 1)
+    while len(names) > least and not _fits(graph, topology, [simulations[name] for name in names]):
+        names.pop()
+    chosen = [simulations[name] for name in names]
+    if not _fits(graph, topology, chosen):
+        needed, there, where = _needed(graph, topology, chosen)
+        _require(needed, there, where)
+    return names
+
+
+def _fits(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simulation]) -> bool:
+    needed, there, _ = _needed(graph, topology, simulations)
+    return needed <= there
+
+
+def _needed(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simulation]) -> tuple[int, int, str]:
+    """Bytes that are needed, and that are there, and where: on CPUs of all ranks, which begin with all parameters; else of the fullest
+    GPU."""
+    devices = [_held([simulation.memory[device.index] for simulation in simulations]) for device in topology.devices]
+    if topology.devices[0].type.kind == "cpu":
+        loaded = topology.device_count * sum(tensor.bytes for tensor in graph.parameters)
+        return loaded + sum(devices), free_memory_bytes(), "this machine"
+    fullest = max(topology.devices, key=lambda device: devices[device.index] / device.type.memory_bytes)
+    return devices[fullest.index], fullest.type.memory_bytes, fullest.name
+
+
+def _held(uses: Sequence[MemoryUse]) -> int:
+    """By one device: what stays of each strategy, and what passes by of one at a time."""
+    return sum(use.parameters + use.gradients + use.optimizer for use in uses) + max(use.activations + use.buffers for use in uses)
+
+
+def _require(needed: int, there: int, where: str) -> None:
+    if needed > there:
+        raise RuntimeFailure(f"{format_bytes(needed)} of memory are needed, and {where} has {format_bytes(there)}")

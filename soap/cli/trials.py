@@ -1,0 +1,166 @@
+"""What every rank of ``soap-search --verify`` does: train by several strategies in turns, first to see which one is the fastest, then
+that one and data parallelism alone, to see whether it is really faster.
+
+The fastest of several has been lucky, more likely than not (the winner's curse). So it is judged by further turns, which had no part in
+choosing it. All trainers stay, so that a turn can be a few steps long and what the machine does meanwhile hits all alike; each turn begins
+with a step that does not count, which finds the caches full of another strategy's tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from soap import api
+from soap.cli.tables import milliseconds
+from soap.cli.training import Job, batches_of, make_trainer
+from soap.errors import SoapWarning
+from soap.runner.tuning import first_batches
+from soap.runtime.measure import measure_steps
+from soap.runtime.trainer import Trainer
+from soap.runtime.world import close_world, open_world
+
+BATCHES = 4
+"""That are trained on, again and again."""
+MOST_STEPS = 3
+"""Timed steps of a turn, of which the median counts; fewer if they take more than ``TURN_S``."""
+TURN_S = 0.5
+ROUNDS = 4
+"""In which all strategies take part, at least one."""
+DUELS = 20
+"""Rounds of the fastest and data parallelism alone, at most."""
+TRIED_SHARE = 0.5
+"""Of the time, in which trainers are made and all strategies take turns; the rest is for the fastest and data parallelism."""
+WARM_UP_STEPS = 3
+"""A new trainer's first steps still ask the system for memory."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """``job``: its strategies by name, the one to beat first; its steps do not count. ``to_beat``: whether the first one is data
+    parallelism. ``seconds``: for all turns, the making of trainers included; at least one turn of each strategy that was begun is
+    taken."""
+
+    job: Job
+    to_beat: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """Nanoseconds of a step of the slowest rank, turn by turn. ``rounds``: of each strategy that was tried. ``duels``: of data
+    parallelism and of the strategy that was the fastest in the rounds; empty if that is data parallelism, or there is none."""
+
+    rounds: Mapping[str, tuple[int, ...]]
+    duels: Mapping[str, tuple[int, ...]]
+
+
+class Runner(Protocol):
+    """What takes turns. ``begin``: ready to take turns from now on. ``turn``: nanoseconds of a step, in a turn of a strategy. ``end``:
+    there will be no more turns of it."""
+
+    def begin(self, name: str) -> None: ...  # noqa: D102
+    def turn(self, name: str) -> int: ...  # noqa: D102
+    def end(self, name: str) -> None: ...  # noqa: D102
+
+
+def run_trial(trial: Trial) -> Times:
+    """All of it on the ranks; an entry for ``launch``."""
+    began = time.monotonic()
+    job = trial.job
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SoapWarning)  # the command has said it, once for all ranks
+        model = api.load(job.model, dtype=job.dtype, **job.reading)
+    batches = first_batches(batches_of(job, model), BATCHES)
+    world = open_world(job.topology.device_count, job.device_kind or job.topology.devices[0].type.kind, job.backend)
+    trainers: dict[str, Trainer] = {}
+    steps: dict[str, int] = {}
+
+    class OnRanks:
+        def begin(self, name: str) -> None:
+            trainers[name] = make_trainer(job, model, name)
+            first_ns = measure_steps(trainers[name], batches, WARM_UP_STEPS, 0).times_ns  # of the slowest rank: all ranks decide alike
+            steps[name] = max(1, min(MOST_STEPS, int(1e9 * TURN_S / max(1, first_ns[-1]))))
+
+        def turn(self, name: str) -> int:
+            return measure_steps(trainers[name], batches, steps[name], 1).median_ns
+
+        def end(self, name: str) -> None:
+            trainers.pop(name).comm.close()
+            gc.collect()
+
+    try:
+        with _bar(world.rank) as bar:
+            asked = next(iter(job.strategies))
+
+            def late(share: float) -> bool:
+                """Rank 0's word."""
+                over = time.monotonic() - began > share * trial.seconds
+                return bool(trainers[asked].comm.gather(over)[0])
+
+            return take_turns(list(job.strategies), OnRanks(), late, trial.to_beat, lambda text: _show(bar, text))
+    finally:
+        close_world(world)
+
+
+def take_turns(
+    names: Sequence[str], runner: Runner, late: Callable[[float], bool], to_beat: bool, show: Callable[[str], None] = lambda text: None
+) -> Times:
+    """The rounds, then the duels. ``names``: the one to beat first, if there is one (``to_beat``). ``late``: whether this part of the
+    time is over; it is asked between turns. The first strategy is tried whatever time it takes, and so is the second."""
+    rounds: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        if number > 1 and late(TRIED_SHARE / 2):
+            break  # what is predicted to be faster comes first
+        runner.begin(name)
+        rounds[name] = []
+    for number in range(ROUNDS):
+        for name in _turned(list(rounds), number):
+            rounds[name].append(runner.turn(name))
+        show(_standing(rounds, names[0] if to_beat else None))
+        if late(TRIED_SHARE):
+            break
+    fastest = min(rounds, key=lambda name: median(rounds[name]))
+    duels: dict[str, list[int]] = {}
+    if to_beat and fastest != names[0]:
+        for name in [name for name in rounds if name not in (names[0], fastest)]:
+            runner.end(name)
+        duels = {names[0]: [], fastest: []}
+        for number in range(DUELS):
+            for name in _turned(list(duels), number):
+                duels[name].append(runner.turn(name))
+            show(_standing(duels, names[0]))
+            if late(1.0):
+                break
+    return Times(*({name: tuple(own) for name, own in times.items()} for times in (rounds, duels)))
+
+
+def _turned(names: Sequence[str], number: int) -> list[str]:
+    """The names in another order each time: whoever comes behind whom is not always the same."""
+    place = number // 2 % len(names)
+    turned = [*names[place:], *names[:place]]
+    return turned[::-1] if number % 2 else turned
+
+
+def _standing(times: Mapping[str, Sequence[int]], usual: str | None) -> str:
+    fastest = min(times, key=lambda name: median(times[name]))
+    own_ns = median(times[fastest])
+    over = f", {median(times[usual]) / max(1, own_ns):.2f}x {usual}" if usual is not None and usual != fastest else ""
+    return f"{fastest} {milliseconds(round(own_ns))}{over}"
+
+
+def _bar(rank: int) -> tqdm[Any]:
+    """Shown on rank 0 if standard error is a terminal."""
+    return tqdm(total=ROUNDS + DUELS, desc="verifying", unit="round", disable=True if rank else None, leave=False)
+
+
+def _show(bar: tqdm[Any], text: str) -> None:
+    bar.set_postfix_str(text, refresh=False)
+    bar.update()

@@ -1,0 +1,47 @@
+"""Whether one strategy is really faster than another: their times turn by turn, each pair measured right behind each other.
+
+What slows a machine down for a while hits both of a pair, so that their ratio stays. A median of ratios, and an interval of it from their
+order alone (the sign test's), needs no assumption on how the noise is distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+from statistics import median
+
+CONFIDENCE = 0.95
+"""That the median of the ratios is at least what ``Gain.at_least`` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How many times as fast one strategy is as another one. ``at_least``: with ``CONFIDENCE``; 0 if there were too few rounds to tell:
+    of fewer than five even all alike may be chance."""
+
+    ratio: float
+    at_least: float
+    rounds: int
+
+
+def gain(usual_ns: Sequence[int], other_ns: Sequence[int]) -> Gain:
+    """The other's gain over the usual one, from times of the same rounds. ValueError unless there is the same number of each, at least
+    1."""
+    ratios = sorted(usual / max(1, other) for usual, other in zip(usual_ns, other_ns, strict=True))
+    if not ratios:
+        raise ValueError("no times; expected those of one round at least")
+    below = _certainly_below(len(ratios))
+    return Gain(median(ratios), 0.0 if below is None else ratios[below], len(ratios))
+
+
+def _certainly_below(count: int) -> int | None:
+    """The place, in order, of the greatest of so many values that is not above their distribution's median, with ``CONFIDENCE``; None if
+    there is none. So many lie below the median as heads come up in as many throws."""
+    likely, place = 0.0, None
+    for below in range(count):
+        likely += comb(count, below) / 2**count  # of at most so many below
+        if likely > 1 - CONFIDENCE:
+            break
+        place = below
+    return place
