@@ -88,7 +88,7 @@ def _masked(m: Program, i: int, x: Tensor, z: Tensor) -> Tensor:
 
 
 def _through_views(m: Program, i: int, x: Tensor, z: Tensor) -> Tensor:
-    h = x.clone()
+    h = x.clone(memory_format=torch.contiguous_format)
     h.transpose(1, 2)[:, 1:].add_(z.transpose(1, 2)[:, :-1], alpha=0.5)
     h.view(BATCH, -1)[:, ::2].neg_()
     return h
