@@ -28,6 +28,6 @@ from soap.tracing.rules import (
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
-    "along", "attention", "bags", "complex", "convolution", "counting", "embedding", "fourier", "index", "linear", "loss", "norm", "pad", "pointwise",
-    "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
+    "along", "attention", "bags", "complex", "convolution", "counting", "embedding", "fourier", "index", "linear", "loss", "norm", "pad",
+    "pointwise", "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "tiled",
 ]  # fmt: skip
