@@ -176,6 +176,21 @@ def test_one_line_for_types_that_have_no_complex_numbers(files: dict[str, str]) 
         )
 
 
+def test_autocast(files: dict[str, str]) -> None:
+    """Transforms compute in float32, as under torch.autocast; what torch cannot put together from bfloat16 is refused in one line."""
+    for name in ("spectral", "operator", "short time"):
+        model, module = load_model(files[name], autocast="bfloat16"), module_of(name)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = module(*batches(name, 1)[0])
+        expected.backward()
+        found, gradients = graded(model, None)
+        torch.testing.assert_close(found, expected.detach())
+        for own, parameter in module.named_parameters():
+            torch.testing.assert_close(gradients[own], parameter.grad)
+    with pytest.raises(ModelError, match=r"^call 'complex\w*' of complex makes complex numbers of bfloat16, .* float64: cast before it$"):
+        load_model(files["plane"], autocast="bfloat16")
+
+
 def test_one_line_for_a_complex_loss() -> None:
     with pytest.raises(ModelError) as caught:
         _program(lambda self, z: self.inner(z).sum(), _drawn(6, 4))
