@@ -57,7 +57,7 @@ class Aliasing:
             self.view(node, base, None)
         elif result.untyped_storage()._cdata == source.untyped_storage()._cdata:
             # a detached tensor has the same elements, but no gradient to give back
-            same = (result.shape, result.stride(), result.dtype) == (source.shape, source.stride(), source.dtype)
+            same = _read_as(result) == _read_as(source)
             self.view(node, base, SAME if same and target is not torch.ops.aten.detach.default else view_of(node, base))
 
     def passed_on(self, node: torch.fx.Node, leaves: Sequence[Any], how: ViewOf | None) -> None:
@@ -112,6 +112,11 @@ class Aliasing:
             f"{node.name!r} is read after {self._stale[node]!r} has changed memory that it shares through a view that cannot be undone; "
             "expected in-place calls on slices, transposes and reshapes only: write it out of place"
         )
+
+
+def _read_as(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How memory is taken for a tensor's elements."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _may_alias(target: torch._ops.OpOverload) -> bool:

@@ -127,7 +127,8 @@ def _pairs_written(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _conjugate_written(self: nn.Module, z: torch.Tensor) -> torch.Tensor:
     z = self.inner(z).clone()
     z.conj()[:, 0] *= 2j
-    return z.real.sum() + (z.imag * torch.arange(4)).sum().square()
+    z.mT.conj()[1] += 1 - 3j
+    return z.real.sum() + (z.imag * torch.arange(1, 5)).sum() ** 3
 
 
 def _there_and_back(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
