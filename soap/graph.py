@@ -127,9 +127,9 @@ class Tensor:
 class Operator:
     """One anchor call with the light calls fused into it.
 
-    ``flops``: floating-point operations of the whole forward pass (a multiply-add counts two). ``saved_bytes``: upper bound of
-    what all tiles together keep for the backward pass besides inputs, parameters and outputs. ``calls``: names of the traced calls.
-    ``partitionable`` is False for operators kept whole because no rule is known (or proven) for them.
+    ``flops``: floating-point operations of the whole forward pass (a multiply-add counts two, of complex numbers eight).
+    ``saved_bytes``: upper bound of what all tiles together keep for the backward pass besides inputs, parameters and outputs.
+    ``calls``: names of the traced calls. ``partitionable`` is False for operators kept whole because no rule is known (or proven) for them.
     """
 
     name: str

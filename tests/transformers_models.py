@@ -159,7 +159,18 @@ def mamba() -> Built:
     return MambaForCausalLM(config).train(), {**_text(), "use_cache": False}, None
 
 
+def fnet() -> Built:
+    """Fourier transforms over positions and features in place of attention."""
+    from transformers import FNetConfig, FNetForMaskedLM
+
+    config = FNetConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, vocab_size=WORDS, max_position_embeddings=LENGTH,
+        tpu_short_seq_length=LENGTH, **IDS,
+    )  # fmt: skip
+    return FNetForMaskedLM(config).train(), _text(), None
+
+
 MODELS: dict[str, Callable[[], Built]] = {
     build.__name__: build
-    for build in (gpt2, llama, llama_padded, bert, vit, swin, resnet, convnext, t5, bart, whisper, mixtral, mixtral_grouped, mamba)
+    for build in (gpt2, llama, llama_padded, bert, vit, swin, resnet, convnext, t5, bart, whisper, mixtral, mixtral_grouped, mamba, fnet)
 }

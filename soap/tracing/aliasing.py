@@ -63,8 +63,7 @@ class Aliasing:
             if target is torch.ops.aten.detach.default:
                 self.view(node, base, self._detached(base))
                 return
-            same = (result.shape, result.stride(), result.dtype) == (source.shape, source.stride(), source.dtype)
-            self.view(node, base, SAME if same else view_of(node, base))
+            self.view(node, base, SAME if _read_as(result) == _read_as(source) else view_of(node, base))
 
     def _detached(self, base: torch.fx.Node) -> ViewOf | None:
         """How a detached tensor is a view of ``base``: it has the same elements, but no gradient to give back."""
@@ -127,6 +126,11 @@ class Aliasing:
             f"{node.name!r} is read after {self._stale[node]!r} has changed memory that it shares through a view that cannot be undone; "
             "expected in-place calls on slices, transposes and reshapes only: write it out of place"
         )
+
+
+def _read_as(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How memory is taken for a tensor's elements."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _may_alias(target: torch._ops.OpOverload) -> bool:

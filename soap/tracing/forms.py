@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from soap.dtypes import has_complex, name_of
 from soap.errors import ModelError
 from soap.tracing.calls import BufferRef, Call, Ref, Value, argument
 from soap.tracing.rules.experts import expert_mm
@@ -169,6 +170,18 @@ def conjugate(writer: Writer, call: Call, fake: Fake) -> str:
     """Torch only marks a tensor as conjugated; here the numbers are written out."""
     source = call.operands[0]
     return _written_out(writer, call, source, aten.conj_physical.default) if fake.dtype.is_complex else source
+
+
+@form("complex", "polar", "view_as_complex")
+def put_together(writer: Writer, call: Call, fake: Fake) -> str:
+    """Of types that torch computes with: autocast may have made others."""
+    parts = next((writer.dtype(source) for source in call.operands if not has_complex(writer.dtype(source))), None)
+    if parts is not None:
+        raise ModelError(
+            f"call {call.name!r} of {call.kind} makes complex numbers of {name_of(parts)}, with which torch does not compute; "
+            "expected float32 or float64: cast before it"
+        )
+    return writer.emit(call, fake.shape, fake.dtype)
 
 
 @form("_neg_view")

@@ -23,7 +23,7 @@ from soap.runtime.tile_operands import TileOperands, whole_tile
 from soap.runtime.tile_timing import TileTimer
 from soap.runtime.trainer import Trainer
 from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
@@ -102,6 +102,10 @@ def strategies(graph: OperatorGraph, randoms: int) -> dict[str, Strategy]:
     result = {name: CLASSICAL[name](graph, FOUR) for name in ("data_parallel", "model_parallel", "megatron")}
     result["two"] = CLASSICAL["data_parallel"](graph, local_topology(2))
     result["scattered"] = scattered(graph)
+    served = result["data_parallel"]
+    for parameter in graph.parameters:
+        served = served.with_parameter(parameter.name, SyncConfig("parameter_server", 2))
+    result["served"] = served
     return result | {f"random {i}": random_strategy(graph, local_topology(2 + 2 * (i % 2)), random.Random(i)) for i in range(randoms)}
 
 
@@ -166,6 +170,19 @@ def _lossy(path: str, strategy: Strategy, steps: Sequence[Batch]) -> CheckResult
         whole = trainer.gradients
         trainer.gradients = lambda: {n: g.real.to(g.dtype) for n, g in whole().items()}  # type: ignore[method-assign]
         return check(trainer, steps.__getitem__, OPTIMIZERS["sgd"], 1)
+
+
+@pytest.mark.slow
+def test_compiled_steps(files: dict[str, str]) -> None:
+    """Torch's compiler leaves complex numbers to torch itself."""
+    steps = batches("operator", 2, DOUBLE)
+    model = loaded(files["operator"])
+    expected = train_plainly(module_of("operator", DOUBLE), steps)
+    with Trainer(model, (CLASSICAL["data_parallel"](model.graph, local_topology(1)), local_topology(1)), compiled=True) as trainer:
+        losses = [trainer.step(*batch) for batch in steps[:1]]
+        found = trainer.gradients()
+    assert abs(losses[0] - expected.losses[0]) < TOLERANCE
+    assert all(float((found[name] - gradient).abs().max()) < TOLERANCE for name, gradient in expected.gradients[0].items())
 
 
 def test_the_check_sees_imaginary_parts(four: Pool, files: dict[str, str]) -> None:

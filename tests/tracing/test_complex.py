@@ -127,7 +127,13 @@ def _pairs_written(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _conjugate_written(self: nn.Module, z: torch.Tensor) -> torch.Tensor:
     z = self.inner(z).clone()
     z.conj()[:, 0] *= 2j
-    return z.real.sum() + (z.imag * torch.arange(4)).sum().square()
+    z.mT.conj()[1] += 1 - 3j
+    return z.real.sum() + (z.imag * torch.arange(1, 5)).sum() ** 3
+
+
+def _there_and_back(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    spectrum = torch.stft(self.inner(x), 4, 2, window=x[0], return_complex=True)
+    return torch.istft(spectrum * (1 + 0.5j), 4, 2, window=x[0]).square().sum()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,7 @@ def _conjugate_written(self: nn.Module, z: torch.Tensor) -> torch.Tensor:
         (lambda self, z: torch.vdot(self.inner(z)[0], z[1]).abs() + self.inner(z).std(), COMPLEX),
         (lambda self, z: torch.where(self.inner(z).real > 0, self.inner(z), 1j).imag.sum(), COMPLEX),
         (lambda self, x: torch.fft.ifft(torch.fft.fft(self.inner(x).to(COMPLEX)) * 1j).imag.square().sum(), DOUBLE),
-        (lambda self, x: torch.istft(torch.stft(self.inner(x), 4, 2, window=x[0], return_complex=True), 4, 2, window=x[0]).square().sum(), DOUBLE),
+        (_there_and_back, DOUBLE),
         (lambda self, z: self.inner(z).detach().real.sum() + self.inner(z).cumsum(0).prod(1).imag.sum(), COMPLEX),
     ],
 )
@@ -169,6 +175,21 @@ def test_one_line_for_types_that_have_no_complex_numbers(files: dict[str, str]) 
         assert str(caught.value) == (
             f"the model computes with complex numbers (complex64), which torch does not have in {dtype}; expected float32 or float64"
         )
+
+
+def test_autocast(files: dict[str, str]) -> None:
+    """Transforms compute in float32, as under torch.autocast; what torch cannot put together from bfloat16 is refused in one line."""
+    for name in ("spectral", "operator", "short time"):
+        model, module = load_model(files[name], autocast="bfloat16"), module_of(name)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = module(*batches(name, 1)[0])
+        expected.backward()
+        found, gradients = graded(model, None)
+        torch.testing.assert_close(found, expected.detach())
+        for own, parameter in module.named_parameters():
+            torch.testing.assert_close(gradients[own], parameter.grad)
+    with pytest.raises(ModelError, match=r"^call 'complex\w*' of complex makes complex numbers of bfloat16, .* float64: cast before it$"):
+        load_model(files["plane"], autocast="bfloat16")
 
 
 def test_one_line_for_a_complex_loss() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,8 @@ from soap.simulator.engine import Engine
 from soap.strategies import CLASSICAL, random_strategy
 from soap.strategy import Strategy, SyncConfig
 from soap.topology import Topology
+from soap.tracing.importer import import_program
+from tests.complex_modules import batches, module_of
 from tests.extent import so_many
 from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks, synchronized
 from tests.simulator.examples import batch_split, chain, pairwise_cluster
@@ -48,6 +52,23 @@ def test_models(model: str) -> None:
     engine = Engine(graph, topology, costs)
     strategies = [api.classical(name, graph, topology) for name in CLASSICAL]
     strategies += [random_strategy(graph, topology, draw) for _ in range(so_many(1, 3))]
+    for strategy in strategies:
+        check(engine, costs, strategy)
+        check(engine, costs, synchronized(strategy, graph, draw))
+
+
+@pytest.mark.parametrize("name", ["spectral", "operator", "plane"])
+def test_models_with_complex_tensors(name: str) -> None:
+    """Their sizes and types enter what travels, what is summed together, and what tiles take."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = import_program(torch.export.export(module_of(name), batches(name, 1)[0]), name=name, plan_only=True).graph
+    assert any(t.dtype == "complex64" and t.itemsize == 8 for t in graph.tensors.values()) == (name != "spectral")
+    topology, draw = api.load_cluster("p100-4x4"), random.Random(name)
+    costs = RooflineCosts(topology)
+    engine = Engine(graph, topology, costs)
+    strategies = [api.classical(kind, graph, topology) for kind in CLASSICAL]
+    strategies += [random_strategy(graph, topology, draw) for _ in range(10)]
     for strategy in strategies:
         check(engine, costs, strategy)
         check(engine, costs, synchronized(strategy, graph, draw))
