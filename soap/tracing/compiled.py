@@ -139,6 +139,7 @@ class CompiledTile:
         for step in reversed(self._steps):
             last = {place for place, _ in (*step.reads, *step.makes)} - seen
             step.forgets = tuple(last)
+            step.unread = last.intersection(place for place, _ in step.makes)
             seen |= last
 
 
@@ -148,7 +149,7 @@ Runner = Callable[[Sequence[torch.Tensor], TileContext], Any]
 class _Step:
     """One call: ``reads`` (place, what to cut of it), ``makes`` (place, shape). Shapes are checked when it first runs."""
 
-    __slots__ = ("_checked", "_cuts", "_only", "_places", "forgets", "local", "makes", "reads", "rule", "run")
+    __slots__ = ("_checked", "_cuts", "_only", "_places", "forgets", "local", "makes", "reads", "rule", "run", "unread")
 
     def __init__(
         self,
@@ -160,6 +161,8 @@ class _Step:
     ) -> None:
         self.local, self.reads, self.makes, self.run, self.rule = local, reads, makes, run, rule
         self.forgets: tuple[int, ...] = ()
+        self.unread: frozenset[int] | set[int] = frozenset()
+        """Results that nobody reads: which form they have depends on torch's kernel, on the type and on whether gradients are wanted."""
         self._places = tuple(place for place, _ in reads)
         self._cuts = any(cut is not None for _, cut in reads)
         self._only = makes[0][0] if len(makes) == 1 else None
@@ -208,8 +211,8 @@ class _Step:
         return [made[place] if cut is None or made[place] is None else cut(made[place]) for place, cut in self.reads]
 
     def _check(self, results: Sequence[torch.Tensor]) -> None:
-        for (_, shape), tensor in zip(self.makes, results, strict=False):
-            if tensor.shape != shape:
+        for (place, shape), tensor in zip(self.makes, results, strict=False):
+            if place not in self.unread and tensor.shape != shape:
                 name, box = self.local.call.name, self.local.output_boxes
                 raise ModelError(f"internal: {name} gave shape {tuple(tensor.shape)} for region {box}; please report this")
         self._checked = True
