@@ -268,8 +268,8 @@ def _renorm_refusal(call: Call, parameter: str) -> ModelError:
     """Of look-ups with ``max_norm``: what they do to their table would have to reach all that keep a part of it, before its update."""
     number = call.args[2]
     return ModelError(
-        f"a look-up with max_norm={number:g} ({call.path or call.name}) shortens rows of parameter {parameter!r} in the forward pass; expected "
-        f"that training alone changes parameters: leave max_norm out, and shorten what was looked up, rows * ({number:g} / "
+        f"a look-up with max_norm={number:g} ({call.path or call.name}) shortens rows of parameter {parameter!r} in the forward pass; "
+        f"expected that training alone changes parameters: leave max_norm out, and shorten what was looked up, rows * ({number:g} / "
         f"rows.norm(dim=-1, keepdim=True).clamp_min({number:g})), or the table itself between steps"
     )
 
