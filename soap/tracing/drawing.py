@@ -1,7 +1,7 @@
 """Which whole-number inputs stand for themselves, element by element, so that batches can be drawn from other samples' elements.
 
-That is known of indices of look-ups and of class labels. Offsets of bags, lengths, sorted ids, permutations, masks and whatever else a model
-computes with may have a structure that elements of different samples do not have together.
+That is known of indices of look-ups and of class labels. Offsets of bags, lengths, sorted ids, permutations, masks and whatever else a
+model computes with may have a structure that elements of different samples do not have together.
 """
 
 from __future__ import annotations

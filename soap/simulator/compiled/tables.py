@@ -25,9 +25,10 @@ class GraphTables(NamedTuple):
 
     ``read``: activations that an operator reads (``read_operand``: position among its inputs, ``read_producer`` and ``read_output``: whose
     output it is, ``read_slot``: which of the producer's readers the operator is). ``reader``: operators that read an operator's outputs,
-    ascending; ``source``: where in ``reader`` an operator stands itself. ``output``: size of an element, and of one of partial results, whether
-    it carries a gradient, number of its dtype. ``parameter``: trainable parameters that an operator uses, each once, ascending. ``user``: operators that use a
-    parameter (all of them, trainable or not), ascending; ``user_place``: which of their ``parameter`` it is, -1 if it is frozen.
+    ascending; ``source``: where in ``reader`` an operator stands itself. ``output``: size of an element, and of one of partial results,
+    whether it carries a gradient, number of its dtype. ``parameter``: trainable parameters that an operator uses, each once, ascending.
+    ``user``: operators that use a parameter (all of them, trainable or not), ascending; ``user_place``: which of their ``parameter`` it
+    is, -1 if it is frozen.
     ``parameter_dtype``: by parameter, as are ``first_server`` (``placement.first_servers``) and of sparse ones ``touched`` from
     ``touched_ptr`` on: how many rows a batch looks up, how many there are, ``RowAccess.touched``. ``backward``: whether any output carries
     a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile has a backward
