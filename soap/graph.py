@@ -122,6 +122,11 @@ class Tensor:
         """Size of the whole tensor in bytes."""
         return prod(self.shape) * self.itemsize
 
+    @property
+    def partial_itemsize(self) -> int:
+        """Bytes per element of partial results of which it is the sum: those of lower types are made, sent and added up in float32."""
+        return 4 if self.dtype in ("bfloat16", "float16") else self.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:

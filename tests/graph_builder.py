@@ -10,7 +10,7 @@ from soap.row_access import Lookup, scaled, uniform
 
 SAMPLE, ATTRIBUTE = FactorKind.SAMPLE, FactorKind.ATTRIBUTE
 PARAMETER, REDUCTION = FactorKind.PARAMETER, FactorKind.REDUCTION
-ITEM_BYTES = {"float32": 4, "float64": 8, "int64": 8}
+ITEM_BYTES = {"float32": 4, "float64": 8, "int64": 8, "bfloat16": 2}
 
 
 class GraphBuilder:

@@ -35,8 +35,10 @@ def boxes(dimensions: int, *, most: int = 8, allow_empty: bool = False) -> st.Se
 def graphs(
     draw: st.DrawFn, *, max_moves: int = 6, batches: st.SearchStrategy[int] | None = None, moves: Sequence[str] = MOVES
 ) -> OperatorGraph:
-    """Legal training graphs: chains, branches and joins, shared parameters, reductions, halos, slices, operators kept whole."""
-    g = GraphBuilder("random")
+    """Legal training graphs: chains, branches and joins, shared parameters, reductions, halos, slices, operators kept whole.
+
+    Some of them in bfloat16, whose partial results are in float32."""
+    g = GraphBuilder("random", draw(st.sampled_from(("float32", "float32", "bfloat16"))))
     b, s, d = draw(st.integers(1, 6) if batches is None else batches), draw(st.integers(1, 5)), 2 * draw(st.integers(1, 4))
     values = [g.linear(g.input("x", b, s, d), d, name="first")]
     for _ in range(draw(st.integers(0, max_moves))):

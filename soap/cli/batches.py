@@ -23,17 +23,29 @@ SEED_STRIDE = 1_000_003
 class DrawnBatches:
     """Batches whose elements are drawn from the example inputs' at the same place in any sample.
 
-    So all are in range: labels, probabilities, and indices into tables of different sizes.
+    So all are in range: probabilities, and indices into tables of different sizes. Whole numbers are drawn only where each stands for
+    itself (``model.element_inputs``: indices of look-ups, class labels) and none is negative; all others (offsets, lengths, masks) are
+    the examples'. SoapError if the model has no example inputs with values.
     """
 
     def __init__(self, model: TracedModel, seed: int) -> None:
-        self._examples = [example.detach().cpu() for example in model.example_inputs]
+        examples = list(model.example_inputs)
+        if len(examples) < len(model.input_names) or any(tensor.is_meta for tensor in examples):
+            raise SoapError(
+                "the model has no example inputs to draw batches like: give --data PKG.MOD:CALLABLE, "
+                "which yields one sequence of tensors per step"
+            )
+        self._examples = [example.detach().cpu() for example in examples]
+        self._drawn = [
+            tensor.is_floating_point() or tensor.is_complex() or (name in model.element_inputs and bool((tensor >= 0).all()))
+            for name, tensor in zip(model.input_names, self._examples, strict=True)
+        ]
         self._seed = seed
 
     def __call__(self, step: int) -> Sequence[torch.Tensor]:
         """The batch of a step."""
         generator = torch.Generator().manual_seed(self._seed * SEED_STRIDE + step)
-        return [_drawn(example, generator) for example in self._examples]
+        return [_drawn(example, generator) if drawn else example for example, drawn in zip(self._examples, self._drawn, strict=True)]
 
 
 class UserBatches:

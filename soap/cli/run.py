@@ -85,7 +85,10 @@ def add_training(parser: Parser) -> None:
     parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help="batches per update (default %(default)s)")
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
     parser.add_argument("--clip-norm", metavar="X", type=positive_number, help="scale gradients to at most this global norm")
-    data_help = "yields one sequence of tensors per step, the same on all ranks; or zoo:NAME (default: drawn like the example inputs)"
+    data_help = (
+        "yields one sequence of tensors per step, the same on all ranks; or zoo:NAME (default: drawn like the example inputs, of which "
+        "whole numbers other than indices and labels, such as offsets, lengths and masks, are taken as they are)"
+    )
     parser.add_argument("--data", metavar="PKG.MOD:CALLABLE", type=data_spec, help=data_help)
 
 

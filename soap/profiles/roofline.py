@@ -81,7 +81,7 @@ class RooflineCosts:
         """16 hex digits over every figure and constant that enters an answer."""
         figures = [[device.identity, is_measured(device)] for device in self._types]
         known = [PEAK_SHARE, *constants(), self.optimizer_states, TILE_CALLS, UPDATE_CALLS_PER_STATE]
-        text = json.dumps(["roofline", 5, known, figures])
+        text = json.dumps(["roofline", 6, known, figures])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:

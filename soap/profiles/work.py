@@ -15,7 +15,7 @@ from soap.dtypes import is_differentiable
 from soap.graph import Operand, Operator, OperatorGraph
 from soap.regions import Box, volume
 from soap.simulator.row_counts import all_lookups, parameters_held
-from soap.simulator.tiling import Tile, iteration_points
+from soap.simulator.tiling import Tile, is_partial, iteration_points
 
 LOOKUP_KINDS = frozenset({"embedding", "embedding_bag", "equal_bags"})
 """Operators that read only the rows of their parameter that the input names, at most as much as they write."""
@@ -59,7 +59,7 @@ def forward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
     op = graph.operators[tile.operator]
     traffic = _bytes(graph, op.inputs, tile.inputs) + _bytes(graph, op.outputs, tile.outputs)
     traffic += _read_parameters(graph, op, tile) + SAVED_TRAFFIC * _saved_bytes(op, tile)
-    kernel = _kernel(graph, op, tile_flops(op, tile), traffic)
+    kernel = _kernel(graph, tile, tile_flops(op, tile), traffic)
     return (_finding_rows(graph, op, tile), kernel) if tile.on_rows else (kernel,)
 
 
@@ -74,9 +74,9 @@ def backward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
     kernels = []
     if contractions or not parameter_gradients:
         traffic = received + input_gradients + _read_parameters(graph, op, tile) + SAVED_TRAFFIC * _saved_bytes(op, tile)
-        kernels.append(_kernel(graph, op, flops * max(1, contractions), traffic))
+        kernels.append(_kernel(graph, tile, flops * max(1, contractions), traffic))
     if parameter_gradients:
-        kernels.append(_kernel(graph, op, flops, received + parameter_gradients))
+        kernels.append(_kernel(graph, tile, flops, received + parameter_gradients))
     return tuple(kernels)
 
 
@@ -95,8 +95,12 @@ def _input_contractions(graph: OperatorGraph, op: Operator) -> int:
     return min(1 if op.parameters else 2, wanted)
 
 
-def _kernel(graph: OperatorGraph, op: Operator, flops: float, traffic_bytes: int) -> Kernel:
-    return Kernel(_compute_dtype(graph, op), flops, traffic_bytes, len(op.calls) or 1, _inner_calls(graph, op))
+def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int) -> Kernel:
+    op = graph.operators[tile.operator]
+    dtype = _compute_dtype(graph, op)
+    if is_partial(op, tile.intervals) and any(t.partial_itemsize > t.itemsize for t in (graph.tensors[o.tensor] for o in op.outputs)):
+        dtype = "float32"  # parts of a sum of a lower type
+    return Kernel(dtype, flops, traffic_bytes, len(op.calls) or 1, _inner_calls(graph, op))
 
 
 def _finding_rows(graph: OperatorGraph, op: Operator, tile: Tile) -> Kernel:

@@ -136,6 +136,7 @@ class BackwardPass:
         else:
             assert output.reduction is not None
             total = self._sum_gradient(output.reduction)
+            total = None if total is None else total.to(output.tensor.dtype)  # that of partial results
         if output.seed is None:
             return total
         one = torch.full_like(output.tensor, self.state.share * output.seed)

@@ -135,6 +135,7 @@ class ForwardPass:
         name = reduce_name(self.state.graph.operators[reduction.operator], reduction)
         state = self.state
         pending = state.scatter_sum(total, reduction, name) if reduction.cells else state.sum_over(total, reduction.devices, name)
+        self._round(pending, number)
         if ("holding", self.program.index.reduced.get((number, state.rank))) in self._readers:
             self._reducing[number] = pending
         else:
@@ -153,6 +154,17 @@ class ForwardPass:
         for place, number in enumerate(numbers):
             one = totals[place].reshape(lengths(self.plan.reductions[number].box))
             self._reducing[number] = Pending((), one, pending.wait)
+            self._round(self._reducing[number], number)
+
+    def _round(self, pending: Pending, number: int) -> None:
+        """Bring a sum of partial results, when it is there, to the type that it has for its readers."""
+        dtype = self.state.dtype_of(self.state.reduced_tensor(number))
+        if pending.tensor.dtype != dtype:
+
+            def rounded() -> None:
+                pending.tensor = pending.tensor.to(dtype)
+
+            pending.then(rounded)
 
     def _own_sum(self, number: int) -> torch.Tensor:
         first, *others = self._own_partials(number)

@@ -15,6 +15,7 @@ from soap.runtime.shards import Region, ShardStore
 from soap.simulator.flows import reduced_tensor
 from soap.simulator.plan import forward_name, local_pieces
 from soap.simulator.tiling import Tile
+from soap.tracing.types import partial_dtype
 
 Part = tuple[slice, ...] | None
 """What to cut of a tensor; None: all of it."""
@@ -166,11 +167,15 @@ class PreparedTiles:
             tuple(self._source(number, k) for k in range(len(op.inputs))),
             tuple(self._parameter(number, k) for k in range(len(op.parameters))),
             tuple(read for k in range(len(op.parameters)) for read in self._rows(number, k)),
-            tuple((lengths(box), self._dtype_of(out.tensor)) for out, box in zip(op.outputs, tile.outputs, strict=True)),
+            tuple((lengths(box), self._made_dtype(number, k)) for k, box in enumerate(tile.outputs)),
             tuple(self._held(number, output, holding) for output, holding in program.index.direct.get(number, ())),
             tuple(self._summand(number, k) for k in range(len(op.outputs)) if (number, k) in program.index.partial),
             tuple(self.fetches[fetch] for fetch in fetches if fetch is not None),
         )
+
+    def _made_dtype(self, number: int, output: int) -> torch.dtype:
+        dtype = self._dtype_of(self._plan.operator(self._plan.tiles[number]).outputs[output].tensor)
+        return partial_dtype(dtype) if (number, output) in self._program.index.partial else dtype
 
     def _fetched(self, number: int) -> Fetched:
         plan, fetch = self._plan, self._plan.fetches[number]

@@ -29,8 +29,8 @@ def exchange_rounds(plan: Plan, exchange: Exchange, parts: Sequence[Part], *, gr
 
 def scatter_rounds(plan: Plan, reduction: Reduction, *, gradient: bool) -> list[Round]:
     """The round of a reduce-scatter, or of the all-gather of its cells' gradients."""
-    tensor = reduced_tensor(plan, reduction)
-    cells = {device: box_bytes(plan, tensor, cell) for device, cell in zip(reduction.devices, reduction.cells, strict=True)}
+    size_of = partial_bytes if not gradient else lambda plan, reduction, box: box_bytes(plan, reduced_tensor(plan, reduction), box)
+    cells = {device: size_of(plan, reduction, cell) for device, cell in zip(reduction.devices, reduction.cells, strict=True)}
     flows = tuple((a, b, size) for b, size in cells.items() for a in reduction.devices if a != b and size)
     if gradient:
         return [(tuple(map(_turned, flows)), 0)]
@@ -40,6 +40,11 @@ def scatter_rounds(plan: Plan, reduction: Reduction, *, gradient: bool) -> list[
 def reduced_tensor(plan: Plan, reduction: Reduction) -> str:
     """The tensor that a reduction makes a part of."""
     return plan.graph.operators[reduction.operator].outputs[reduction.output].tensor
+
+
+def partial_bytes(plan: Plan, reduction: Reduction, box: Box) -> int:
+    """Size of a region of the partial results that a reduction adds up."""
+    return volume(box) * plan.graph.tensors[reduced_tensor(plan, reduction)].partial_itemsize
 
 
 def box_bytes(plan: Plan, tensor: str, box: Box) -> int:

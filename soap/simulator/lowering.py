@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from soap.regions import Box
 from soap.simulator.communication import Communication
 from soap.simulator.costs import CostModel, launch_ns
-from soap.simulator.flows import box_bytes, exchange_rounds, reduced_tensor, scatter_rounds
+from soap.simulator.flows import box_bytes, exchange_rounds, partial_bytes, reduced_tensor, scatter_rounds
 from soap.simulator.places import PlanPlaces
 from soap.simulator.plan import (
     Exchange,
@@ -229,7 +229,10 @@ class _Lowering:
         name = reduce_name(op, reduction, gradient=gradient)
         if reduction.cells:
             return self._list.exchange(place, name, TaskKind.REDUCE, scatter_rounds(self.plan, reduction, gradient=gradient), after)
-        size = self._bytes(reduced_tensor(self.plan, reduction), reduction.box)
+        if gradient:
+            size = self._bytes(reduced_tensor(self.plan, reduction), reduction.box)
+        else:
+            size = partial_bytes(self.plan, reduction, reduction.box)
         return self._list.all_reduce(place, name, TaskKind.REDUCE, size, reduction.devices, after)
 
     def _loss_start(self, tile: Tile) -> tuple[int, ...]:

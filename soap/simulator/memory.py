@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from soap.graph import RECURRENT_KINDS, Operator, OperatorGraph, TensorKind
+from soap.graph import RECURRENT_KINDS, Operand, Operator, OperatorGraph, TensorKind
 from soap.regions import Box, Interval, in_one_piece, volume, whole
-from soap.simulator.flows import reduced_tensor
+from soap.simulator.flows import partial_bytes, reduced_tensor
 from soap.simulator.footprint import kept_share, passing_share, work_share
 from soap.simulator.parameter_memory import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters, updating_bytes
 from soap.simulator.plan import Plan
-from soap.simulator.tiling import Tile, is_window, windows
+from soap.simulator.tiling import Tile, is_window, made_bytes, windows
 from soap.simulator.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 from soap.topology import Topology
 
@@ -102,11 +102,12 @@ def kept_bytes(plan: Plan) -> list[int]:
     result = []
     for tile in plan.tiles:
         op = plan.operator(tile)
-        kept = list(zip(op.outputs, tile.outputs, strict=True))
+        kept: list[tuple[Operand, Box]] = []
         if op.kind in PACKING_KINDS and tile.device in plan.accelerators:
             kept += zip(op.parameters, tile.parameters, strict=True)
         own = kept_share(graph, op, tile.intervals)
-        result.append(sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + own + tile_padded_bytes(plan, tile))
+        made = sum(made_bytes(graph, op, tile, k) for k in range(len(op.outputs)))
+        result.append(made + sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + own + tile_padded_bytes(plan, tile))
     return result
 
 
@@ -159,9 +160,8 @@ def _summed_bytes(plan: Plan) -> list[int]:
     """Sums of partial results on every device of the group; of those that are scattered, the cell and what others send for it."""
     result = [0] * plan.device_count
     for reduction in plan.reductions:
-        tensor = reduced_tensor(plan, reduction)
         for device, left in zip(reduction.devices, reduction.cells or [reduction.box] * len(reduction.devices), strict=True):
-            result[device] += _box_bytes(plan.graph, tensor, left) * (len(reduction.devices) if reduction.cells else 1)
+            result[device] += partial_bytes(plan, reduction, left) * (len(reduction.devices) if reduction.cells else 1)
     return result
 
 
@@ -231,8 +231,9 @@ def _tile_gradient_bytes(plan: Plan) -> list[int]:
     for tile in plan.tiles:
         op = plan.operator(tile)
         if graph.needs_backward(op):
-            operands = zip((*op.inputs, *op.outputs), (*tile.inputs, *tile.outputs), strict=True)
+            operands = zip(op.inputs, tile.inputs, strict=True)
             wanted = [_box_bytes(graph, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad]
+            wanted += [made_bytes(graph, op, tile, k) for k, o in enumerate(op.outputs) if graph.tensors[o.tensor].requires_grad]
             work = work_share(graph, op, tile.intervals) + tile_padded_bytes(plan, tile)
             result[tile.device] = max(result[tile.device], sum(wanted) + work)
         else:

@@ -115,6 +115,8 @@ class MemoryBound:
         op, graph = self._engine.graph.operators[position], self._engine.graph
         intervals, regions = self._engine.variants.cut(position, degrees)
         size = {o: _volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
+        if any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True)):
+            size |= {o: _volumes(regions[o]) * graph.tensors[o.tensor].partial_itemsize for o in op.outputs}
         points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
         kept, work = self._kept_and_work(op, intervals, regions)
         kept = kept + sum(size[o] for o in op.outputs)

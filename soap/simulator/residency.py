@@ -15,7 +15,7 @@ from soap.graph import TensorKind
 from soap.regions import Box, in_one_piece, whole
 from soap.simulator import memory
 from soap.simulator.buckets import idle_shards
-from soap.simulator.flows import box_bytes, reduced_tensor
+from soap.simulator.flows import box_bytes, partial_bytes
 from soap.simulator.gradient_residency import GradientResidency
 from soap.simulator.memory import MemoryUse
 from soap.simulator.memory_ledger import Ledger, MemoryCurve
@@ -40,6 +40,7 @@ from soap.simulator.plan import (
 )
 from soap.simulator.task_spans import Span, TaskSpans
 from soap.simulator.tasks import Schedule, TaskGraph
+from soap.simulator.tiling import made_bytes
 from soap.simulator.transit import copied_to_send, is_remote, packed_by_source, received_apart, told_parts
 
 ALLOWANCE = 0.045
@@ -127,8 +128,8 @@ class _Values:
         for number, (tile, kept) in enumerate(zip(plan.tiles, memory.kept_bytes(plan), strict=True)):
             start, last = self.spans.forward[number][0], self.spans.last(number)
             op = plan.operator(tile)
-            for k, (out, box) in enumerate(zip(op.outputs, tile.outputs, strict=True)):
-                size = box_bytes(plan, out.tensor, box)
+            for k, out in enumerate(op.outputs):
+                size = made_bytes(graph, op, tile, k)
                 until = max(self.spans.needed(number, out.tensor), ends.get((number, out.tensor), 0), summed.get((number, k), 0))
                 self.hold(tile.device, start, until, size, late=True)
                 kept -= size
@@ -189,11 +190,11 @@ class _Values:
             start, done = self.spans.summed_from(reduction)
             boxes = reduction.cells or [reduction.box] * len(reduction.devices)
             for device, box in zip(reduction.devices, boxes, strict=True):
-                size = box_bytes(plan, reduced_tensor(plan, reduction), box)
+                size = partial_bytes(plan, reduction, box)
                 over = max(done, ends.get(number, done)) if (number, device) in readers else self._certainly_over(number, device, done)
                 self.hold(device, start, over, size, early=True, late=True)  # of partial results
                 if reduction.cells:  # what is summed, what others are sent of it, and what they send for the cell
-                    total = box_bytes(plan, reduced_tensor(plan, reduction), reduction.box)
+                    total = partial_bytes(plan, reduction, reduction.box)
                     self.hold(device, start, start, total, early=True)
                     self.ledger.send(device, start, self.ledger.arrived(device, done), total - size)
                     self.hold(device, start, done, (len(boxes) - 1) * size, early=True)

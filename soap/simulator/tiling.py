@@ -39,6 +39,17 @@ class Tile:
         return volume(self.intervals)
 
 
+def is_partial(op: Operator, intervals: Sequence[Interval]) -> bool:
+    """Whether what a tile makes is a part of a sum."""
+    return any(f.summed and interval != (0, f.size) for f, interval in zip(op.factors, intervals, strict=True))
+
+
+def made_bytes(graph: OperatorGraph, op: Operator, tile: Tile, output: int) -> int:
+    """Size of one of a tile's outputs."""
+    tensor = graph.tensors[op.outputs[output].tensor]
+    return volume(tile.outputs[output]) * (tensor.partial_itemsize if is_partial(op, tile.intervals) else tensor.itemsize)
+
+
 def tiles_of(graph: OperatorGraph, position: int, config: OpConfig) -> list[Tile]:
     """All tiles of the operator at ``position`` under ``config``, in index order."""
     op = graph.operators[position]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from soap.regions import in_one_piece, lengths
 from soap.simulator.buckets import bucket_bytes
-from soap.simulator.flows import box_bytes, reduced_tensor
+from soap.simulator.flows import box_bytes, partial_bytes, reduced_tensor
 from soap.simulator.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
 
 
@@ -146,7 +146,7 @@ def sent_bytes(plan: Plan) -> list[int]:
         tensor = reduced_tensor(plan, reduction)
         for device, cell in zip(reduction.devices, reduction.cells, strict=False):
             back = len(reduction.devices) * box_bytes(plan, tensor, cell) if plan.graph.tensors[tensor].requires_grad else 0
-            result[device] += box_bytes(plan, tensor, reduction.box) + back
+            result[device] += partial_bytes(plan, reduction, reduction.box) + back
     return result
 
 
@@ -173,8 +173,7 @@ def largest_sum_bytes(plan: Plan) -> list[int]:
 def _summed_buffers(plan: Plan) -> Iterable[tuple[int, int]]:
     for reduction in plan.reductions:
         if len(reduction.devices) > 1:
-            tensor = reduced_tensor(plan, reduction)
-            yield from ((device, box_bytes(plan, tensor, reduction.box)) for device in reduction.devices)
+            yield from ((device, partial_bytes(plan, reduction, reduction.box)) for device in reduction.devices)
     for bucket in plan.buckets:
         if len(bucket.devices) > 1:
             size = bucket_bytes(plan, bucket)

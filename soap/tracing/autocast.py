@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from soap.errors import ModelError
 from soap.tracing.calls import Call, Ref, Value, renamed, substitute
-
-LOWER_TYPES = (torch.bfloat16, torch.float16)
+from soap.tracing.types import LOWER_TYPES
 
 
 class Autocast:

@@ -15,11 +15,12 @@ import torch
 from soap.errors import ModelError
 from soap.regions import Box, contains, lengths, relative, volume, whole
 from soap.simulator.tiling import Tile
-from soap.tracing.calls import Call, Ref, Value, argument, is_random, substitute
+from soap.tracing.calls import Call, Ref, Value, argument, is_random, substitute, with_argument
 from soap.tracing.model import TileContext
 from soap.tracing.on_rows import look_up, rows_asked_for
 from soap.tracing.rules.notation import Local, Maps, Tiled
 from soap.tracing.rules.random import seeded
+from soap.tracing.types import LOWER_TYPES, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +129,14 @@ class CompiledTile:
         shapes = [values[name].shape for name in call.operands]
         output_shapes = [values[name].shape for name in call.outputs]
         local = Local(call, (), boxes, output_boxes, shapes, output_shapes)
+        part_of_sum = _is_part_of_sum(step, boxes, shapes)
+        named = argument(call, "dtype") if part_of_sum else None
+        if isinstance(named, torch.dtype) and named in LOWER_TYPES:
+            call = local.call = with_argument(call, "dtype", torch.float32)
         entire = all(box == whole(shape) for box, shape in zip((*boxes, *output_boxes), (*shapes, *output_shapes), strict=True))
         run = _plain_runner(call) if step.rule.run is None or (entire and _may_run_plainly(step)) else None
         makes = [(self._place(name, box), lengths(box)) for name, box in zip(call.outputs, output_boxes, strict=True)]
-        return _Step(local, reads, makes, run, step.rule)
+        return _Step(local, reads, makes, run, step.rule, widens=part_of_sum)
 
     def _forget_early(self) -> None:
         """Tensors that only the tile itself reads are let go behind their last reader, as in a plain forward pass."""
@@ -139,6 +144,7 @@ class CompiledTile:
         for step in reversed(self._steps):
             last = {place for place, _ in (*step.reads, *step.makes)} - seen
             step.forgets = tuple(last)
+            step.unread = last.intersection(place for place, _ in step.makes)
             seen |= last
 
 
@@ -146,9 +152,12 @@ Runner = Callable[[Sequence[torch.Tensor], TileContext], Any]
 
 
 class _Step:
-    """One call: ``reads`` (place, what to cut of it), ``makes`` (place, shape). Shapes are checked when it first runs."""
+    """One call: ``reads`` (place, what to cut of it), ``makes`` (place, shape). Shapes are checked when it first runs.
 
-    __slots__ = ("_checked", "_cuts", "_only", "_places", "forgets", "local", "makes", "reads", "rule", "run")
+    ``widens``: what it makes is a part of a sum; of lower types it is computed in float32, as parts may be far larger than their sum.
+    """
+
+    __slots__ = ("_checked", "_cuts", "_only", "_places", "_widens", "forgets", "local", "makes", "reads", "rule", "run", "unread")
 
     def __init__(
         self,
@@ -157,9 +166,14 @@ class _Step:
         makes: Sequence[tuple[int, tuple[int, ...]]],
         run: Runner | None,
         rule: Tiled,
+        *,
+        widens: bool = False,
     ) -> None:
+        self._widens = widens
         self.local, self.reads, self.makes, self.run, self.rule = local, reads, makes, run, rule
         self.forgets: tuple[int, ...] = ()
+        self.unread: frozenset[int] | set[int] = frozenset()
+        """Results that nobody reads: which form they have depends on torch's kernel, on the type and on whether gradients are wanted."""
         self._places = tuple(place for place, _ in reads)
         self._cuts = any(cut is not None for _, cut in reads)
         self._only = makes[0][0] if len(makes) == 1 else None
@@ -171,6 +185,8 @@ class _Step:
             tensors = [made[place] if cut is None else cut(made[place]) for place, cut in self.reads]
         else:
             tensors = [made[place] for place in self._places]
+        if self._widens:
+            tensors = [wide(tensor) for tensor in tensors]
         if self.run is not None:
             result = self.run(tensors, context)
         else:
@@ -180,6 +196,8 @@ class _Step:
             result = self.rule.run(local)
             local.tensors = ()
         results = result if isinstance(result, (tuple, list)) else (result,)
+        if self._widens:
+            results = [wide(tensor) for tensor in results]
         if not self._checked:
             self._check(results)
         if self._only is not None:
@@ -196,8 +214,11 @@ class _Step:
 
     def look_up(self, made: list[Any], rows: torch.Tensor) -> None:
         """Run the call, a look-up, on a table that has only these rows."""
-        result = look_up(replace(self.local, tensors=self._operands(made)), self.rule, rows)
+        operands = self._operands(made)
+        result = look_up(replace(self.local, tensors=[wide(t) for t in operands] if self._widens else operands), self.rule, rows)
         results = result if isinstance(result, (tuple, list)) else (result,)
+        if self._widens:
+            results = [wide(tensor) for tensor in results]
         self._check(results)
         for (place, _), tensor in zip(self.makes, results, strict=False):
             made[place] = tensor
@@ -208,8 +229,8 @@ class _Step:
         return [made[place] if cut is None or made[place] is None else cut(made[place]) for place, cut in self.reads]
 
     def _check(self, results: Sequence[torch.Tensor]) -> None:
-        for (_, shape), tensor in zip(self.makes, results, strict=False):
-            if tensor.shape != shape:
+        for (place, shape), tensor in zip(self.makes, results, strict=False):
+            if place not in self.unread and tensor.shape != shape:
                 name, box = self.local.call.name, self.local.output_boxes
                 raise ModelError(f"internal: {name} gave shape {tuple(tensor.shape)} for region {box}; please report this")
         self._checked = True
@@ -217,6 +238,16 @@ class _Step:
 
 def _box(maps: Maps, tile: Tile, value: Value) -> Box:
     return tuple(dim.interval(tile.intervals, size) for dim, size in zip(maps, value.shape, strict=True))
+
+
+def _is_part_of_sum(step: ProgramStep, boxes: Sequence[Box], shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether a tile with these regions of a call's operands gives a part of a sum: a factor that no output follows is cut."""
+    if not step.rule.summed:
+        return False
+    followed = {dim.factor for maps in step.outputs for dim in maps}
+    operands = zip(step.operands, boxes, shapes, strict=True)
+    places = ((dim, interval, size) for maps, box, shape in operands for dim, interval, size in zip(maps, box, shape, strict=True))
+    return any(dim.factor is not None and dim.factor not in followed and interval != (0, size) for dim, interval, size in places)
 
 
 _Cut = Callable[[torch.Tensor], torch.Tensor] | None

@@ -15,6 +15,7 @@ from soap.regions import Box, Interval, lengths, relative, volume, whole
 from soap.simulator.tiling import Tile
 from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whole, substitute, walk
 from soap.tracing.compiled import CompiledTile, OperatorProgram
+from soap.tracing.drawing import element_inputs
 from soap.tracing.model import TileContext
 from soap.tracing.rules import tiled
 from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, move_running_statistics, moves_statistics
@@ -200,6 +201,11 @@ class ExecutableModel:
             for call in self.program.end_step if context.update_buffers else ():
                 args = [buffers[arg.name] if isinstance(arg, BufferRef) else arg for arg in call.args]
                 call.target(*args, **call.kwargs)
+
+    @cached_property
+    def element_inputs(self) -> frozenset[str]:
+        """See ``TracedModel.element_inputs``."""
+        return element_inputs(self.program)
 
     @cached_property
     def _moving(self) -> list[tuple[str, str, str, float]]:

@@ -72,6 +72,10 @@ class TracedModel(Protocol):
     """The graph's INPUT tensors in the order of the user's flattened tensor arguments."""
     example_inputs: Sequence[torch.Tensor]
 
+    @property
+    def element_inputs(self) -> frozenset[str]:
+        """Integer inputs of which each element stands for itself: indices of look-ups and class labels, and nothing else."""
+
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:

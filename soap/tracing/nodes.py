@@ -235,6 +235,8 @@ class NodeReader(ProgramWriter):
         origin = self._aliasing.root(changed)
         root, buffer = str(self.at[origin]), self.changes.nodes.get(origin)
         if root in self.program.parameters:
+            if call.kind == "embedding_renorm_":
+                raise _renorm_refusal(call, self.program.parameters[root])
             raise ModelError(
                 f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does"
             )
@@ -294,6 +296,16 @@ class NodeReader(ProgramWriter):
         self.emit(first, result.shape, result.dtype)
         self.program.calls.append(Call(functional.name, aten.to.dtype, (Ref(name), dtype), {}, functional.outputs, functional.path))
         return functional.name
+
+
+def _renorm_refusal(call: Call, parameter: str) -> ModelError:
+    """Of look-ups with ``max_norm``: what they do to their table would have to reach all that keep a part of it, before its update."""
+    number = call.args[2]
+    return ModelError(
+        f"a look-up with max_norm={number:g} ({call.path or call.name}) shortens rows of parameter {parameter!r} in the forward pass; "
+        f"expected that training alone changes parameters: leave max_norm out, and shorten what was looked up, rows * ({number:g} / "
+        f"rows.norm(dim=-1, keepdim=True).clamp_min({number:g})), or the table itself between steps"
+    )
 
 
 def plain(nest: Any) -> Any:

@@ -17,9 +17,20 @@ from soap.tracing.calls import Call, Ref, Value, argument, parameters_of, rename
 
 aten = torch.ops.aten
 
+LOWER_TYPES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST = {torch.finfo(dtype).max for dtype in (torch.bfloat16, torch.float32, torch.float64)}
 """What masks are made of (``torch.finfo(x.dtype).min``). Float16's, 65504, may also be a number that somebody chose."""
+
+def partial_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of partial results whose sum is of this one (``Tensor.partial_itemsize``)."""
+    return torch.float32 if dtype in LOWER_TYPES else dtype
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a lower type in float32; others as they are."""
+    return tensor.float() if tensor.dtype in LOWER_TYPES else tensor
+
 
 Emit = Callable[[Call, tuple[int, ...], torch.dtype], str]
 

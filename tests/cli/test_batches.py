@@ -14,7 +14,8 @@ EXAMPLES = [torch.tensor([[0.5, 1.5], [2.5, 3.5]]), torch.tensor([3, 7]), torch.
 
 
 def drawn(seed: int) -> DrawnBatches:
-    return DrawnBatches(SimpleNamespace(example_inputs=EXAMPLES), seed)  # type: ignore[arg-type]
+    names = ["scores", "labels", "empty", "number"]
+    return DrawnBatches(SimpleNamespace(example_inputs=EXAMPLES, input_names=names, element_inputs={"labels"}), seed)  # type: ignore[arg-type]
 
 
 def test_drawn_batches_look_like_the_examples() -> None:
@@ -38,6 +39,22 @@ def test_drawn_batches_depend_on_seed_and_step_alone() -> None:
 
     assert text(1, 2) == text(1, 2)
     assert len({text(seed, step) for seed in range(4) for step in range(4)}) > 8
+
+
+def test_whole_numbers_that_do_not_stand_for_themselves_are_the_examples() -> None:
+    given = [torch.tensor([0, 2, 5]), torch.tensor([4, -100, 3]), torch.tensor([True, False, True]), torch.tensor([4, 6, 3])]
+    names = ["offsets", "labels", "mask", "ids"]
+    model = SimpleNamespace(example_inputs=given, input_names=names, element_inputs={"labels", "ids"})
+    batches = [DrawnBatches(model, 1)(step) for step in range(8)]  # type: ignore[arg-type]
+    for place in range(3):
+        assert all(torch.equal(batch[place], given[place]) for batch in batches)
+    assert {tuple(batch[3].tolist()) for batch in batches} - {(4, 6, 3)}
+
+
+@pytest.mark.parametrize("examples", [[], [torch.zeros(2, device="meta")]])
+def test_a_model_without_example_inputs_needs_data(examples: list[torch.Tensor]) -> None:
+    with pytest.raises(SoapError, match=r"^the model has no example inputs to draw batches like: give --data PKG\.MOD:CALLABLE"):
+        DrawnBatches(SimpleNamespace(example_inputs=examples, input_names=["x"], element_inputs=set()), 0)  # type: ignore[arg-type]
 
 
 @pytest.fixture

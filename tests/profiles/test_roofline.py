@@ -182,6 +182,15 @@ def test_computation_type_sets_the_rate() -> None:
     assert COSTS.forward_ns(double, first, SLOW_COMPUTE) == 2 * COSTS.forward_ns(graph, first, SLOW_COMPUTE)
 
 
+def test_parts_of_sums_of_a_lower_type_are_computed_in_float32() -> None:
+    graph = two_layers()
+    graph = replace(graph, tensors={n: replace(t, dtype="bfloat16", itemsize=2) for n, t in graph.tensors.items()})
+    quick = replace(SLOW_COMPUTE, flops_per_second={"float32": 1e9, "bfloat16": 4e9})
+    position = graph.index["first"]
+    by_samples, by_sums = (tiles_of(graph, position, OpConfig(degrees, (0, 0)))[0] for degrees in ((2, 1, 1), (1, 2, 1)))
+    assert COSTS.forward_ns(graph, by_sums, quick) == 4 * COSTS.forward_ns(graph, by_samples, quick) == 2 * 2 * 8 * 16
+
+
 def test_update_reads_and_writes_states() -> None:
     topology = cluster([1], SLOW_MEMORY)
     assert RooflineCosts(topology, 0).update_ns(1000, SLOW_MEMORY) == 3000

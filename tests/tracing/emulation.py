@@ -66,7 +66,7 @@ def emulated_loss(
         for operand, tensor in zip(op.outputs, made, strict=True):
             assert tensor is not None
             assert graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION
-            tensors[operand.tensor] = tensor
+            tensors[operand.tensor] = tensor.to(getattr(torch, graph.tensors[operand.tensor].dtype))  # partial results are in float32
     return tensors[graph.loss]
 
 

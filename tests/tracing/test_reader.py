@@ -203,6 +203,29 @@ def test_reading_memory_that_was_changed_through_a_view_that_cannot_be_undone_is
         import_program(export(Lambda(STALE[name], w=_square()), torch.ones(2, 3)), name="model")
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_tables_that_look_ups_shorten_are_refused_with_what_to_do(kind: Any) -> None:
+    module = Lambda(lambda self, x: self.table(x).square().mean(), table=kind(10, 4, max_norm=0.5))
+    expected = r"^a look-up with max_norm=0\.5 \(table\) shortens rows of parameter 'table\.weight' .* leave max_norm out"
+    with pytest.raises(ModelError, match=expected):
+        imported(module, torch.arange(6).reshape(2, 3))
+
+
+def test_what_is_said_of_max_norm_can_be_followed() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        rows = self.table(x)
+        return (rows * (0.5 / rows.norm(dim=-1, keepdim=True).clamp_min(0.5))).sum(-1).square().mean()
+
+    _equals_eager(Lambda(forward, table=nn.Embedding(10, 4)), torch.arange(6).reshape(2, 3))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_divided_by_how_often_a_row_is_looked_up(kind: Any) -> None:
+    module = Lambda(lambda self, x: self.table(x).square().mean(), table=kind(10, 4, scale_grad_by_freq=True))
+    with pytest.warns(SoapWarning, match="kept whole, on one device at a time"):
+        _equals_eager(module, torch.tensor([[1, 2, 1], [1, 5, 2]]))
+
+
 def test_changing_a_shape_in_place_is_refused() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = x @ self.w

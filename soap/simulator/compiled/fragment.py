@@ -189,7 +189,8 @@ def _forward(G, V, K, R, C, S, op, own, own_slot):  # type: ignore[no-untyped-de
 def _sum_task(G, V, K, R, S, first_output, red, key, gradient):  # type: ignore[no-untyped-def]
     """An all-reduce, or if the sum is left in cells a reduce-scatter (of gradients: an all-gather)."""
     first, last = S.r_dev_ptr[red], S.r_dev_ptr[red + 1]
-    itemsize = G.output_itemsize[first_output + S.r_out[red]]
+    out = first_output + S.r_out[red]
+    itemsize = G.output_itemsize[out] if gradient else G.output_partial_itemsize[out]
     size = V.box_volume[S.r_box[red]] * itemsize
     if S.r_cells[red] < 0:
         duration, way = allreduce(R, find_list(R.sets, S.r_dev[first:last]), size)

@@ -25,9 +25,10 @@ class GraphTables(NamedTuple):
 
     ``read``: activations that an operator reads (``read_operand``: position among its inputs, ``read_producer`` and ``read_output``: whose
     output it is, ``read_slot``: which of the producer's readers the operator is). ``reader``: operators that read an operator's outputs,
-    ascending; ``source``: where in ``reader`` an operator stands itself. ``output``: size of an element, whether it carries a gradient,
-    number of its dtype. ``parameter``: trainable parameters that an operator uses, each once, ascending. ``user``: operators that use a
-    parameter (all of them, trainable or not), ascending; ``user_place``: which of their ``parameter`` it is, -1 if it is frozen.
+    ascending; ``source``: where in ``reader`` an operator stands itself. ``output``: size of an element, and of one of partial results,
+    whether it carries a gradient, number of its dtype. ``parameter``: trainable parameters that an operator uses, each once, ascending.
+    ``user``: operators that use a parameter (all of them, trainable or not), ascending; ``user_place``: which of their ``parameter`` it
+    is, -1 if it is frozen.
     ``parameter_dtype``: by parameter, as are ``first_server`` (``placement.first_servers``) and of sparse ones ``touched`` from
     ``touched_ptr`` on: how many rows a batch looks up, how many there are, ``RowAccess.touched``. ``backward``: whether any output carries
     a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile has a backward
@@ -45,6 +46,7 @@ class GraphTables(NamedTuple):
     source: Ints
     output_ptr: Ints
     output_itemsize: Longs
+    output_partial_itemsize: Longs
     output_gradient: Ints
     output_dtype: Ints
     parameter_ptr: Ints
@@ -117,7 +119,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
                 producer, output = graph.producers[operand.tensor]
                 reads[-1].append((k, producer, output, readers[producer].index(position)))
         tensors = [graph.tensors[out.tensor] for out in op.outputs]
-        outputs.append([(t.itemsize, int(t.requires_grad), dtypes[t.dtype]) for t in tensors])
+        outputs.append([(t.itemsize, t.partial_itemsize, int(t.requires_grad), dtypes[t.dtype]) for t in tensors])
         trainable = {numbers[o.tensor] for o in op.parameters if graph.tensors[o.tensor].requires_grad}
         uses.append([(number,) for number in sorted(trainable)])
     read_ptr, read_table = _joined(reads, 4)
@@ -126,7 +128,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
     for place, operator in enumerate(r for own in readers for r in own):
         places[operator].append((place,))
     source_ptr, source = _joined(places, 1)
-    output_ptr, output_table = _joined(outputs, 3)
+    output_ptr, output_table = _joined(outputs, 4)
     parameter_ptr, parameter = _joined(uses, 1)
     users = [sorted({position for position, _ in graph.parameter_users.get(t.name, ())}) for t in graph.parameters]
     places_of = [{number: place for place, (number,) in enumerate(own)} for own in uses]
@@ -142,7 +144,8 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         *_columns(source),
         output_ptr,
         output_table[:, 0].astype(np.int64),
-        *_columns(output_table[:, 1:]),
+        output_table[:, 1].astype(np.int64),
+        *_columns(output_table[:, 2:]),
         parameter_ptr,
         *_columns(parameter),
         user_ptr,

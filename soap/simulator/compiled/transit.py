@@ -79,7 +79,7 @@ def add_sums(G: GraphTables, V: VariantTables, S: Scratch, M: MemoryTables, op: 
     part = M.part
     for red in range(S.count[REDUCTIONS]):
         out = G.output_ptr[op] + S.r_out[red]
-        itemsize = G.output_itemsize[out]
+        itemsize = G.output_partial_itemsize[out]
         first, count = S.r_dev_ptr[red], S.r_dev_ptr[red + 1] - S.r_dev_ptr[red]
         size = V.box_volume[S.r_box[red]] * itemsize
         for i in range(count):
@@ -87,7 +87,8 @@ def add_sums(G: GraphTables, V: VariantTables, S: Scratch, M: MemoryTables, op: 
             if S.r_cells[red] >= 0:
                 cell = S.cell_volume[S.r_cells[red] + i] * itemsize
                 part[ACTIVATIONS, device] += count * cell
-                part[SENT, device] += size + (count * cell if G.output_gradient[out] else 0)
+                back = S.cell_volume[S.r_cells[red] + i] * G.output_itemsize[out]
+                part[SENT, device] += size + (count * back if G.output_gradient[out] else 0)
             else:
                 part[ACTIVATIONS, device] += size
             if count > 1:

@@ -142,7 +142,7 @@ def _by_itself(local: Local, x: torch.Tensor, weight: torch.Tensor | None, bias:
     options, box = local.call.kwargs, local.boxes[0]
     if not moves_statistics(box) or options["buffers"][0] is None or x.numel() <= x.shape[1]:
         return batch_norm_local(x, weight, bias, (None, None), 0.0, options["eps"])
-    kind = torch.promote_types(x.dtype, torch.float32)
+    kind = local.context.buffers[options["buffers"][0].name].dtype  # on which it depends, beside a lower type, how the kernel computes
     found = torch.zeros(2, x.shape[1], dtype=kind, device=x.device).unbind()  # with a momentum of 1 they become the tile's own
     out = batch_norm_local(x, weight, bias, found, 1.0, options["eps"])
     local.note_statistics(box[1], *found)
