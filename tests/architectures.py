@@ -1,7 +1,8 @@
 """Small models of architectures of the ``transformers`` library, with random weights: built from configurations, nothing is downloaded.
 
 ``ARCHITECTURES[name]()`` gives (module in training mode, without dropout; keyword arguments of its forward). The module returns the loss
-itself, as the output called ``loss``. Seed torch before the call for equal weights and inputs. ``transformers`` is imported when a model is built.
+itself, as the output called ``loss``. Seed torch before the call for equal weights and inputs. ``transformers`` is imported when a model is
+built.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def pairs(**extra: Any) -> dict[str, Any]:
 def without_dropout(config: Any) -> Any:
     """The configuration, and those inside, with nothing that draws random numbers in training."""
     for name, value in list(vars(config).items()):
-        if isinstance(value, float) and ("drop" in name and "out" in name or name.endswith("drop") or "drop_path" in name or "drop_rate" in name or "layerdrop" in name):
+        if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
         elif hasattr(value, "to_dict"):
             without_dropout(value)
@@ -112,7 +113,8 @@ def backbone() -> Any:
     """A small ResNet that gives features."""
     from transformers import ResNetConfig
 
-    return ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], out_features=["stage1", "stage2", "stage3", "stage4"])
+    stages = [f"stage{n}" for n in range(1, 5)]
+    return ResNetConfig(embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], out_features=stages)
 
 
 def fitted(model: str, config: str, size: int, options: Callable[[], dict[str, Any]]) -> Built:
@@ -143,8 +145,8 @@ def picture(name: str, size: int = 16, kind: str = "ForImageClassification", **o
 
 def both_sides(name: str, inputs: Callable[[], dict[str, Any]] = decoded, **options: Any) -> Callable[[], Built]:
     """An encoder and a decoder over words."""
-    options = {"vocab_size": WORDS, "d_model": 16, "max_position_embeddings": 16, "decoder_start_token_id": 2, **IDS, **BOTH_SIDES, **options}
-    return partial(build, f"{name}ForConditionalGeneration", name, inputs, **options)
+    usual = {"vocab_size": WORDS, "d_model": 16, "max_position_embeddings": 16, "decoder_start_token_id": 2, **IDS, **BOTH_SIDES}
+    return partial(build, f"{name}ForConditionalGeneration", name, inputs, **{**usual, **options})
 
 
 TRANSFORMER = {"image_size": 16, "patch_size": 4, **SMALL}
@@ -157,7 +159,8 @@ LATENT = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_g
           "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1,
           "num_key_value_heads": 4}  # fmt: skip
 TIMES = {"prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 16, "encoder_layers": 2,
-         "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
+         "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16,
+         "decoder_ffn_dim": 16}  # fmt: skip
 TOWERS = {"text_config": {**SMALL, "vocab_size": WORDS, "max_position_embeddings": 16, **IDS}, "vision_config": TRANSFORMER}
 """Configurations that several models share."""
 
@@ -180,7 +183,8 @@ ARCHITECTURES: dict[str, Callable[[], Built]] = {
     "starcoder2": causal("Starcoder2"),
     "bloom": partial(build, "BloomForCausalLM", "Bloom", decoded, n_layer=2, n_head=4, hidden_size=16, vocab_size=WORDS, **IDS),
     "falcon": causal("Falcon", new_decoder_architecture=True, num_kv_heads=2),
-    "mpt": partial(build, "MptForCausalLM", "Mpt", decoded, d_model=16, n_heads=4, n_layers=2, expansion_ratio=2, max_seq_len=16, vocab_size=WORDS),
+    "mpt": partial(build, "MptForCausalLM", "Mpt", decoded, d_model=16, n_heads=4, n_layers=2, expansion_ratio=2, max_seq_len=16,
+                   vocab_size=WORDS),
     "opt": causal("OPT", ffn_dim=32, word_embed_proj_dim=16, max_position_embeddings=16),
     # mixtures of experts
     "mixtral": partial(build, "MixtralForCausalLM", "Mixtral", decoded, **{**MIXED, "num_local_experts": 4}),
@@ -203,7 +207,8 @@ ARCHITECTURES: dict[str, Callable[[], Built]] = {
         build, "Mamba2ForCausalLM", "Mamba2", decoded, hidden_size=16, state_size=4, num_hidden_layers=2, vocab_size=WORDS, conv_kernel=3,
         num_heads=4, head_dim=8, n_groups=2, chunk_size=4, **IDS,
     ),
-    "rwkv": partial(build, "RwkvForCausalLM", "Rwkv", decoded, hidden_size=16, num_hidden_layers=2, vocab_size=WORDS, context_length=16, **IDS),
+    "rwkv": partial(build, "RwkvForCausalLM", "Rwkv", decoded, hidden_size=16, num_hidden_layers=2, vocab_size=WORDS, context_length=16,
+                    **IDS),
     # encoders
     "bert": masked("Bert"),
     "roberta": masked("Roberta", max_position_embeddings=16, type_vocab_size=1),
@@ -250,7 +255,8 @@ ARCHITECTURES: dict[str, Callable[[], Built]] = {
     ),
     "dpt": partial(
         build, "DPTForSemanticSegmentation", "DPT", partial(pixels, 32), num_labels=CLASSES, image_size=32, patch_size=8,
-        **{**SMALL, "num_hidden_layers": 4}, backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 8, 8], fusion_hidden_size=8, reassemble_factors=[4, 2, 1, 0.5],
+        **{**SMALL, "num_hidden_layers": 4}, backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 8, 8],
+        fusion_hidden_size=8, reassemble_factors=[4, 2, 1, 0.5],
         use_auxiliary_head=True, is_hybrid=False,
     ),
     "videomae": partial(
@@ -273,7 +279,8 @@ ARCHITECTURES: dict[str, Callable[[], Built]] = {
                    patch_size=8, max_length=24, num_mel_bins=16, frequency_stride=8, time_stride=8, num_labels=CLASSES),
     "hubert": partial(build, "HubertForSequenceClassification", "Hubert", partial(sound, 400), **WAVES),
     "wav2vec2_ctc": partial(
-        build, "Wav2Vec2ForCTC", "Wav2Vec2", lambda: {"input_values": torch.randn(BATCH, 400), "labels": torch.randint(1, WORDS, (BATCH, 5))},
+        build, "Wav2Vec2ForCTC", "Wav2Vec2",
+        lambda: {"input_values": torch.randn(BATCH, 400), "labels": torch.randint(1, WORDS, (BATCH, 5))},
         **{**WAVES, "ctc_loss_reduction": "mean"},
     ),
     "whisper": partial(

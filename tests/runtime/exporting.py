@@ -19,7 +19,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from soap.tracing.model import TileContext
 from tests.architectures import ARCHITECTURES
+from tests.runtime.traced import traced
 
 WAYS = ("torch.export.save", "soap.export")
 """Each leaves a file of this name."""
@@ -31,8 +33,9 @@ class Exporter:
     """The process; ``with`` it ends."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", __spec__.name if __spec__ else "tests.runtime.exporting"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL  # torch.export prints what it could not trace
+        command = [sys.executable, "-m", "tests.runtime.exporting"]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
 
     def export(self, name: str, folder: Path) -> dict[str, str]:
         """Way of exporting -> "" or why it was refused. Files and expected numbers are in the folder then."""
@@ -53,6 +56,25 @@ class Exporter:
         self._process.wait()
 
 
+def compared(path: str, expected: str) -> tuple[float, str]:
+    """Run on a rank: the largest relative error of the program's loss and gradients, and where that is."""
+    assert "transformers" not in sys.modules
+    model, right = traced(path, "float64"), torch.load(expected, weights_only=True)
+    parameters = {n: p.detach().clone().requires_grad_(model.graph.tensors[n].requires_grad) for n, p in model.parameters.items()}
+    context = TileContext(0, 0, {n: b.clone() for n, b in model.buffers.items()})
+    loss = model.reference_loss(model.example_inputs, parameters, context)
+    loss.backward()
+    worst, place = float((loss.detach() - right["loss"]).abs() / right["loss"].abs()), "loss"
+    largest = max(float(g.abs().max()) for g in right["gradients"].values())
+    for name, gradient in right["gradients"].items():
+        found = parameters.get(model.graph.aliases.get(name, name))
+        made = torch.zeros_like(gradient) if found is None or found.grad is None else found.grad
+        error = float((made - gradient).abs().max()) / max(float(gradient.abs().max()), 1e-3 * largest)
+        if not error <= worst:
+            worst, place = error, name
+    return worst, place
+
+
 class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Everything that a model computes in float32 by name is computed in float64."""
 
@@ -66,6 +88,9 @@ def eager(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     module, inputs = ARCHITECTURES[name]()
     module, inputs = module.double(), tree_map(_widened, inputs)
+    for part in module.modules():
+        if hasattr(part, "config"):  # experts in a loop: grouped products know no float64
+            part.config._experts_implementation = "eager"
     torch.set_default_dtype(torch.float64)
     try:
         with InFloat64():  # type: ignore[no-untyped-call]

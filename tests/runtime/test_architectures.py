@@ -8,25 +8,23 @@ hour: a few are tried in every run. ``SOAP_MODELS_TABLE=docs/models.md`` writes 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from soap.presets import local_topology
 from soap.runtime.check import TOLERANCES
 from soap.strategies import CLASSICAL, random_strategy
 from soap.tracing.load import DTYPES
-from soap.tracing.model import TileContext
 from tests.architectures import ARCHITECTURES
-from tests.runtime.exporting import EXPECTED, WAYS, Exporter
+from tests.runtime.exporting import EXPECTED, WAYS, Exporter, compared
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 FOUR = local_topology(4)
 QUICK = ("mixtral", "deepseek_v3", "segformer", "clip")
@@ -48,25 +46,6 @@ def exporter() -> Iterator[Exporter]:
     process = Exporter()
     yield process
     process.close()
-
-
-def compared(path: str, expected: str) -> tuple[float, str]:
-    """Run on a rank: the largest relative error of the program's loss and gradients, and where that is."""
-    assert "transformers" not in sys.modules
-    model, right = traced(path, "float64"), torch.load(expected, weights_only=True)
-    parameters = {n: p.detach().clone().requires_grad_(model.graph.tensors[n].requires_grad) for n, p in model.parameters.items()}
-    context = TileContext(0, 0, {n: b.clone() for n, b in model.buffers.items()})
-    loss = model.reference_loss(model.example_inputs, parameters, context)
-    loss.backward()
-    worst, place = float((loss.detach() - right["loss"]).abs() / right["loss"].abs()), "loss"
-    largest = max(float(g.abs().max()) for g in right["gradients"].values())
-    for name, gradient in right["gradients"].items():
-        found = parameters.get(model.graph.aliases.get(name, name))
-        made = torch.zeros_like(gradient) if found is None or found.grad is None else found.grad
-        error = float((made - gradient).abs().max()) / max(float(gradient.abs().max()), 1e-3 * largest)
-        if not error <= worst:
-            worst, place = error, name
-    return worst, place
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in QUICK else pytest.mark.long) for n in ARCHITECTURES])
