@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from soap.tracing.model import TileContext
-from tests.architectures import ARCHITECTURES
 from tests.runtime.traced import traced
+from tests.transformers_models import ARCHITECTURES
 
 WAYS = ("torch.export.save", "soap.export")
 """Each leaves a file of this name."""

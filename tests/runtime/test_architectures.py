@@ -19,10 +19,10 @@ from soap.presets import local_topology
 from soap.runtime.check import TOLERANCES
 from soap.strategies import CLASSICAL, random_strategy
 from soap.tracing.load import DTYPES
-from tests.architectures import ARCHITECTURES
 from tests.runtime.exporting import EXPECTED, WAYS, Exporter, compared
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
+from tests.transformers_models import ARCHITECTURES
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
