@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from soap.presets import local_topology
 from soap.runtime.check import TOLERANCES
@@ -66,6 +67,8 @@ def test_architecture(
         error, place = max(four.run(compared, path, str(tmp_path / EXPECTED)))
         row[way] = error
         assert error <= CLOSE, f"{way}: {place} is off by {error:.1e}"
+    if name in QUICK:
+        _wrong_numbers_are_seen(four, path, tmp_path / EXPECTED)
     graph = traced(path, "float64").graph
     row["operators"], row["whole"] = len(graph.operators), sum(not op.partitionable for op in graph.operators)
     strategies = {"data_parallel": CLASSICAL["data_parallel"](graph, FOUR), "random": random_strategy(graph, FOUR, random.Random(name))}
@@ -75,3 +78,14 @@ def test_architecture(
         assert results[0].tolerance == TOLERANCES[DTYPES["float64"]]
         assert results[0].passed, f"{plan}: {results[0].worst}"
         assert all(result == results[0] for result in results)
+
+
+def _wrong_numbers_are_seen(four: Pool, path: str, expected: Path) -> None:
+    """A millionth more of one element of one gradient."""
+    right = torch.load(expected, weights_only=True)
+    name = max(right["gradients"], key=lambda n: float(right["gradients"][n].abs().max()))
+    gradient = right["gradients"][name]
+    gradient.view(-1)[int(gradient.abs().argmax())] *= 1 + 1e-6
+    torch.save(right, expected.with_suffix(".wrong"))
+    error, place = max(four.run(compared, path, str(expected.with_suffix(".wrong"))))
+    assert place == name and error == pytest.approx(1e-6, rel=1e-2)
