@@ -14,10 +14,9 @@ from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
 from tests.tracing.emulation import compare, draw_configs
+from tests.transformers_models import MODELS
 
 pytest.importorskip("transformers")
-
-from tests.transformers_models import MODELS
 
 OPERATORS = {
     "gpt2": 23, "llama": 40, "llama_padded": 41, "bert": 27, "vit": 27, "swin": 62, "resnet": 28, "convnext": 16, "t5": 75, "bart": 56,
@@ -29,7 +28,7 @@ OPERATORS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_the_library(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
-    module, inputs, _ = MODELS[name]()
+    module, inputs = MODELS[name]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.export.save(torch.export.export(module, (), inputs), tmp_path / "model.pt2")
@@ -47,7 +46,7 @@ def test_models_of_the_library(tmp_path: Path, name: str) -> None:
 def test_the_program_is_the_model(name: str) -> None:
     """Loss and gradients by the plain calls are the module's own. Not in training mode: dropout would draw other numbers."""
     torch.manual_seed(0)
-    module, inputs, _ = MODELS[name]()
+    module, inputs = MODELS[name]()
     module.eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -78,10 +78,10 @@ def cat(d: Draw, name: str) -> Drawn:
 
 @draws("pad", "constant_pad_nd")
 def pad(d: Draw, name: str) -> Drawn:
-    constant = name == "aten.constant_pad_nd" or d.yes(0.3)
-    amounts = [d.random.randint(-2 if constant else 0, 3) for _ in range(d.some(2, 4))]  # negative ones cut off
-    x = d.floats(d.size(), d.size(), *[d.size(5 if constant else 4, 6) for _ in amounts[::2]])
-    if constant:
+    amounts = [d.random.randint(0, 3) for _ in range(d.some(2, 4))]
+    x = d.floats(d.size(), d.size(), *[d.size(5, 6) for _ in amounts[::2]])
+    if name == "aten.constant_pad_nd" or d.yes(0.3):
+        amounts = [d.random.randint(-2, 3) if d.yes() else n for n in amounts]  # cut off on one side or on both
         return call(name, x, amounts, *(["constant"] if name == "aten.pad" else []), d.some(0.0, 1.5))
     return call(name, x, amounts, d.some("reflect", "replicate", "circular"))
 
