@@ -271,6 +271,11 @@ class OperatorGraph:
                 wanted.update(operand.tensor for operand in op.inputs)
         return frozenset(found)
 
+    @cached_property
+    def next_state_bytes(self) -> int:
+        """What buffers become at the end of the step, which each device holds beside what they are."""
+        return sum(self.tensors[operand.tensor].bytes for op in self.operators if op.kind == KEEP_STATE for operand in op.inputs)
+
     def needs_backward(self, op: Operator) -> bool:
         """Whether any output of the operator carries a gradient."""
         return any(self.tensors[out.tensor].requires_grad for out in op.outputs)

@@ -156,8 +156,8 @@ _SETTLED = {NEXT_STATE: "brings together the buffers that the forward pass moves
 def settled_config(op: Operator, device_count: int) -> OpConfig | None:
     """The only configuration of an operator that has no other; None if it has a choice.
 
-    Every device keeps a copy of the buffers that the forward pass moves, and all copies have to be equal to the bit, though sums may have been
-    made in different orders: so one device, the first, has the values whole, and the others take them from there.
+    Every device keeps a copy of the buffers that the forward pass moves, and all copies have to be equal to the bit, though sums may have
+    been made in different orders: so one device, the first, has the values whole, and the others take them from there.
     """
     if op.kind == NEXT_STATE:
         return OpConfig((), (0,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from soap.graph import WHOLE, DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
+from soap.graph import KEEP_STATE, NEXT_STATE, WHOLE, DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
 from soap.row_access import Lookup, scaled, uniform
 
 SAMPLE, ATTRIBUTE = FactorKind.SAMPLE, FactorKind.ATTRIBUTE
@@ -55,10 +55,11 @@ class GraphBuilder:
         flops: int = 0,
         partitionable: bool = True,
         name: str | None = None,
+        gradient: bool = True,
     ) -> list[str]:
         """Any operator: (tensor, maps) of what it reads, (shape, maps) of what it makes. Returns the outputs' names."""
         name = name or f"{kind}{len(self.operators)}"
-        grad = any(self.tensors[t].requires_grad for t, _ in (*inputs, *parameters))
+        grad = gradient and any(self.tensors[t].requires_grad for t, _ in (*inputs, *parameters))
         outs = [name if len(outputs) == 1 else f"{name}.{k}" for k in range(len(outputs))]
         for out, (shape, _) in zip(outs, outputs, strict=True):
             self._tensor(out, shape, TensorKind.ACTIVATION, requires_grad=grad)
@@ -178,6 +179,13 @@ class GraphBuilder:
         factors = [Factor("b", b, SAMPLE, summed=True), *(Factor(f"d{i}", n, ATTRIBUTE) for i, n in enumerate(rest))]
         kept = [DimMap(1 + i) for i in range(len(rest))]
         return self.operator("batch_mean", factors, [(x, [DimMap(0), *kept])], [], [(rest, kept)], flops=b * prod(rest))[0]
+
+    def state(self, *values: str) -> None:
+        """What ends a graph whose forward pass moves buffers to these values."""
+        own = {value: [WHOLE] * len(self.shape(value)) for value in values}
+        outputs = [(self.shape(value), maps) for value, maps in own.items()]
+        taken = self.operator(NEXT_STATE, [], list(own.items()), [], outputs, gradient=False, name=NEXT_STATE)
+        self.operator(KEEP_STATE, [], list(zip(taken, own.values(), strict=True)), [], [((), ())], gradient=False, name=KEEP_STATE)
 
     def opaque(self, x: str) -> str:
         """An operator without a rule: kept whole."""

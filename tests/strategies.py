@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from soap.graph import DimMap, Factor, Operator, OperatorGraph
+from soap.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.interference import NO_CROWDING, Crowding, Handling, Port, Restart, Share
 from soap.regions import Box
-from soap.strategy import OpConfig, Strategy, SyncConfig
+from soap.strategy import OpConfig, Strategy, SyncConfig, settled_config
 from soap.topology import Device, DeviceType, Host, Link, Topology
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
@@ -19,7 +19,7 @@ GPU = DeviceType("test-gpu", "cuda", {"float32": 1e12, "float16": 4e12}, 1e11, 2
 
 MOVES = (
     "linear", "elementwise", "join", "norm", "conv", "embedding", "attention", "slice", "concat", "chunk", "center", "opaque",
-    "shared", "table",
+    "shared", "table", "state",
 )  # fmt: skip
 """What ``graphs`` may add to a graph."""
 
@@ -45,7 +45,11 @@ def graphs(
         _move(g, values, draw, moves)
     read = {operand.tensor for op in g.operators for operand in op.inputs}
     losses = [g.mean(value) for value in values if value not in read]
-    return g.build(losses[0] if len(losses) == 1 else _sum_scalars(g, losses), draw(st.sampled_from((None, 0.2, 0.7))))
+    loss = losses[0] if len(losses) == 1 else _sum_scalars(g, losses)
+    held = [tensor.name for tensor in g.tensors.values() if tensor.kind is TensorKind.CONSTANT]
+    if held:
+        g.state(*(op.outputs[0].tensor for op in g.operators if any(operand.tensor in held for operand in op.inputs)))
+    return g.build(loss, draw(st.sampled_from((None, 0.2, 0.7))))
 
 
 def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn, moves: Sequence[str]) -> None:
@@ -86,6 +90,9 @@ def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn, moves: Sequence[s
         case "shared":
             weight = f"{g.linear(x, d, bias=False)}.weight"
             values.append(g.linear(g.operators[-1].outputs[0].tensor, d, weight=weight, bias=False))
+        case "state":
+            moved = g.elementwise(g.batch_mean(x), g.constant(f"held{len(g.operators)}", s, d))
+            values.append(g.elementwise(x, moved))
         case "table":
             values.append(g.elementwise(x, _parameter_copy(g, s, d)))
 
@@ -136,6 +143,9 @@ def cluster(
 @st.composite
 def configs(draw: st.DrawFn, op: Operator, device_count: int, *, max_tiles: int = 8) -> OpConfig:
     """Any legal configuration of an operator with at most ``max_tiles`` tiles, devices in any order and more than once."""
+    only = settled_config(op, device_count)
+    if only is not None:
+        return only
     degrees, room = [1] * len(op.factors), max_tiles
     for i in draw(st.permutations(range(len(op.factors)))) if op.partitionable else ():
         degrees[i] = draw(st.integers(1, min(op.factors[i].size, room, 4)))

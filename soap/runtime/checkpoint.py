@@ -230,7 +230,7 @@ def _check_dtypes(checkpoint: Path, manifest: Manifest) -> None:
 def _manifest(training: Training, step: int, seed: int, save_id: str, known: optimizer_state.Known) -> Manifest:
     """The manifest, but for where things are."""
     model, graph = training.model, training.plan.graph
-    aliases = {alias: name for alias, name in graph.aliases.items() if name in model.parameters}
+    aliases = {alias: name for alias, name in graph.aliases.items() if name in model.parameters or name in model.buffers}
     return Manifest(
         save_id=save_id,
         step=step,

@@ -215,8 +215,8 @@ class Trainer:
         buffers = self._gather_buffers()
         if self.rank != 0:
             return {}
-        aliases = {alias: full[name] for alias, name in self.plan.graph.aliases.items() if name in full}
-        return {**full, **aliases, **buffers}
+        full |= buffers
+        return full | {alias: full[name] for alias, name in self.plan.graph.aliases.items() if name in full}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take parameters and buffers from full tensors, given on every rank."""

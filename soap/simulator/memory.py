@@ -153,7 +153,7 @@ def _read_bytes(plan: Plan) -> list[int]:
         for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True):
             if operand.tensor in names and not in_one_piece(box, plan.graph.tensors[operand.tensor].shape):
                 read.add((tile.device, operand.tensor, box))
-    return _total(plan, read)
+    return [size + plan.graph.next_state_bytes for size in _total(plan, read)]
 
 
 def _summed_bytes(plan: Plan) -> list[int]:

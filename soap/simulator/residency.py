@@ -82,7 +82,7 @@ class _Values:
         """Parameters, their states and gradients, and the whole batch."""
         graph = self.plan.graph
         given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
-        batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given)
+        batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given) + graph.next_state_bytes
         for device in range(self.plan.device_count):
             self.hold(device, 0, self.spans.end_ns, batch)
         partitions = {number for served in self.plan.served for number in served.shards}

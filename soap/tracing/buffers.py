@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from soap.errors import ModelError
 from soap.tracing.calls import BufferRef, Call, Program
+from soap.tracing.naming import canonical_names
 
 
 @contextmanager
@@ -20,7 +23,7 @@ def about(buffer: str | None) -> Iterator[None]:
     except ModelError as error:
         if buffer is None:
             raise
-        raise ModelError(f"buffer {buffer!r} is moved in a way that cannot be followed: {error}") from None
+        raise ModelError(f"buffer {buffer!r} is changed in a way that cannot be followed: {error}") from None
 
 
 @dataclass
@@ -65,3 +68,31 @@ class BufferChanges:
                 if name is not None and not (name in self.found and self.found[name].written.issuperset(call.outputs)):
                     read.add(name)
         return {name: change.moves for name, change in self.found.items() if change.moves is not None and name not in read}
+
+
+def canonical_buffers(exported: ExportedProgram) -> dict[str, str]:
+    """Buffer -> the first buffer that is the same tensor, as where a module has two names."""
+    buffers = {spec.target for spec in exported.graph_signature.input_specs if spec.kind is InputKind.BUFFER}
+    return canonical_names({name: tensor for name, tensor in exported.state_dict.items() if name in buffers})
+
+
+def check_memory(exported: ExportedProgram, moved: Container[str]) -> None:
+    """Raise ModelError for a buffer that changes with another one, or with a parameter, because they share memory: the program would not
+    tell. ``moved``: canonical names of the buffers that the program changes."""
+    canonical = canonical_buffers(exported)
+    read = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
+    held: dict[int, list[tuple[str, bool]]] = {}  # memory -> what lies in it, and whether that changes
+    for spec in exported.graph_signature.input_specs:
+        name = str(spec.target)
+        tensor = exported.state_dict.get(name)
+        if spec.arg.name not in read or tensor is None or tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
+            continue
+        changes = tensor.requires_grad if spec.kind is InputKind.PARAMETER else canonical.get(name, name) in moved
+        found = held.setdefault(tensor.untyped_storage().data_ptr(), [])
+        found.append((name, changes))
+        buffer = next((other for other, _ in found if not exported.state_dict[other].requires_grad), None)
+        if len(found) > 1 and buffer is not None and any(one for _, one in found) and tensor.numel():
+            other = next(other for other, _ in found if other != buffer)
+            raise ModelError(
+                f"buffer {buffer!r} shares memory with {other!r}, and one of them changes; expected memory of its own: register a clone"
+            )

@@ -15,6 +15,7 @@ from soap.dtypes import replaced
 from soap.errors import ModelError, SoapWarning
 from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
 from soap.tracing.bags import find_equal_bags
+from soap.tracing.buffers import canonical_buffers
 from soap.tracing.calls import Program
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
@@ -141,7 +142,9 @@ class _Builder:
             operator, programs[name] = self._operator(group, name, made)
             operators.append(operator)
         aliases = {
-            alias: n for alias, n in canonical_names(self.exported.state_dict).items() if alias != n and n in self.tensor_names.values()
+            alias: n
+            for alias, n in (canonical_names(self.exported.state_dict) | canonical_buffers(self.exported)).items()
+            if alias != n and (n in self.tensor_names.values() or n in program.buffers)
         }
         loss = self.tensor_names[program.loss]
         graph = OperatorGraph(self.name, tuple(operators), self._tensors(operators), loss, aliases, self.unsplit)

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch._export.serde.serialize
 from torch.export import ExportedProgram
 
 from soap import zoo
@@ -142,7 +144,7 @@ def read_pt2(path: Path) -> ExportedProgram:
         )
     try:
         archive = plain_archive(path)
-        with warnings.catch_warnings(), _quiet("torch.export"), _weights_only():
+        with warnings.catch_warnings(), _quiet("torch.export"), _weights_only(), _blocks_without_results():
             warnings.simplefilter("ignore")
             return torch.export.load(archive)
     except ModelError:
@@ -164,6 +166,25 @@ def _quiet(logger: str) -> Iterator[None]:
         yield
     finally:
         target.setLevel(level)
+
+
+@contextmanager
+def _blocks_without_results() -> Iterator[None]:
+    """Torch saves a block under ``no_grad`` that gives nothing out, because it moves buffers alone, but refuses to load it: the node lacks
+    a value."""
+    reading: Any = torch._export.serde.serialize.GraphModuleDeserializer
+    original = reading.deserialize_outputs
+
+    def mended(self: Any, serialized: Any, node: torch.fx.Node) -> None:
+        original(self, serialized, node)
+        if not serialized.outputs and isinstance(node.target, torch._ops.HigherOrderOperator):
+            node.meta.setdefault("val", ())
+
+    reading.deserialize_outputs = mended
+    try:
+        yield
+    finally:
+        reading.deserialize_outputs = original
 
 
 @contextmanager

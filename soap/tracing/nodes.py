@@ -70,7 +70,7 @@ class NodeReader(ProgramWriter):
             call = self._call(node, target)
             if (together := changed_together(node)) is not None:
                 self._in_place_together(node, call, *together)
-            elif (changed := changed_by(node)) is not None:
+            elif (changed := self._changed(node)) is not None:
                 self._in_place(node, call, changed, gradients=gradients)
             else:
                 self._append(node, call)
@@ -174,12 +174,19 @@ class NodeReader(ProgramWriter):
 
     # In-place calls
 
+    def _changed(self, node: torch.fx.Node) -> torch.fx.Node | None:
+        """The node whose tensor a call changes."""
+        roots = (self._aliasing.root(read) for read in node.all_input_nodes)
+        with about(next((self.changes.nodes[root] for root in roots if root in self.changes.nodes), None)):
+            return changed_by(node)
+
     def now(self, node: torch.fx.Node) -> Any:
         """What the node stands for; taken from its base anew where that has changed by way of another view."""
         if self._aliasing.stale(node):
             base = self._aliasing.base(node)
             if base is None or base[1] is None:
-                raise self._aliasing.refusal(node)
+                with about(self.changes.nodes.get(self._aliasing.root(node))):
+                    raise self._aliasing.refusal(node)
             self.at[node] = self._view(f"{node.name}_again", base[1].take, (self.now(base[0]),), base[1].take_args, node)
             self._aliasing.renew(node)
         return self.at[node]

@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from soap.errors import ModelError, SoapWarning
-from soap.tracing.buffers import about
+from soap.tracing.buffers import about, canonical_buffers, check_memory
 from soap.tracing.calls import BufferRef, Call, Program, Ref, walk
 from soap.tracing.naming import canonical_names
 from soap.tracing.nodes import NodeReader, plain
@@ -65,11 +65,11 @@ class Reader(NodeReader):
         found = f"buffer {moved!r} is moved" if moved is not None else f"{detached!r} was detached"
         if moved is not None or detached is not None:
             raise ModelError(
-                f"the program was decomposed (run_decompositions), so that it no longer says where gradients stop ({found}); "
+                f"the program was decomposed (run_decompositions): it no longer says where gradients stop ({found}); "
                 "expected the program as torch.export.export returns it"
             )
         warnings.warn(
-            "the program was decomposed (run_decompositions): gradients flow through what was computed under torch.no_grad, if anything was; "
+            "the program was decomposed (run_decompositions): gradients flow through what was computed under torch.no_grad, if any was; "
             "export it without that to be sure",
             SoapWarning,
             stacklevel=2,
@@ -77,7 +77,7 @@ class Reader(NodeReader):
 
     def _placeholders(self) -> None:
         nodes = {n.name: n for n in self.exported.graph.nodes if n.op == "placeholder"}
-        canonical = canonical_names(self.exported.state_dict)
+        canonical = canonical_names(self.exported.state_dict) | canonical_buffers(self.exported)
         for spec in self.exported.graph_signature.input_specs:
             name, node = spec.arg.name, nodes.get(spec.arg.name)
             fake = node.meta.get("val") if node is not None else None
@@ -87,7 +87,9 @@ class Reader(NodeReader):
                 continue
             self.at[node] = self.value(self.unique(name), fake.shape, self.convert(fake.dtype))
             if spec.kind is InputKind.BUFFER:
-                self.changes.nodes[node] = str(spec.target)
+                if not node.users:
+                    continue  # of a buffer with several names, one is used
+                self.changes.nodes[node] = canonical.get(str(spec.target), str(spec.target))
             self._place(spec.kind, self.at[node], str(spec.target), canonical)
 
     def _place(self, kind: InputKind, value: str, target: str, canonical: Mapping[str, str]) -> None:
@@ -96,7 +98,7 @@ class Reader(NodeReader):
         elif kind is InputKind.PARAMETER:
             self.program.parameters[value] = canonical[target]
         elif kind is InputKind.BUFFER:
-            self.buffers[value] = target
+            self.buffers[value] = canonical.get(target, target)
         else:
             self.program.constants[value] = self._tensor(self.exported.constants[target])
 
@@ -143,8 +145,9 @@ class Reader(NodeReader):
         return int(sum(child.num_leaves for child in before))
 
     def _end_buffers(self) -> None:
-        """Counters that nobody reads move behind the step. Other buffers that change are state; those that nothing changes are constants."""
+        """Counters that nobody reads move behind the step; other buffers that change are state, and those that do not are constants."""
         moved = self._moved()
+        check_memory(self.exported, {*moved, *self.program.buffers})
         counters = self.changes.counters(self.program, self.buffers)
         self.program.end_step += [call for _, call in sorted((move for own in counters.values() for move in own), key=lambda m: m[0])]
         ending: dict[str, str] = {}

@@ -34,6 +34,7 @@ class HandModel:
         self.constants = {t.name: random_tensor(t.name, t.shape) for t in tensors if t.kind is TensorKind.CONSTANT}
         counted = [op for op in graph.operators if op.kind == "counted"]
         self.buffers = {op.name: torch.zeros(graph.tensors[op.outputs[0].tensor].shape[-1], dtype=torch.float64) for op in counted}
+        self.state: dict[str, str] = {}
         self.unchanged: dict[str, torch.Tensor] = {}
         self.input_names = [t.name for t in tensors if t.kind is TensorKind.INPUT]
         self.limit = limit
@@ -185,6 +186,8 @@ KERNELS: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     "chunk": _chunk,
     "batch_mean": lambda m, op, t, xs, ps: (xs[0].sum(0) / op.factors[0].size,),
     "opaque": lambda m, op, t, xs, ps: (torch.tanh(xs[0]),),
+    "next_state": lambda m, op, t, xs, ps: tuple(x.detach().clone() for x in xs),
+    "keep_state": lambda m, op, t, xs, ps: (torch.zeros((), dtype=torch.float64),),
     "copy": lambda m, op, t, xs, ps: (ps[0],),
     "sum": lambda m, op, t, xs, ps: (sum(xs[1:], xs[0]),),
     "flatten": lambda m, op, t, xs, ps: (xs[0].flatten(1),),

@@ -1,10 +1,9 @@
-"""Buffers that the forward pass moves: plans on two and four ranks train, and leave buffers, as eager PyTorch does; all ranks' copies are equal."""
+"""Buffers that the forward pass moves: plans on two and four ranks train and leave buffers as eager PyTorch does, with equal copies."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -22,7 +22,7 @@ Case = tuple[OperatorGraph, Topology, Strategy]
 def copied(draw: st.DrawFn) -> Case:
     """A graph, a cluster and a strategy of three to five copies; it may be that it cannot be folded."""
     copies, width = draw(st.integers(3, 5)), draw(st.integers(1, 4))
-    graph = draw(graphs(batches=st.sampled_from((copies, 2 * copies)), moves=[move for move in MOVES if move != "opaque"]))
+    graph = draw(graphs(batches=st.sampled_from((copies, 2 * copies)), moves=[move for move in MOVES if move not in ("opaque", "state")]))
     count = copies * width
     images = np.arange(count).reshape(copies, width)
     if draw(st.booleans()):

@@ -1,8 +1,8 @@
 """State: buffers that the forward pass itself moves. A program that has any ends with two calls of our own.
 
-``next_state`` takes the values that the buffers have at the end of the step, whole and in one place; ``keep_state`` puts them where the next
-step finds them, on every device. ``soap.strategy.settled_config`` says where both run: the first on one device, so that all copies are equal
-to the bit, whatever order sums were made in elsewhere.
+``next_state`` takes the values that the buffers have at the end of the step, whole and in one place; ``keep_state`` puts them where the
+next step finds them, on every device. ``soap.strategy.settled_config`` says where both run: the first on one device, so that all copies are
+equal to the bit, whatever order sums were made in elsewhere.
 """
 
 from __future__ import annotations

@@ -1,0 +1,260 @@
+"""Buffers that the forward pass moves, in one process: what is read of them, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import (
+    FusedMovingAvgObsFakeQuantize,
+    MinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+)
+from torch.nn.utils.parametrizations import spectral_norm
+
+from soap.errors import ModelError, SoapWarning
+from soap.graph import KEEP_STATE, NEXT_STATE, TensorKind
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.importer import import_program
+from soap.tracing.load import load_model
+from soap.tracing.model import TileContext
+from tests.runtime.state_modules import EXAMPLES, batches_of, module_of
+from tests.tracing.programs import Lambda, export, imported
+
+
+def assert_trains_as_eager(model: ExecutableModel, eager: nn.Module, batches: list[list[Tensor]], tolerance: float = 1e-12) -> None:
+    """Loss, every gradient and every buffer, with updates of the parameters in between."""
+    parameters = {n: t.detach().clone().requires_grad_(model.graph.tensors[n].requires_grad) for n, t in model.parameters.items()}
+    buffers = {name: tensor.clone() for name, tensor in model.buffers.items()}
+    for step, batch in enumerate(batches):
+        eager.zero_grad()
+        expected = eager(*batch)
+        expected.backward()
+        context = TileContext(0, step, buffers)
+        found = model.reference_loss(batch, parameters, context)
+        model.end_step(context)  # before the backward pass: what that needs of the old values is not overwritten
+        found.backward()
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        for name, parameter in eager.named_parameters():
+            mine = parameters[name]
+            if parameter.grad is not None:
+                torch.testing.assert_close(mine.grad, parameter.grad, rtol=tolerance, atol=tolerance)
+                with torch.no_grad():
+                    parameter -= 0.1 * parameter.grad
+                    mine -= 0.1 * mine.grad
+                    mine.grad = None
+        state = eager.state_dict()
+        for name, buffer in buffers.items():
+            torch.testing.assert_close(buffer, state[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_train_as_eager_does(name: str, tmp_path: Path) -> None:
+    """Read from memory and from a file."""
+    batches = batches_of(name, [4] * 4)
+    exported = export(module_of(name), *batches[0])
+    assert_trains_as_eager(import_program(exported, name="model"), module_of(name), batches)
+    torch.export.save(exported, tmp_path / "model.pt2")
+    assert_trains_as_eager(load_model(tmp_path / "model.pt2"), module_of(name), batches)
+
+
+@pytest.mark.parametrize(
+    "observer", [MinMaxObserver, PerChannelMinMaxObserver, MovingAveragePerChannelMinMaxObserver, FusedMovingAvgObsFakeQuantize]
+)
+def test_observers_of_quantization_train_as_eager_does(observer: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), observer(), nn.Linear(8, 1)).train()
+    batches = [[torch.randn(4, 6)] for _ in range(4)]
+    module(*batches[0])  # observers by channel take their shape from their first batch
+
+    def loss(self: Any, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = import_program(export(Lambda(loss, inner=module), *batches[0]), name="model")
+    assert len(model.state) >= 2
+    assert_trains_as_eager(model, Lambda(loss, inner=copy.deepcopy(module)), batches, 1e-5)
+
+
+def _weight() -> nn.Parameter:
+    return nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4))
+
+
+def _x() -> Tensor:
+    return torch.linspace(-2, 3, 6, dtype=torch.float64).reshape(2, 3)
+
+
+def _parts(self: Any, y: Tensor) -> Tensor:
+    self.b[1:3].lerp_(y.mean(0)[1:3], 0.5)
+    self.b.view(2, 2).t()[0].mul_(0.5)
+    return self.b
+
+
+def _masked(self: Any, y: Tensor) -> Tensor:
+    self.b.masked_fill_(y.mean(0) > 0, 2.0).clamp_(0, 1.5)
+    return self.b
+
+
+def _indexed(self: Any, y: Tensor) -> Tensor:
+    self.b.zero_().index_add_(0, torch.tensor([0, 2, 1, 1]), y.mean(0)).scatter_add_(0, torch.tensor([3, 2]), y[0, :2])
+    return self.b
+
+
+def _out(self: Any, y: Tensor) -> Tensor:
+    torch.mean(y, 0, out=self.b)
+    return torch.maximum(self.b, self.b.flip(0), out=self.b)
+
+
+def _detached(self: Any, y: Tensor) -> Tensor:
+    """What was taken of the buffer before it moves: a copy stays, what shares its memory follows."""
+    old, same = self.b.clone(), self.b.detach()
+    self.b.add_(y.mean(0))
+    same.mul_(0.5)
+    return old + same * self.b
+
+
+@pytest.mark.parametrize("change", [_parts, _masked, _indexed, _out, _detached])
+@pytest.mark.parametrize("grad", [True, False])
+def test_ways_to_move_a_buffer(change: Any, grad: bool) -> None:
+    def loss(self: Any, x: Tensor) -> Tensor:
+        y = x @ self.w
+        if grad:
+            return (y - change(self, y.detach())).square().mean()
+        with torch.no_grad():
+            found = change(self, y)
+        return (y * found).sum() + (y - self.b).square().mean()
+
+    module = Lambda(loss, w=_weight(), b=torch.linspace(0, 1, 4, dtype=torch.float64))
+    model = import_program(export(copy.deepcopy(module), _x()), name="model")
+    assert [op.kind for op in model.graph.operators][-2:] == [NEXT_STATE, KEEP_STATE]
+    assert_trains_as_eager(model, module, [[_x() + step] for step in range(3)])
+
+
+def test_old_values_are_no_constants_of_the_import() -> None:
+    """Nothing that depends on a buffer which moves is evaluated once and for all."""
+
+    def loss(self: Any, x: Tensor) -> Tensor:
+        factor = torch.exp(self.b * 2)
+        self.b.add_(1.0)
+        return ((x @ self.w) * factor).sum()
+
+    module = Lambda(loss, w=_weight(), b=torch.zeros(4, dtype=torch.float64))
+    model = import_program(export(copy.deepcopy(module), _x()), name="model")
+    assert model.state == {"b_b": "b"}
+    assert model.graph.tensors["b_b"].kind is TensorKind.CONSTANT
+    assert_trains_as_eager(model, module, [[_x()]] * 3)
+
+
+def test_nothing_moves_where_buffers_are_left_alone() -> None:
+    model = imported(module_of("codebook"), *batches_of("codebook", [4])[0])
+    buffers = {name: tensor.clone() for name, tensor in model.buffers.items()}
+    context = TileContext(0, 0, buffers, update_buffers=False)
+    model.reference_loss(model.example_inputs, model.parameters, context)
+    model.end_step(context)
+    assert all(torch.equal(buffers[name], tensor) for name, tensor in model.buffers.items())
+
+
+def test_state_carries_no_gradient_and_stays_out_of_the_backward_pass() -> None:
+    graph = imported(module_of("codebook"), *batches_of("codebook", [4])[0]).graph
+    for name in (NEXT_STATE, KEEP_STATE):
+        position = graph.index[name]
+        assert position not in graph.backward_operators
+        assert not graph.needs_backward(graph.operators[position])
+
+
+def test_counters_that_nobody_reads_need_no_operator() -> None:
+    model = imported(module_of("codebook"), *batches_of("codebook", [4])[0])
+    assert [call.kind for call in model.program.end_step] == ["add_"]
+    assert set(model.state.values()) == {"book", "size", "total", "low"}
+
+
+class Shared(nn.Module):
+    """One layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = spectral_norm(nn.Linear(3, 3))
+        self.b = self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))).square().mean()
+
+
+def test_a_buffer_with_two_names() -> None:
+    torch.manual_seed(0)
+    module, batches = Shared().train().double(), [[_x()]] * 3
+    model = import_program(export(copy.deepcopy(module), *batches[0]), name="model")
+    name = "parametrizations.weight.0._u"
+    assert f"a.{name}" in model.state.values()
+    assert model.graph.aliases[f"b.{name}"] == f"a.{name}"
+    assert f"b.{name}" not in model.unchanged
+    assert_trains_as_eager(model, module, batches)
+
+
+class Overlapping(nn.Module):
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self.w, memory = _weight(), torch.zeros(8, dtype=torch.float64)
+        self.register_buffer("b", memory)
+        self.register_buffer("other", memory[:4] if other == "buffer" else self.w.data[0])
+        self.moves = other == "buffer"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.w
+        if self.moves:
+            self.b.add_(y.detach().mean())
+        return (y - self.other).square().mean() + self.b.sum()
+
+
+@pytest.mark.parametrize("other", ["buffer", "parameter"])
+def test_buffers_that_change_with_others_memory_are_refused(other: str) -> None:
+    with pytest.raises(ModelError, match=r"shares memory with .*register a clone"):
+        imported(Overlapping(other), _x())
+
+
+def _foreach(self: Any, y: Tensor) -> Tensor:
+    torch._foreach_mul_([self.b, self.c], 0.5)
+    return self.b
+
+
+def _as_integers(self: Any, y: Tensor) -> Tensor:
+    self.b.view(torch.int64).add_(1)
+    return self.b
+
+
+@pytest.mark.parametrize("change", [_foreach, _as_integers])
+def test_what_cannot_be_followed_is_refused_by_the_buffers_name(change: Any) -> None:
+    inner = Lambda(change, b=torch.ones(4, dtype=torch.float64), c=torch.ones(4, dtype=torch.float64))
+    module = Lambda(lambda self, x: (x @ self.w - self.inner(x)).sum(), w=_weight(), inner=inner)
+    with pytest.raises(ModelError, match=r"buffer 'inner\.b' is changed in a way that cannot be followed: .*write it out of place"):
+        imported(module, _x())
+
+
+def test_reading_running_statistics_of_batch_norm_is_refused() -> None:
+    module = Lambda(lambda self, x: (self.norm(x) * self.norm.running_mean).sum(), norm=nn.BatchNorm1d(3))
+    with pytest.raises(ModelError, match=r"buffer 'norm\.running_mean' holds running statistics of batch norm, which call 'mul' reads"):
+        imported(module, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("name", ["codebook", "queue"])
+def test_decomposed_programs_that_no_longer_say_where_gradients_stop_are_refused(name: str) -> None:
+    exported = export(module_of(name), *batches_of(name, [4])[0]).run_decompositions()
+    with pytest.raises(ModelError, match=r"decomposed \(run_decompositions\).*buffer '\w+' is moved"):
+        import_program(exported, name="model")
+
+
+def test_other_decomposed_programs_are_read_with_a_warning() -> None:
+    detached = Lambda(lambda self, x: ((x @ self.w).detach() * self.w.sum()).sum(), w=_weight())
+    with pytest.raises(ModelError, match=r"decomposed \(run_decompositions\).*was detached"):
+        import_program(export(detached, _x()).run_decompositions(), name="model")
+    plain = Lambda(lambda self, x: (x @ self.w).square().sum(), w=_weight())
+    with pytest.warns(SoapWarning, match=r"decomposed \(run_decompositions\)"):
+        model = import_program(export(copy.deepcopy(plain), _x()).run_decompositions(), name="model")
+    assert_trains_as_eager(model, plain, [[_x()]])
