@@ -115,7 +115,8 @@ def test_interrupt_while_measuring_leaves_the_prediction_s_best_and_no_process(
     """``training``: so many ranks have drawn a batch by then; 0: they are being started."""
     script, out = tmp_path / "script.py", tmp_path / "s.json"
     script.write_text(INTERRUPTED)
-    command = [sys.executable, str(script), MODEL, "--cluster", CLUSTER, "--budget", "20", "-o", str(out), "--profile", "0", "--verify", "1"]
+    options = ["--budget", "20", "--profile", "0", "--verify", "1"]
+    command = [sys.executable, str(script), MODEL, "--cluster", CLUSTER, "-o", str(out), *options]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -206,7 +207,7 @@ def test_what_cannot_be_faster_by_all_that_is_known_is_not_run() -> None:
     for within in (0.001, 1.0, 1.5):
         known = (*outcome.result.starts, *outcome.result.finalists)
         own = verification._strategies(outcome, 8, within)
-        assert list(own)[0] == "data_parallel"
+        assert next(iter(own)) == "data_parallel"
         for name, strategy in own.items():
             cost_ns = next(start.cost_ns for start in known if start.strategy == strategy)
             assert name == "data_parallel" or cost_ns <= within * usual_ns
