@@ -52,8 +52,8 @@ def test_it_says_so_to_people(tmp_path: Path, capsys: Capsys) -> None:
     out = " ".join(capsys.readouterr().out.split())
     assert "kept data_parallel: the fastest plan found is predicted " in out
     assert "not above the 1000.00x that such predictions may err (compute time 100% estimated, links estimated)" in out
-    assert "soap-profile there, with its links, lets predictions decide, --margin 1 takes the plan" in out
-    assert "the best found is data_parallel" in out
+    assert "measured costs (soap-profile, soap-profile links) decide, --margin 1 takes the plan" in out
+    assert "the strategy is data_parallel" in out
 
 
 def test_the_margin_is_that_of_the_costs_unless_another_is_asked_for(tmp_path: Path) -> None:

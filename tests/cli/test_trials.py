@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from soap.cli.trials import DUELS, ROUNDS, TRIED_SHARE, Times, take_turns
+from soap.cli.trials import DUELS, ROUNDS, TOO_LATE, TRIED_SHARE, Times, take_turns
 
 NAMES = ["data_parallel", "found 1", "megatron", "found 2"]
 
@@ -81,15 +81,15 @@ def test_time_that_is_over_leaves_out_the_last_strategies_then_rounds_and_duels(
     assert made.names("begin") == NAMES[:2]  # two seconds are more than a quarter of seven
     assert [len(own) for own in times.rounds.values()] == [1, 1]  # four seconds are more than half of seven
     assert made.now == 8 and [len(own) for own in times.duels.values()] == [2, 2]
-    assert TRIED_SHARE == 0.5
+    assert (TRIED_SHARE, TOO_LATE) == (0.5, 0.75)
 
 
-def test_however_slow_both_take_a_turn_of_each_kind() -> None:
-    times, _ = tried({"data_parallel": 100, "found 1": 90}, seconds=0)
-    assert times == Times({"data_parallel": (100,), "found 1": (90,)}, {"data_parallel": (100,), "found 1": (90,)})
+def test_however_slow_both_take_a_turn_but_no_duel_that_would_tell_nothing() -> None:
+    times, made = tried({"data_parallel": 100, "found 1": 90}, seconds=0)
+    assert times == Times({"data_parallel": (100,), "found 1": (90,)}, {}) and made.names("end") == []
 
 
 def test_the_bar_says_how_much_faster_the_fastest_is() -> None:
     made, said = MadeUp({"data_parallel": 3_000_000, "found 1": 2_000_000}), list[str]()
-    take_turns(["data_parallel", "found 1"], made, made.after(0), True, said.append)
-    assert said == ["found 1 2.000 ms, 1.50x data_parallel"] * 2
+    take_turns(["data_parallel", "found 1"], made, made.after(1e9), True, said.append)
+    assert said == ["found 1 2.000 ms, 1.50x data_parallel"] * (ROUNDS + DUELS)

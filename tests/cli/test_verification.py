@@ -17,6 +17,7 @@ from soap import api
 from soap.cli import verification
 from soap.cli.options import Reading
 from soap.cli.search import main
+from soap.errors import RuntimeFailure
 from soap.paired import Gain
 from soap.search.chains import search as search_graph
 from soap.search.record import SearchResult
@@ -212,6 +213,13 @@ def test_what_cannot_be_faster_by_all_that_is_known_is_not_run() -> None:
             cost_ns = next(start.cost_ns for start in known if start.strategy == strategy)
             assert name == "data_parallel" or cost_ns <= within * usual_ns
     assert verification.verify(outcome, 3, "none.pt2", READING, 0, within=0.001) is outcome  # nothing is started
+
+
+def test_steps_that_take_too_long_to_compare_are_not_begun() -> None:
+    graph, four = mlp(), cluster([2, 2])
+    outcome = api.SearchOutcome(Simulator(graph, four, PointCosts(10**9)), found(graph, four, []))
+    with pytest.raises(RuntimeFailure, match=r"comparing two strategies is predicted to take [0-9]+ s, and there are 60; try a smaller"):
+        verification.verify(outcome, 3, "none.pt2", READING, 0, seconds=60.0)
 
 
 def found(graph: soap.OperatorGraph, topology: soap.Topology, pins: list[tuple[str, str]]) -> SearchResult:
