@@ -31,7 +31,7 @@ from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 from tests.cli.test_links import keep
 
-MODEL, CLUSTER = "zoo:rnnlm:tiny", "local:2"
+MODEL, CLUSTER = "zoo:lm:tiny", "local:2"
 READING = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
 Capsys = pytest.CaptureFixture[str]
 

@@ -11,15 +11,24 @@ import pytest
 import soap
 from soap import api
 from soap.cli.search import main
+from soap.cluster_yaml import parse_cluster
 from soap.profiles.margins import ESTIMATED_ERROR
 from tests.cli.refusals import assert_refused
 
-MODEL, CLUSTER = "zoo:nmt:tiny", "p100-4x4"
+MODEL = "zoo:lm:tiny"
+PAIR = """
+name: pair
+hosts:
+  - {name: box, devices: {type: p100, count: 2}, cpu_cores: 8, memory: 64 GiB, links: {intra: {bandwidth: 1 GB/s, latency: 5 us}}}
+"""
+CLUSTER = parse_cluster(PAIR)
 Capsys = pytest.CaptureFixture[str]
 
 
 def search(out: Path, *options: str) -> int:
-    return main([MODEL, "--cluster", CLUSTER, "--budget", "60", "-o", str(out), *options])
+    described = out.parent / "pair.yaml"
+    described.write_text(PAIR)
+    return main([MODEL, "--cluster", str(described), "--budget", "20", "-o", str(out), *options])
 
 
 def report(capsys: Capsys, out: Path, *options: str) -> dict[str, Any]:
@@ -40,7 +49,7 @@ def test_a_gain_within_the_errors_of_estimates_keeps_data_parallelism(tmp_path: 
     assert kept["guard"] == {**said, "shares": sources, "links": None}
     record = json.loads(out.read_text())["record"]
     assert record["guard"] == said and record["predicted_ns"] == record["data_parallel_ns"] == kept["predicted_ns"]
-    graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
+    graph, topology = soap.load(MODEL, plan_only=True).graph, CLUSTER
     assert soap.load_strategy(out, graph, topology) == api.classical("data_parallel", graph, topology)
     taken = report(capsys, out, "--margin", f"{gain * 0.99:.4f}")
     assert taken["guard"]["kept"] == "found" and taken["predicted_ns"] == unguarded["predicted_ns"]
@@ -57,9 +66,9 @@ def test_it_says_so_to_people(tmp_path: Path, capsys: Capsys) -> None:
 
 
 def test_the_margin_is_that_of_the_costs_unless_another_is_asked_for(tmp_path: Path) -> None:
-    found = api.search(MODEL, CLUSTER, budget=60, margin=None)
+    found = api.search(MODEL, CLUSTER, budget=20, margin=None)
     assert found.known_error == ESTIMATED_ERROR and found.guard is not None and found.guard.margin == ESTIMATED_ERROR
-    unguarded = api.search(MODEL, CLUSTER, budget=60)  # Python takes what is predicted to be fastest, as it did
+    unguarded = api.search(MODEL, CLUSTER, budget=20)  # Python takes what is predicted to be fastest, as it did
     assert unguarded.guard is None and unguarded.strategy == found.result.strategy
     held = found.guard.gain <= ESTIMATED_ERROR
     assert found.guard.keeps_data_parallelism is held
@@ -75,5 +84,5 @@ def test_what_data_parallelism_cannot_replace_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("margin", ["0.9", "0", "much", "inf"])
 def test_other_margins_are_refused(margin: str, tmp_path: Path, capsys: Capsys) -> None:
-    command = [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), "--margin", margin]
+    command = [MODEL, "--cluster", "p100-4x4", "-o", str(tmp_path / "s.json"), "--margin", margin]
     assert_refused(capsys, main, command, 2, "--margin", repr(margin))
