@@ -23,7 +23,7 @@ def text(found: Mapping[str, Any], *, at_hand: bool) -> str:
     gain, margin = f"{found['gain']:.2f}x", f"{found['margin']:.2f}x"
     if found["kept"] != BASELINE:
         return f"not run: predicted {gain} {BASELINE}, above the {margin} that such predictions may err ({rests})"
-    remedy = "--profile and --verify decide" if at_hand else "soap-profile there, with its links, lets predictions decide"
+    remedy = "--profile and --verify decide" if at_hand else "measured costs (soap-profile, soap-profile links) decide"
     found_ms = milliseconds(found["found_ns"])
     return (
         f"kept {BASELINE}: the fastest plan found is predicted {gain} ({found_ms}), not above the {margin} that such\n"

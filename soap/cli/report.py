@@ -169,7 +169,7 @@ def _same(report: Mapping[str, Any], name: str) -> str:
         return ""
     if name != FOUND:
         return f"{name} is {same}"
-    return f"the best found is {same}" + (": splitting does not pay here" if same == SINGLE else "")
+    return f"the strategy is {same}" + (": splitting does not pay here" if same == SINGLE else "")
 
 
 def _times(report: Mapping[str, Any], name: str) -> str:

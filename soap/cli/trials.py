@@ -38,6 +38,8 @@ DUELS = 20
 """Rounds of the fastest and data parallelism alone, at most."""
 TRIED_SHARE = 0.5
 """Of the time, in which trainers are made and all strategies take turns; the rest is for the fastest and data parallelism."""
+TOO_LATE = 0.75
+"""Part of the time after which so few duels are left that they would tell nothing."""
 WARM_UP_STEPS = 3
 """A new trainer's first steps still ask the system for memory."""
 
@@ -56,7 +58,8 @@ class Trial:
 @dataclass(frozen=True)
 class Times:
     """Nanoseconds of a step of the slowest rank, turn by turn. ``rounds``: of each strategy that was tried. ``duels``: of data
-    parallelism and of the strategy that was the fastest in the rounds; empty if that is data parallelism, or there is none."""
+    parallelism and of the strategy that was the fastest in the rounds; empty if that is data parallelism, if there is none, or if no time
+    was left."""
 
     rounds: Mapping[str, tuple[int, ...]]
     duels: Mapping[str, tuple[int, ...]]
@@ -86,8 +89,8 @@ def run_trial(trial: Trial) -> Times:
     class OnRanks:
         def begin(self, name: str) -> None:
             trainers[name] = make_trainer(job, model, name)
-            first_ns = measure_steps(trainers[name], batches, WARM_UP_STEPS, 0).times_ns  # of the slowest rank: all ranks decide alike
-            steps[name] = max(1, min(MOST_STEPS, int(1e9 * TURN_S / max(1, first_ns[-1]))))
+            step_ns = measure_steps(trainers[name], batches, 1, WARM_UP_STEPS - 1).median_ns  # of the slowest rank: all ranks decide alike
+            steps[name] = max(1, min(MOST_STEPS, int(1e9 * TURN_S / max(1, step_ns))))
 
         def turn(self, name: str) -> int:
             return measure_steps(trainers[name], batches, steps[name], 1).median_ns
@@ -129,7 +132,7 @@ def take_turns(
             break
     fastest = min(rounds, key=lambda name: median(rounds[name]))
     duels: dict[str, list[int]] = {}
-    if to_beat and fastest != names[0]:
+    if to_beat and fastest != names[0] and not late(TOO_LATE):
         for name in [name for name in rounds if name not in (names[0], fastest)]:
             runner.end(name)
         duels = {names[0]: [], fastest: []}

@@ -18,6 +18,7 @@ from soap.cli.options import Reading
 from soap.cli.tables import aligned, milliseconds
 from soap.emulated_cluster import FAMILY as EMULATED
 from soap.emulation.support import require_support
+from soap.errors import RuntimeFailure
 from soap.paired import CONFIDENCE, gain
 from soap.presets import family
 from soap.search.starts import BASELINE
@@ -32,6 +33,8 @@ ASKED_S = 180.0
 """If somebody has."""
 STARTING_S = 15.0
 """Of that for starting the ranks, and for ending them."""
+LEAST_STEPS = 20
+"""Of each of two strategies, that a comparison takes: making trainers ready, a round, and turns of both that tell something."""
 LATE = 3.0
 """The processes are ended after so many times as long."""
 
@@ -77,6 +80,11 @@ def verify(
         return outcome
     simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
     tried = room.together(simulator.graph, topology, simulations)
+    least_s = LEAST_STEPS * sum(simulations[name].makespan_ns for name in tried[:2]) / 1e9 / scale
+    if least_s > seconds:
+        raise RuntimeFailure(
+            f"comparing two strategies is predicted to take {least_s:.0f} s, and there are {seconds:.0f}; try a smaller batch"
+        )
     emulated = family(topology.name) == EMULATED
     job = Job(
         model=model,

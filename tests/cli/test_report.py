@@ -16,7 +16,7 @@ MODEL = "zoo:gpt:tiny"
 
 @pytest.mark.parametrize(
     ("found", "line"),
-    [("single_device", "the best found is single_device: splitting does not pay here"), ("megatron", "the best found is megatron")],
+    [("single_device", "the strategy is single_device: splitting does not pay here"), ("megatron", "the strategy is megatron")],
 )
 def test_a_classical_strategy_is_called_by_its_name(found: str, line: str) -> None:
     simulator = api.simulator_for(MODEL, preset("p100-4x4"))

@@ -23,7 +23,7 @@ CLUSTER = "p100-4x4"
 
 
 def search(*arguments: str) -> int:
-    return main([MODEL, "--cluster", CLUSTER, "--budget", "20", *arguments])
+    return main([MODEL, "--cluster", CLUSTER, "--budget", "20", "--margin", "1", *arguments])
 
 
 def test_finds_saves_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_it_says_how_good_the_plan_is_among_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "s.json")
-    assert main([MODEL, "--cluster", "h200-8", "--budget", "20", "--start", "dynamic", "-o", path]) == 0
+    assert main([MODEL, "--cluster", "h200-8", "--budget", "20", "--start", "dynamic", "--margin", "1", "-o", path]) == 0
     text = capsys.readouterr().out
     assert "no other configuration of any one operator is better (locally optimal)" in text
     assert re.search(r"at best [0-9.]+ ms, without any communication \(.*\): this plan is within [0-9]+% of it", text)
@@ -137,7 +137,7 @@ def test_pinned_and_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 def test_parameters_may_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = "zoo:rnnlm", tmp_path / "s.json"
-    arguments = [model, "--cluster", CLUSTER, "--budget", "600", "-o", str(out), "--json", "--sync", "parameter_server:2"]
+    arguments = [model, "--cluster", CLUSTER, "--budget", "600", "--margin", "1", "-o", str(out), "--json", "--sync", "parameter_server:2"]
     assert main(arguments) == 0
     found, strategy = json.loads(capsys.readouterr().out), soap.load_strategy(out, model, CLUSTER)
     assert set(strategy.parameters.values()) == {SyncConfig("parameter_server", 2)}
