@@ -239,7 +239,7 @@ class Desk:
         self._told: BaseException | None = None
         self._crash = (folder.path / f"crash-{rank}").open("w", encoding="utf-8")
         faulthandler.enable(self._crash)  # not to standard error, where it would be many lines
-        if hasattr(os, "mkfifo"):
+        with suppress(AttributeError, OSError):  # where there are no named pipes, nobody is asked
             path = folder.path / f"ask-{rank}"
             os.mkfifo(path)
             pipe = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # for writing too: then it is open for whoever asks, and has no end
@@ -276,7 +276,8 @@ class Desk:
     def _answer(self, pipe: int) -> None:
         """Say where the rank is whenever somebody asks."""
         while os.read(pipe, 1):
-            self.folder.write(f"at-{self.rank}", position.describe())
+            with suppress(Exception):  # the main thread goes on meanwhile, perhaps to another program; whoever asked can do without
+                self.folder.write(f"at-{self.rank}", position.describe())
 
 
 _desk: Desk | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ hosts:
     memory: 8 GiB
     links: {{intra: {{bandwidth: 1 GB/s, latency: 50 us}}}}
 """
+ROOT = Path(__file__).parents[2]
 ROUNDS = 50
 QUICK = [("damaged", 2), ("killed", 2), ("after_closing", 4)]
 """What other tests do not do in a launch without ``soap-run``."""
@@ -66,6 +68,20 @@ def test_first_cause_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     expect_first_cause(kind, ranks, place, tmp_path, capfd)
+
+
+@pytest.mark.slow
+def test_under_torchrun_each_rank_tells_its_own(place: Path, tmp_path: Path) -> None:
+    """Whoever only noticed either is ended before it says anything, or says so."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "soap.cli.run", str(place / "2.json")]
+    options = ["--model", str(place / "words.pt2"), "--cluster", str(place / "2.yaml"), "--data", "tests.cli.faults:after_closing"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0 and done.stdout == ""
+    told = [line for line in done.stderr.splitlines() if line.startswith("soap-run: ")]
+    own = [line for line in told if re.fullmatch(rf"soap-run: error: rank 1 failed: {faults.CAUSES['after_closing']}", line)]
+    assert len(own) == 1, done.stderr
+    assert all(line.startswith("soap-run: error: rank 0 ends because another rank has; ") for line in told if line not in own)
 
 
 @pytest.mark.long
