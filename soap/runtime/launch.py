@@ -6,14 +6,14 @@ Under ``torchrun`` (several hosts, or a user's own command line) nothing is star
 from __future__ import annotations
 
 import inspect
-import logging
 import os
+import pickle
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from queue import SimpleQueue
@@ -24,10 +24,12 @@ from uuid import uuid4
 import torch
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from soap.errors import RuntimeFailure, SoapError, StoppedBySignal
+from soap.errors import RuntimeFailure, StoppedBySignal
+from soap.logs import NATIVE_LOG_LEVEL, silenced
+from soap.runtime.failures import AFTERMATH_S, Folder, Kind, kind_of, message_of, open_desk, told_positions
 from soap.runtime.world import under_launcher, world_size
 
 Result = TypeVar("Result")
@@ -40,11 +42,11 @@ PATIENCE_S = 10
 """How long a signal waits for the ranks to be started, before it ends the launcher all the same."""
 AGAIN_S = 0.05
 """After so long it is seen whether they have been."""
+LAUNCHER_LOGS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+"""Loggers of torch's launcher, which would tell failures with tracebacks of its own."""
 LOCALHOST = "localhost"
 """The launcher's address, unless ranks go to a place from where it has another."""
 _STARTING = inspect.unwrap(LocalElasticAgent._start_workers).__code__
-AFTERMATH = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timed out")
-"""Marks of an error that only says that another rank has ended."""
 
 
 def launch(
@@ -69,27 +71,30 @@ def launch(
                 f"{world_size(os.environ)} processes started for {processes} devices: expected one per device; "
                 f"use torchrun with {processes} processes in total"
             )
-        return {int(os.environ["RANK"]): entry(*args)}
+        return {int(os.environ["RANK"]): _as_rank_of_another_launcher(entry, args)}
     threads = max(1, (os.cpu_count() or 1) // processes)
-    interrupted, late = threading.Event(), threading.Event()  # a signal may come before the contexts that set them are entered
+    payload = pickle.dumps((entry, tuple(args), place))  # read by ranks where it is told if they cannot
+    interrupted, late = threading.Event(), _Late()  # a signal may come before the contexts that set them are entered
     try:
         with (
-            _quiet_launcher(),
+            silenced(*LAUNCHER_LOGS),
             _signals_end_ranks(),
-            _environment_for_ranks(threads, address),
+            _environment_for_ranks(threads),
             _interrupts_for_launcher_alone(interrupted),
-            _own_temporary_folder(),
-            _time_limit(limit_s, late),
+            _own_temporary_folder() as path,
+            _time_limit(limit_s, late, folder := Folder(path, processes)),
         ):
-            results: dict[int, Result] = elastic_launch(_config(processes, address), _rank_main)(entry, tuple(args), threads, place)
+            try:
+                results: dict[int, Result] = elastic_launch(_config(processes, address), _rank_main)(payload, threads, folder)
+            except ChildFailedError as error:
+                raise folder.first_cause(error.failures) from None
             return results
-    except ChildFailedError as error:
-        raise RuntimeFailure(describe_failure(error.failures)) from None
     except SignalException as error:
         if error.sigval is signal.SIGINT or interrupted.is_set():
             raise KeyboardInterrupt from None
-        if late.is_set():
-            raise RuntimeFailure(f"not done after {limit_s:g} s; all ranks have ended: try a smaller batch or fewer steps") from None
+        if late.positions is not None:
+            advice = f"try a smaller batch or fewer steps ({told_positions(late.positions, processes)})"
+            raise RuntimeFailure(f"not done after {limit_s:g} s; all ranks have ended: {advice}") from None
         raise StoppedBySignal(f"stopped by {error.sigval.name}; all ranks have ended", error.sigval) from None
 
 
@@ -114,53 +119,57 @@ def _config(processes: int, address: str) -> LaunchConfig:
     )
 
 
-def describe_failure(failures: dict[int, ProcessFailure]) -> str:
-    """One line on what went wrong first: a rank's own error rather than one that only noticed another's end."""
-    lines = sorted(((failure.timestamp, rank, _message(failure)) for rank, failure in failures.items()))
-    own = [line for line in lines if not any(mark in line[2] for mark in AFTERMATH)]
-    _, rank, message = (own or lines)[0]
-    return f"rank {rank} failed: {message}"
-
-
-def _message(failure: ProcessFailure) -> str:
-    """What a rank said, in one line, without the class of errors that are for users anyway."""
-    if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        return f"killed by {name}" + ("; is there enough memory?" if name == "SIGKILL" else "")
-    data = failure.error_file_data.get("message", failure.message) if failure.error_file_data else failure.message
-    text = str(data.get("message", data) if isinstance(data, dict) else data)
-    return " ".join(text.removeprefix(f"{RankFailure.__name__}: ").split())
-
-
-def _rank_main(
-    entry: Callable[..., Result], args: tuple[Any, ...], threads: int, place: Callable[[int], None] | None = None
-) -> Result:
+def _rank_main(payload: bytes, threads: int, folder: Folder) -> Any:
     """What a started process does. Ctrl-C and the launcher's signals end it at once, wherever it waits."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    rank = int(os.environ["RANK"])
+    desk = open_desk(folder, rank)
     try:
+        entry, args, place = pickle.loads(payload)
         if place is not None:
-            place(int(os.environ["RANK"]))
+            place(rank)
         torch.set_num_threads(threads)
         return entry(*args)
-    except SoapError as error:
+    except BaseException as error:
+        desk.stay(desk.tell(error))
+        _end_soon()
         raise RankFailure(str(error)) from None
     finally:
         sys.stdout.flush()
 
 
 class RankFailure(RuntimeError):
-    """A user's error on its way from a rank to the launcher."""
+    """How a rank ends whose error has been told."""
+
+
+def _end_soon() -> None:
+    """The launcher goes by the end of a process, so that must not wait for others: threads of a backend, a destructor."""
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(SHUTDOWN_S)
+
+
+def _as_rank_of_another_launcher(entry: Callable[..., Result], args: Sequence[Any]) -> Result:
+    """Where torchrun has started the ranks, each tells its own error; one that noticed another's end waits to be ended for that."""
+    rank = os.environ["RANK"]
+    try:
+        return entry(*args)
+    except Exception as error:
+        kind, message = kind_of(error), message_of(error)
+        if kind is Kind.AFTERMATH:
+            time.sleep(AFTERMATH_S)
+            raise RuntimeFailure(f"rank {rank} ends because another rank has; that one says why ({message})") from error
+        raise RuntimeFailure(f"rank {rank} failed: {message}") from error
 
 
 @contextmanager
-def _environment_for_ranks(threads: int, address: str) -> Iterator[None]:
+def _environment_for_ranks(threads: int) -> Iterator[None]:
     """Settings that a process reads when it starts; the user's own are left alone."""
     wanted = {"OMP_NUM_THREADS": str(threads)}
     # After Ctrl-C the process that tidies up semaphores tells that it did. It is started with the first rank, and reads this.
     wanted["PYTHONWARNINGS"] = "ignore:resource_tracker"
-    if address != LOCALHOST:
-        wanted["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # or torch warns that addresses have no names
+    wanted[NATIVE_LOG_LEVEL] = "ERROR"  # or torch warns that addresses have no names, of connections that end, of kernels that it lacks
     if sys.platform == "linux":
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this host, whose own name may not resolve
     added = [name for name in wanted if name not in os.environ]
@@ -207,13 +216,23 @@ def _interrupts_for_launcher_alone(interrupted: threading.Event) -> Iterator[Non
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _Late:
+    """Whether the time limit has ended the ranks: then where they were by that time."""
+
+    positions: Mapping[int, str] | None = None
+
+
 @contextmanager
-def _time_limit(limit_s: float | None, late: threading.Event) -> Iterator[None]:
-    """Ends the launcher by SIGTERM, which it hands on to the ranks. The event tells that it was so."""
+def _time_limit(limit_s: float | None, late: _Late, folder: Folder) -> Iterator[None]:
+    """Ends the launcher by SIGTERM, which it hands on to the ranks, when it has asked them where they are."""
+
+    done = threading.Event()
 
     def end() -> None:
-        late.set()
-        os.kill(os.getpid(), signal.SIGTERM)
+        positions = folder.ask()
+        if not done.is_set():  # it takes a while
+            late.positions = positions
+            os.kill(os.getpid(), signal.SIGTERM)
 
     timer = threading.Timer(limit_s, end) if limit_s is not None else None
     if timer is None:
@@ -224,18 +243,19 @@ def _time_limit(limit_s: float | None, late: threading.Event) -> Iterator[None]:
     try:
         yield
     finally:
+        done.set()
         timer.cancel()
         timer.join()
 
 
 @contextmanager
-def _own_temporary_folder() -> Iterator[None]:
+def _own_temporary_folder() -> Iterator[str]:
     """The launcher leaves logs and error files where temporary files go: give it a folder that is removed."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="soap-run-", ignore_cleanup_errors=True) as folder:
         tempfile.tempdir = folder
         try:
-            yield
+            yield folder
         finally:
             tempfile.tempdir = before
 
@@ -286,19 +306,3 @@ def _starts_ranks(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code is not _STARTING:
         frame = frame.f_back
     return frame is not None
-
-
-@contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Failures are told once, by us."""
-    prefixes = ("torch.distributed.elastic", "torch.multiprocessing.spawn")  # below these, loggers have levels of their own
-    names = {*prefixes, *(name for name in list(logging.root.manager.loggerDict) if name.startswith(prefixes))}
-    loggers = [logging.getLogger(name) for name in sorted(names)]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 from soap import pace
 from soap.regions import Box, lengths, relative
+from soap.runtime.failures import tell_before_leaving
 from soap.runtime.packing import pack, plain
+from soap.runtime.position import HERE
 from soap.scheduling import calm_gloo
 from soap.simulator.transit import SENT_BYTES, SENT_TENSORS
 
@@ -54,10 +56,11 @@ class Traffic:
 
 
 class Pending:
-    """A communication under way. ``wait`` blocks until its tensor may be used, and may be called again."""
+    """A communication under way. ``wait`` blocks until its tensor may be used, and may be called again. ``name``: of its task, if known."""
 
     def __init__(self, works: Sequence[dist.Work], tensor: torch.Tensor, finish: Callable[[], object] | None = None) -> None:
         self.tensor = tensor
+        self.name = ""
         self._works = works
         self._steps: list[Callable[[], object]] = [] if finish is None else [finish]
         self._watched: Future[None] | None = None
@@ -75,11 +78,13 @@ class Pending:
         """The tensor, once it is complete."""
         if self._works or self._watched is not None:
             pace.catch_up()
+            HERE.waits = self
             if self._watched is not None:
                 self._watched.result()
                 pace.resume()
             else:
                 self._wait_works(pace.resume)
+            HERE.waits = None  # if this fails, it is where the rank was
         steps, self._steps = self._steps, []
         for step in steps:
             step()
@@ -242,7 +247,8 @@ class Communicator:
             self._sends.popleft().let_go()
 
     def close(self) -> None:
-        """Give up the groups; on all ranks at once."""
+        """Give up the groups; on all ranks at once. If that is because of an error, this is told first."""
+        tell_before_leaving()
         for group in self._groups.values():
             if group is not None:
                 dist.destroy_process_group(group)

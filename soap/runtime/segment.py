@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -13,11 +14,13 @@ from soap.runtime.forward import ForwardPass
 from soap.runtime.gradients import Gradients
 from soap.runtime.look_ups import LookUps
 from soap.runtime.micro_batch import WHOLE_STEP, MicroBatch
+from soap.runtime.position import HERE
 from soap.runtime.prepared import PreparedTiles
 from soap.runtime.program import Program
 from soap.runtime.redistribute import Communicator
 from soap.runtime.shards import ShardStore
 from soap.runtime.state import StepState
+from soap.runtime.task_names import task_name
 from soap.runtime.trace import Recorder
 from soap.runtime.units import units_of
 from soap.tracing.model import TileContext, TracedModel
@@ -48,6 +51,7 @@ class StepRunner:
         self._schedule = SyncSchedule(program, comm.rank, early=recorder is None, messages_apart=comm.messages_apart)
         self._forward, self._backward = _calls(program.forward, comm.rank), _calls(program.backward, comm.rank)
         self._look_ups = LookUps(self._prepared, program.tables, comm.rank)
+        self._task_name = partial(task_name, program)
         last_only = {kind.name for kind in LAST_ONLY}
         self._without_sync = [call for call in self._backward if call[0] not in last_only]
 
@@ -66,12 +70,16 @@ class StepRunner:
         )
         backward = BackwardPass(state, gradients.sums)
         handlers = _handlers(forward, backward, gradients)
+        HERE.name = self._task_name
         with gradients.step(self._schedule, part, state.watch):
-            for kind, subject in self._forward:
-                handlers[kind](subject)
+            for call in self._forward:
+                HERE.call = call
+                handlers[call[0]](call[1])
             forward.release()
-            for kind, subject in self._backward if part.last else self._without_sync:
-                handlers[kind](subject)
+            for call in self._backward if part.last else self._without_sync:
+                HERE.call = call
+                handlers[call[0]](call[1])
+            HERE.call = None
             self.comm.finish_sends()  # while gradients are being summed
         return forward.loss_value
 

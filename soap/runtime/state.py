@@ -175,7 +175,8 @@ class StepState:
         return nullcontext() if self._recorder is None else self._recorder.task(name, kind)
 
     def watch(self, name: str, kind: TaskKind, pending: Pending) -> None:
-        """Times a communication, if this step is traced."""
+        """Names a communication, and times it if this step is traced."""
+        pending.name = name
         if self._recorder is not None:
             self._recorder.watch(name, kind, pending)
 

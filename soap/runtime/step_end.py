@@ -9,6 +9,7 @@ import torch
 
 from soap.runtime.clipping import clip
 from soap.runtime.gradients import Gradients
+from soap.runtime.position import HERE
 from soap.runtime.redistribute import Communicator
 from soap.runtime.row_update import Updater
 from soap.runtime.trace import Recorder, watch_nothing
@@ -30,13 +31,14 @@ class StepEnd:
         lazy: bool,
     ) -> None:
         self.plan, self.comm, self.gradients, self.clip_norm = plan, comm, gradients, clip_norm
-        self._tensors = tensors
+        self._tensors, self._name = tensors, update_name(comm.rank)
         parts = {number: (plan.shards[number].parameter, plan.shards[number].box) for number in tensors}
         self._updater = Updater(optimizer, tensors, parts, lazy)
 
     def run(self, looked_up: Mapping[str, torch.Tensor], recorder: Recorder | None) -> float | None:
         """Update everything; the gradients' norm before it was clipped, if it is. ``looked_up``: see ``Updater.update``."""
         gradients, norm = self.gradients, None
+        HERE.task = self._name
         done = set() if recorder is None else self._serve(recorder)
         gradients.add_up()
         if self.clip_norm is not None:
@@ -44,8 +46,9 @@ class StepEnd:
             norm = clip(self.comm, self.plan, found, self.clip_norm)
         left = None if not done else self._tensors.keys() - done
         timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
-        with recorder.task(update_name(self.comm.rank), TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
+        with recorder.task(self._name, TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
             self._updater.update(gradients.dense, gradients.rows, looked_up, left)
+        HERE.task = ""
         if gradients.served.regions:
             gradients.served.pull(watch_nothing if recorder is None else recorder.watch)
         return norm

@@ -37,7 +37,8 @@ Watch = Callable[[str, TaskKind, Pending], None]
 
 
 def watch_nothing(name: str, kind: TaskKind, pending: Pending) -> None:
-    """In steps that are not traced."""
+    """In steps that are not traced: it is named, for whoever asks what a rank waits for."""
+    pending.name = name
 
 
 class Recorder:
@@ -65,6 +66,7 @@ class Recorder:
 
     def watch(self, name: str, kind: TaskKind, pending: Pending) -> None:
         """Time a communication without waiting for it here."""
+        pending.name = name
         start = self._now()
 
         def submit(wait: Callable[[], None]) -> Future[None]:

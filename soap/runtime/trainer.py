@@ -19,6 +19,7 @@ from soap.regions import whole
 from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.look_ups import note_rows
 from soap.runtime.micro_batch import MicroBatch
+from soap.runtime.position import HERE
 from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
 from soap.runtime.shards import ShardStore, gather_regions
@@ -143,6 +144,7 @@ class Trainer:
 
     def _iterate(self, inputs: Sequence[torch.Tensor], recorder: Recorder | None) -> float:
         """All micro-batches of a step, the last one traced if there is a recorder, and the optimizer's update."""
+        HERE.enter(self.steps + 1)
         parts = micro_batches(inputs, self.model.input_names, self.accumulate)
         if not self._batch_compared:
             compare_ranks(self.comm, inputs, lambda: self.sizes.check(parts))
@@ -163,7 +165,9 @@ class Trainer:
             sized.model.end_step(context)
         self.gradient_norm = self._ending.run(looked_up, recorder)
         self.steps += 1
-        return sum(loss() for loss in losses) / len(losses)
+        mean = sum(loss() for loss in losses) / len(losses)
+        HERE.enter(0)
+        return mean
 
     def rows_looked_up(self, step: int, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """The rows of each sparse parameter that a step of this number looks up, ascending; needs no other rank."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from soap.allocation import keep_freed_memory
 from soap.errors import RuntimeFailure
+from soap.runtime.failures import tell_before_leaving
 from soap.topology import DeviceKind
 
 Backend = Literal["auto", "gloo", "nccl"]
@@ -84,7 +85,8 @@ def open_world(device_count: int, kind: DeviceKind = "cpu", backend: str = "auto
 
 
 def close_world(world: World) -> None:
-    """Leave the ranks, if ``open_world`` joined them."""
+    """Leave the ranks, if ``open_world`` joined them. If that is because of an error, this is told first."""
+    tell_before_leaving()
     if world.opened and dist.is_initialized():
         dist.destroy_process_group()
 

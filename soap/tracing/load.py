@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from soap import zoo
 from soap.errors import ModelError
+from soap.logs import TRIALS, silenced
 from soap.tracing.archive import plain_archive
 from soap.tracing.execute import ExecutableModel, Source
 from soap.tracing.export import traced
@@ -50,12 +51,14 @@ def load_model(
     options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), local)
     text = str(spec)
     source = ZooSource(text, options) if text.startswith("zoo:") else ProgramSource(read_pt2(Path(spec)), Path(spec).stem, options)
-    return source.trace(plan_only=plan_only)
+    with silenced(*TRIALS):
+        return source.trace(plan_only=plan_only)
 
 
 def load_program(exported: ExportedProgram, name: str) -> ExecutableModel:
     """The traced model of a program in memory, with which it shares its tensors."""
-    return ProgramSource(exported, name, Options()).trace()
+    with silenced(*TRIALS):
+        return ProgramSource(exported, name, Options()).trace()
 
 
 def _dtype(what: str, name: str | None, known: Mapping[str, torch.dtype]) -> torch.dtype | None:

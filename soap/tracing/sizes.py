@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from soap.errors import ModelError
+from soap.logs import TRIALS, silenced
 
 Shapes = Sequence[Sequence[int]]
 """One shape per tensor input, in the order of the program's inputs."""
@@ -40,7 +41,7 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
     if [list(t.shape) for t in _example_tensors(exported)] != [list(shape) for shape in shapes]:
         result._example_inputs = None
     given = dict(zip(inputs, shapes, strict=True))
-    with FakeTensorMode() as mode, torch.no_grad():
+    with silenced(*TRIALS), FakeTensorMode() as mode, torch.no_grad():
         values = [_fake(node, given.get(node.name), mode) for node in result._graph_module.graph.nodes if node.op == "placeholder"]
         try:
             _Evaluation(result._graph_module).run(*values)

@@ -21,6 +21,7 @@ from soap.errors import (
     StrategyError,
     TopologyError,
 )
+from soap.logs import NATIVE_LOG_LEVEL
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -150,3 +151,13 @@ def test_standard_output_full_or_closed_is_one_line(redirection: str, words: str
     assert done.returncode == 1
     assert done.stderr.startswith("soap-test: error: ") and words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_warnings_of_native_code_stay_off_standard_error(tmp_path: Path) -> None:
+    """torch warns of this model's LSTM with projections when it is traced."""
+    arguments = ["zoo:lm1b:tiny", "--cluster", "p100-4x4", "--budget", "5", "-o", str(tmp_path / "s.json")]
+    environment = {name: value for name, value in os.environ.items() if name != NATIVE_LOG_LEVEL}
+    command = [sys.executable, "-m", "soap.cli.search", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

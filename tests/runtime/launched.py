@@ -6,14 +6,17 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from soap.errors import ModelError
+from soap.runtime.trainer import Trainer
 from soap.runtime.world import close_world, open_world
 from soap.simulator.plan import Plan
-from tests.runtime.cases import Outcome, train
+from tests.runtime.cases import Outcome, optimizer, train
+from tests.runtime.handmade import HandModel
 
 
 def add_ranks(start: int) -> int:
@@ -55,10 +58,29 @@ def fail_in_rank_one() -> None:
     dist.barrier()
 
 
+def raise_this(error: Exception) -> NoReturn:
+    raise error
+
+
 def crash_in_rank_one() -> None:
     if os.environ["RANK"] == "1":
         os.abort()
     time.sleep(100)
+
+
+def hang_in_tile(*_: object) -> NoReturn:
+    time.sleep(100)
+    raise AssertionError("nobody has ended this rank")
+
+
+def hang_in_second_step(plan: Plan) -> None:
+    """Rank 1 does not come out of a tile, for which rank 0 waits a few seconds only."""
+    model = HandModel(plan.graph)
+    with Trainer(model, plan, optimizer=optimizer, dtype=torch.float64, timeout_s=4) as trainer:
+        trainer.step(*model.inputs(0))
+        if trainer.rank == 1:
+            model.run_tile = hang_in_tile  # type: ignore[method-assign]
+        trainer.step(*model.inputs(1))
 
 
 def wait_forever(folder: str) -> None:

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from soap.errors import RuntimeFailure
+from soap.errors import ModelError, RuntimeFailure
 from soap.runtime.launch import launch
 from soap.simulator.lowering import build_plan
+from soap.simulator.plan import Plan
 from soap.strategy import OpConfig, Strategy
 from tests.graph_builder import mlp
 from tests.runtime.launched import (
@@ -20,6 +23,8 @@ from tests.runtime.launched import (
     add_ranks,
     crash_in_rank_one,
     fail_in_rank_one,
+    hang_in_second_step,
+    raise_this,
     refuse_place,
     tell_mark,
     train_launched,
@@ -38,13 +43,18 @@ def test_every_rank_returns_its_result(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(tmp_path.iterdir()) == []  # the launcher's logs and error files are gone
 
 
-def test_training_on_launched_ranks() -> None:
+def halves() -> Plan:
+    """Samples over two devices."""
     graph = mlp()
-    halves = {
+    configs = {
         op.name: OpConfig(tuple(2 if f.name == "b" else 1 for f in op.factors), (0, 1) if any(f.name == "b" for f in op.factors) else (0,))
         for op in graph.operators
     }
-    outcomes = launch(2, train_launched, (build_plan(graph, Strategy(halves), cluster([2], CPU)),))
+    return build_plan(graph, Strategy(configs), cluster([2], CPU))
+
+
+def test_training_on_launched_ranks() -> None:
+    outcomes = launch(2, train_launched, (halves(),))
     assert outcomes[0].losses == outcomes[1].losses
     assert outcomes[0].gradient_error < 1e-10
 
@@ -66,8 +76,39 @@ def test_failing_rank_is_named_in_one_line() -> None:
 
 
 def test_crashed_rank_is_named() -> None:
-    with pytest.raises(RuntimeFailure, match=r"^rank 1 failed: killed by SIGABRT$"):
+    with pytest.raises(RuntimeFailure, match=r"^rank 1 failed: killed by SIGABRT at \S*/launched\.py:\d+ in crash_in_rank_one$"):
         launch(2, crash_in_rank_one)
+
+
+def test_what_a_rank_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("only_here")
+    exec("def entry():\n    pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    with pytest.raises(RuntimeFailure, match=r"^rank [01] failed: ModuleNotFoundError: No module named 'only_here' \(soap/runtime/launch"):
+        launch(2, module.entry)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="named pipes")
+def test_after_a_time_out_all_ranks_say_in_which_task_they_are() -> None:
+    with pytest.raises(RuntimeFailure) as caught:
+        launch(2, hang_in_second_step, (halves(),))
+    expected = (
+        r"rank 0 has waited in vain: rank 0: step 2, waiting for sync \S+; "
+        r"rank 1: step 2, forward \S+\[1\], \S*/launched\.py:\d+ in hang_in_tile \(RuntimeError: Timed out waiting 4000ms .*\)"
+    )
+    assert re.fullmatch(expected, str(caught.value)), caught.value
+
+
+def test_ranks_of_another_launcher_tell_their_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("soap.runtime.launch.AFTERMATH_S", 0)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeFailure, match=r"^rank 3 failed: ValueError: x \(\S*launched\.py:\d+ in raise_this\)$"):
+        launch(4, raise_this, (ValueError("x"),))
+    with pytest.raises(RuntimeFailure, match=r"^rank 3 failed: no rule$"):
+        launch(4, raise_this, (ModelError("no rule"),))
+    with pytest.raises(RuntimeFailure, match=r"^rank 3 ends because another rank has; that one says why \(RuntimeError: Connection closed"):
+        launch(4, raise_this, (RuntimeError("[/third_party/gloo/transport/pair.cc:553] Connection closed by peer [127.0.0.1]:2954"),))
 
 
 @pytest.mark.parametrize("processes", ["1", "0"])
@@ -87,6 +128,7 @@ def test_under_torchrun_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> N
 STOPPED_WHILE_STARTING = """
 import multiprocessing.util as util, os, signal, sys, time
 from pathlib import Path
+from types import ModuleType
 from soap.errors import RuntimeFailure
 from soap.runtime.launch import launch
 from tests.runtime.launched import wait_forever
@@ -125,7 +167,8 @@ def test_a_signal_between_the_starts_of_ranks_waits_for_the_last(tmp_path: Path)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_are_ended_at_the_time_limit(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(RuntimeFailure, match=r"^not done after 20 s; all ranks have ended: "):
+    place = r"\S*/launched\.py:\d+ in wait_forever"
+    with pytest.raises(RuntimeFailure, match=rf"^not done after 20 s; all ranks have ended: .* \(rank 0: {place}; rank 1: {place}\)$"):
         launch(2, wait_forever, (str(tmp_path),), limit_s=20)
     ranks = [int((tmp_path / rank).read_text()) for rank in "01"]
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

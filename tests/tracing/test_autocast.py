@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,18 @@ def test_what_travels_has_the_type_that_was_made(tmp_path: Path) -> None:
     assert {t.dtype for t in cast.graph.parameters} == {"float32"}
     wide = load_model(tmp_path / "m.pt2", autocast="bfloat16", dtype="float64")
     assert {t.dtype for t in wide.graph.tensors.values()} == {"float64"}  # which autocast leaves alone
+
+
+def _mixed_matrices(self: Any, x: Tensor) -> Tensor:
+    """The layer's outcome is of the lower type, the others are not: without autocast they do not go together."""
+    return torch.baddbmm(self.layer(x), x, x.mT).sum()
+
+
+def test_what_is_tried_in_vain_is_told_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    export_model(Lambda(_mixed_matrices, layer=nn.Linear(4, 4)), (torch.randn(2, 4, 4),), path=tmp_path / "m.pt2")
+    caplog.clear()
+    load_model(tmp_path / "m.pt2", autocast="bfloat16")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_other_types_are_refused(tmp_path: Path) -> None:
