@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -274,6 +274,8 @@ def search(
     pins: Constraints = (),
     forbidden: Constraints = (),
     syncs: Sequence[SyncConfig] = (),
+    uncut: Collection[str] = (),
+    together: Collection[str] = (),
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
     progress: bool = False,
@@ -286,7 +288,8 @@ def search(
 
     ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
     ``syncs=[SyncConfig("parameter_server", 4)]``: parameters may be synchronized by all-reduces or so; by default sparse ones in any way,
-    dense ones by all-reduces.
+    dense ones by all-reduces. ``uncut``: names of parameters that no device is to keep a part of, as optimizers need it whose update is
+    not elementwise; ``together``: those of which a device has all or none.
     Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search. Ctrl-C ends it with the best so far
     (``result.interrupted``).
     """
@@ -311,6 +314,8 @@ def search(
         pins=pairs_of(pins),
         forbidden=pairs_of(forbidden),
         syncs=syncs,
+        uncut=uncut,
+        together=together,
         seconds=seconds,
         cores=cores,
         improved=improved,

@@ -15,6 +15,7 @@ from soap.cli.command import UsageError
 from soap.cli.options import Reading
 from soap.cli.tables import aligned, milliseconds
 from soap.cli.turns import in_turns, turns_of
+from soap.cli.updating import Updating
 from soap.emulated_cluster import FAMILY as EMULATED
 from soap.emulation.support import require_support
 from soap.presets import family
@@ -47,7 +48,7 @@ def verify(
     reading: Reading,
     seed: int,
     data: str | None = None,
-    optimizer: str = "adam",
+    optimizer: str | Updating = "adam",
     scale: float = 1.0,
 ) -> api.SearchOutcome:
     """The outcome with what was measured, whose strategy is the fastest of the ``count`` best ones, the best of those that the search began
