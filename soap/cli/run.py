@@ -136,13 +136,17 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     graph = api.with_recorded_rows(graph, args.strategy)
     updating = Updating.of(args)
     from soap.runtime.optimizer_trial import optimizer_states  # from here on torch is needed anyway
+    from soap.runtime.parts import require_possible
 
-    states = optimizer_states(updating.tried(graph), sparse=bool(graph.sparse))
+    tried = updating.tried(graph)
+    states = optimizer_states(tried, sparse=bool(graph.sparse))
     simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=args.costs)
     predicted = {name: simulator.run(strategy) for name, strategy in strategies.items()}
     from soap.cli.training import Job
 
     trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]
+    for name in trained:
+        require_possible(predicted[name].plan, tried, lazy_sparse=False)
     orders = {name: execution_order(predicted[name].tasks, predicted[name].schedule) for name in trained}
     job = Job(
         model=args.model,

@@ -28,8 +28,10 @@ from soap.cli.options import (
 )
 from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
+from soap.cli.updating import Updating, add_optimizer
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.files import check_writable, write_text_atomically
+from soap.graph import OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.plot import check_plot
 from soap.search.starts import DYNAMIC, RANDOM
@@ -119,6 +121,7 @@ def make_parser() -> Parser:
         "host's devices deal with them together), or allgather of sparse ones' rows; allreduce for nothing else (repeatable; default: "
         "sparse ones in any way, dense ones by all-reduce)",
     )
+    add_optimizer(parser, default="adam: as many states in memory, and an elementwise update")
     parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
     add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
     return parser
@@ -157,6 +160,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         check_plot(args.plot)
     topology = api.load_cluster(args.cluster)
     graph = rows.load_graph(args)
+    updating = Updating(tuple(args.optimizer or ("adam",)))
     outcome = api.search(
         graph,
         topology,
@@ -170,6 +174,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         pins=args.pin,
         forbidden=args.forbid,
         syncs=args.sync,
+        **_kept_for(updating, graph, asked=bool(args.optimizer)),
         costs=args.costs,
         progress=True,
     )
@@ -177,7 +182,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         with stopping.saving():
             outcome.save(args.output)  # whatever becomes of the runs
         try:
-            outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed, args.data)
+            outcome = verification.verify(outcome, args.verify, args.model, reading(args), args.seed, args.data, updating)
         except (KeyboardInterrupt, StoppedBySignal) as error:
             note(PROG, f"interrupted while measuring: the strategy predicted to be fastest is in {args.output}")
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
@@ -219,6 +224,17 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
         return stopping.exit_code
     return 0
+
+
+def _kept_for(updating: Updating, graph: OperatorGraph, *, asked: bool) -> dict[str, Any]:
+    """What an optimizer keeps and needs of parameters, as the search takes it. Adam is known; trying others needs torch."""
+    if not asked:
+        return {}
+    from soap.runtime.optimizer_trial import optimizer_states
+
+    tried = updating.tried(graph)
+    states = optimizer_states(tried, sparse=bool(graph.sparse))
+    return {"optimizer_states": states, "uncut": tried.whole, "together": tried.coupled}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -203,16 +203,15 @@ class Scheduling:
         """UsageError unless torch takes these values, and makes some steps by them."""
         import torch
 
-        from soap.runtime.schedules import Schedule
-
         tensor = torch.zeros(2, 2, requires_grad=True)
         tensor.grad = torch.ones_like(tensor)
         try:
             own = optimizer([tensor])
-            schedule = Schedule.of(self, own)
+            made: Any = self(own)
+            metric = (1.0,) if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau) else ()
             for _ in range(2):
                 own.step()
-                schedule.step(1.0)
+                made.step(*metric)
         except Exception as error:
             raise UsageError(f"{where}: {_told(error)}; expected options as torch has them: {_defaults(self.parts[0][0])}") from None
 

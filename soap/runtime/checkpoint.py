@@ -22,7 +22,7 @@ from soap.errors import CheckpointError, SoapError
 from soap.regions import lengths, subtract, volume, whole
 from soap.runtime import optimizer_state, schedules
 from soap.runtime.checkpoint_folder import MANIFEST, begin, discard, publish, resolve, unwritable
-from soap.runtime.checkpoint_manifest import Manifest, damaged, model_name, read_manifest, state_name
+from soap.runtime.checkpoint_manifest import Manifest, ParameterState, damaged, model_name, read_manifest, state_name
 from soap.runtime.checkpoint_storage import CheckpointReader, CheckpointWriter, Region, RegionLoadPlanner, RegionSavePlanner
 from soap.runtime.optimizers import recorded_name
 from soap.runtime.parts import Part
@@ -152,14 +152,8 @@ def _regions_to_save(training: Training, known: optimizer_state.Known, buffers: 
             continue
         shape = plan.graph.tensors[shard.parameter].shape
         regions.append(Region(model_name(shard.parameter), shape, shard.box, tensor))
-    for number, part in training.parts.items():
-        own = known.states.get(part.parameter)
-        if training.optimizer is None or own is None or plan.shards[number].devices[0] != rank:
-            continue
-        state = training.optimizer.state.get(part.tensor, {})
-        regions += [Region(state_name(part.parameter, key), part.shape, part.box, state[key]) for key in own.regions]
-        for key in own.others:
-            regions.append(Region(state_name(part.parameter, key), tuple(state[key].shape), whole(state[key].shape), state[key]))
+        if number in training.parts and training.optimizer is not None:
+            regions += _state_to_save(training.parts[number], training.optimizer, known)
     if rank == 0:
         regions += _unread_regions(training)
         others = {**{name: training.place(tensor) for name, tensor in training.model.unchanged.items()}, **buffers}
@@ -167,6 +161,15 @@ def _regions_to_save(training: Training, known: optimizer_state.Known, buffers: 
         for (name, key), value in known.scalars.items():
             tensor = torch.tensor(value, dtype=known.dtypes[name, key])
             regions.append(Region(state_name(name, key), (), (), tensor))
+    return regions
+
+
+def _state_to_save(part: Part, optimizer: torch.optim.Optimizer, known: optimizer_state.Known) -> list[Region]:
+    own, state = known.states.get(part.parameter, ParameterState()), optimizer.state.get(part.tensor, {})
+    regions = [Region(state_name(part.parameter, key), part.shape, part.box, state[key]) for key in own.regions]
+    for key in own.others:
+        shape = tuple(state[key].shape)
+        regions.append(Region(state_name(part.parameter, key), shape, whole(shape), state[key]))
     return regions
 
 

@@ -189,7 +189,8 @@ class _Trial:
 
     def _made(self, tensors: Mapping[str, Sequence[torch.Tensor]]) -> torch.optim.Optimizer:
         made = self.layout.optimizer(tensors)
-        assert made is not None
+        if not isinstance(made, torch.optim.Optimizer):
+            raise RuntimeFailure(f"the optimizer's factory gave a {type(made).__name__}; expected a torch.optim.Optimizer")
         return made
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -203,7 +204,7 @@ class _Trial:
     def _first_made(self) -> torch.optim.Optimizer:
         """The optimizer of a tensor of each kind, without gradients; whatever is wrong with the factory shows here."""
         try:
-            made = self._tried(self.kinds)
+            return self._tried(self.kinds)
         except SoapError:
             raise
         except Exception as error:  # whatever a user's factory does
@@ -213,9 +214,6 @@ class _Trial:
                 f"{list(_small(kind.dims))}: {_told(cause)}; change its options, or give such parameters another optimizer by patterns of "
                 "names"
             ) from None
-        if not isinstance(made, torch.optim.Optimizer):
-            raise RuntimeFailure(f"the optimizer's factory gave a {type(made).__name__}; expected a torch.optim.Optimizer")
-        return made
 
     def _tried(self, kinds: Sequence[_Kind]) -> torch.optim.Optimizer:
         return self._made({kind.name: [self._start(kind, _small(kind.dims)).requires_grad_()] for kind in kinds})

@@ -6,7 +6,7 @@ its shards are views of that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from soap.runtime.optimizer_trial import Scope, Tried
 from soap.runtime.redistribute import cut
 from soap.runtime.row_gradient import RowGradient
 from soap.runtime.shards import ShardStore
-from soap.simulator.plan import Plan
+from soap.simulator.plan import Plan, Shard
 
 
 @dataclass(frozen=True)
@@ -43,38 +43,47 @@ def trainable_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 def require_possible(plan: Plan, tried: Tried, lazy_sparse: bool) -> None:
     """RuntimeFailure in one line, the same on all ranks, if the plan cuts a parameter that this optimizer needs whole."""
-    by_name: dict[str, list[int]] = {}
-    for number, shard in enumerate(plan.shards):
-        if shard.trainable:
-            by_name.setdefault(shard.parameter, []).append(number)
-    served = {own.parameter: own for own in plan.served}
+    if tried.coupled:
+        _require_together(plan, tried)
     for name in tried.whole:
-        if name in served and len(by_name[name]) > 1:
-            raise RuntimeFailure(
-                f"optimizer {tried.name} updates {name!r} as a whole (its update is not elementwise), but servers keep it in "
-                f"{len(by_name[name])} partitions; keep it in one (parameter_server:1), or use an elementwise optimizer"
-            )
-        if len({plan.shards[number].devices for number in by_name.get(name, ())}) > 1:
-            raise RuntimeFailure(
-                f"optimizer {tried.name} updates {name!r} as a whole (its update is not elementwise), but the plan keeps parts of it, such "
-                f"as {_shown(plan.shards[by_name[name][0]].box)} of {list(plan.graph.tensors[name].shape)}, on different devices; search "
-                "with soap-search --optimizer, which keeps such parameters whole, or use data_parallel or an elementwise optimizer"
-            )
+        shards = [shard for shard in plan.shards if shard.parameter == name and shard.trainable]
+        _require_whole(plan, f"optimizer {tried.name} updates {name!r} as a whole (its update is not elementwise)", shards)
         if lazy_sparse and name in plan.graph.sparse:
             raise RuntimeFailure(
                 f"optimizer {tried.name} updates {name!r} as a whole (its update is not elementwise), so its rows cannot be updated alone; "
                 "leave lazy_sparse out, or use an elementwise optimizer"
             )
-    if tried.coupled:
-        everything, kept = set(by_name), [set[str]() for _ in range(plan.device_count)]
-        for name, numbers in by_name.items():
-            for device in plan.shards[numbers[0]].devices:
-                kept[device].add(name)
-        apart = next((everything - own for own in kept if own and own != everything), set())
-        if apart:
+
+
+def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
+    """All of a parameter's shards are kept by the same devices, and servers have it in one."""
+    served = {own.parameter for own in plan.served}
+    if len(shards) > 1 and shards[0].parameter in served:
+        raise RuntimeFailure(
+            f"{said}, but servers keep it in {len(shards)} partitions; keep it in one (parameter_server:1), or use an elementwise optimizer"
+        )
+    if len({shard.devices for shard in shards}) > 1:
+        shape = list(plan.graph.tensors[shards[0].parameter].shape)
+        unread = next((shard.box for shard in shards if not shard.uses), None)
+        if unread is not None:
             raise RuntimeFailure(
-                f"optimizer {tried.name} couples the updates of all parameters with each other, but the plan keeps {min(apart)!r} and "
-                "others on different devices; use data_parallel, or an optimizer that updates each parameter by itself"
+                f"{said}, but no operator reads {_shown(unread)} of {shape}, which one device keeps; use an elementwise optimizer"
+            )
+        raise RuntimeFailure(
+            f"{said}, but the plan keeps parts of it, such as {_shown(shards[0].box)} of {shape}, on different devices; search with "
+            "soap-search --optimizer, which keeps such parameters whole, or use data_parallel or an elementwise optimizer"
+        )
+
+
+def _require_together(plan: Plan, tried: Tried) -> None:
+    """A device that keeps some parameter keeps all of all."""
+    shards = [(shard.parameter, shard.box, shard.devices) for shard in plan.shards if shard.trainable]
+    for device in range(plan.device_count):
+        apart = [name for name, _, devices in shards if device not in devices]
+        if apart and len(apart) < len(shards):
+            raise RuntimeFailure(
+                f"optimizer {tried.name} couples the updates of all parameters with each other, but the plan does not keep all of "
+                f"{apart[0]!r} where it keeps others; use data_parallel, or an optimizer that updates each element by itself"
             )
 
 

@@ -50,9 +50,14 @@ class Schedule:
         return [float(rate) for rate in getattr(self._own, "base_lrs", ())]
 
     def step(self, loss: float) -> None:
-        """An update was made; ``loss`` is for those that ask for a metric."""
-        if self._own is not None:
+        """An update was made; ``loss`` is for those that ask for a metric. RuntimeFailure in one line if it cannot go on."""
+        if self._own is None:
+            return
+        try:
             self._own.step(*((loss,) if self._takes_loss else ()))
+        except Exception as error:  # such as one that is at its end
+            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise RuntimeFailure(f"schedule {self.name} cannot make a step: {told}; change its options, or train for fewer steps") from None
 
     def record(self) -> Record | None:
         """What a checkpoint keeps; None if there is nothing here. CheckpointError if some of it cannot be kept."""

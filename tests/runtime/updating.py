@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch import optim as T
+from torch.optim import lr_scheduler as S
 
 from soap.errors import SoapError
 from soap.graph import OperatorGraph
 from soap.runtime.check import check
-from soap.runtime.optimizers import Recipe, recipe_of
+from soap.runtime.optimizers import Recipe
 from soap.runtime.trainer import Trainer
 from soap.strategy import OpConfig, Strategy
 from soap.topology import Topology
@@ -87,51 +89,52 @@ def decay_of(name: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
 
 def sequence(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """Warm-up, then cosine."""
-    schedules = torch.optim.lr_scheduler
-    warm_up = schedules.LinearLR(optimizer, 0.1, total_iters=2)
-    return schedules.SequentialLR(optimizer, [warm_up, schedules.CosineAnnealingLR(optimizer, 4)], [2])
+    return S.SequentialLR(optimizer, [S.LinearLR(optimizer, 0.1, total_iters=2), S.CosineAnnealingLR(optimizer, 4)], [2])
 
 
-O, S = torch.optim, torch.optim.lr_scheduler
-RECIPES: Mapping[str, Recipe] = {
-    "momentum": Recipe(lambda p: O.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)),
-    "nesterov": Recipe(lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True)),
-    "dampened": Recipe(lambda p: O.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, maximize=True)),
-    "fused sgd": Recipe(lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True)),
-    "amsgrad": Recipe(lambda p: O.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.01)),
-    "fused adam": Recipe(lambda p: O.Adam(p, lr=0.01, fused=True, maximize=True)),
-    "adamw": Recipe(lambda p: O.AdamW(p, lr=0.02, betas=(0.8, 0.99)), decay_of),
-    "rmsprop": Recipe(lambda p: O.RMSprop(p, lr=0.01, momentum=0.5, centered=True, foreach=False)),
-    "adagrad": Recipe(lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1)),
-    "adadelta": Recipe(lambda p: O.Adadelta(p, lr=1.0, rho=0.8)),
-    "nadam": Recipe(lambda p: O.NAdam(p, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1)),
-    "radam": Recipe(lambda p: O.RAdam(p, lr=0.05)),
-    "adamax": Recipe(lambda p: O.Adamax(p, lr=0.01, maximize=True)),
-    "asgd": Recipe(lambda p: O.ASGD(p, lr=0.1, t0=2)),
-    "rprop": Recipe(lambda p: O.Rprop(p, lr=0.01)),
-    "tensor lr": Recipe(lambda p: O.Adam(p, lr=torch.tensor(0.01), foreach=False)),
-    "several": Recipe({"*.bias": lambda p: O.SGD(p, lr=0.1, momentum=0.9), "norm*": O.Adamax, "*": lambda p: O.AdamW(p, lr=0.02)}, decay_of),
-    "cosine": Recipe(lambda p: O.AdamW(p, lr=0.02), decay_of, lambda o: S.CosineAnnealingLR(o, T_max=4)),
-    "one cycle": Recipe(lambda p: O.AdamW(p, lr=0.02), decay_of, lambda o: S.OneCycleLR(o, max_lr=0.03, total_steps=8)),
-    "steps": Recipe(lambda p: O.SGD(p, lr=0.1, momentum=0.9), None, lambda o: S.MultiStepLR(o, [1, 2, 4], gamma=0.5)),
-    "cyclic": Recipe(lambda p: O.SGD(p, lr=0.1, momentum=0.9), None, lambda o: S.CyclicLR(o, 0.01, 0.1, step_size_up=2)),
-    "plateau": Recipe(lambda p: O.SGD(p, lr=0.3), None, lambda o: S.ReduceLROnPlateau(o, patience=0, threshold=0.5)),
-    "sequence": Recipe(lambda p: O.Adam(p, lr=0.02), None, sequence),
-}
-"""All by float64, in any cut."""
-WHOLE: Mapping[str, Recipe] = {
-    "adafactor": Recipe(lambda p: O.Adafactor(p, lr=0.05, weight_decay=0.01)),
-    "muon": Recipe({"norm*": O.AdamW, "*bias": O.AdamW, "conv*": O.AdamW, "scale": O.AdamW, "*": lambda p: O.Muon(p, lr=0.02)}),
-}
-"""Those that need whole tensors."""
-
-
-class Together(O.SGD):
+class Together(T.SGD):
     """Couples all parameters by the norm of their gradients."""
 
     def step(self, closure: Any = None) -> Any:
         torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
         return super().step(closure)
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "momentum": Recipe(lambda p: T.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)),
+    "nesterov": Recipe(lambda p: T.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True)),
+    "dampened": Recipe(lambda p: T.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, maximize=True)),
+    "fused sgd": Recipe(lambda p: T.SGD(p, lr=0.1, momentum=0.9, fused=True)),
+    "amsgrad": Recipe(lambda p: T.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.01)),
+    "fused adam": Recipe(lambda p: T.Adam(p, lr=0.01, fused=True, maximize=True)),
+    "adamw": Recipe(lambda p: T.AdamW(p, lr=0.02, betas=(0.8, 0.99)), decay_of),
+    "rmsprop": Recipe(lambda p: T.RMSprop(p, lr=0.01, momentum=0.5, centered=True, foreach=False)),
+    "adagrad": Recipe(lambda p: T.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1)),
+    "adadelta": Recipe(lambda p: T.Adadelta(p, lr=1.0, rho=0.8)),
+    "nadam": Recipe(lambda p: T.NAdam(p, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1)),
+    "radam": Recipe(lambda p: T.RAdam(p, lr=0.05)),
+    "adamax": Recipe(lambda p: T.Adamax(p, lr=0.01, maximize=True)),
+    "asgd": Recipe(lambda p: T.ASGD(p, lr=0.1, t0=2)),
+    "rprop": Recipe(lambda p: T.Rprop(p, lr=0.01)),
+    "tensor lr": Recipe(lambda p: T.Adam(p, lr=torch.tensor(0.01), foreach=False)),
+    "several": Recipe(
+        {"*.bias": lambda p: T.SGD(p, lr=0.1, momentum=0.9), "norm*": T.Adamax, "*": lambda p: T.AdamW(p, lr=0.02)}, decay_of
+    ),
+    "cosine": Recipe(lambda p: T.AdamW(p, lr=0.02), decay_of, lambda o: S.CosineAnnealingLR(o, T_max=4)),
+    "one cycle": Recipe(lambda p: T.AdamW(p, lr=0.02), decay_of, lambda o: S.OneCycleLR(o, max_lr=0.03, total_steps=8)),
+    "steps": Recipe(lambda p: T.SGD(p, lr=0.1, momentum=0.9), None, lambda o: S.MultiStepLR(o, [1, 2, 4], gamma=0.5)),
+    "cyclic": Recipe(lambda p: T.SGD(p, lr=0.1, momentum=0.9), None, lambda o: S.CyclicLR(o, 0.01, 0.1, step_size_up=2)),
+    "plateau": Recipe(lambda p: T.SGD(p, lr=0.3), None, lambda o: S.ReduceLROnPlateau(o, patience=0, threshold=0.5)),
+    "sequence": Recipe(lambda p: T.Adam(p, lr=0.02), None, sequence),
+}
+"""All by float64, in any cut."""
+WHOLE: Mapping[str, Recipe] = {
+    "adafactor": Recipe(lambda p: T.Adafactor(p, lr=0.05, weight_decay=0.01)),
+    "muon": Recipe({"norm*": T.AdamW, "*bias": T.AdamW, "conv*": T.AdamW, "scale": T.AdamW, "*": lambda p: T.Muon(p, lr=0.02)}),
+    "together": Recipe(lambda p: Together(p, lr=0.1, momentum=0.9)),
+}
+"""Those that need whole tensors, or all of them."""
+ALL: Mapping[str, Recipe] = {**RECIPES, **WHOLE}
 
 
 class Updated(NamedTuple):
@@ -161,7 +164,7 @@ def train_recipe(
     clip_norm: float | None = None,
 ) -> Updated:  # fmt: skip
     """Train in float64, from a checkpoint if there is one."""
-    own = (RECIPES | WHOLE | {"together": Recipe(lambda p: Together(p, lr=0.1, momentum=0.9))})[recipe]
+    own = ALL[recipe]
     model = traced(spec, "float64")
     options: dict[str, Any] = {"groups": own.groups, "schedule": own.schedule, "clip_norm": clip_norm}
     with Trainer(model, (strategy, topology), optimizer=own.optimizer, **options) as trainer:
@@ -177,7 +180,7 @@ def train_plain(name: str, recipe: str, steps: int, clip_norm: float | None = No
     module, example = built(name)
     module.double()
     example = tuple(t.double() if t.is_floating_point() else t for t in example)
-    own = recipe_of((RECIPES | WHOLE | {"together": Recipe(lambda p: Together(p, lr=0.1, momentum=0.9))})[recipe])
+    own = ALL[recipe]
     named = dict(module.named_parameters())
     optimizers = _plain_optimizers(own, named)
     schedules = [own.schedule(optimizer) for optimizer in optimizers] if own.schedule else []
@@ -220,13 +223,8 @@ def refusal(spec: str, strategy: Strategy, topology: Topology, make: Callable[..
 
 def checked_recipe(spec: str, strategy: Strategy, topology: Topology, recipe: str, steps: int) -> float:
     """The largest difference from one process that takes the ranks' own gradients. RuntimeFailure if it is too large."""
-    own, model = (RECIPES | WHOLE)[recipe], traced(spec, "float64")
+    own, model = ALL[recipe], traced(spec, "float64")
     with Trainer(model, (strategy, topology), optimizer=own.optimizer, groups=own.groups, schedule=own.schedule) as trainer:
         found = check(trainer, lambda step: batch(model.example_inputs, step), own.optimizer, steps)
     found.require()
     return found.worst.error
-
-
-def examples(recipes: Mapping[str, Recipe]) -> Sequence[str]:
-    """Their names."""
-    return list(recipes)
