@@ -36,9 +36,10 @@ from soap import api
 from soap.cli import profile
 from soap.cli.emulation import part_of_the_box
 from soap.cli.options import Reading, not_negative, positive
-from soap.cli.run import OPTIMIZER_STATES, start
+from soap.cli.run import start
 from soap.cli.training import Job
 from soap.cli.turns import in_turns, turns_of
+from soap.cli.updating import states_of
 from soap.cli.verification import verify
 from soap.emulation.hosts import host_limits
 from soap.graph import OperatorGraph
@@ -184,14 +185,14 @@ def compared(cluster: str, model: str, file: Path | str, graph: OperatorGraph, a
     outcome = refined(file, cluster, args.profile, partial(api.search, graph, topology, budget=args.budget, seed=args.seed))
     if args.verify:
         outcome = verify(outcome, args.verify, str(file), READING, args.seed, optimizer=OPTIMIZER, scale=args.scale)
-    simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
+    simulator = api.simulator_for(graph, topology, optimizer_states=states_of(OPTIMIZER))
     strategies = strategies_of(simulator, outcome.strategy, args.seed, args.least)
     rounds = []
     for _ in range(args.rounds):
         if args.profile:
             profile_found(outcome, file, cluster, args.profile, "--again")
             soap_profile(["links", *emulated(cluster, args.scale), "--within-steps", "--again"])
-            simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[OPTIMIZER])
+            simulator = api.simulator_for(graph, topology, optimizer_states=states_of(OPTIMIZER))
         rounds.append(measure(simulator, cluster, model, file, strategies, args.steps, 1, scale=args.scale))
     plans = in_rounds(rounds)
     for plan in plans:

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.models import EMULATED_MODELS, export_model
 from soap import api, zoo
-from soap.cli.run import OPTIMIZER_STATES
+from soap.cli.updating import states_of
 from soap.graph import OperatorGraph
 from soap.presets import local_topology
 from soap.runtime.launch import launch
@@ -66,7 +66,7 @@ def strategies(spec: str, graph: OperatorGraph, topology: Topology, randoms: int
 def cases(spec: str, topology: Topology, randoms: int, optimizer: str) -> list[Case]:
     """All strategies of a model, with what is predicted for them."""
     graph = api.load(spec, plan_only=True).graph
-    simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[optimizer])
+    simulator = api.simulator_for(graph, topology, optimizer_states=states_of(optimizer))
     found = []
     for name, strategy in strategies(spec, graph, topology, randoms).items():
         run = simulator.run(strategy)

@@ -18,9 +18,10 @@ from benchmarks.accuracy import READING, soap_profile
 from benchmarks.end_to_end import machine
 from soap import api
 from soap.cli.options import not_negative, positive
-from soap.cli.run import OPTIMIZER_STATES, start
+from soap.cli.run import start
 from soap.cli.training import Job
 from soap.cli.turns import in_turns, turns_of
+from soap.cli.updating import states_of
 from soap.presets import device_types, local_topology
 from soap.profiles.lookup import ProfiledCosts
 from soap.profiles.shares import corrected, shares, text
@@ -49,7 +50,7 @@ class Result:
 def benchmark(model: str, args: argparse.Namespace) -> Result:
     """Profile, predict and measure one model."""
     topology = api.load_cluster(CLUSTER)
-    states = OPTIMIZER_STATES[args.optimizer]
+    states = states_of(args.optimizer)
     graph = api.load(model, plan_only=True, **READING).graph
     strategy = CLASSICAL[STRATEGY](graph, topology)
 
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", type=not_negative, default=60, help="seconds for each model; 0: as it is (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=20, help="in a round, warm-up included (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=3, help="default %(default)s")
-    parser.add_argument("--optimizer", choices=list(OPTIMIZER_STATES), default="adam", help="default %(default)s")
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="adam", help="default %(default)s")
     parser.add_argument("--export", metavar="FILE", help="write the store's measurements")
     args = parser.parse_args(argv)
     print(f"{machine()}, {api.load_cluster(CLUSTER).devices[0].type.name}\n")

@@ -22,7 +22,7 @@ from benchmarks.accuracy_report import FOUND, Plan
 from benchmarks.end_to_end import machine
 from soap import api
 from soap.cli.options import not_negative, positive
-from soap.cli.run import OPTIMIZER_STATES
+from soap.cli.updating import states_of
 from soap.cli.verification import verify
 from soap.strategies import SYNCHRONIZED
 from soap.strategy import Strategy
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         graph, topology = api.load(spec, plan_only=True).graph, api.load_cluster(args.cluster)
         if args.profile:
             profiled(spec, args.cluster, args.profile)
-        states, syncs = OPTIMIZER_STATES[OPTIMIZER], () if graph.sparse else (usual_server(topology),)
+        states, syncs = states_of(OPTIMIZER), () if graph.sparse else (usual_server(topology),)
         search = partial(api.search, graph, topology, budget=args.budget, syncs=syncs, optimizer_states=states)
         outcome = refined(spec, args.cluster, args.profile, search)
         found = verify(outcome, VERIFIED, spec, READING, seed=0, data=spec, optimizer=OPTIMIZER).strategy

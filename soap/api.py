@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -344,6 +344,8 @@ def search(
     pins: Constraints = (),
     forbidden: Constraints = (),
     syncs: Sequence[SyncConfig] = (),
+    uncut: Collection[str] = (),
+    together: Collection[str] = (),
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
     margin: float | None = 1.0,
@@ -357,7 +359,8 @@ def search(
 
     ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
     ``syncs=[SyncConfig("parameter_server", 4)]``: parameters may be synchronized by all-reduces or so; by default sparse ones in any way,
-    dense ones by all-reduces.
+    dense ones by all-reduces. ``uncut``: names of parameters that no device is to keep a part of, as optimizers need it whose update is
+    not elementwise; ``together``: those of which a device has all or none.
     ``margin``: how many times as fast as data parallelism a plan must be predicted to be, more than that, to be taken instead of it. 1:
     whatever is predicted to be faster; None, as ``soap-search`` has it: what such predictions are known to err by. Nothing is measured or
     run. Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search. Ctrl-C ends it with the best so
@@ -384,6 +387,8 @@ def search(
         pins=pairs_of(pins),
         forbidden=pairs_of(forbidden),
         syncs=syncs,
+        uncut=uncut,
+        together=together,
         seconds=seconds,
         cores=cores,
         improved=improved,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from soap.graph import OperatorGraph
-from soap.strategy import MAX_PARTITIONS, SyncConfig
+from soap.strategy import MAX_PARTITIONS, Strategy, SyncConfig
 from soap.topology import Topology
 
 PARTITIONS_PER_SERVER = 4
@@ -36,10 +37,13 @@ def usual_server(topology: Topology) -> SyncConfig:
     return SyncConfig("parameter_server", next((count for count in counts if count >= wanted), counts[-1]), _hosts_share(topology))
 
 
-def sync_choices(graph: OperatorGraph, topology: Topology, asked: Sequence[SyncConfig] = ()) -> dict[str, tuple[SyncConfig, ...]]:
+def sync_choices(
+    graph: OperatorGraph, topology: Topology, asked: Sequence[SyncConfig] = (), uncut: Collection[str] = ()
+) -> dict[str, tuple[SyncConfig, ...]]:
     """Trainable parameter -> ways of synchronizing it, all-reduce first; parameters that have no choice are left out.
 
-    ``asked``: what all parameters may have beside all-reduce. If nothing is asked, sparse ones may have everything.
+    ``asked``: what all parameters may have beside all-reduce. If nothing is asked, sparse ones may have everything. ``uncut``: parameters
+    that are kept in one partition.
     """
     together = (False, True) if _hosts_share(topology) else (False,)
     counts = partition_counts(topology)
@@ -48,10 +52,20 @@ def sync_choices(graph: OperatorGraph, topology: Topology, asked: Sequence[SyncC
     for tensor in graph.parameters:
         sparse = tensor.name in graph.sparse
         wanted = [sync for sync in asked if sparse or sync != GATHER] if asked else every if sparse else []
+        if tensor.name in uncut:
+            wanted = [replace(sync, partitions=1) for sync in wanted]
         choices = tuple(dict.fromkeys((ALL_REDUCE, *wanted)))
         if tensor.requires_grad and len(choices) > 1:
             found[tensor.name] = choices
     return found
+
+
+def in_one_partition(strategy: Strategy, names: Collection[str]) -> Strategy:
+    """The strategy with these parameters in one partition, if servers keep them."""
+    for name, sync in strategy.parameters.items():
+        if name in names and sync.partitions > 1:
+            strategy = strategy.with_parameter(name, replace(sync, partitions=1))
+    return strategy
 
 
 def synchronized(graph: OperatorGraph, sync: SyncConfig, *, sparse: bool) -> dict[str, SyncConfig]:

@@ -17,6 +17,7 @@ from soap.cli.command import UsageError, note, one_line
 from soap.cli.first_measuring import Measured
 from soap.cli.options import Reading
 from soap.cli.stopping import Stopping
+from soap.cli.updating import Updating
 from soap.emulated_cluster import FAMILY as EMULATED
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure, StoppedBySignal
@@ -94,6 +95,7 @@ def verify(
     seed: int,
     data: str | None,
     wish: Wish,
+    optimizer: str | Updating = "adam",
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[api.SearchOutcome, float | None]:
     """The outcome with what was run, and the seconds that took. An error if it fails and the user has asked for it; else a line, and
@@ -102,7 +104,7 @@ def verify(
     seconds = verification.ASKED_S if wish.asked else verification.DEFAULT_S
     try:
         within = None if wish.asked else outcome.known_error  # what cannot win by all that is known is not run
-        outcome = verification.verify(outcome, wish.finalists, model, reading, seed, data, seconds=seconds, within=within)
+        outcome = verification.verify(outcome, wish.finalists, model, reading, seed, data, optimizer, seconds=seconds, within=within)
     except StoppedBySignal:
         raise
     except Exception as error:

@@ -146,6 +146,17 @@ def positive_number(text: str) -> float:
     return value
 
 
+def not_negative_number(text: str) -> float:
+    """A finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number of at least 0")
+    return value
+
+
 def batch_dim(text: str) -> tuple[str, int]:
     """``input=1`` as its two parts."""
     name, found, number = text.partition("=")

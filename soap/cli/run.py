@@ -30,6 +30,7 @@ from soap.cli.options import (
 from soap.cli.report import crowded, resting, shared_cores
 from soap.cli.tables import aligned, listed, milliseconds, speed_up
 from soap.cli.timelines import measured_text, not_as_priced
+from soap.cli.updating import Updating, add_updating
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
 from soap.presets import says_all
@@ -46,8 +47,7 @@ Result = TypeVar("Result")
 
 PROG = "soap-run"
 BASELINE = "data_parallel"
-OPTIMIZER_STATES = {"sgd": 0, "adam": 2}
-"""Tensors of a parameter's size that each optimizer keeps for it."""
+LR_HELP = "learning rate (default: the checkpoint's, or 0.01, of torch.optim.NAME torch's own)"
 STRATEGY = "strategy"
 """What the strategy is called where names of strategies are listed."""
 
@@ -66,7 +66,7 @@ def make_parser() -> Parser:
     parser.add_argument("--steps", metavar="N", type=positive, default=10, help="training steps (default %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare loss and every gradient with a single process first")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], help="compute in this type instead of the model's own")
-    parser.add_argument("--lr", metavar="X", type=positive_number, help="learning rate (default: the checkpoint's, or 0.01)")
+    parser.add_argument("--lr", metavar="X", type=positive_number, help=LR_HELP)
     add_training(parser)
     parser.add_argument("--compare-data-parallel", action="store_true", help="train by data parallelism as well, and measure it")
     parser.add_argument("--memory", action="store_true", help="measure each rank's peak memory, in three more steps")
@@ -81,8 +81,12 @@ def add_training(parser: Parser) -> None:
     """How a strategy is run, whatever for."""
     parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: as the cluster's devices are")
-    parser.add_argument("--optimizer", choices=list(OPTIMIZER_STATES), default="sgd", help="default %(default)s")
-    parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help="batches per update (default %(default)s)")
+    add_updating(parser)
+    accumulate_help = (
+        "batches per update (default %(default)s): loss and gradients are the mean over the batches of each one's own, a mean of means "
+        "where they count different numbers of tokens"
+    )
+    parser.add_argument("--accumulate", metavar="K", type=positive, default=1, help=accumulate_help)
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
     parser.add_argument("--clip-norm", metavar="X", type=positive_number, help="scale gradients to at most this global norm")
     data_help = (
@@ -133,11 +137,19 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     if args.dtype:  # the strategy was made for the model's own type; what is run and predicted is the model in the other one
         graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
     graph = api.with_recorded_rows(graph, args.strategy)
-    simulator = api.simulator_for(graph, topology, optimizer_states=OPTIMIZER_STATES[args.optimizer], costs=args.costs)
+    updating = Updating.of(args)
+    from soap.runtime.optimizer_trial import optimizer_states  # from here on torch is needed anyway
+    from soap.runtime.parts import require_possible
+
+    tried = updating.tried(graph)
+    states = optimizer_states(tried, sparse=bool(graph.sparse))
+    simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=args.costs)
     predicted = {name: simulator.run(strategy) for name, strategy in strategies.items()}
-    from soap.cli.training import Job  # from here on torch is needed anyway
+    from soap.cli.training import Job
 
     trained = [STRATEGY, BASELINE] if args.compare_data_parallel else [STRATEGY]
+    for name in trained:
+        require_possible(predicted[name].plan, tried, lazy_sparse=False)
     orders = {name: execution_order(predicted[name].tasks, predicted[name].schedule) for name in trained}
     job = Job(
         model=args.model,
@@ -147,8 +159,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         steps=args.steps,
         seed=checkpoints.seed if args.seed is None else args.seed,
         dtype=args.dtype,
-        optimizer=args.optimizer,
-        learning_rate=args.lr,
+        optimizer=updating,
         accumulate=args.accumulate,
         clip_norm=args.clip_norm,
         compiled=args.compile,

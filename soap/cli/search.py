@@ -30,8 +30,10 @@ from soap.cli.options import (
 )
 from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
+from soap.cli.updating import Updating, add_optimizer
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.files import check_writable, write_text_atomically
+from soap.graph import OperatorGraph
 from soap.presets import family
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.plot import check_plot
@@ -136,6 +138,7 @@ def make_parser() -> Parser:
         "host's devices deal with them together), or allgather of sparse ones' rows; allreduce for nothing else (repeatable; default: "
         "sparse ones in any way, dense ones by all-reduce)",
     )
+    add_optimizer(parser, default="adam: as many states in memory, and an elementwise update")
     parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
     add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
     return parser
@@ -179,6 +182,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     measured = None
     if wish.profile_s:
         measured, wish = at_hand.profile(PROG, args.model, reading(args), graph, topology, wish, stopping)
+    updating = Updating(tuple(args.optimizer or ("adam",)))
     outcome = api.search(
         graph,
         topology,
@@ -192,6 +196,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         pins=args.pin,
         forbidden=args.forbid,
         syncs=args.sync,
+        **_kept_for(updating, graph, asked=bool(args.optimizer)),
         costs=args.costs,
         margin=args.margin,
         progress=True,
@@ -201,7 +206,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         with stopping.saving():
             outcome.save(args.output)  # whatever becomes of the runs
         try:
-            outcome, verified = at_hand.verify(PROG, outcome, args.model, reading(args), args.seed, args.data, wish)
+            outcome, verified = at_hand.verify(PROG, outcome, args.model, reading(args), args.seed, args.data, wish, updating)
         except (KeyboardInterrupt, StoppedBySignal) as error:
             note(PROG, f"interrupted while verifying: what the search chose by its predictions is in {args.output}")
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
@@ -255,6 +260,17 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
         return stopping.exit_code
     return 0
+
+
+def _kept_for(updating: Updating, graph: OperatorGraph, *, asked: bool) -> dict[str, Any]:
+    """What an optimizer keeps and needs of parameters, as the search takes it. Adam is known; trying others needs torch."""
+    if not asked:
+        return {}
+    from soap.runtime.optimizer_trial import optimizer_states
+
+    tried = updating.tried(graph)
+    states = optimizer_states(tried, sparse=bool(graph.sparse))
+    return {"optimizer_states": states, "uncut": tried.whole, "together": tried.coupled}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,13 +15,13 @@ from soap import api, pace
 from soap.cli.batches import Batches, DrawnBatches, JoinedBatches, UserBatches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
+from soap.cli.updating import Updating
 from soap.emulation.placement import card_counters, run_evenly
-from soap.errors import SoapWarning
+from soap.errors import RuntimeFailure, SoapWarning
 from soap.runtime.check import CheckResult, check
 from soap.runtime.measure import WARM_UP_STEPS, StepTimes, measure_steps
 from soap.runtime.memory import peak_memory
-from soap.runtime.optimizers import OPTIMIZERS
-from soap.runtime.trainer import OptimizerFactory, Trainer
+from soap.runtime.trainer import Trainer
 from soap.runtime.world import close_world, open_world
 from soap.simulator.tasks import ExecutionOrder
 from soap.simulator.timeline import MeasuredEvent
@@ -29,8 +29,6 @@ from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
 from soap.tracing.model import TracedModel
 
-LEARNING_RATE = 0.01
-"""If neither the command line nor a checkpoint says another."""
 TRACED_STEPS = 5
 WEIGHED_STEPS = 3
 """The first makes the optimizer's states, the second is the first to have all, the third has what a step leaves behind."""
@@ -43,7 +41,8 @@ class Job:
     """All that a rank must know. The orders of tiles come from one simulation, so that all ranks have the same.
 
     ``strategies``: name -> strategy and order of its tiles; the first is the one that is checked, traced and saved.
-    ``learning_rate`` None: the checkpoint's, if the job goes on from one. ``emulated``: ranks are on emulated hosts.
+    ``optimizer``: as ``--optimizer`` has it, or all that is said of updates; what it leaves open is the checkpoint's, if the job goes on
+    from one. ``emulated``: ranks are on emulated hosts.
     ``weighed``: peak memory is measured.
     """
 
@@ -53,9 +52,8 @@ class Job:
     strategies: Mapping[str, tuple[Strategy, ExecutionOrder]]
     steps: int
     seed: int
-    optimizer: str
+    optimizer: str | Updating
     dtype: str | None = None
-    learning_rate: float | None = None
     accumulate: int = 1
     clip_norm: float | None = None
     compiled: bool = False
@@ -67,6 +65,11 @@ class Job:
     weighed: bool = False
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     emulated: bool = False
+
+    @property
+    def updating(self) -> Updating:
+        """How parameters are updated."""
+        return Updating((self.optimizer,)) if isinstance(self.optimizer, str) else self.optimizer
 
     @property
     def main(self) -> str:
@@ -98,7 +101,8 @@ def train(job: Job) -> Outcome:
     kind = job.device_kind or job.topology.devices[0].type.kind
     world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
     try:
-        found = check(make_trainer(job, model, job.main), batches, _optimizer(job), min(CHECKED_STEPS, job.steps)) if job.checked else None
+        optimizer = job.updating.recipe().optimizer
+        found = check(make_trainer(job, model, job.main), batches, optimizer, min(CHECKED_STEPS, job.steps)) if job.checked else None
         saver = Saver(job.checkpoints, job.steps)
         measured = {name: _measure(job, model, name, batches, saver if name == job.main else None) for name in job.strategies}
         traced = _trace(job, model, batches) if job.traced else ()
@@ -134,11 +138,23 @@ def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: S
 
 def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
     """Go on from a checkpoint; what the command line says overrules what the checkpoint says."""
+    optimizer, rates = trainer.optimizer, trainer.schedule.rates
+    before = [dict(group) for group in optimizer.param_groups] if optimizer is not None else []
     trainer.load(checkpoint)
     trainer.seed = job.seed
-    if job.learning_rate is not None and trainer.optimizer is not None:
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = job.learning_rate
+    if optimizer is None:
+        return
+    if trainer.schedule.name is not None and job.updating.learning_rate is not None and trainer.schedule.rates != rates:
+        raise RuntimeFailure(
+            f"--lr {job.updating.learning_rate:g}: the checkpoint's schedule began at other learning rates, {trainer.schedule.rates} "
+            f"instead of {rates}; leave --lr out"
+        )
+    scheduled = {"lr", "momentum", "betas"} if trainer.schedule.name is not None else set()
+    own = iter(zip(optimizer.param_groups, before, strict=True))
+    for member in trainer.layout.members:
+        for _ in range(trainer.layout.group_count(member)):
+            group, asked = next(own)
+            group.update({key: asked[key] for key in getattr(member.make, "explicit", ()) if key not in scheduled})
 
 
 def _trace(job: Job, model: TracedModel, batches: Batches) -> tuple[tuple[MeasuredEvent, ...], ...]:
@@ -168,12 +184,15 @@ def _weigh(job: Job, model: TracedModel, batches: Batches, device: torch.device)
 def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     """A trainer of the model's own parameters by the strategy of this name."""
     strategy, order = job.strategies[name]
+    recipe = job.updating.recipe()
     with pace.paused():  # it is made at this machine's speed
         trainer = Trainer(
             model,
             (strategy, job.topology),
             order,
-            optimizer=_optimizer(job),
+            optimizer=recipe.optimizer,
+            groups=recipe.groups,
+            schedule=recipe.schedule,
             backend=job.backend,
             device_kind=job.device_kind,
             seed=job.seed,
@@ -184,11 +203,6 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     if job.emulated:
         run_evenly()  # all groups' threads are there now
     return trainer
-
-
-def _optimizer(job: Job) -> OptimizerFactory:
-    rate = LEARNING_RATE if job.learning_rate is None else job.learning_rate
-    return lambda tensors: OPTIMIZERS[job.optimizer](tensors, rate)
 
 
 def _show(bar: tqdm[Any], loss: float) -> None:

@@ -16,6 +16,7 @@ from soap.cli import emulation, room
 from soap.cli.command import UsageError
 from soap.cli.options import Reading
 from soap.cli.tables import aligned, milliseconds
+from soap.cli.updating import Updating
 from soap.emulated_cluster import FAMILY as EMULATED
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
@@ -56,7 +57,7 @@ def verify(
     reading: Reading,
     seed: int,
     data: str | None = None,
-    optimizer: str = "adam",
+    optimizer: str | Updating = "adam",
     scale: float = 1.0,
     seconds: float = ASKED_S,
     within: float | None = None,

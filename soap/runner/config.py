@@ -11,7 +11,7 @@ import torch
 
 from soap.api import DEFAULT_BUDGET, CostSource
 from soap.errors import RuntimeFailure
-from soap.runtime.trainer import OptimizerFactory, plain_sgd
+from soap.runtime.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
 
 RunOption = Literal["hybrid", "ps", "allreduce"]
 RUN_OPTIONS: tuple[RunOption, ...] = ("hybrid", "ps", "allreduce")
@@ -30,7 +30,8 @@ class RunnerConfig:
     parameters is then chosen, as by ``soap-tune``; 0: what is predicted to be fastest counts.
     ``checkpoint``: a folder; training goes on from the latest in it, and a new one is written every ``save_every`` steps and at the end,
     the last ``keep`` of which stay. ``sharded``: each rank gives its own part of a batch, else every rank the whole one.
-    ``optimizer``, ``clip_norm``, ``seed``: see ``soap.Trainer``; ``loss``, ``dynamic_batch``: see ``soap.export``; ``budget``, ``costs``,
+    ``optimizer``, ``groups``, ``schedule``, ``clip_norm``, ``seed``: see ``soap.Trainer``; parameters that the optimizer needs whole are
+    not cut by the plan that is searched; ``loss``, ``dynamic_batch``: see ``soap.export``; ``budget``, ``costs``,
     ``alpha`` (shares of rows that a batch touches, by pattern of parameter names): see ``soap.search``.
     """
 
@@ -43,7 +44,9 @@ class RunnerConfig:
     save_every: int | None = None
     keep: int | None = 2
     sharded: bool = True
-    optimizer: OptimizerFactory = plain_sgd
+    optimizer: Optimizers = plain_sgd
+    groups: GroupOptions | None = None
+    schedule: ScheduleFactory | None = None
     clip_norm: float | None = None
     loss: Callable[..., torch.Tensor] | None = None
     dynamic_batch: bool | Mapping[str, int] = False
@@ -53,6 +56,11 @@ class RunnerConfig:
     backend: str = "auto"
     seed: int = 0
     timeout_s: float = TIMEOUT_S
+
+    @property
+    def recipe(self) -> Recipe:
+        """How parameters are updated."""
+        return Recipe(self.optimizer, self.groups, self.schedule)
 
     def __post_init__(self) -> None:
         if self.run_option not in RUN_OPTIONS:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from soap import api
 from soap.graph import OperatorGraph
-from soap.profiles.roofline import LEAST_DENSE_STATES
 from soap.row_shares import with_alphas
 from soap.runner.config import RunnerConfig
-from soap.runtime.row_update import spares_rows
-from soap.runtime.trainer import OptimizerFactory
+from soap.runtime.optimizer_trial import optimizer_states, try_optimizer
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy import Strategy, SyncConfig
+from soap.synchronization import in_one_partition
 from soap.topology import Topology
 
 SERVED = "parameter_server"
@@ -28,30 +25,29 @@ def planned(
 ) -> tuple[Strategy, ExecutionOrder]:
     """The strategy, and its tiles in the order in which their passes begin."""
     graph = with_alphas(graph, list((config.alpha or {}).items()))
-    states = optimizer_states(config.optimizer)
+    trainable = {tensor.name: tensor.shape for tensor in graph.parameters if tensor.requires_grad}
+    tried = try_optimizer(config.recipe.layout(trainable), trainable)
+    states = optimizer_states(tried, sparse=bool(graph.sparse))
     simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=config.costs)
     if config.run_option == "ps":
         strategy = api.classical(SERVED, graph, topology)
     else:
         syncs = [SyncConfig()] if config.run_option == "allreduce" else []
         found = api.search(
-            graph, topology, budget=config.budget, seed=config.seed, syncs=syncs, optimizer_states=states, costs=config.costs
+            graph,
+            topology,
+            budget=config.budget,
+            seed=config.seed,
+            syncs=syncs,
+            optimizer_states=states,
+            uncut=tried.whole,
+            together=tried.coupled,
+            costs=config.costs,
         )
         strategy = found.strategy
-    strategy = alike(simulator, adapted(strategy, config), groups)
+    strategy = in_one_partition(alike(simulator, adapted(strategy, config), groups), tried.whole)
     simulation = simulator.run(strategy)
     return strategy, execution_order(simulation.tasks, simulation.schedule)
-
-
-def optimizer_states(make: OptimizerFactory) -> int:
-    """How many tensors of a parameter's size an optimizer keeps, as predictions count them: tried on a parameter of its own. One that
-    changes rows without gradient counts as Adam at least, which does so, too."""
-    parameter = torch.zeros(2, 3, requires_grad=True)
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = make([parameter])
-    optimizer.step()
-    kept = [one for one in optimizer.state[parameter].values() if isinstance(one, torch.Tensor) and one.shape == parameter.shape]
-    return len(kept) if spares_rows(optimizer, optimizer.param_groups[0]) else max(len(kept), LEAST_DENSE_STATES)
 
 
 def adapted(strategy: Strategy, config: RunnerConfig) -> Strategy:

@@ -107,6 +107,8 @@ class Runner:
                 order,
                 iterations=config.tuning_iterations,
                 optimizer=config.optimizer,
+                groups=config.groups,
+                schedule=config.schedule,
                 backend=config.backend,
                 clip_norm=config.clip_norm,
             ).strategy
@@ -115,6 +117,8 @@ class Runner:
             (self.strategy, self.topology),
             order,
             optimizer=config.optimizer,
+            groups=config.groups,
+            schedule=config.schedule,
             backend=config.backend,
             seed=config.seed,
             clip_norm=config.clip_norm,

@@ -18,7 +18,8 @@ from soap.errors import RuntimeFailure, StrategyError
 from soap.graph import OperatorGraph
 from soap.runner.planning import SERVED
 from soap.runtime.measure import measure_steps
-from soap.runtime.trainer import OptimizerFactory, Trainer, plain_sgd
+from soap.runtime.optimizers import GroupOptions, Optimizers, ScheduleFactory, plain_sgd
+from soap.runtime.trainer import Trainer
 from soap.runtime.world import close_world, open_world
 from soap.search.partition_tuning import BATCHES, ITERATIONS, Sample, Tuning, choose, next_partitions, settled_ns
 from soap.simulator.tasks import ExecutionOrder
@@ -65,7 +66,9 @@ def tune(
     order: ExecutionOrder | Sequence[int] | None = None,
     *,
     iterations: int = ITERATIONS,
-    optimizer: OptimizerFactory = plain_sgd,
+    optimizer: Optimizers = plain_sgd,
+    groups: GroupOptions | None = None,
+    schedule: ScheduleFactory | None = None,
     backend: str = "auto",
     device_kind: DeviceKind | None = None,
     accumulate: int = 1,
@@ -90,6 +93,8 @@ def tune(
             (chosen, topology),
             order,
             optimizer=optimizer,
+            groups=groups,
+            schedule=schedule,
             backend=backend,
             device_kind=device_kind,
             accumulate=accumulate,

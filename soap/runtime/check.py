@@ -16,9 +16,12 @@ from soap.dtypes import part_of
 from soap.errors import RuntimeFailure
 from soap.regions import whole
 from soap.runtime.alone import Alone, step_alone
+from soap.runtime.optimizers import Optimizers
+from soap.runtime.parts import trainable_shapes
 from soap.runtime.row_update import Updater
+from soap.runtime.schedules import Schedule
 from soap.runtime.sizes import run_dtype
-from soap.runtime.trainer import OptimizerFactory, Trainer
+from soap.runtime.trainer import Trainer
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest difference per tensor, relative to its largest element: rounding, amplified by a deep model's backward pass."""
@@ -94,11 +97,14 @@ def in_float64(found: Difference) -> str:
 def check(
     trainer: Trainer,
     batch: Callable[[int], Sequence[torch.Tensor]],
-    optimizer: OptimizerFactory,
+    optimizer: Optimizers,
     steps: int = 1,
     tolerance: float | None = None,
 ) -> CheckResult:
-    """Train ``steps`` steps on ``batch(0)``, … on all ranks, comparing each with one process. Equal result on all ranks."""
+    """Train ``steps`` steps on ``batch(0)``, … on all ranks, comparing each with one process. Equal result on all ranks.
+
+    ``optimizer``: what the trainer was made with; groups and schedule are the trainer's.
+    """
     reference = _Reference(trainer, optimizer, tolerance) if trainer.rank == 0 else None
     differences: list[Difference] = []
     for step in range(steps):
@@ -120,7 +126,7 @@ def check(
 class _Reference:
     """Rank 0's own training in one process, set to the distributed state before each step."""
 
-    def __init__(self, trainer: Trainer, optimizer: OptimizerFactory, tolerance: float | None) -> None:
+    def __init__(self, trainer: Trainer, optimizer: Optimizers, tolerance: float | None) -> None:
         self.trainer, self.model = trainer, trainer.model
         graph = self.model.graph
         shapes = {name: graph.tensors[name].shape for name in self.model.parameters}  # values come with each step
@@ -129,8 +135,11 @@ class _Reference:
         self.trainable = {name: tensor for name, tensor in self.parameters.items() if tensor.requires_grad}
         numbered = dict(enumerate(self.trainable))
         self._numbers = {name: number for number, name in numbered.items()}
+        recipe = replace(trainer.recipe, optimizer=optimizer)
+        own = recipe.layout(trainable_shapes(trainer.plan)).optimizer({name: [tensor] for name, tensor in self.trainable.items()})
+        self._schedule = Schedule.of(recipe.schedule, own)
         self._updater = Updater(
-            optimizer(list(self.trainable.values())) if self.trainable else None,
+            own,
             {number: self.trainable[name] for number, name in numbered.items()},
             {number: (name, whole(self.trainable[name].shape)) for number, name in numbered.items()},
             trainer.lazy_sparse,
@@ -153,7 +162,7 @@ class _Reference:
         with torch.no_grad():
             for name, tensor in self.parameters.items():
                 tensor.copy_(before[name])
-        self._update(gradients, self.trainer.rows_looked_up(step, *inputs) if self.trainer.lazy_sparse else {})
+        self._update(loss, gradients, self.trainer.rows_looked_up(step, *inputs) if self.trainer.lazy_sparse else {})
         ours = Alone(torch.tensor(loss, dtype=torch.float64), gradients, after)
         found = [*self._computed(step, ours, expected), *self._updated(step, after)]
         if self.dtype is torch.float64 or all(difference.error <= self.tolerance for difference in found):
@@ -184,10 +193,11 @@ class _Reference:
             for key in [(d.kind, d.name)]
         ]
 
-    def _update(self, gradients: Mapping[str, torch.Tensor], looked_up: Mapping[str, torch.Tensor]) -> None:
+    def _update(self, loss: float, gradients: Mapping[str, torch.Tensor], looked_up: Mapping[str, torch.Tensor]) -> None:
         """The optimizer on whole parameters, with the ranks' own gradients: where Adam divides rounding by rounding, both must agree."""
         found = {number: self.trainer.place(gradients[name]) for name, number in self._numbers.items() if name in gradients}
         self._updater.update(found, {}, looked_up)
+        self._schedule.step(loss)
 
 
 def coarsest(trainer: Trainer) -> torch.dtype:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,11 +20,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from soap.errors import CheckpointError, SoapError
 from soap.regions import lengths, subtract, volume, whole
-from soap.runtime import optimizer_state
+from soap.runtime import optimizer_state, schedules
 from soap.runtime.checkpoint_folder import MANIFEST, begin, discard, publish, resolve, unwritable
-from soap.runtime.checkpoint_manifest import Manifest, damaged, model_name, read_manifest, state_name
+from soap.runtime.checkpoint_manifest import Manifest, ParameterState, damaged, model_name, read_manifest, state_name
 from soap.runtime.checkpoint_storage import CheckpointReader, CheckpointWriter, Region, RegionLoadPlanner, RegionSavePlanner
+from soap.runtime.optimizers import recorded_name
+from soap.runtime.parts import Part
 from soap.runtime.redistribute import Communicator
+from soap.runtime.schedules import Schedule
 from soap.runtime.shards import ShardStore
 from soap.simulator.plan import Plan
 from soap.tracing.model import TracedModel
@@ -34,13 +37,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint has to know of a training on this rank. ``place``: a tensor on this rank's device, in the type computed in."""
+    """What a checkpoint has to know of a training on this rank. ``parts``: what the optimizer updates. ``place``: a tensor on this rank's
+    device, in the type computed in."""
 
     model: TracedModel
     plan: Plan
     comm: Communicator
     shards: ShardStore
+    parts: Mapping[int, Part]
     optimizer: torch.optim.Optimizer | None
+    schedule: Schedule
     place: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -64,12 +70,15 @@ def save_checkpoint(
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep {keep}: expected at least 1, or None for all")
     comm = training.comm
-    here = _together(comm, lambda: optimizer_state.known_here(training.plan, training.shards.tensors, training.optimizer))
+    here = _together(comm, lambda: optimizer_state.known_here(training.parts, training.optimizer))
     everywhere = comm.gather(here)
     known = _together(comm, lambda: optimizer_state.join(everywhere))
+    own = _together(comm, training.schedule.record)
+    records = comm.gather(own)
+    schedule = _together(comm, lambda: schedules.joined(records))
     begun = _together(comm, lambda: begin(folder, step) if comm.rank == 0 else None)
     temporary, save_id = comm.gather((begun, secrets.token_hex(8)))[0]
-    manifest = _manifest(training, step, seed, save_id, known)
+    manifest = replace(_manifest(training, step, seed, save_id, known), schedule=schedule)
     try:
         _together(comm, lambda: _require_visible(temporary))
         planner = RegionSavePlanner(_regions_to_save(training, known, buffers), manifest)
@@ -95,6 +104,7 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     ids = comm.gather(manifest.save_id)
     if len(set(ids)) > 1:
         raise CheckpointError(f"ranks see different checkpoints at {str(path)!r}; expected a folder that all ranks share")
+    schedules.require_same(comm.gather(training.schedule.name), manifest.schedule, str(checkpoint))
     read_buffers = {name: torch.empty_like(tensor) for name, tensor in buffers.items()}
     regions = [Region(model_name(name), tuple(t.shape), whole(t.shape), t) for name, t in read_buffers.items()]
     for number, tensor in tensors.items():
@@ -102,12 +112,15 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
         regions.append(Region(model_name(shard.parameter), plan.graph.tensors[shard.parameter].shape, shard.box, tensor))
     unchanged = _unchanged_to_read(training, manifest) if comm.rank == 0 else {}
     regions += [Region(model_name(name), tuple(t.shape), whole(t.shape), t) for name, t in unchanged.items()]
-    found = _state_to_read(training, manifest)
+    found = _together(comm, lambda: _state_to_read(training, manifest))
     regions += found.values()
     reader, planner = CheckpointReader(checkpoint, manifest), RegionLoadPlanner(regions, manifest)
     _through_torch(checkpoint, lambda: load({}, storage_reader=reader, planner=planner))
     read = {key: region.tensor for key, region in found.items()}
-    _together(comm, lambda: optimizer_state.restore(training.optimizer, plan, tensors, manifest.states, read))
+    _together(comm, lambda: optimizer_state.restore(training.optimizer, training.parts, manifest.states, read))
+    if manifest.schedule is not None:
+        record = manifest.schedule
+        _together(comm, lambda: training.schedule.restore(record))
     return Loaded(manifest.step, manifest.seed, read_buffers, unchanged)
 
 
@@ -139,9 +152,8 @@ def _regions_to_save(training: Training, known: optimizer_state.Known, buffers: 
             continue
         shape = plan.graph.tensors[shard.parameter].shape
         regions.append(Region(model_name(shard.parameter), shape, shard.box, tensor))
-        state = training.optimizer.state.get(tensor, {}) if training.optimizer is not None else {}
-        for key in known.states[shard.parameter].regions if shard.parameter in known.states else ():
-            regions.append(Region(state_name(shard.parameter, key), shape, shard.box, state[key]))
+        if number in training.parts and training.optimizer is not None:
+            regions += _state_to_save(training.parts[number], training.optimizer, known)
     if rank == 0:
         regions += _unread_regions(training)
         others = {**{name: training.place(tensor) for name, tensor in training.model.unchanged.items()}, **buffers}
@@ -149,6 +161,15 @@ def _regions_to_save(training: Training, known: optimizer_state.Known, buffers: 
         for (name, key), value in known.scalars.items():
             tensor = torch.tensor(value, dtype=known.dtypes[name, key])
             regions.append(Region(state_name(name, key), (), (), tensor))
+    return regions
+
+
+def _state_to_save(part: Part, optimizer: torch.optim.Optimizer, known: optimizer_state.Known) -> list[Region]:
+    own, state = known.states.get(part.parameter, ParameterState()), optimizer.state.get(part.tensor, {})
+    regions = [Region(state_name(part.parameter, key), part.shape, part.box, state[key]) for key in own.regions]
+    for key in own.others:
+        shape = tuple(state[key].shape)
+        regions.append(Region(state_name(part.parameter, key), shape, whole(shape), state[key]))
     return regions
 
 
@@ -179,22 +200,26 @@ def _unchanged_to_read(training: Training, manifest: Manifest) -> dict[str, torc
 
 
 def _state_to_read(training: Training, manifest: Manifest) -> dict[tuple[int, str], Region]:
-    """Empty tensors for the optimizer's state of this rank's shards, by (shard, key)."""
-    plan, optimizer = training.plan, training.optimizer
+    """Empty tensors for the optimizer's state of this rank's parts, by (part, key)."""
+    optimizer = training.optimizer
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
     found = {}
-    for number, tensor in training.shards.tensors.items():
-        shard = plan.shards[number]
-        known = manifest.states.get(shard.parameter)
-        if known is None or id(tensor) not in mine:
+    for number, part in training.parts.items():
+        known = manifest.states.get(part.parameter)
+        if known is None or id(part.tensor) not in mine:
             continue
-        for key in (*known.regions, *known.scalars):
-            name = state_name(shard.parameter, key)
-            dtype: torch.dtype = getattr(torch, manifest.tensors[name].dtype)
-            box = shard.box if key in known.regions else ()
-            device = tensor.device if key in known.regions else torch.device("cpu")
-            empty = torch.empty(lengths(box), dtype=dtype, device=device)
-            found[number, key] = Region(name, manifest.tensors[name].shape, box, empty)
+        if known.others and not part.is_whole:
+            raise CheckpointError(
+                f"the optimizer's state {known.others[0]!r} of {part.parameter!r} was saved of the whole parameter, and this plan cuts it; "
+                "go on with a plan that keeps it whole, such as data_parallel"
+            )
+        for key in (*known.regions, *known.scalars, *known.others):
+            name = state_name(part.parameter, key)
+            stored = manifest.tensors[name]
+            dtype: torch.dtype = getattr(torch, stored.dtype)
+            box = part.box if key in known.regions else whole(stored.shape)
+            device = torch.device("cpu") if key in known.scalars else part.tensor.device
+            found[number, key] = Region(name, stored.shape, box, torch.empty(lengths(box), dtype=dtype, device=device))
     return found
 
 
@@ -212,7 +237,7 @@ def _read(path: str | Path, training: Training, buffers: Mapping[str, torch.Tens
                 f"checkpoint {str(checkpoint)!r} is of another model ({manifest.model!r}, not {training.plan.graph.name!r}): "
                 f"{name!r} has {shown[0]} there, {shown[1]} here; load it into the model that it was saved from"
             )
-    optimizer = type(training.optimizer).__name__ if training.optimizer is not None else None
+    optimizer = recorded_name(training.optimizer) if training.optimizer is not None else None
     if None not in (optimizer, manifest.optimizer) and optimizer != manifest.optimizer:
         raise CheckpointError(
             f"checkpoint {str(checkpoint)!r} was saved with optimizer {manifest.optimizer}, this run has {optimizer}; "

@@ -45,17 +45,20 @@ class StoredTensor:
 @dataclass(frozen=True, slots=True)
 class ParameterState:
     """What the optimizer knows of a parameter. ``options``: those of its group. ``regions``: names of the state that is split like the
-    parameter; ``scalars``: of single numbers that are tensors; ``values``: plain numbers."""
+    parameter; ``scalars``: of single numbers that are tensors; ``values``: plain numbers; ``others``: names of tensors of other shapes, of
+    a parameter that is kept whole."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     regions: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint. ``aliases``: further names of tied parameters. ``optimizer``: name of its class, None without anything to train."""
+    """A checkpoint. ``aliases``: further names of tied parameters. ``optimizer``: name of its class, None without anything to train.
+    ``schedule``: see ``runtime.schedules``."""
 
     save_id: str
     step: int
@@ -67,6 +70,7 @@ class Manifest:
     optimizer: str | None
     states: Mapping[str, ParameterState]
     tensors: Mapping[str, StoredTensor]
+    schedule: Mapping[str, Any] | None = None
 
     @property
     def files(self) -> dict[str, int]:
@@ -78,8 +82,14 @@ class Manifest:
         return sizes
 
     def text(self) -> str:
-        """The file's content."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}) + "\n"
+        """The file's content. What few checkpoints have is left out of the others, which older programs can then read."""
+        content = asdict(self)
+        for state in content["states"].values():
+            if not state["others"]:
+                del state["others"]
+        if content["schedule"] is None:
+            del content["schedule"]
+        return json.dumps({"format": FORMAT, "version": VERSION, **content}) + "\n"
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -123,8 +133,9 @@ def _check_file(path: Path, size: int) -> None:
         raise damaged(path, f"it has {path.stat().st_size} bytes, expected {size}")
 
 
-def _record(properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+def _record(properties: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    every = {**properties, **(optional or {})}
+    return {"type": "object", "properties": every, "required": list(properties), "additionalProperties": False}
 
 
 def _map(values: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +166,9 @@ SCHEMA: dict[str, Any] = _record(
         "buffers": _NAMES,
         "aliases": _map({"type": "string"}),
         "optimizer": {"type": ["string", "null"]},
-        "states": _map(_record({"options": {"type": "object"}, "regions": _NAMES, "scalars": _NAMES, "values": {"type": "object"}})),
+        "states": _map(
+            _record({"options": {"type": "object"}, "regions": _NAMES, "scalars": _NAMES, "values": {"type": "object"}}, {"others": _NAMES})
+        ),
         "tensors": _map(
             _record(
                 {
@@ -165,7 +178,8 @@ SCHEMA: dict[str, Any] = _record(
                 }
             )
         ),
-    }
+    },
+    {"schedule": _record({"name": {"type": "string"}, "state": {"type": "object"}})},
 )
 
 
@@ -195,7 +209,9 @@ def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
             raise damaged(path, f"the regions of {name!r} do not cover its shape {shape}")
         tensors[name] = StoredTensor(entry["dtype"], shape, chunks)
     states = {
-        name: ParameterState(entry["options"], tuple(entry["regions"]), tuple(entry["scalars"]), entry["values"])
+        name: ParameterState(
+            entry["options"], tuple(entry["regions"]), tuple(entry["scalars"]), entry["values"], tuple(entry.get("others", ()))
+        )
         for name, entry in document["states"].items()
     }
     _check_complete(path, document, tensors, states)
@@ -210,6 +226,7 @@ def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
         optimizer=document["optimizer"],
         states=states,
         tensors=tensors,
+        schedule=document.get("schedule"),
     )
 
 
@@ -225,3 +242,6 @@ def _check_complete(
             found, parameter = tensors.get(state_name(name, key)), tensors.get(model_name(name))
             if found is None or parameter is None or found.shape != (parameter.shape if key in state.regions else ()):
                 raise damaged(path, f"it lacks state {key!r} of {name!r} in the shape that belongs to it")
+        for key in state.others:
+            if state_name(name, key) not in tensors:
+                raise damaged(path, f"it lacks state {key!r} of {name!r}")

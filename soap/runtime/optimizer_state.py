@@ -1,8 +1,8 @@
 """What an optimizer knows, by parameter name: apart from how parameters are split, so that other plans can go on with it.
 
-Every rank's optimizer has the state of its own shards. State shaped like the shard is a region of a tensor shaped like the
-parameter. Numbers, such as Adam's step, must be the same for all shards and are kept once per parameter. Anything else (a factor,
-a matrix) depends on how the parameter is split, and so cannot be kept.
+Every rank's optimizer has the state of its own parts of parameters (``runtime.parts``). State shaped like the part is a region of a tensor
+shaped like the parameter. Numbers, such as Adam's step, must be the same for all parts and are kept once per parameter. Tensors of other
+shapes (factors, matrices) are kept of parameters that are not cut. Anything else cannot be kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 
 from soap.errors import CheckpointError
 from soap.runtime.checkpoint_manifest import ParameterState
-from soap.simulator.plan import Plan
+from soap.runtime.optimizers import recorded_name
+from soap.runtime.parts import Part
 
 _LOCAL_OPTIONS = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
 """Entries of a parameter group that say how the update is computed here, not what it is."""
@@ -31,16 +32,14 @@ class Known:
     scalars: dict[tuple[str, str], Any] = field(default_factory=dict)
 
 
-def known_here(plan: Plan, tensors: Mapping[int, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> Known:
+def known_here(parts: Mapping[int, Part], optimizer: torch.optim.Optimizer | None) -> Known:
     """What this rank's optimizer knows; CheckpointError if some of it cannot be kept."""
     if optimizer is None:
         return Known()
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    parts = []
-    for number, tensor in tensors.items():
-        if id(tensor) in groups:
-            parts.append(_known_of(plan, number, tensor, groups[id(tensor)], optimizer.state.get(tensor, {})))
-    return join([Known(type(optimizer).__name__), *parts])
+    there = [part for part in parts.values() if id(part.tensor) in groups]
+    known = [_known_of(part, groups[id(part.tensor)], optimizer.state.get(part.tensor, {})) for part in there]
+    return join([Known(recorded_name(optimizer)), *known])
 
 
 def join(parts: Iterable[Known]) -> Known:
@@ -61,21 +60,23 @@ def join(parts: Iterable[Known]) -> Known:
     return result
 
 
-def _known_of(plan: Plan, number: int, tensor: torch.Tensor, group: Mapping[str, Any], state: Mapping[Any, Any]) -> Known:
-    """What is known of one shard."""
-    name = plan.shards[number].parameter
-    whole_is_scalar = plan.graph.tensors[name].shape == ()
-    regions: list[str] = []
+def _known_of(part: Part, group: Mapping[str, Any], state: Mapping[Any, Any]) -> Known:
+    """What is known of one part."""
+    name, tensor = part.parameter, part.tensor
+    regions, others = list[str](), list[str]()
     result = Known()
     values: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and isinstance(key, str):
             result.dtypes[name, key] = value.dtype
-            if value.dim() == 0 and not whole_is_scalar:
+            if value.dim() == 0 and part.shape != ():
                 result.scalars[name, key] = value.item()
                 continue
             if value.shape == tensor.shape and value.layout is torch.strided:
                 regions.append(key)
+                continue
+            if part.is_whole and value.layout is torch.strided:
+                others.append(key)
                 continue
         elif isinstance(key, str) and (value is None or isinstance(value, (bool, int, float, str))):
             values[key] = value
@@ -86,7 +87,7 @@ def _known_of(plan: Plan, number: int, tensor: torch.Tensor, group: Mapping[str,
             "checkpoints need an optimizer whose update is elementwise"
         )
     scalars = tuple(sorted(key for _, key in result.scalars))
-    result.states[name] = ParameterState(_options(name, group), tuple(sorted(regions)), scalars, values)
+    result.states[name] = ParameterState(_options(name, group), tuple(sorted(regions)), scalars, values, tuple(sorted(others)))
     return result
 
 
@@ -118,28 +119,27 @@ def _plain(value: Any) -> Any:
 
 def restore(
     optimizer: torch.optim.Optimizer | None,
-    plan: Plan,
-    tensors: Mapping[int, torch.Tensor],
+    parts: Mapping[int, Part],
     states: Mapping[str, ParameterState],
     found: Mapping[tuple[int, str], torch.Tensor],
 ) -> None:
-    """Give an optimizer its state. ``found``: the tensors read for it, by (shard, key). Other parameters are as if never updated."""
+    """Give an optimizer its state. ``found``: the tensors read for it, by (part, key). Other parameters are as if never updated."""
     if optimizer is None:
         return
-    number_of = {id(tensor): number for number, tensor in tensors.items()}
+    number_of = {id(part.tensor): number for number, part in parts.items()}
     packed = optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {}
     for group, description in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         options: dict[str, Any] = {}
         for parameter, index in zip(group["params"], description["params"], strict=True):
             number = number_of.get(id(parameter))
-            known = states.get(plan.shards[number].parameter) if number is not None else None
+            known = states.get(parts[number].parameter) if number is not None else None
             if number is None or known is None:
                 continue
-            read = {key: found[number, key] for key in (*known.regions, *known.scalars)}
+            read = {key: found[number, key] for key in (*known.regions, *known.scalars, *known.others)}
             if read or known.values:
                 state[index] = {**known.values, **read}
-            _agree(options, known.options, plan.shards[number].parameter)
+            _agree(options, known.options, parts[number].parameter)
         for key, value in options.items():
             description[key] = _like(group.get(key), value)
     optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})

@@ -29,12 +29,14 @@ class ShardStore:
     """The shards that a rank keeps. ``tensors``: shard -> leaf tensor, in plan order; what is trainable requires a gradient.
 
     ``leaves``: piece -> leaf tensor that tiles read: shards that tiles of this rank need whole, and copies of dense regions that servers
-    keep. ``boxes``: of all pieces.
+    keep. ``boxes``: of all pieces. ``joined``: parameter -> tensor of all of it, of whose memory its shards are views; of ``whole``.
     """
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, whole: Sequence[str] = ()) -> None:
         self.plan = plan
         self.rank = rank
+        self.joined: dict[str, torch.Tensor] = {}
+        self._whole = frozenset(whole)
         self.tensors: dict[int, torch.Tensor] = {}
         self.leaves: dict[int, torch.Tensor] = {}
         self.boxes = pieces(plan)
@@ -54,7 +56,7 @@ class ShardStore:
         ``share``: a shard that is a whole parameter uses the parameter's own memory, where device and dtype are the same.
         Copies of what servers keep have no values yet, but for this rank's own partitions.
         """
-        copied = {} if self.leaves else self._make_copies(parameters, device, dtype)
+        copied = {} if self.leaves else self._make_copies(parameters, device, dtype) | self._join(parameters, device, dtype)
         for number, shard in enumerate(self.plan.shards):
             if self.rank not in shard.devices:
                 continue
@@ -80,7 +82,7 @@ class ShardStore:
 
     def share_with(self, other: ShardStore) -> None:
         """Have the tensors of a store whose plan has the same shards."""
-        self.tensors, self.leaves = other.tensors, other.leaves
+        self.tensors, self.leaves, self.joined = other.tensors, other.leaves, other.joined
 
     def _make_copies(
         self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
@@ -97,12 +99,27 @@ class ShardStore:
             self.leaves[len(self.plan.shards) + number] = copy.detach().requires_grad_()
         return mine
 
+    def _join(self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
+        """Room for what is kept whole in several shards; the places of these in it."""
+        places: dict[int, torch.Tensor] = {}
+        for number, shard in enumerate(self.plan.shards):
+            if self.rank in shard.devices and shard.parameter in self._whole:
+                full = parameters[shard.parameter]
+                if shard.parameter not in self.joined:
+                    room = torch.empty(full.shape, dtype=_kind(full, dtype), device=device)
+                    self.joined[shard.parameter] = room.requires_grad_()
+                places[number] = cut(self.joined[shard.parameter].detach(), whole(full.shape), shard.box)
+        return places
+
     def agree(self, comm: Communicator) -> None:
         """Make all copies of a shard equal to the one of its first device."""
         for number, shard in enumerate(self.plan.shards):
             if number in self.tensors and len(shard.devices) > 1:
                 own = self.tensors[number].detach()
-                comm.broadcast(own, shard.devices[0], shard.devices).wait()
+                sent = own.contiguous()
+                comm.broadcast(sent, shard.devices[0], shard.devices).wait()
+                if sent is not own:  # a view of a whole parameter
+                    own.copy_(sent)
 
     def region(self, tile: int, place: int) -> Region:
         """What a tile needs for its parameter operand ``place``."""

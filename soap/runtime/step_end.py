@@ -9,6 +9,7 @@ import torch
 
 from soap.runtime.clipping import clip
 from soap.runtime.gradients import Gradients
+from soap.runtime.parts import Part, merged
 from soap.runtime.position import HERE
 from soap.runtime.redistribute import Communicator
 from soap.runtime.row_update import Updater
@@ -18,22 +19,22 @@ from soap.simulator.tasks import TaskKind
 
 
 class StepEnd:
-    """On one rank, which keeps ``tensors`` (by shard). ``clip_norm``: the largest norm of all gradients together, or None."""
+    """On one rank, whose optimizer has these ``parts``. ``clip_norm``: the largest norm of all gradients together, or None."""
 
     def __init__(
         self,
         plan: Plan,
         comm: Communicator,
         gradients: Gradients,
-        tensors: Mapping[int, torch.Tensor],
+        parts: Mapping[int, Part],
         optimizer: torch.optim.Optimizer | None,
         clip_norm: float | None,
         lazy: bool,
     ) -> None:
         self.plan, self.comm, self.gradients, self.clip_norm = plan, comm, gradients, clip_norm
-        self._tensors, self._name = tensors, update_name(comm.rank)
-        parts = {number: (plan.shards[number].parameter, plan.shards[number].box) for number in tensors}
-        self._updater = Updater(optimizer, tensors, parts, lazy)
+        self._parts, self._name = parts, update_name(comm.rank)
+        tensors = {number: part.tensor for number, part in parts.items()}
+        self._updater = Updater(optimizer, tensors, {number: (part.parameter, part.box) for number, part in parts.items()}, lazy)
 
     def run(self, looked_up: Mapping[str, torch.Tensor], recorder: Recorder | None) -> float | None:
         """Update everything; the gradients' norm before it was clipped, if it is. ``looked_up``: see ``Updater.update``."""
@@ -44,10 +45,10 @@ class StepEnd:
         if self.clip_norm is not None:
             found = {**gradients.dense, **{number: own.values for number, own in gradients.rows.items()}}
             norm = clip(self.comm, self.plan, found, self.clip_norm)
-        left = None if not done else self._tensors.keys() - done
+        left = None if not done else self._parts.keys() - done
         timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
         with recorder.task(self._name, TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
-            self._updater.update(gradients.dense, gradients.rows, looked_up, left)
+            self._updater.update(*merged(self.plan, self._parts, gradients.dense, gradients.rows), looked_up, left)
         HERE.task = ""
         if gradients.served.regions:
             gradients.served.pull(watch_nothing if recorder is None else recorder.watch)
@@ -59,7 +60,7 @@ class StepEnd:
         updated = set[int]()
         for own in self.plan.served:
             for number, shard in enumerate(own.shards):
-                if shard in self._tensors:
+                if shard in self._parts:
                     with recorder.task(serve_name(own, number), TaskKind.UPDATE):
                         self.gradients.add_up((shard,))
                         if self.clip_norm is None:

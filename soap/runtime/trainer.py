@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +19,13 @@ from soap.regions import whole
 from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.look_ups import note_rows
 from soap.runtime.micro_batch import MicroBatch
+from soap.runtime.optimizer_trial import try_optimizer
+from soap.runtime.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
+from soap.runtime.parts import joined_names, parts_of, require_possible, trainable_shapes
 from soap.runtime.position import HERE
 from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
+from soap.runtime.schedules import Schedule
 from soap.runtime.shards import ShardStore, gather_regions
 from soap.runtime.sizes import BatchSizes, run_dtype
 from soap.runtime.step_end import StepEnd
@@ -39,26 +43,23 @@ from soap.tracing.model import TileContext, TracedModel
 if TYPE_CHECKING:
     from soap.runtime.checkpoint import Training
 
-OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-"""Makes an optimizer whose update is elementwise from the tensors of one rank's shards."""
-
-
-def plain_sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer if none is given: SGD with learning rate 0.01."""
-    return torch.optim.SGD(parameters, lr=0.01)
-
 
 class Trainer:
     """Trains a traced model by a plan; made on all ranks at once, with equal arguments.
 
     ``plan``: a plan, or (strategy, topology). ``order``: all tiles in the order in which they start, from the simulator; the graph's order
-    if None, and backward the other way round if that is not said. ``optimizer``: makes any torch optimizer with an elementwise update from
-    a list of tensors. ``seed`` is that of dropout. ``dtype``: compute in this floating-point type instead of the model's own.
-    ``accumulate``: micro-batches per step. ``clip_norm``: scale gradients to at most this global norm. Copies of a parameter start equal to
-    their first device's, buffers equal to rank 0's. ``take_over``: train in the model's own memory where a rank keeps a parameter whole;
-    ``model.parameters`` then follow the training, and lose the values of sparse tables that servers keep. ``lazy_sparse``: rows of sparse
-    parameters that a step does not look up stay as they are, whatever the optimizer does with zeros (see ``row_update``). ``compiled``: by
-    ``torch.compile``, which takes its time in the first step.
+    if None, and backward the other way round if that is not said. ``optimizer``: makes any torch optimizer from a list of tensors, the
+    parts of parameters that a rank keeps; or pattern of names -> what makes it. If its update is not elementwise (found by trying it,
+    see ``optimizer_trial``), the plan must keep its parameters whole. ``groups``: from a parameter's name and whole shape to what is
+    different for it, such as ``{"weight_decay": 0.0}``; ``optimizer`` is then given torch's parameter groups. ``schedule``: makes a
+    schedule of ``torch.optim.lr_scheduler`` from the optimizer; it steps behind each update, with the loss if it asks for a metric.
+    ``seed`` is that of dropout. ``dtype``: compute in this floating-point type instead of the model's own. ``accumulate``: micro-batches
+    per step; loss and gradients are the mean over the micro-batches of each one's own: where a loss is a mean over tokens that count, a
+    micro-batch with few of them weighs as much as one with many. ``clip_norm``: scale gradients to at most this global norm. Copies of a
+    parameter start equal to their first device's, buffers equal to rank 0's. ``take_over``: train in the model's own memory where a rank
+    keeps a parameter whole; ``model.parameters`` then follow the training, and lose the values of sparse tables that servers keep.
+    ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are, whatever the optimizer does with zeros (see
+    ``row_update``). ``compiled``: by ``torch.compile``, which takes its time in the first step.
 
     Use as a context manager, or call ``close``, to leave the process group that it has opened.
     """
@@ -69,7 +70,9 @@ class Trainer:
         plan: Plan | tuple[Strategy, Topology],
         order: ExecutionOrder | Sequence[int] | None = None,
         *,
-        optimizer: OptimizerFactory = plain_sgd,
+        optimizer: Optimizers = plain_sgd,
+        groups: GroupOptions | None = None,
+        schedule: ScheduleFactory | None = None,
         backend: str = "auto",
         device_kind: DeviceKind | None = None,
         seed: int = 0,
@@ -103,7 +106,11 @@ class Trainer:
         self.rank, self.device = self.world.rank, self.world.device
         self.comm = Communicator(self.device, self.program.device_groups(), self.world.timeout)
         self._check_agreement()
-        self.shards = ShardStore(plan, self.rank)
+        self.recipe = Recipe(optimizer, groups, schedule)
+        self.layout = layout = self.recipe.layout(trainable_shapes(plan))
+        tried = try_optimizer(layout, trainable_shapes(plan), self.device)
+        require_possible(plan, tried, lazy_sparse)
+        self.shards = ShardStore(plan, self.rank, joined_names(plan, tried))
         self.shards.load(model.parameters, self.device, dtype, share=take_over)
         if take_over:
             self._forget_tables()
@@ -115,11 +122,11 @@ class Trainer:
         self.steps = 0
         self._batch_compared = False
         self.sizes = BatchSizes(self, topology or local_topology(plan.device_count))
-        self.optimizer_factory = optimizer
-        trainable = [self.shards.tensors[i] for i in self.shards.tensors if plan.shards[i].trainable]
-        self.optimizer = optimizer(trainable) if trainable else None
+        self.parts = parts_of(self.shards)
+        self.optimizer = layout.optimizer({name: [p.tensor for p in self.parts.values() if p.parameter == name] for name in tried.scopes})
+        self.schedule = Schedule.of(schedule, self.optimizer)
         self.lazy_sparse = lazy_sparse
-        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.shards.tensors, self.optimizer, clip_norm, lazy_sparse)
+        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, clip_norm, lazy_sparse)
         by_rows = {table.parameter for table in self.program.tables}
         kept = {plan.shards[number].parameter for number in self.shards.tensors}
         self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if lazy_sparse else []
@@ -128,7 +135,8 @@ class Trainer:
     def step(self, *inputs: torch.Tensor) -> float:
         """One training iteration on a global batch, which every rank gets in full. Returns the loss, the same on all ranks.
 
-        With ``accumulate``, the tensors of several micro-batches, one after the other; the loss is the mean of theirs. A batch of another
+        With ``accumulate``, the tensors of several micro-batches, one after the other; the loss is the mean of theirs (a mean of means
+        where they count different numbers of tokens). A batch of another
         size than the model's trains by the same strategy, if the model can be traced at that size.
         """
         return self._iterate(inputs, None)
@@ -167,6 +175,7 @@ class Trainer:
         self.steps += 1
         mean = sum(loss() for loss in losses) / len(losses)
         HERE.enter(0)
+        self.schedule.step(mean)
         return mean
 
     def rows_looked_up(self, step: int, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -275,7 +284,7 @@ class Trainer:
     def _training(self) -> Training:
         from soap.runtime.checkpoint import Training
 
-        return Training(self.model, self.plan, self.comm, self.shards, self.optimizer, self.place)
+        return Training(self.model, self.plan, self.comm, self.shards, self.parts, self.optimizer, self.schedule, self.place)
 
     def _warn_of_unchanged(self, state: Mapping[str, torch.Tensor]) -> None:
         """What the program only reads was fixed when it was imported."""

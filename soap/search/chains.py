@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol, cast
@@ -37,9 +37,10 @@ from soap.search.proposals import Kernel
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space, build_space
 from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
+from soap.search.uncut import with_uncut
 from soap.simulator.costs import CostModel
 from soap.strategy import Strategy, SyncConfig
-from soap.synchronization import sync_choices
+from soap.synchronization import in_one_partition, sync_choices
 from soap.topology import Topology
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
@@ -64,6 +65,8 @@ def search(
     pins: Pairs = (),
     forbidden: Pairs = (),
     syncs: Sequence[SyncConfig] = (),
+    uncut: Collection[str] = (),
+    together: Collection[str] = (),
     polish_up_to: int = MAX_POLISHED,
     seconds: float | None = None,
     cores: int | None = None,
@@ -77,7 +80,8 @@ def search(
     "random"), all classical ones by default; data parallelism is always among them. ``patience``: a chain ends early once this share of
     its budget has brought it no improvement. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns the best so far.
     ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey. ``syncs``: how all parameters may
-    be synchronized besides by all-reduce; by default sparse ones in any way (``synchronization.sync_choices``).
+    be synchronized besides by all-reduce; by default sparse ones in any way (``synchronization.sync_choices``). ``uncut``: parameters of
+    which no device is to keep a part; ``together``: those that every device has if it has one (see ``soap.search.uncut``).
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
     ``seconds``: proposals end after so much time, whatever is left of the budget. ``cores``: for compiled chains; all by default.
     ``improved``: is told each new best cost in ns, when it is found. ``stopped``: asked after every start, proposal or round; once it is
@@ -86,10 +90,14 @@ def search(
     """
     _check_arguments(budget, beta, patience, seconds)
     deadline = inf if seconds is None else time.monotonic() + seconds
-    allowed = parse(graph, topology.device_count, pins, forbidden)
-    space = build_space(graph, topology.device_count, allowed=allowed, syncs=sync_choices(graph, topology, syncs))
+    allowed = with_uncut(graph, topology, parse(graph, topology.device_count, pins, forbidden), uncut, together)
+    space = build_space(graph, topology.device_count, allowed=allowed, syncs=sync_choices(graph, topology, syncs, uncut))
     strategies = starting_strategies(graph, topology, starts, initial, seed, space.syncs)
-    baseline, strategies = strategies[BASELINE], {name: brought_inside(space, strategy) for name, strategy in strategies.items()}
+
+    def inside(strategy: Strategy) -> Strategy:
+        return in_one_partition(brought_inside(space, strategy), uncut)
+
+    baseline, strategies = strategies[BASELINE], {name: inside(strategy) for name, strategy in strategies.items()}
     recorder = Recorder(improved=improved)
     interrupted = False
     bar: tqdm[Any] = tqdm(total=budget, unit="proposal", disable=None if progress else True)
@@ -101,12 +109,11 @@ def search(
                 recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
                 _heed(stopped)
             for name, make in (further_starts or {}).items():
-                strategy = strategies[name] = brought_inside(space, make())
+                strategy = strategies[name] = inside(make())
                 recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
                 _heed(stopped)
             references = reference_strategies(graph, topology, strategies.values())
-            inside = different(brought_inside(space, reference) for reference in references)
-            space = replace(space, references=inside)
+            space = replace(space, references=different(inside(reference) for reference in references))
             _Run(space, topology, evaluator, recorder, budget, seed, beta, patience, bar, deadline, cores, stopped).all_chains()
             polish_best(recorder, space, evaluator, polish_up_to)
         except KeyboardInterrupt:

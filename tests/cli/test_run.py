@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import soap
 from soap.cli.run import main, make_parser, prepare
@@ -15,6 +16,8 @@ from tests.cli.refusals import assert_refused
 
 MODEL = "zoo:gpt:tiny"
 CLUSTER = "p100-4x4"
+
+LR = "torch.optim.lr_scheduler"
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -131,7 +134,31 @@ def test_missing_model(strategy_file: Path, capsys: pytest.CaptureFixture[str], 
         (["--lr", "0"], ["--lr", "'0'", "above 0"]),
         (["--backend", "mpi"], ["--backend", "mpi", "gloo"]),
         (["--dtype", "int8"], ["--dtype", "int8", "float64"]),
-        (["--optimizer", "lamb"], ["--optimizer", "lamb", "adam"]),
+        (["--optimizer", "lamb"], ["--optimizer lamb: no 'lamb'; expected one of sgd, adam, adamw, torch.optim.NAME with ASGD, "]),
+        (["--optimizer", "torch.nn.Linear"], ["no 'torch.nn.Linear'; expected one of sgd"]),
+        (["--optimizer", "torch.optim.Optimizer"], ["no 'torch.optim.Optimizer'; expected one of sgd"]),
+        (["--optimizer", "adam:beta=1"], ["adam has no option 'beta'; expected one of lr, betas, eps, "]),
+        (["--optimizer", "adam:betas=3"], ["adam:betas=3: TypeError: ", "expected values like the defaults, lr=0.001, betas=(0.9, 0.9"]),
+        (["--optimizer", "torch.optim.SGD:lr=-1"], ["ValueError: Invalid learning rate: -1; expected values like the defaults"]),
+        (["--optimizer", "adam:lr=__import__('os')"], ["\"__import__('os')\"", "expected numbers, true, false, none, words, and tuples"]),
+        (["--optimizer", "adam:betas=(0.9"], ["'adam:betas=(0.9' is not allowed; expected NAME or NAME:key=value,key=value"]),
+        (["--optimizer", "adam:lr=1,lr=2"], ["'lr=2'", "is given twice; expected key=value once for each key"]),
+        (["--optimizer", "adam:lr=1", "--lr", "2"], ["--lr 2 beside --optimizer adam:lr=1, which has lr too; say it once"]),
+        (["--optimizer", "adam", "--optimizer", "sgd"], ["--optimizer adam and sgd: expected one without GLOB= before it"]),
+        (["--optimizer", "=adam"], ["'=adam' is not allowed; expected SPEC or GLOB=SPEC"]),
+        (["--weight-decay", "-1"], ["'-1' is not allowed; expected a number of at least 0"]),
+        (["--weight-decay", "1", "--optimizer", "torch.optim.Rprop"], ["torch.optim.Rprop has no weight decay; leave it out, or use"]),
+        (["--weight-decay", "1", "--optimizer", "adam:weight_decay=2"], ["which has weight_decay too; say it once"]),
+        (["--weight-decay", "1", "--no-decay", "x*"], ["--no-decay x*: no parameter has such a name; expected a name or pattern of "]),
+        (["--no-decay", "*"], ["--no-decay without --weight-decay; add --weight-decay X"]),
+        (["--schedule", f"{LR}.StepLR"], ["StepLR needs step_size; expected torch.optim.lr_scheduler.StepLR:step_size=…"]),
+        (["--schedule", f"{LR}.StepLR:step=1"], ["StepLR has no option 'step'; expected one of step_size, gamma, last_epoch"]),
+        (["--schedule", f"{LR}.StepLR:step_size=x"], ["StepLR:step_size=x: TypeError: ", "expected options as torch has them: step_size"]),
+        (["--schedule", f"{LR}.CosineAnnealingLR:T_max=0"], ["T_max=0: ZeroDivisionError: ", "expected options as torch has them: T_max"]),
+        (["--schedule", f"{LR}.LambdaLR"], ["LambdaLR needs lr_lambda, which is no number; use soap.Trainer(schedule=…)"]),
+        (["--schedule", "StepLR:step_size=1"], ["no 'StepLR'; expected one of torch.optim.lr_scheduler.NAME with "]),
+        (["--schedule", f"{LR}.LinearLR@0"], ["expected a number of updates of at least 1 behind the @"]),
+        (["--schedule", f"{LR}.LinearLR", "--schedule", f"{LR}.LinearLR"], ["expected @N behind each but the last, rising"]),
     ],
 )
 def test_usage_errors(arguments: list[str], words: list[str], strategy_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +231,42 @@ def test_predicted_with_the_optimizer_that_runs(tmp_path: Path) -> None:
     sgd, adam = (prediction(tmp_path, "--optimizer", name)[1]["strategy"] for name in ("sgd", "adam"))
     assert (sgd.optimizer_states, adam.optimizer_states) == (0, 2)
     assert sum(use.total for use in sgd.memory) < sum(use.total for use in adam.memory)
+
+
+def test_counts_the_states_of_any_optimizer(tmp_path: Path) -> None:
+    for spec, states in (("torch.optim.NAdam", 2), ("sgd:momentum=0.9", 2), ("adamw:amsgrad=true", 3), ("torch.optim.ASGD:lr=0.1", 1)):
+        assert prediction(tmp_path, "--optimizer", spec)[1]["strategy"].optimizer_states == states
+
+
+def test_parameters_get_the_groups_and_optimizers_that_were_asked_for(tmp_path: Path) -> None:
+    asked = ["--optimizer", "*.bias=sgd:momentum=0.5", "--optimizer", "torch.optim.AdamW:betas=(0.8,0.9)", "--lr", "0.25"]
+    job, *_ = prediction(tmp_path, *asked, "--weight-decay", "0.125", "--no-decay", "*embedding*")
+    recipe, shapes = job.updating.recipe(), {"token_embedding.weight": (4, 2), "up.weight": (3, 2), "up.bias": (3,), "norm.weight": (2,)}
+    layout = recipe.layout(shapes)
+    made = layout.optimizer({name: [torch.zeros(shape, requires_grad=True)] for name, shape in shapes.items()})
+    assert [group.names for member in layout.members for group in member.groups] == [
+        ("up.bias",), ("token_embedding.weight", "norm.weight"), ("up.weight",)
+    ]  # fmt: skip
+    assert [(group["lr"], group["weight_decay"]) for group in made.param_groups] == [(0.25, 0.0), (0.25, 0.0), (0.25, 0.125)]
+    assert made.param_groups[0]["momentum"] == 0.5 and made.param_groups[1]["betas"] == (0.8, 0.9)
+
+
+def test_a_plan_that_cuts_what_the_optimizer_needs_whole_is_refused(
+    strategy_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("soap.runtime.launch.launch", lambda **_: pytest.fail("ranks were started"))
+    command = [str(strategy_file), "--model", MODEL, "--device", "cpu", "--optimizer"]
+    words = ["optimizer Adafactor updates '", "' as a whole", "search with soap-search --optimizer"]
+    assert_refused(capsys, main, [*command, "torch.optim.Adafactor"], 8, *words)
+    assert_refused(capsys, main, [*command, "torch.optim.LBFGS"], 8, "optimizer LBFGS computes the loss several times in a step")
+    assert_refused(capsys, main, [*command, "torch.optim.Muon"], 8, "no optimizer can be made for parameter '", "Muon only supports 2D")
+
+
+def test_accumulation_says_what_it_averages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the mean over the batches of each one's own, a mean of means where they count different numbers of tokens" in said
 
 
 def test_says_where_its_prediction_comes_from(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from soap.cli.run import main
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = "zoo:gpt:tiny"
+LR = "torch.optim.lr_scheduler"
 CLUSTER = """
 name: pair
 device_types: {core: {kind: cpu, flops: {float32: 50 GFLOP/s}, memory_bandwidth: 10 GB/s, memory: 4 GiB, kernel_overhead: 5 us}}
@@ -182,6 +183,29 @@ def test_goes_on_from_a_checkpoint_under_another_strategy(run: Run, folder: Path
     again = run("--steps", "1", "--save", "out")
     assert (again.returncode, again.stdout) == (8, "")
     assert "step 6, later than step 0 of this run; resume from it, or save to another folder" in again.stderr
+
+
+@pytest.mark.slow
+def test_groups_and_schedules_go_on_from_a_checkpoint(run: Run, folder: Path) -> None:
+    """The same command with --resume behind it goes on as if it had never ended; another schedule, or other rates, are refused."""
+    model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(folder / "cluster.yaml")
+    soap.save_strategy(folder / "dp.json", soap.api.classical("data_parallel", model.graph, cluster), model, cluster)
+    schedules = ["--schedule", f"{LR}.LinearLR:start_factor=0.1,total_iters=2@2", "--schedule", f"{LR}.CosineAnnealingLR:T_max=4"]
+    common = ["--data", "mydata:batches", "--optimizer", "adamw:betas=(0.8,0.99)", "--weight-decay", "0.1", "--lr", "0.003"]
+    common += ["--dtype", "float64", "--json", "--seed", "4"]
+    straight = run("--steps", "6", "--check", *common, *schedules)
+    assert straight.returncode == 0, straight.stderr
+    assert json.loads(straight.stdout)["check"]["passed"] is True
+    first = run("--steps", "3", "--save", "out", *common, *schedules)
+    second = run("--steps", "3", "--resume", "out", *common, *schedules, strategy="dp.json")
+    reports = [json.loads(done.stdout) for done in (first, second, straight)]
+    losses = [report["strategies"]["strategy"]["losses"] for report in reports]
+    assert losses[0] + losses[1] == pytest.approx(losses[2], rel=1e-9)
+    other = run("--steps", "1", "--resume", "out", *common)
+    assert other.returncode == 8 and "was saved with schedule SequentialLR, this run has none; use the same schedule" in other.stderr
+    common[common.index("0.003")] = "0.001"
+    faster = run("--steps", "1", "--resume", "out", *common, *schedules)
+    assert faster.returncode == 8 and "the checkpoint's schedule began at other learning rates, [" in faster.stderr
 
 
 @pytest.mark.slow

@@ -9,12 +9,19 @@ import torch
 from soap.errors import CheckpointError
 from soap.runtime.checkpoint_manifest import ParameterState
 from soap.runtime.optimizer_state import Known, join, known_here, restore
+from soap.runtime.parts import Part
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, split
 
 PLAN = plan_of(mlp(), split((0, 1), n=2), device_count=2)
 TENSORS = {
     number: torch.ones([b - a for a, b in shard.box], requires_grad=True) for number, shard in enumerate(PLAN.shards) if 0 in shard.devices
+}
+
+PARTS = {
+    number: Part(own.parameter, PLAN.graph.tensors[own.parameter].shape, own.box, tensor, (number,))
+    for number, tensor in TENSORS.items()
+    for own in [PLAN.shards[number]]
 }
 
 
@@ -27,7 +34,7 @@ def stepped(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]) -> torc
 
 
 def test_state_by_parameter() -> None:
-    known = known_here(PLAN, TENSORS, stepped(lambda p: torch.optim.ASGD(p, lr=0.25, foreach=False)))
+    known = known_here(PARTS, stepped(lambda p: torch.optim.ASGD(p, lr=0.25, foreach=False)))
     assert known.optimizer == "ASGD"
     assert set(known.states) == {PLAN.shards[number].parameter for number in TENSORS}
     state = known.states["fc0.weight"]
@@ -37,14 +44,14 @@ def test_state_by_parameter() -> None:
 
 
 def test_nothing_is_known_without_an_optimizer() -> None:
-    assert known_here(PLAN, TENSORS, None) == Known()
+    assert known_here(PARTS, None) == Known()
 
 
 def test_tensor_options_become_numbers_and_come_back_as_tensors() -> None:
-    known = known_here(PLAN, TENSORS, torch.optim.Adam(list(TENSORS.values()), lr=torch.tensor(0.125), foreach=False))
+    known = known_here(PARTS, torch.optim.Adam(list(TENSORS.values()), lr=torch.tensor(0.125), foreach=False))
     assert known.states["fc0.weight"].options["lr"] == 0.125
     other = torch.optim.Adam(list(TENSORS.values()), lr=torch.tensor(3.0), foreach=False)
-    restore(other, PLAN, TENSORS, known.states, {})
+    restore(other, PARTS, known.states, {})
     assert torch.equal(other.param_groups[0]["lr"], torch.tensor(0.125))
 
 
@@ -61,7 +68,7 @@ def test_what_cannot_be_kept_is_named(value: Any, words: str) -> None:
     number = next(iter(TENSORS))
     optimizer.state[TENSORS[number]]["odd"] = value
     with pytest.raises(CheckpointError) as caught:
-        known_here(PLAN, TENSORS, optimizer)
+        known_here(PARTS, optimizer)
     assert str(caught.value).startswith(f"optimizer state 'odd' of {PLAN.shards[number].parameter!r} {words}; expected a number")
 
 
@@ -91,4 +98,4 @@ def test_groups_that_were_apart_cannot_become_one() -> None:
     names = [PLAN.shards[number].parameter for number in TENSORS]
     states = {name: ParameterState({"lr": float(i)}) for i, name in enumerate(names)}
     with pytest.raises(CheckpointError, match=f"parameter '{names[1]}' was saved with lr 1.0, another of its group with 0.0; expected"):
-        restore(torch.optim.SGD(list(TENSORS.values())), PLAN, TENSORS, states, {})
+        restore(torch.optim.SGD(list(TENSORS.values())), PARTS, states, {})

@@ -7,7 +7,7 @@ import torch
 
 from soap.runtime.optimizers import OPTIMIZERS, adam
 
-USUAL = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+USUAL = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))

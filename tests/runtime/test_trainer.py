@@ -24,7 +24,7 @@ from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.runtime.cases import optimizer, train
 from tests.runtime.handmade import HandModel
 from tests.runtime.plans import plan_of, split
-from tests.runtime.pool import Pool
+from tests.runtime.pool import Pool, RankError
 from tests.strategies import CPU, cluster
 from tests.tracing.test_export import INPUTS, Plain
 
@@ -63,7 +63,7 @@ def test_joined_events_begin_with_the_last_to_come() -> None:
 
 def run_check(plan: Plan, wrong: bool, kind: str) -> tuple[CheckResult, str]:
     model = _WrongModel(plan.graph) if wrong else HandModel(plan.graph)
-    factory = {"sgd": optimizer, "adam": _adam, "clip": _ClippedSgd}[kind]
+    factory = {"sgd": optimizer, "adam": _adam, "clip": _ClippedSgd, "hidden": _HiddenNorm}[kind]
     with Trainer(model, plan, optimizer=factory, dtype=torch.float64) as trainer:
         result = check(trainer, model.inputs, factory, steps=2)
         try:
@@ -98,6 +98,19 @@ class _ClippedSgd(torch.optim.SGD):
         super().step(closure)
 
 
+class _HiddenNorm(torch.optim.SGD):
+    """The same of tensors of some sizes alone, which are not those that are tried."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        super().__init__(parameters, lr=1.0)
+
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if p.numel() in range(25, 10000):
+                p.grad /= p.grad.norm()
+        super().step(closure)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_check_passes(pool: Pool, kind: str) -> None:
     results = pool.run(run_check, MIXED, False, kind)
@@ -115,9 +128,15 @@ def test_check_finds_a_wrong_tile(pool: Pool) -> None:
     assert "differs from one process by" in message and "expected at most 1e-09" in message and "\n" not in message
 
 
-def test_check_finds_an_optimizer_that_is_not_elementwise(pool: Pool) -> None:
-    result, _ = pool.run(run_check, plan_of(mlp(), split((0, 1, 2), n=3)), False, "clip")[0]
+def test_check_finds_an_optimizer_that_is_not_elementwise_and_does_not_show_it(pool: Pool) -> None:
+    result, _ = pool.run(run_check, plan_of(mlp(), split((0, 1, 2), n=3)), False, "hidden")[0]
     assert (result.passed, result.worst.kind) == (False, "updated parameter")
+
+
+def test_an_optimizer_that_shows_it_is_refused_on_all_ranks(pool: Pool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(run_check, plan_of(mlp(), split((0, 1, 2), n=3)), False, "clip")
+    assert str(caught.value).count("optimizer _ClippedSgd couples the updates of all parameters with each other, but") == 3
 
 
 def test_check_result_is_plain() -> None:

@@ -1,0 +1,309 @@
+"""How commands are told to update parameters: ``--optimizer``, ``--lr``, ``--weight-decay``, ``--schedule``."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from soap.cli.command import Parser, UsageError
+from soap.cli.named_calls import NamedCall, named_call
+from soap.cli.options import not_negative_number
+from soap.graph import OperatorGraph
+
+if TYPE_CHECKING:
+    import torch
+
+    from soap.runtime.optimizer_trial import Tried
+    from soap.runtime.optimizers import Recipe
+
+OPTIM, SCHEDULES = "torch.optim.", "torch.optim.lr_scheduler."
+LEARNING_RATE = 0.01
+"""Of the command's own optimizers, if neither the command line nor a checkpoint says another."""
+NEEDS_PYTHON = ("lr_lambda", "schedulers", "optimizer")
+"""Options whose values are no numbers or words."""
+OPTIMIZER_HELP = (
+    "sgd, adam, adamw (torch's, on CPUs in one pass), or any of torch's as torch.optim.NAME:key=value,key=value, such as "
+    "torch.optim.AdamW:betas=(0.9,0.95),eps=1e-6; with GLOB= before it, of the parameters whose names match (repeatable): "
+    "'*.bias=adamw:lr=0.001'"
+)
+
+
+def add_optimizer(parser: Parser, *, default: str) -> None:
+    """``--optimizer SPEC``."""
+    parser.add_argument("--optimizer", metavar="SPEC", type=optimizer_spec, action="append", help=f"{OPTIMIZER_HELP} (default {default})")
+
+
+def add_updating(parser: Parser) -> None:
+    """All options."""
+    add_optimizer(parser, default="sgd")
+    parser.add_argument(
+        "--weight-decay",
+        metavar="X",
+        type=not_negative_number,
+        help="of all parameters but those of at most one dimension, which norms' weights and biases are",
+    )
+    parser.add_argument(
+        "--no-decay",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="with --weight-decay: nor of parameters with such names (repeatable)",
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="SPEC",
+        type=schedule_spec,
+        action="append",
+        default=[],
+        help="step torch.optim.lr_scheduler.NAME:key=value,key=value once per update, such as "
+        "torch.optim.lr_scheduler.CosineAnnealingLR:T_max=100; one that asks for a metric gets the loss. Several run one after the "
+        "other, each but the last with @N behind it, the number of updates from the start after which the next one begins",
+    )
+
+
+def optimizer_spec(text: str) -> str:
+    """``adamw`` or ``GLOB=torch.optim.NAME:key=value``, as it is."""
+    _pattern_and_call(text)
+    return text
+
+
+def schedule_spec(text: str) -> str:
+    """``torch.optim.lr_scheduler.NAME:key=value@N``, as it is."""
+    _call_and_end(text)
+    return text
+
+
+@dataclass(frozen=True)
+class Updating:
+    """What the options say, as text, so that every rank can be given it."""
+
+    optimizers: tuple[str, ...] = ("sgd",)
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    no_decay: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(args: argparse.Namespace, default: str = "sgd") -> Updating:
+        """What was asked for."""
+        if args.no_decay and args.weight_decay is None:
+            raise UsageError("--no-decay without --weight-decay; add --weight-decay X")
+        chosen = tuple(args.optimizer or (default,))
+        return Updating(chosen, args.lr, args.weight_decay, tuple(args.no_decay), tuple(args.schedule))
+
+    def recipe(self) -> Recipe:
+        """What trainers take. UsageError in one line for names, options and values that torch does not have."""
+        from soap.runtime.optimizers import Recipe
+
+        pairs = [_pattern_and_call(text) for text in self.optimizers]
+        general = [call for pattern, call in pairs if pattern is None]
+        if len(general) > 1:
+            raise UsageError(f"--optimizer {general[0].text} and {general[1].text}: expected one without GLOB= before it")
+        if self.learning_rate is not None and all("lr" in call.options for _, call in pairs):
+            raise UsageError(f"--lr {self.learning_rate:g} beside --optimizer {pairs[0][1].text}, which has lr too; say it once")
+        makes = {
+            pattern: self._make(call) for pattern, call in [*((p, c) for p, c in pairs if p is not None), *(("*", c) for c in general)]
+        }
+        schedule = self._schedule(next(iter(makes.values())))
+        only = next(iter(makes.values())) if list(makes) == ["*"] else makes
+        return Recipe(only, None if self.weight_decay is None else self._decay, schedule)
+
+    def tried(self, graph: OperatorGraph) -> Tried:
+        """What the optimizer needs of this model's parameters, found by trying it."""
+        from soap.runtime.optimizer_trial import try_optimizer
+
+        trainable = {tensor.name: tensor.shape for tensor in graph.parameters if tensor.requires_grad}
+        for pattern in self.no_decay:
+            if not any(fnmatchcase(name, pattern) for name in trainable):
+                some = ", ".join(list(trainable)[:3]) or "none"
+                raise UsageError(f"--no-decay {pattern}: no parameter has such a name; expected a name or pattern of {some}, …")
+        return try_optimizer(self.recipe().layout(trainable), trainable)
+
+    def _make(self, call: NamedCall) -> Making:
+        made = _making(call, self.learning_rate)
+        if self.weight_decay is not None:
+            if "weight_decay" in call.options:
+                raise UsageError(
+                    f"--weight-decay {self.weight_decay:g} beside --optimizer {call.text}, which has weight_decay too; say it once"
+                )
+            if "weight_decay" not in _options(made.target):
+                raise UsageError(f"--weight-decay: {call.name} has no weight decay; leave it out, or use --optimizer adamw")
+            made = Making(made.target, made.options, made.explicit | {"weight_decay"})
+        made.check(f"--optimizer {call.text}")
+        return made
+
+    def _decay(self, name: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
+        spared = len(shape) <= 1 or any(fnmatchcase(name, pattern) for pattern in self.no_decay)
+        return {"weight_decay": 0.0 if spared else self.weight_decay}
+
+    def _schedule(self, optimizer: Making) -> Scheduling | None:
+        if not self.schedules:
+            return None
+        calls = [_call_and_end(text) for text in self.schedules]
+        ends = [end for _, end in calls if end is not None]
+        if len(ends) != len(calls) - 1 or calls[-1][1] is not None or sorted({*ends}) != ends:
+            raise UsageError(
+                f"--schedule {' --schedule '.join(self.schedules)}: expected @N behind each but the last, rising, such as …LR@10, the "
+                "number of updates after which the next one begins"
+            )
+        made = Scheduling(tuple(_scheduler(call) for call, _ in calls), tuple(ends))
+        made.check(optimizer, f"--schedule {' --schedule '.join(self.schedules)}")
+        return made
+
+
+def states_of(optimizer: str) -> int:
+    """Tensors of a parameter's size that an optimizer, as ``--optimizer`` has it, keeps for each."""
+    from soap.runtime.optimizer_trial import try_optimizer
+
+    shapes = {"weight": (2, 3)}
+    return try_optimizer(Updating((optimizer,)).recipe().layout(shapes), shapes).states
+
+
+@dataclass(frozen=True)
+class Making:
+    """Makes an optimizer of tensors or groups. ``explicit``: options that were asked for, and so overrule a checkpoint's."""
+
+    target: Callable[..., torch.optim.Optimizer]
+    options: Mapping[str, Any]
+    explicit: frozenset[str] = field(default_factory=frozenset)
+
+    def __call__(self, tensors: Any) -> torch.optim.Optimizer:
+        """One of them."""
+        return self.target(tensors, **self.options)
+
+    def check(self, where: str) -> None:
+        """UsageError unless torch takes these values."""
+        import torch
+
+        try:
+            self([torch.zeros(2, 2, requires_grad=True)])
+        except Exception as error:  # torch checks values in many ways
+            raise UsageError(f"{where}: {_told(error)}; expected values like the defaults, {_defaults(self.target)}") from None
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """Makes a schedule of an optimizer: one after the other, if there are several. ``ends``: after which updates the next ones begin."""
+
+    parts: tuple[tuple[Callable[..., Any], Mapping[str, Any]], ...]
+    ends: tuple[int, ...]
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """One of it."""
+        import torch
+
+        made = [make(optimizer, **options) for make, options in self.parts]
+        return made[0] if len(made) == 1 else torch.optim.lr_scheduler.SequentialLR(optimizer, made, list(self.ends))
+
+    def check(self, optimizer: Making, where: str) -> None:
+        """UsageError unless torch takes these values, and makes some steps by them."""
+        import torch
+
+        tensor = torch.zeros(2, 2, requires_grad=True)
+        tensor.grad = torch.ones_like(tensor)
+        try:
+            own = optimizer([tensor])
+            made: Any = self(own)
+            metric = (1.0,) if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau) else ()
+            for _ in range(2):
+                own.step()
+                made.step(*metric)
+        except Exception as error:
+            raise UsageError(f"{where}: {_told(error)}; expected options as torch has them: {_defaults(self.parts[0][0])}") from None
+
+
+def _pattern_and_call(text: str) -> tuple[str | None, NamedCall]:
+    pattern, equals, rest = text.partition("=")
+    if equals and ":" not in pattern:
+        if not pattern:
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected SPEC or GLOB=SPEC, such as '*.bias=adamw'")
+        return pattern, named_call(rest)
+    return None, named_call(text)
+
+
+def _call_and_end(text: str) -> tuple[NamedCall, int | None]:
+    before, found, number = text.rpartition("@")
+    if not found:
+        return named_call(text), None
+    if not (number.isascii() and number.isdigit() and 0 < int(number[:10]) < 10**9):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number of updates of at least 1 behind the @")
+    return named_call(before), int(number)
+
+
+def _making(call: NamedCall, learning_rate: float | None) -> Making:
+    import torch
+
+    from soap.runtime.optimizers import OPTIMIZERS
+
+    own = OPTIMIZERS.get(call.name)
+    target: Any = own or _class(call, OPTIM, torch.optim, torch.optim.Optimizer, [*OPTIMIZERS], "--optimizer")
+    known = _options(target)
+    _require_known(call, known, "--optimizer")
+    options = dict(call.options)
+    if learning_rate is not None and "lr" in known:
+        options.setdefault("lr", learning_rate)
+    explicit = frozenset(options)
+    if own is not None:
+        options.setdefault("lr", LEARNING_RATE)
+    return Making(target, options, explicit)
+
+
+def _scheduler(call: NamedCall) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    import torch
+
+    schedules = torch.optim.lr_scheduler
+    target: Any = _class(call, SCHEDULES, schedules, schedules.LRScheduler, [], "--schedule")
+    known = _options(target)
+    required = [name for name, default in known.items() if default is inspect.Parameter.empty]
+    if any(name in NEEDS_PYTHON for name in required):
+        raise UsageError(
+            f"--schedule {call.text}: {call.name} needs {', '.join(required)}, which is no number; use soap.Trainer(schedule=…), or "
+            "several --schedule one after the other"
+        )
+    _require_known(call, known, "--schedule")
+    missing = [name for name in required if name not in call.options]
+    if missing:
+        raise UsageError(
+            f"--schedule {call.text}: {call.name} needs {', '.join(missing)}; expected {SCHEDULES}{target.__name__}:{missing[0]}=…"
+        )
+    return target, call.options
+
+
+def _class(call: NamedCall, prefix: str, module: Any, base: type, others: Sequence[str], option: str) -> Any:
+    found = getattr(module, call.name.removeprefix(prefix), None) if call.name.startswith(prefix) else None
+    if isinstance(found, type) and issubclass(found, base) and found is not base:
+        return found
+    names = sorted(
+        n for n, own in vars(module).items() if isinstance(own, type) and issubclass(own, base) and own is not base and n[0] != "_"
+    )
+    raise UsageError(
+        f"{option} {call.text}: no {call.name!r}; expected one of {', '.join([*others, f'{prefix}NAME'])} with {', '.join(names)} as NAME"
+    )
+
+
+def _options(target: Any) -> dict[str, Any]:
+    """Name of an option -> its default in torch."""
+    import torch
+
+    own = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}.get(getattr(target, "__name__", ""), target)
+    parameters = list(inspect.signature(own).parameters.values())[1:]
+    return {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _require_known(call: NamedCall, known: Mapping[str, Any], option: str) -> None:
+    for key in call.options:
+        if key not in known:
+            raise UsageError(f"{option} {call.text}: {call.name} has no option {key!r}; expected one of {', '.join(known)}")
+
+
+def _defaults(target: Any) -> str:
+    empty = inspect.Parameter.empty
+    return ", ".join(name if default is empty else f"{name}={default}" for name, default in _options(target).items())
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

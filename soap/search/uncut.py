@@ -1,0 +1,54 @@
+"""Parameters that an optimizer needs whole: what is left to the operators that read them.
+
+Factors that cut such a parameter are not split. Where operators read parts of it, or where all parameters are needed together
+(``together``), these operators are computed as in data parallelism, so that whoever has a part has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from math import prod
+
+from soap.errors import StrategyError
+from soap.graph import Operand, Operator, OperatorGraph
+from soap.regions import whole
+from soap.search.constraints import Allowed
+from soap.search.space import grid_of
+from soap.strategies import data_parallel
+from soap.topology import Topology
+
+
+def with_uncut(
+    graph: OperatorGraph, topology: Topology, allowed: Mapping[str, Allowed], names: Collection[str], together: Collection[str] = ()
+) -> dict[str, Allowed]:
+    """What is left to operators when these parameters are not cut. StrategyError in one line if the user's constraints cut one."""
+    found, everything = dict(allowed), tuple(range(topology.device_count))
+    usual = data_parallel(graph, topology) if names or together else None
+    everywhere = {name for name in names if any(_reads_part(graph, op, own) for op, own in _readers(graph, name))} | {*together}
+    for name in dict.fromkeys((*names, *together)):
+        for op, own in _readers(graph, name):
+            before = found.get(op.name, Allowed(None, frozenset(), everything))
+            cutting = frozenset(1 + dim.factor for dim in own.dims if dim.factor is not None)
+            grid = before.grid
+            if grid is not None and any(grid[axis] > 1 for axis in cutting):
+                raise StrategyError(
+                    f"--pin splits operator {op.name!r} so that parameter {name!r} is cut, which the optimizer needs whole; pin it "
+                    "otherwise, or use an elementwise optimizer"
+                )
+            if grid is None and name in everywhere and usual is not None:
+                grid = grid_of(usual.operators[op.name])
+                if prod(grid) > len(before.devices) or any(grid[axis] > 1 for axis in before.whole):
+                    raise StrategyError(
+                        f"the optimizer needs operator {op.name!r} as in data parallelism, which --forbid rules out; drop that"
+                    )
+            found[op.name] = Allowed(grid, before.whole | (frozenset() if grid is not None else cutting), before.devices)
+    return found
+
+
+def _readers(graph: OperatorGraph, name: str) -> list[tuple[Operator, Operand]]:
+    return [(op, own) for op in graph.operators for own in op.parameters if own.tensor == name]
+
+
+def _reads_part(graph: OperatorGraph, op: Operator, own: Operand) -> bool:
+    shape = graph.tensors[own.tensor].shape
+    return own.box([(0, factor.size) for factor in op.factors], shape) != whole(shape)
