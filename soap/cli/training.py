@@ -28,6 +28,7 @@ from soap.simulator.timeline import MeasuredEvent
 from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
 from soap.tracing.model import TracedModel
+from soap.tracing.record import ExportRecord
 
 LEARNING_RATE = 0.01
 """If neither the command line nor a checkpoint says another."""
@@ -44,7 +45,7 @@ class Job:
 
     ``strategies``: name -> strategy and order of its tiles; the first is the one that is checked, traced and saved.
     ``learning_rate`` None: the checkpoint's, if the job goes on from one. ``emulated``: ranks are on emulated hosts.
-    ``weighed``: peak memory is measured.
+    ``weighed``: peak memory is measured. ``record``: what the model's file says of its export.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Job:
     weighed: bool = False
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     emulated: bool = False
+    record: ExportRecord | None = None
 
     @property
     def main(self) -> str:

@@ -31,7 +31,8 @@ class RunnerConfig:
     ``checkpoint``: a folder; training goes on from the latest in it, and a new one is written every ``save_every`` steps and at the end,
     the last ``keep`` of which stay. ``sharded``: each rank gives its own part of a batch, else every rank the whole one.
     ``optimizer``, ``clip_norm``, ``seed``: see ``soap.Trainer``; ``loss``, ``dynamic_batch``: see ``soap.export``; ``budget``, ``costs``,
-    ``alpha`` (shares of rows that a batch touches, by pattern of parameter names): see ``soap.search``.
+    ``alpha`` (shares of rows that a batch touches, by pattern of parameter names): see ``soap.search``. ``verify``: before the first step,
+    rank 0 compares the module's own step on the first batch with its program's, as ``soap.export`` does; all ranks refuse what differs.
     """
 
     run_option: RunOption = "hybrid"
@@ -53,6 +54,7 @@ class RunnerConfig:
     backend: str = "auto"
     seed: int = 0
     timeout_s: float = TIMEOUT_S
+    verify: bool = True
 
     def __post_init__(self) -> None:
         if self.run_option not in RUN_OPTIONS:

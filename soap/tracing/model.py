@@ -24,6 +24,7 @@ class TileContext:
     buffers alone.
     ``unread``: what ``TracedModel.unread`` says of the plan. ``tiles``: what the reference needs to know of the plan: local batch norm
     normalises by tile. None at all: by the whole batch.
+    ``drawn_by_torch``: ``reference_loss`` draws random numbers from torch's own generators, as eager PyTorch does, to be compared with it.
     """
 
     seed: int = 0
@@ -32,6 +33,7 @@ class TileContext:
     update_buffers: bool = True
     unread: frozenset[str] = frozenset()
     tiles: Sequence[Tile] = ()
+    drawn_by_torch: bool = False
     statistics: dict[str, list[tuple[Interval, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
 
     def random_seed(self, call: str) -> int:
