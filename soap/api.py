@@ -71,16 +71,25 @@ def export(
     path: str | Path,
     loss: Callable[..., Any] | None = None,
     dynamic_batch: bool | Mapping[str, int] = False,
+    verify: bool = True,
 ) -> None:
     """Write a module in training mode, called with these arguments, to a ``.pt2`` whose only output is the scalar loss.
 
     ``loss`` makes the scalar from the module's output where that is something else, e.g. ``lambda output: output.loss``.
     ``dynamic_batch``: the file can be trained on batches of any size (a last one that is smaller), of dimension 0 of the inputs or, as a
     mapping, of other dimensions by input name.
+    ``verify``: one step of the module in eager PyTorch and one of its program are compared first, in loss, gradients and buffers, and what
+    differs is refused: a file holds no backward code of its own (``torch.autograd.Function``, hooks). The module stays as it was. This
+    takes two training steps and the memory for one with all gradients.
     """
+    from soap.runtime.eager import NO_VALUES, eager_judge
+    from soap.tracing.example import Example
     from soap.tracing.export import export_model
 
-    export_model(model, tuple(args), dict(kwargs or {}), path=path, loss=loss, dynamic_batch=dynamic_batch)
+    arguments = tuple(args), dict(kwargs or {})
+    judge = eager_judge(Example(model, *arguments, loss)) if verify else None
+    unjudged = NO_VALUES if verify else "exported with verify=False"
+    export_model(model, *arguments, path=path, loss=loss, dynamic_batch=dynamic_batch, judge=judge, unjudged=unjudged)
 
 
 def load(

@@ -192,11 +192,6 @@ def sync_method(text: str) -> SyncConfig:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def not_negative_number(text: str) -> float:
-    """A finite number of at least 0."""
-    return 0.0 if text.strip() in ("0", "0.0") else positive_number(text)
-
-
 def at_least_one(text: str) -> float:
     """A finite number of at least 1."""
     value = positive_number(text)

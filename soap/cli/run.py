@@ -131,7 +131,9 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     """The job for the ranks, what is predicted for each strategy, and where these numbers come from."""
     topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
     read = reading(args)
-    graph = api.load(args.model, plan_only=True, **read).graph
+    model = api.load(args.model, plan_only=True, **read)
+    graph, record = model.graph, getattr(model, "record", None)
+    del model
     strategies = {STRATEGY: api.load_strategy(args.strategy, graph, topology), BASELINE: api.classical(BASELINE, graph, topology)}
     checkpoints = chosen(args)
     if args.dtype:  # the strategy was made for the model's own type; what is run and predicted is the model in the other one
@@ -171,6 +173,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         weighed=args.memory,
         checkpoints=checkpoints,
         emulated=args.emulate,
+        record=record,
     )
     return job, predicted, api.costs_record(simulator, predicted[STRATEGY].tasks)
 
@@ -247,8 +250,17 @@ def document(
         "strategies": strategies,
         "emulation": emulation.document(hosts, scale),
         "memory": _memory(predicted[STRATEGY], outcome.peak_bytes),
-        "check": {**asdict(outcome.check), "passed": outcome.check.passed} if outcome.check else None,
+        "check": {**asdict(outcome.check), "passed": outcome.check.passed, **_eager(job)} if outcome.check else None,
     }
+
+
+def _eager(job: Job) -> dict[str, Any]:
+    """Whether the program itself was ever held against eager PyTorch: a check compares with the same program in one process."""
+    from soap.tracing.record import OF_THE_ZOO
+
+    if job.record is None:
+        return {"compared_with_eager": None, "eager": OF_THE_ZOO}
+    return {"compared_with_eager": job.record.compared, "eager": job.record.text}
 
 
 def _memory(predicted: Simulation, measured: Sequence[int] | None) -> list[dict[str, Any]] | None:
@@ -305,7 +317,7 @@ def _checked(found: Mapping[str, Any]) -> str:
     return (
         f"{verdict}: {found['compared']} tensors in {found['steps']} steps, largest difference {worst['error']:.1e} "
         f"({worst['kind']} {worst['name']}), allowed {found['tolerance']:.0e}"
-    ) + judged
+    ) + f"{judged}; {found['eager']}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,6 +28,7 @@ from soap.simulator.timeline import MeasuredEvent
 from soap.strategy import Strategy
 from soap.topology import DeviceKind, Topology
 from soap.tracing.model import TracedModel
+from soap.tracing.record import ExportRecord
 
 TRACED_STEPS = 5
 WEIGHED_STEPS = 3
@@ -43,7 +44,7 @@ class Job:
     ``strategies``: name -> strategy and order of its tiles; the first is the one that is checked, traced and saved.
     ``optimizer``: as ``--optimizer`` has it, or all that is said of updates; what it leaves open is the checkpoint's, if the job goes on
     from one. ``emulated``: ranks are on emulated hosts.
-    ``weighed``: peak memory is measured.
+    ``weighed``: peak memory is measured. ``record``: what the model's file says of its export.
     """
 
     model: str
@@ -65,6 +66,7 @@ class Job:
     weighed: bool = False
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     emulated: bool = False
+    record: ExportRecord | None = None
 
     @property
     def updating(self) -> Updating:

@@ -32,7 +32,8 @@ class RunnerConfig:
     the last ``keep`` of which stay. ``sharded``: each rank gives its own part of a batch, else every rank the whole one.
     ``optimizer``, ``groups``, ``schedule``, ``clip_norm``, ``seed``: see ``soap.Trainer``; parameters that the optimizer needs whole are
     not cut by the plan that is searched; ``loss``, ``dynamic_batch``: see ``soap.export``; ``budget``, ``costs``,
-    ``alpha`` (shares of rows that a batch touches, by pattern of parameter names): see ``soap.search``.
+    ``alpha`` (shares of rows that a batch touches, by pattern of parameter names): see ``soap.search``. ``verify``: before the first step,
+    rank 0 compares the module's own step on the first batch with its program's, as ``soap.export`` does; all ranks refuse what differs.
     """
 
     run_option: RunOption = "hybrid"
@@ -56,6 +57,7 @@ class RunnerConfig:
     backend: str = "auto"
     seed: int = 0
     timeout_s: float = TIMEOUT_S
+    verify: bool = True
 
     @property
     def recipe(self) -> Recipe:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.export import ExportedProgram
 
 from soap import api
 from soap.errors import RuntimeFailure, SoapError
@@ -20,11 +21,13 @@ from soap.runner.planning import planned
 from soap.runner.sharding import rank_and_count
 from soap.runner.tuning import served_sparse, tune
 from soap.runtime.checkpoint_folder import complete
+from soap.runtime.eager import eager_judge
 from soap.runtime.trainer import Trainer
 from soap.runtime.world import close_world, open_world
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy import Strategy
 from soap.topology import Topology
+from soap.tracing.example import Example
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import exported_program
 from soap.tracing.load import load_program
@@ -97,7 +100,7 @@ class Runner:
         exported = exported_program(self.model, *arguments, loss=config.loss, dynamic_batch=config.dynamic_batch)
         model = load_program(exported, type(self.model).__name__)
         self._names = model.input_names
-        self.strategy, order = self._agreed(model)
+        self.strategy, order = self._agreed(model, exported, Example(self.model, *arguments, config.loss))
         if config.tuning_iterations and served_sparse(self.strategy, model.graph):
             self.strategy = tune(
                 model,
@@ -128,11 +131,15 @@ class Runner:
         self._saved_at = self.trainer.steps
         return self.trainer
 
-    def _agreed(self, model: ExecutableModel) -> tuple[Strategy, ExecutionOrder]:
-        """Rank 0 plans for all: measured costs differ between hosts. What goes wrong there goes wrong everywhere."""
+    def _agreed(self, model: ExecutableModel, exported: ExportedProgram, example: Example) -> tuple[Strategy, ExecutionOrder]:
+        """Rank 0 compares with eager PyTorch and plans for all: measured costs differ between hosts. What goes wrong there goes wrong
+        everywhere."""
         answer: list[Any] = [None]
         if self.world.rank == 0:
             try:
+                judge = eager_judge(example) if self.config.verify else None
+                if judge is not None:
+                    judge(exported, model)
                 answer[0] = planned(model.graph, self.topology, self.config, groups(self.model))
             except SoapError as error:
                 answer[0] = error

@@ -211,12 +211,12 @@ def _differences(
     step: int, kind: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> list[Difference]:
     """One per expected tensor; a gradient that was not found counts as zero. ``dtype``: what was computed in."""
-    largest = max((_largest(tensor) for tensor in expected.values()), default=0.0)
+    scale = max((largest(tensor) for tensor in expected.values()), default=0.0)
     result = []
     for name, tensor in expected.items():
         mine = found.get(name)
         mine = torch.zeros_like(tensor) if mine is None else mine.to(tensor.device)
-        result.append(Difference(step, kind, name, _error(mine, tensor, SMALL.get(dtype, SMALL_ELSE) * largest)))
+        result.append(difference(kind, name, mine, tensor, dtype, scale, step))
     return result
 
 
@@ -225,7 +225,17 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _largest(tensor: torch.Tensor) -> float:
+def difference(
+    kind: str, name: str, found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: float, step: int = 0
+) -> Difference:
+    """How far one tensor is off. ``dtype``: what was computed in. ``scale``: the largest element of all tensors of this kind."""
+    if found.dtype == expected.dtype and torch.equal(found, expected):  # most are, to the last bit
+        return Difference(step, kind, name, 0.0)
+    return Difference(step, kind, name, _error(found, expected, SMALL.get(dtype, SMALL_ELSE) * scale))
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value; 0 of nothing."""
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
@@ -238,5 +248,5 @@ def _error(mine: torch.Tensor, expected: torch.Tensor, small: float) -> float:
     difference = float(torch.where(same, 0.0, (mine - expected).abs()).max())
     if difference != difference or difference == float("inf"):
         return float("inf")
-    scale = max(_largest(expected[expected.isfinite()]), small)
+    scale = max(largest(expected[expected.isfinite()]), small)
     return difference / scale if scale > 0 else (0.0 if difference == 0 else float("inf"))

@@ -17,6 +17,7 @@ from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whol
 from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.drawing import element_inputs
 from soap.tracing.model import TileContext
+from soap.tracing.record import ExportRecord
 from soap.tracing.rules import tiled
 from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, move_running_statistics, moves_statistics
 from soap.tracing.rules.notation import Local
@@ -46,6 +47,8 @@ class ExecutableModel:
     state: Mapping[str, str] = field(default_factory=dict)
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
     source: Source | None = None
+    record: ExportRecord | None = None
+    """What the file that it was read from says of its export; None of what comes from no file."""
     shapes: Sequence[Sequence[int]] | None = None
     """Of the inputs, where they are not those that the source has by itself."""
     _compiled: dict[tuple[int, tuple[Interval, ...]], CompiledTile] = field(default_factory=dict, init=False, repr=False)
@@ -119,7 +122,7 @@ class ExecutableModel:
         values.update({value: parameters[name] for value, name in self.program.parameters.items() if name in parameters})
         last = {name: i for i, call in enumerate(self.program.calls) for name in call.operands}
         for i, call in enumerate(self.program.calls):
-            result = self._whole(call, values, context)
+            result = self._whole(call, values, context, device)
             results = list(result) if isinstance(result, (tuple, list)) else [result]
             values.update(zip(call.outputs, results, strict=False))
             for name in call.operands:
@@ -127,7 +130,7 @@ class ExecutableModel:
                     values.pop(name, None)
         return values[self.program.loss]
 
-    def _whole(self, call: Call, values: Mapping[str, torch.Tensor], context: TileContext) -> Any:
+    def _whole(self, call: Call, values: Mapping[str, torch.Tensor], context: TileContext, device: torch.device | None) -> Any:
         def change(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
                 return values[leaf.name]
@@ -140,8 +143,10 @@ class ExecutableModel:
             return _plain_batch_norm(args[0], args[2:], kwargs, context)
         if call.target is batch_norm_local:
             return self._grouped_batch_norm(call, args, kwargs, context)
-        if is_random(call):
+        if is_random(call) and not context.drawn_by_torch:
             return self._random(call, [values[name] for name in call.operands], context)
+        if is_random(call) and "device" in kwargs:
+            kwargs["device"] = device
         return on_whole(call, args, kwargs)
 
     def _grouped_batch_norm(self, call: Call, args: list[Any], kwargs: dict[str, Any], context: TileContext) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import io
 import warnings
@@ -10,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,31 +17,16 @@ from torch.export import ExportedProgram
 
 from soap.errors import ModelError
 from soap.files import check_writable, write_bytes_atomically
+from soap.tracing.adapted import adapted
+from soap.tracing.record import NAME, ExportRecord, dumps
+
+if TYPE_CHECKING:
+    from soap.tracing.execute import ExecutableModel
 
 
-def _with_loss(model: nn.Module, loss: Callable[..., torch.Tensor]) -> nn.Module:
-    """A shallow copy of the model whose forward ends in the loss: no module is wrapped, so that all names stay the model's own.
 
-    The state of a loss that is a module is exported as the submodule ``loss`` (``loss_`` if the model has that name).
-    """
-    kind = type(model)
-    copied = object.__new__(kind)
-    copied.__dict__.update(model.__dict__)
-    own_forward = copied.__dict__.pop("forward", None)
-
-    @functools.wraps(own_forward or kind.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return loss(own_forward(*args, **kwargs) if own_forward else kind.forward(self, *args, **kwargs))
-
-    if own_forward:  # bound already: torch.export reads the names of the inputs from a signature that begins with self
-        own = inspect.signature(own_forward)
-        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
-    if isinstance(loss, nn.Module):
-        name = "loss_" if hasattr(model, "loss") else "loss"
-        copied.__dict__["_modules"] = {**model._modules, name: loss}
-    copied.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    return copied
+Judge = Callable[[ExportedProgram, "ExecutableModel"], ExportRecord]
+"""Compares a program, and what was read from it, with its module; raises ModelError if they do not train alike."""
 
 
 def export_model(
@@ -53,13 +37,16 @@ def export_model(
     path: str | Path,
     loss: Callable[..., torch.Tensor] | None = None,
     dynamic_batch: bool | Mapping[str, int] = False,
+    judge: Judge | None = None,
+    unjudged: str = "",
 ) -> None:
     """Export a training model with example inputs to ``path``, atomically.
 
     The model returns the scalar loss, or ``loss(output)`` does; names are the model's own either way. All shapes of the example inputs
     become fixed, but for the number of samples with ``dynamic_batch``: dimension 0 of the inputs in which it has the most common size, or
-    the given dimensions by input name. The model's mode (training or not) is exported as it is. Raises ModelError if torch.export cannot
-    trace the model or the output is no scalar.
+    the given dimensions by input name. The model's mode (training or not) is exported as it is. ``judge``: compares program and module,
+    which the file then records; ``unjudged``: why there is none. Raises ModelError if torch.export cannot trace the model, the output is no
+    scalar, or the judge finds a difference.
     """
     from soap.tracing.importer import import_program
 
@@ -67,9 +54,11 @@ def export_model(
     exported = exported_program(model, args, kwargs, loss=loss, dynamic_batch=dynamic_batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
-        import_program(exported, name=type(model).__name__, plan_only=True)
+        traced_model = import_program(exported, name=type(model).__name__, plan_only=judge is None)
+    record = ExportRecord(False, unjudged) if judge is None else judge(exported, traced_model)
+    del traced_model
     buffer = io.BytesIO()
-    torch.export.save(exported, buffer)
+    torch.export.save(exported, buffer, extra_files={NAME: dumps(record)})
     write_bytes_atomically(path, buffer.getvalue())
 
 
@@ -82,7 +71,7 @@ def exported_program(
     dynamic_batch: bool | Mapping[str, int] = False,
 ) -> ExportedProgram:
     """What ``export_model`` writes, which shares its tensors with the model."""
-    module = model if loss is None else _with_loss(model, loss)
+    module = model if loss is None else adapted(model, loss)
     try:
         separate, named = _separate(tuple(args), dict(kwargs or {}))
         sizes = _symbolic_batch(module, separate, named, dynamic_batch) if dynamic_batch else None

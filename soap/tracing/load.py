@@ -22,6 +22,7 @@ from soap.tracing.archive import plain_archive
 from soap.tracing.execute import ExecutableModel, Source
 from soap.tracing.export import traced
 from soap.tracing.importer import BatchNorm, import_program
+from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.row_counting import measure_rows
 from soap.tracing.sizes import Shapes, is_dynamic
 
@@ -50,7 +51,7 @@ def load_model(
     local: BatchNorm = "local" if batch_norm == "local" else "global"
     options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), local)
     text = str(spec)
-    source = ZooSource(text, options) if text.startswith("zoo:") else ProgramSource(read_pt2(Path(spec)), Path(spec).stem, options)
+    source = ZooSource(text, options) if text.startswith("zoo:") else FileSource(Path(spec), options)
     with silenced(*TRIALS):
         return source.trace(plan_only=plan_only)
 
@@ -88,6 +89,20 @@ class ProgramSource:
         if shapes is not None and not is_dynamic(self.exported):
             raise ModelError("the program was exported for one batch size: soap.export(..., dynamic_batch=True) makes one for all sizes")
         return _imported(self, self.exported, self.name, self.options, shapes, dtype, plan_only)
+
+
+class FileSource(ProgramSource):
+    """The program of a ``.pt2`` file, with what the file records of its export."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        exported, self.record = read_pt2(path)
+        super().__init__(exported, path.stem, options)
+
+    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> ExecutableModel:
+        """See ``ProgramSource``."""
+        model = super().trace(shapes=shapes, dtype=dtype, plan_only=plan_only)
+        model.record = self.record
+        return model
 
 
 class ZooSource:
@@ -139,8 +154,8 @@ def export_zoo(spec: str, *, plan_only: bool) -> tuple[ExportedProgram, str]:
     return traced(model.module, model.args, dict(model.kwargs)), f"zoo:{model.name}"
 
 
-def read_pt2(path: Path) -> ExportedProgram:
-    """The exported program in a file, without running any code that the file might hold."""
+def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
+    """The exported program in a file and what is recorded of its export, without running any code that the file might hold."""
     if not path.exists():
         raise ModelError(
             f"model file {str(path)!r} does not exist; expected a .pt2 file made by soap.export or torch.export.save, or zoo:NAME"
@@ -149,7 +164,8 @@ def read_pt2(path: Path) -> ExportedProgram:
         archive = plain_archive(path)
         with warnings.catch_warnings(), _quiet("torch.export"), _weights_only(), _blocks_without_results():
             warnings.simplefilter("ignore")
-            return torch.export.load(archive)
+            extra = {NAME: ""}
+            return torch.export.load(archive, extra_files=extra), loads(extra[NAME])
     except ModelError:
         raise
     except Exception as error:

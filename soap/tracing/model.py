@@ -25,6 +25,7 @@ class TileContext:
     ``unread``: what ``TracedModel.unread`` says of the plan. ``tiles``: what the reference needs to know of the plan: local batch norm
     normalises by tile. None at all: by the whole batch. ``state``: what buffers become at the end of the step, by name, as the forward pass
     has found it.
+    ``drawn_by_torch``: ``reference_loss`` draws random numbers from torch's own generators, as eager PyTorch does, to be compared with it.
     """
 
     seed: int = 0
@@ -33,6 +34,7 @@ class TileContext:
     update_buffers: bool = True
     unread: frozenset[str] = frozenset()
     tiles: Sequence[Tile] = ()
+    drawn_by_torch: bool = False
     statistics: dict[str, list[tuple[Interval, torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 

@@ -115,7 +115,7 @@ class Reader(NodeReader):
     def _loss(self) -> str:
         """The scalar to minimise: the output called ``loss``, else the first output."""
         leaves = list(walk(plain(next(n for n in self.exported.graph.nodes if n.op == "output").args)))
-        index = self._loss_position()
+        index = loss_position(self.exported)
         node = leaves[index or 0] if leaves else None
         loss = self.now(node) if isinstance(node, torch.fx.Node) and node in self.at else None
         if not isinstance(loss, str):
@@ -133,16 +133,6 @@ class Reader(NodeReader):
             name = self.unique(f"{loss}_scalar")
             loss = self.emit(Call(name, aten.reshape.default, (Ref(loss), []), {}, (name,)), (), dtype)
         return loss
-
-    def _loss_position(self) -> int | None:
-        """Which flat output is called ``loss``, if the outputs have names."""
-        signature = self.exported.module_call_graph[0].signature
-        spec = signature.out_spec if signature is not None else None
-        keys = getattr(spec, "context", None)
-        if spec is None or not isinstance(keys, (list, tuple)) or "loss" not in keys:
-            return None
-        before = spec.children()[: list(keys).index("loss")]
-        return int(sum(child.num_leaves for child in before))
 
     def _end_buffers(self) -> None:
         """Counters that nobody reads move behind the step; other buffers that change are state, and those that do not are constants."""
@@ -208,3 +198,14 @@ class Reader(NodeReader):
                     SoapWarning,
                     stacklevel=2,
                 )
+
+
+def loss_position(exported: ExportedProgram) -> int | None:
+    """Which flat output is called ``loss``, if the outputs have names."""
+    signature = exported.module_call_graph[0].signature
+    spec = signature.out_spec if signature is not None else None
+    keys = getattr(spec, "context", None)
+    if spec is None or not isinstance(keys, (list, tuple)) or "loss" not in keys:
+        return None
+    before = spec.children()[: list(keys).index("loss")]
+    return int(sum(child.num_leaves for child in before))

@@ -37,6 +37,8 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
     _check(exported, inputs, shapes)
     result = copy.copy(exported)
     result._graph_module = copy.deepcopy(exported.graph_module)
+    for node, original in zip(result._graph_module.graph.nodes, exported.graph.nodes, strict=True):
+        node.name = original.name  # fx numbers names that Python has, such as "input", when it copies a graph
     result._range_constraints = {}
     if [list(t.shape) for t in _example_tensors(exported)] != [list(shape) for shape in shapes]:
         result._example_inputs = None

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import soap
+from soap import zoo
 from soap.cli.run import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -104,6 +106,7 @@ def test_trains_checks_compares_and_traces(folder: Path) -> None:
     assert own["measured_ns"] > 0 and usual["measured_ns"] > 0
     assert report["check"]["passed"] is True
     assert report["check"]["worst"]["error"] <= report["check"]["tolerance"] == 1e-9
+    assert report["check"]["compared_with_eager"] is None and "of the zoo" in report["check"]["eager"]
     events = [event for event in json.loads((folder / "t.json").read_text())["traceEvents"] if event["ph"] == "X"]
     names = {pid: {event["name"] for event in events if event["pid"] == pid} for pid in (0, 1)}
     assert names[1] and names[1] <= names[0]  # every measured task has its predicted one
@@ -267,3 +270,23 @@ def test_interrupt_while_ranks_start_is_one_line(after_s: float, folder: Path) -
         os.killpg(process.pid, signal.SIGINT)
         stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout, stderr) == (130, "", "soap-run: interrupted\n")
+
+
+@pytest.mark.parametrize("by", ["soap", "torch"])
+def test_a_check_says_whether_the_program_was_held_against_eager(
+    by: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    module, inputs = zoo.build(MODEL).module, zoo.build(MODEL).args
+    if by == "soap":
+        soap.export(module, inputs, path="m.pt2")
+    else:
+        torch.export.save(torch.export.export(module, inputs, strict=False), "m.pt2")
+    model, cluster = soap.load("m.pt2", plan_only=True), soap.load_cluster("cluster.yaml")
+    soap.save_strategy("own.json", soap.api.classical("data_parallel", model.graph, cluster), model, cluster)
+    assert main(["own.json", "--model", "m.pt2", "--cluster", "cluster.yaml", "--steps", "1", "--check"]) == 0
+    said = {
+        "soap": "; the program was compared with eager PyTorch when it was exported",
+        "torch": "; the program was never compared with eager PyTorch: exported by torch.export.save",
+    }
+    assert said[by] in capsys.readouterr().out

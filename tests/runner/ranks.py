@@ -123,6 +123,37 @@ def fail(ranks: int) -> str:
     return ""
 
 
+class Reversed(torch.autograd.Function):
+    """Its gradient is not that of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Adversarial(Model):
+    """With a gradient that is reversed between its tables and its dense layer."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        rows: Tensor = Reversed.apply((self.table(ids) * self.other(ids)).sum(1))  # type: ignore[no-untyped-call]
+        return F.mse_loss(self.head(rows).squeeze(1), targets)
+
+
+def judged(ranks: int, verify: bool) -> tuple[str, int]:
+    """What every rank says to a module whose program has other gradients than it, and how many steps it took."""
+    with soap.get_runner(Adversarial(), f"emulated:{ranks}x1@200Mbit/s", config(verify=verify)) as runner:
+        try:
+            runner.run(next(iter(DataLoader(soap.shard(Words()), batch_size=4))))
+        except soap.SoapError as error:
+            return str(error), 0
+        assert runner.trainer is not None
+        return "", runner.trainer.steps
+
+
 def join(sizes: list[int]) -> list[list[int]]:
     """Numbers as ``soap.shard`` deals them out, some shared ones, and both back together."""
     import torch.distributed as dist

@@ -98,6 +98,15 @@ def test_what_goes_wrong_in_planning_is_said_on_all_ranks(two: Pool) -> None:
     assert said[0].startswith("no sparse parameter is named 'head*'; expected one of ")
 
 
+def test_what_does_not_train_as_the_module_is_refused_on_all_ranks(two: Pool) -> None:
+    said = two.run(ranks.judged, 2, True)
+    assert said[0] == said[1]
+    message, steps = said[0]
+    assert steps == 0 and "gradient of 'table.weight' is off by 200.0%" in message
+    assert "autograd.Function Reversed in Adversarial" in message
+    assert two.run(ranks.judged, 2, False) == [("", 1)] * 2
+
+
 def test_one_process_needs_no_launcher() -> None:
     losses, state = ranks.train(1, 12, 1, False, {})
     assert losses == pytest.approx(alone(12, 1)[0], rel=1e-12)

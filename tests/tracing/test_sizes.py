@@ -100,6 +100,26 @@ def test_a_fixed_program_says_how_to_export(paths: Path) -> None:
         load_model(paths / "four.pt2", plan_only=True).resized(shapes(3))
 
 
+class Named(nn.Module):
+    """Inputs with names that Python has, which fx numbers when it copies a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, input: Tensor, max: Tensor) -> Tensor:
+        return (self.layer(input) * max).square().mean()
+
+
+def test_names_that_python_has(tmp_path: Path) -> None:
+    module, batch = Named(), (torch.rand(4, 3), torch.rand(4, 2))
+    export_model(module, batch, path=tmp_path / "m.pt2", dynamic_batch=True)
+    model = load_model(tmp_path / "m.pt2")
+    assert list(model.input_names) == ["input", "max"]
+    assert model.resized([(7, 3), (7, 2)]).graph.tensors["input"].shape == (7, 3)
+    torch.testing.assert_close(model.reference_loss(batch, model.parameters, TileContext()), module(*batch))
+
+
 def test_ranges_of_the_user_are_kept(tmp_path: Path) -> None:
     batch = torch.export.Dim("batch", min=2, max=8)
     exported = torch.export.export(Mixed(), inputs(4), dynamic_shapes=({0: batch}, {0: batch}, None), strict=False)

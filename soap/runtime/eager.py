@@ -1,0 +1,275 @@
+"""Eager PyTorch as the judge of an exported program: loss, every gradient and every buffer of one step of both, on the example batch.
+
+``torch.export`` records the forward pass. What only a backward pass runs (``torch.autograd.Function``, hooks) is not in the file, and
+what Python decides by numbers of its own is fixed in it. Whoever has the module at hand can find that out: eager's step against the
+calls that SOAP executes, which finds defects of our reader as well.
+
+*Random numbers.* Both draw from torch's generators, from one seed: the program makes the same calls in the same order, so that masks are
+equal although SOAP's tiles draw theirs otherwise (``rules.random``, held against ``reference_loss`` by ``check``). Where the order is
+not the same (a call that nobody reads), both are run again with each call's numbers a function of its kind and shapes alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from soap.errors import ModelError, SoapError, SoapWarning
+from soap.runtime.check import TOLERANCES, Difference, difference, largest
+from soap.runtime.eager_causes import find_causes
+from soap.runtime.untouched import same_generators, untouched
+from soap.tracing.calls import is_random
+from soap.tracing.example import Example
+from soap.tracing.execute import ExecutableModel
+from soap.tracing.export import Judge
+from soap.tracing.model import TileContext
+from soap.tracing.naming import canonical_names
+from soap.tracing.record import ExportRecord
+
+SEED = 20_111
+"""Of both runs' random numbers."""
+NO_VALUES = "its module has no values (meta device)"
+NOT_FINITE = "the loss of its example batch was not finite"
+
+
+def eager_judge(example: Example) -> Judge | None:
+    """What compares the exported program of this module with it; None, with a warning, if the module or its inputs have no values."""
+    tensors = [*example.module.parameters(), *example.module.buffers(), *example.tensors()]
+    if any(t.device.type == "meta" or isinstance(t, torch._subclasses.FakeTensor) for t in tensors):
+        warnings.warn(f"the program is not compared with eager PyTorch: {NO_VALUES}", SoapWarning, stacklevel=2)
+        return None
+    return lambda exported, model: compare_with_eager(example, exported, model)
+
+
+def compare_with_eager(example: Example, exported: ExportedProgram, model: ExecutableModel) -> ExportRecord:
+    """One step of the module and one of its program on the example batch. The module's state and torch's generators stay as they were.
+
+    Raises ModelError in one line, with the likely cause, if they differ by more than rounding, or if the module fails on its example.
+    """
+    name = type(example.model).__name__
+    try:
+        return _Comparison(example, exported, model).run()
+    except SoapError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"no memory to compare {name} with eager PyTorch: {_first_line(error)}; verify=False leaves it out") from error
+    except Exception as error:
+        raise ModelError(
+            f"one step of {name} on the example inputs fails in eager PyTorch ({_first_line(error)}); "
+            "expected inputs that it can be trained on: verify=False leaves out the comparison"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@dataclass
+class _Step:
+    """What a step of eager PyTorch makes. ``gradients``: by canonical name, of what has one."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+class _Comparison:
+    def __init__(self, example: Example, exported: ExportedProgram, model: ExecutableModel) -> None:
+        self.example, self.exported, self.model = example, exported, model
+        self.canonical = canonical_names(exported.state_dict)
+        self.random = any(is_random(call) for call in model.program.calls)
+        self.dtype = _coarsest(model)
+        self.tolerance = TOLERANCES[self.dtype]
+
+    def run(self) -> ExportRecord:
+        """See ``compare_with_eager``."""
+        with same_generators(self._devices()):
+            found = self._found(nullcontext)
+            if found is None:
+                warnings.warn(
+                    f"the program is not compared with eager PyTorch: {NOT_FINITE}; expected inputs on which training can begin",
+                    SoapWarning,
+                    stacklevel=4,
+                )
+                return ExportRecord(False, NOT_FINITE)
+            if self.random and self._wrong(found):
+                found = self._found(_ByShape) or found
+            wrong = self._wrong(found)
+            if wrong and not self.random:
+                wrong = self._wrong(self._judged(wrong))
+            if wrong:
+                raise ModelError(self._refusal(wrong))
+        return ExportRecord(True, "")
+
+    def _devices(self) -> list[torch.device]:
+        """The GPUs that the step runs on."""
+        tensors = [*self.example.module.parameters(), *self.example.module.buffers(), *self.example.tensors()]
+        return list(dict.fromkeys(t.device for t in tensors if t.device.type == "cuda"))
+
+    def _wrong(self, found: Sequence[Difference]) -> list[Difference]:
+        return [d for d in found if not d.agrees(self.tolerance)]
+
+    def _found(self, drawing: Callable[[], AbstractContextManager[Any]]) -> list[Difference] | None:
+        """The differences in the order of the module's parameters; None if eager's loss is not finite. Gradients of the program are let
+        go of one by one, as the backward pass makes them, with eager's."""
+        with drawing():
+            expected = eager_step(self.example, self.exported)
+        if not bool(expected.loss.isfinite()):
+            return None
+        scale = _scale(expected.gradients)
+        found: dict[str, Difference] = {}
+
+        def meet(name: str, gradient: torch.Tensor) -> None:
+            other = expected.gradients.pop(name, None)
+            other = torch.zeros_like(gradient) if other is None else other
+            found[name] = difference("gradient of", name, gradient, other, self.dtype, scale)
+
+        with drawing():
+            loss, buffers = self._program_step(meet)
+        result = [difference("loss", self.model.graph.loss, loss, expected.loss, self.dtype, 1.0)]
+        for name, tensor in list(expected.gradients.items()):  # the program gives these none
+            meet(name, torch.zeros_like(tensor))
+        result += [found[name] for name in self.canonical if name in found]
+        moved = _scale(expected.buffers)
+        result += [difference("buffer", n, t, expected.buffers[n], self.dtype, moved) for n, t in buffers.items()]
+        return result
+
+    def _program_step(self, meet: Callable[[str, torch.Tensor], None]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Loss and new buffers of the program's step. ``meet`` is given each gradient once."""
+        graph, model = self.model.graph, self.model
+        leaves = {n: t.detach().requires_grad_(graph.tensors[n].requires_grad) for n, t in model.parameters.items()}
+        for name, leaf in leaves.items():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(lambda found, name=name: self._met(name, found, meet))
+        context = TileContext(SEED, 0, {n: t.clone() for n, t in model.buffers.items()}, drawn_by_torch=True)
+        torch.manual_seed(SEED)
+        with torch.enable_grad():
+            loss = model.reference_loss([t.detach().clone() for t in model.example_inputs], leaves, context)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        model.end_step(context)
+        return loss.detach(), context.buffers
+
+    def _met(self, name: str, leaf: torch.Tensor, meet: Callable[[str, torch.Tensor], None]) -> None:
+        assert leaf.grad is not None
+        meet(name, _dense(leaf.grad))
+        leaf.grad = None
+
+    def _judged(self, wrong: Sequence[Difference]) -> list[Difference]:
+        """The same with their distances from eager PyTorch in float64, where the module can be copied in it."""
+        try:
+            wide = self.example.widened()
+            with untouched(self.example.module):  # of which a copy may still know parts
+                truth = eager_step(wide, self.exported) if wide is not None else None
+        except Exception:  # a module that computes in types of its own, or has no memory for a copy
+            truth = None
+        if truth is None:
+            return list(wrong)
+        names = {d.name for d in wrong}
+        mine: dict[str, torch.Tensor] = {}
+        loss, buffers = self._program_step(lambda name, gradient: mine.update({name: gradient}) if name in names else None)
+        alone = eager_step(self.example, self.exported)
+        distances = [self._from(truth, loss, mine, buffers), self._from(truth, alone.loss, alone.gradients, alone.buffers)]
+        keys = [(d, (d.kind, d.name)) for d in wrong]
+        return [replace(d, from_float64=distances[0].get(key), alone_from_float64=distances[1].get(key)) for d, key in keys]
+
+    def _from(
+        self, truth: _Step, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> dict[tuple[str, str], float]:
+        scale = _scale(truth.gradients)
+        moved = _scale(truth.buffers)
+        found = [difference("loss", self.model.graph.loss, loss, truth.loss, self.dtype, 1.0)]
+        for kind, mine, true, size in (("gradient of", gradients, truth.gradients, scale), ("buffer", buffers, truth.buffers, moved)):
+            for name in mine.keys() & true.keys():
+                found.append(difference(kind, name, mine[name], true[name], self.dtype, size))
+        return {(d.kind, d.name): d.error for d in found}
+
+    def _refusal(self, wrong: Sequence[Difference]) -> str:
+        first = wrong[0]
+        what = "loss" if first.kind == "loss" else f"{first.kind} {first.name!r}"
+        others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        cause = find_causes(self.example, self._aliases(first.name) if first.kind == "gradient of" else None)
+        return (
+            f"the exported program of {type(self.example.model).__name__} does not train as eager PyTorch does: on the example batch, the "
+            f"{what} is off by {_share(first.error)}{others}; {cause}; verify=False exports it as it is"
+        )
+
+    def _aliases(self, name: str) -> list[str]:
+        return [alias for alias, canonical in self.canonical.items() if canonical == name]
+
+
+def _share(error: float) -> str:
+    """Relative to a tensor's size."""
+    if not isfinite(error):
+        return "all of its size: it is zero, or not finite, in one of the two only"
+    return f"{error:.1%}" if 1e-3 <= error < 1e4 else f"{error:.1e} of its size"
+
+
+def eager_step(example: Example, exported: ExportedProgram) -> _Step:
+    """Loss, gradients and buffers of one step of the module itself, of which nothing stays in it."""
+    torch.manual_seed(SEED)
+    module, canonical = example.module, canonical_names(exported.state_dict)
+    with untouched(module, changed_parameters(exported)), torch.enable_grad():
+        loss = example.loss_of(example.output(), exported)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        gradients: dict[str, torch.Tensor] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None and parameter.requires_grad:
+                own, gradient = canonical.get(name, name), _dense(parameter.grad)
+                gradients[own] = gradients[own] + gradient if own in gradients else gradient
+        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
+    return _Step(loss.detach(), gradients, buffers)
+
+
+def changed_parameters(exported: ExportedProgram) -> set[str]:
+    """State-dict names of what the forward pass itself changes in place (``embedding(max_norm=…)``)."""
+    names = {s.arg.name: str(s.target) for s in exported.graph_signature.input_specs if s.kind is InputKind.PARAMETER}
+    found = set()
+    for node in exported.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+            continue
+        root = node
+        while isinstance(root, torch.fx.Node) and root.args:  # views have what they look at as their first argument
+            root = root.args[0]
+        if isinstance(root, torch.fx.Node) and root.name in names:
+            found.add(names[root.name])
+    return found
+
+
+class _ByShape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Random calls draw numbers that depend on their kind and the shapes of their operands alone, whatever was drawn before."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims"):
+            leaves = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in torch.utils._pytree.tree_leaves(args)]
+            sizes = [x for x in leaves if isinstance(x, (int, float, tuple))]
+            torch.manual_seed(zlib.crc32(f"{func}{sizes}".encode()))
+        return func(*args, **(kwargs or {}))
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _scale(tensors: Mapping[str, torch.Tensor]) -> float:
+    """The largest finite element."""
+    sizes = (largest(tensor) for tensor in tensors.values())
+    return max((size for size in sizes if isfinite(size)), default=0.0)
+
+
+def _coarsest(model: ExecutableModel) -> torch.dtype:
+    """The type with the largest rounding among the program's values; float32 if none is a floating-point type."""
+    known = {value.dtype for value in model.program.values.values()} & TOLERANCES.keys()
+    return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

@@ -1,0 +1,36 @@
+"""A module that is exported instead of another: all its names are the other's, and what it takes and returns is changed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def adapted(model: nn.Module, loss: Callable[..., torch.Tensor]) -> nn.Module:
+    """A shallow copy of the model whose forward ends in the loss: no module is wrapped, so that all names stay the model's own.
+
+    The state of a loss that is a module is exported as the submodule ``loss`` (``loss_`` if the model has that name).
+    """
+    kind = type(model)
+    copied = object.__new__(kind)
+    copied.__dict__.update(model.__dict__)
+    own_forward = copied.__dict__.pop("forward", None)
+
+    @functools.wraps(own_forward or kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return loss(own_forward(*args, **kwargs) if own_forward else kind.forward(self, *args, **kwargs))
+
+    if own_forward:  # bound already: torch.export reads the names of the inputs from a signature that begins with self
+        own = inspect.signature(own_forward)
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+    if isinstance(loss, nn.Module):
+        name = "loss_" if hasattr(model, "loss") else "loss"
+        copied.__dict__["_modules"] = {**model._modules, name: loss}
+    copied.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return copied

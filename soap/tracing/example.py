@@ -1,0 +1,72 @@
+"""A training model with the arguments and the loss that it is exported with, as eager PyTorch runs it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from soap.errors import ModelError
+from soap.tracing.adapted import adapted
+from soap.tracing.reader import loss_position
+
+Loss = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Example:
+    """``loss``: makes the scalar from the module's output; None if the module does."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Loss | None = None
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The model with all state by the names that the program has: that of a loss that is a module, too."""
+        return self.model if self.loss is None else adapted(self.model, self.loss)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Of the arguments."""
+        return [leaf for leaf in torch.utils._pytree.tree_leaves((tuple(self.args), dict(self.kwargs))) if isinstance(leaf, torch.Tensor)]
+
+    def output(self) -> Any:
+        """What the model makes of copies of the arguments."""
+        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, _copied, (tuple(self.args), dict(self.kwargs)))
+        return self.model(*args, **kwargs)
+
+    def loss_of(self, output: Any, exported: ExportedProgram) -> torch.Tensor:
+        """The scalar loss in what the model returns."""
+        leaves = [self.loss(output)] if self.loss is not None else torch.utils._pytree.tree_leaves(output)
+        found = leaves[0 if self.loss is not None else loss_position(exported) or 0]
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            raise ModelError(f"the loss is a {type(found).__name__}; expected a scalar tensor")
+        return found.reshape(())
+
+    def widened(self) -> Example | None:
+        """The same in float64, with copies of all values, and with the hooks on parameters, which copies lack; None if hooks take gradients
+        as soon as they are there."""
+        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.module.parameters()):
+            return None
+        model, loss = copy.deepcopy((self.model, self.loss if isinstance(self.loss, nn.Module) else None))
+        wide = replace(self, model=model.double(), loss=self.loss if loss is None else loss.double())
+        for own, other in zip(self.module.parameters(), wide.module.parameters(), strict=True):
+            for hook in (getattr(own, "_backward_hooks", None) or {}).values():
+                other.register_hook(hook)
+        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, _wide, (tuple(self.args), dict(self.kwargs)))
+        return replace(wide, args=args, kwargs=kwargs)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor

@@ -1,0 +1,65 @@
+"""What ``soap.export`` writes into a file beside the program: whether it was compared with eager PyTorch, and what its operators need.
+
+Files come from outside: a record informs people, and nothing is imported, run or trusted because it says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NAME = "soap.json"
+"""Name among the archive's extra files."""
+MAX_LENGTH = 100_000
+_MODULE = re.compile(r"[A-Za-z_]\w{0,99}(\.[A-Za-z_]\w{0,99}){0,20}", re.ASCII)
+BY_TORCH = "exported by torch.export.save"
+OF_THE_ZOO = "a program of the zoo, all of which the tests of this package compare with eager PyTorch"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRecord:
+    """``compared``: whether loss and gradients of one step were found equal to eager PyTorch's. ``reason``: why not, if they were not.
+
+    ``imports``: the modules that define the program's custom operators, as the one who exported it has named them.
+    """
+
+    compared: bool = False
+    reason: str = BY_TORCH
+    imports: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """For people: the end of a line about a check."""
+        if self.compared:
+            return "the program was compared with eager PyTorch when it was exported"
+        return f"the program was never compared with eager PyTorch: {self.reason}"
+
+
+def dumps(record: ExportRecord) -> str:
+    """The record as JSON."""
+    eager = {"compared": record.compared, "reason": record.reason}
+    return json.dumps({"format": 1, "eager": eager, "imports": list(record.imports)})
+
+
+def loads(text: str | bytes) -> ExportRecord:
+    """The record that a file claims; that of a file without one if this is none that ``dumps`` wrote."""
+    try:
+        found = json.loads(text) if len(text) <= MAX_LENGTH else None
+    except ValueError:
+        found = None
+    eager = found.get("eager") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(eager, dict):
+        return ExportRecord()
+    imports = module_names(found.get("imports"))
+    if eager.get("compared") is True:
+        return ExportRecord(True, "", imports)
+    return ExportRecord(False, " ".join(str(eager.get("reason", "")).split())[:200] or BY_TORCH, imports)
+
+
+def module_names(found: Any) -> tuple[str, ...]:
+    """Those of a list that are dotted names of modules."""
+    listed: Sequence[Any] = found if isinstance(found, list) else []
+    return tuple(name for name in listed if isinstance(name, str) and _MODULE.fullmatch(name))
