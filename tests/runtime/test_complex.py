@@ -39,6 +39,7 @@ from tests.complex_modules import (
     worst,
 )
 from tests.extent import so_many
+from tests.random_complex import random_plane
 from tests.runtime.pool import Pool
 
 TOLERANCE = 1e-9
@@ -117,6 +118,31 @@ def test_every_model_trains_as_a_plain_loop(four: Pool, files: dict[str, str], n
         results = four.run(train, files[name], strategy, steps)
         assert all(result.losses == results[0].losses for result in results)
         assert worst(results[0], expected) < TOLERANCE, (kind, worst(results[0], expected))
+
+
+def _random_on_four_ranks(four: Pool, folder: Path, seed: int) -> None:
+    module, inputs = random_plane(seed)
+    path = str(folder / f"{seed}.pt2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of parameters that no step reads
+        export_model(module, inputs, path=path)
+    steps = [random_plane(seed, DOUBLE)[1]] * 2
+    expected = train_plainly(random_plane(seed, DOUBLE)[0], steps)
+    graph = loaded(path).graph
+    for strategy in (scattered(graph), random_strategy(graph, FOUR, random.Random(seed))):
+        found = four.run(train, path, strategy, steps)[0]
+        assert worst(found, expected) < TOLERANCE, module.steps
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, seed: int) -> None:
+    _random_on_four_ranks(four, tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 40))
+def test_many_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, seed: int) -> None:
+    _random_on_four_ranks(four, tmp_path, seed)
 
 
 def test_complex_activations_travel(files: dict[str, str]) -> None:

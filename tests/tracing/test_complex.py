@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
 from tests.complex_modules import EXAMPLES, batches, module_of
+from tests.random_complex import random_plane
 from tests.tracing.emulation import compare, draw_configs, graded, kept_bytes
 from tests.tracing.programs import Lambda, export
 
@@ -34,9 +36,8 @@ def _equals_module(model: ExecutableModel, module: nn.Module) -> None:
     found, gradients = graded(model, None)
     torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=1e-12)
     own = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    assert own.keys() == gradients.keys()
+    assert own.keys() == {name for name, gradient in gradients.items() if gradient is not None}
     for name, gradient in own.items():
-        assert gradients[name] is not None, name
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-11)
 
 
@@ -209,3 +210,27 @@ def test_inputs_and_weights_that_are_only_marked_as_conjugated(tmp_path: Path) -
     assert marked.is_conj() and torch.equal(marked, z)
     loss = model.reference_loss([marked], model.parameters, context)
     torch.testing.assert_close(loss, module(z))
+
+
+def _random(seed: int) -> None:
+    module, inputs = random_plane(seed, DOUBLE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of parameters that no step reads
+        model = import_program(export(module, *inputs), name="random")
+        _equals_module(model, module)
+    assert all(op.partitionable for op in model.graph.operators), module.steps
+    reference = graded(model, None)
+    for number in range(3):
+        compare(model, draw_configs(model.graph, random.Random(f"{seed}/{number}")), reference=reference)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_modules_by_tiles_equal_the_module(seed: int) -> None:
+    _random(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(12, 200, 4))
+def test_many_random_modules_by_tiles_equal_the_module(first: int) -> None:
+    for seed in range(first, first + 4):
+        _random(seed)
