@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from soap.cli.batches import DrawnBatches, JoinedBatches, UserBatches
+from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, UserBatches
 from soap.errors import SoapError
 
 EXAMPLES = [torch.tensor([[0.5, 1.5], [2.5, 3.5]]), torch.tensor([3, 7]), torch.zeros(0, 4), torch.tensor(2.0)]
@@ -39,6 +39,13 @@ def test_drawn_batches_depend_on_seed_and_step_alone() -> None:
 
     assert text(1, 2) == text(1, 2)
     assert len({text(seed, step) for seed in range(4) for step in range(4)}) > 8
+
+
+def test_batches_follow_the_type_that_replaces_the_models() -> None:
+    given = [torch.tensor([0.5, 0.25]), torch.tensor([1, 2]), torch.tensor([True])]
+    converted = ConvertedBatches(lambda step: [tensor * step if tensor.is_floating_point() else tensor for tensor in given], torch.float64)
+    assert [tensor.dtype for tensor in converted(2)] == [torch.float64, torch.int64, torch.bool]
+    assert converted(2)[0].tolist() == [1.0, 0.5]
 
 
 def test_whole_numbers_that_do_not_stand_for_themselves_are_the_examples() -> None:
