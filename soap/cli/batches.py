@@ -94,6 +94,17 @@ class UserBatches:
         return tensors
 
 
+class ConvertedBatches:
+    """Batches in the floating-point type that replaces the model's, whatever type they are made in."""
+
+    def __init__(self, batches: Batches, dtype: torch.dtype) -> None:
+        self._batches, self._dtype = batches, dtype
+
+    def __call__(self, step: int) -> Sequence[torch.Tensor]:
+        """The batch of a step."""
+        return [tensor.to(self._dtype) if tensor.is_floating_point() else tensor for tensor in self._batches(step)]
+
+
 class JoinedBatches:
     """``count`` batches for each step, one after the other: what a trainer that accumulates gradients is given."""
 

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from soap import api, pace
-from soap.cli.batches import Batches, DrawnBatches, JoinedBatches, UserBatches
+from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, JoinedBatches, UserBatches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
 from soap.cli.updating import Updating
@@ -117,6 +117,8 @@ def train(job: Job) -> Outcome:
 def batches_of(job: Job, model: TracedModel) -> Batches:
     """What the job trains on, by step."""
     batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data)
+    if job.dtype is not None:
+        batches = ConvertedBatches(batches, getattr(torch, job.dtype))
     return JoinedBatches(batches, job.accumulate) if job.accumulate > 1 else batches
 
 

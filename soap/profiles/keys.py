@@ -21,7 +21,7 @@ from soap.presets import family
 from soap.profiles.measure_machine import cpu_cores
 from soap.regions import lengths
 from soap.simulator.row_counts import parameters_held
-from soap.simulator.tiling import Tile, iteration_points
+from soap.simulator.tiling import Tile, is_widened, iteration_points
 from soap.topology import DeviceType, Topology
 
 VERSIONS = {"cpu": 8, "cuda": 2}
@@ -32,6 +32,8 @@ emulated hosts without a quota of one's own, since 5 there by even time (``soap.
 the caches."""
 
 ON_ROWS = "on rows"
+PART_OF_SUM = "part of a sum"
+"""Of a lower type: computed in float32."""
 
 _NUMBER = re.compile(r"_\d+(?=$|:)")
 """What tells a graph's calls of one kind apart: ``linear_3``, ``batch_norm_1:sums``."""
@@ -62,7 +64,7 @@ class TileKeys:
 
     def __init__(self, graph: OperatorGraph) -> None:
         self.graph = graph
-        self._families: dict[tuple[int, bool], str] = {}
+        self._families: dict[tuple[int, tuple[str, ...]], str] = {}
         self._shapes: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def key(self, tile: Tile) -> TileKey:
@@ -70,15 +72,15 @@ class TileKeys:
         sizes = tuple([lengths(box) for box in (*tile.inputs, *tile.parameters, *tile.outputs)])
         held = (*tile.inputs, *parameters_held(self.graph, tile), *tile.outputs)
         regions = tuple([size for box in held for size in lengths(box)])
-        family = self.family(tile.operator, on_rows=tile.on_rows)
-        return TileKey(family, lengths(tile.intervals), regions, sizes == self._whole(tile.operator))
+        marks = (ON_ROWS,) * tile.on_rows + (PART_OF_SUM,) * is_widened(self.graph, tile)
+        return TileKey(self.family(tile.operator, marks), lengths(tile.intervals), regions, sizes == self._whole(tile.operator))
 
-    def family(self, position: int, *, on_rows: bool = False) -> str:
-        """What the operator at ``position`` computes, whatever the sizes of its factors."""
-        found = self._families.get((position, on_rows))
+    def family(self, position: int, marks: tuple[str, ...] = ()) -> str:
+        """What the operator at ``position`` computes, whatever the sizes of its factors. ``marks``: how a tile does that otherwise."""
+        found = self._families.get((position, marks))
         if found is None:
             signature = _signature(self.graph, position)
-            found = self._families[position, on_rows] = digest([signature, ON_ROWS] if on_rows else signature)
+            found = self._families[position, marks] = digest([signature, *marks] if marks else signature)
         return found
 
     def _whole(self, position: int) -> tuple[tuple[int, ...], ...]:

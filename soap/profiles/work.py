@@ -15,7 +15,7 @@ from soap.dtypes import is_differentiable
 from soap.graph import Operand, Operator, OperatorGraph
 from soap.regions import Box, volume
 from soap.simulator.row_counts import all_lookups, parameters_held
-from soap.simulator.tiling import Tile, is_partial, iteration_points
+from soap.simulator.tiling import Tile, is_widened, iteration_points
 
 LOOKUP_KINDS = frozenset({"embedding", "embedding_bag", "equal_bags"})
 """Operators that read only the rows of their parameter that the input names, at most as much as they write."""
@@ -97,9 +97,7 @@ def _input_contractions(graph: OperatorGraph, op: Operator) -> int:
 
 def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int) -> Kernel:
     op = graph.operators[tile.operator]
-    dtype = _compute_dtype(graph, op)
-    if is_partial(op, tile.intervals) and any(t.partial_itemsize > t.itemsize for t in (graph.tensors[o.tensor] for o in op.outputs)):
-        dtype = "float32"  # parts of a sum of a lower type
+    dtype = "float32" if is_widened(graph, tile) else _compute_dtype(graph, op)
     return Kernel(dtype, flops, traffic_bytes, len(op.calls) or 1, _inner_calls(graph, op))
 
 

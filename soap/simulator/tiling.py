@@ -44,6 +44,13 @@ def is_partial(op: Operator, intervals: Sequence[Interval]) -> bool:
     return any(f.summed and interval != (0, f.size) for f, interval in zip(op.factors, intervals, strict=True))
 
 
+def is_widened(graph: OperatorGraph, tile: Tile) -> bool:
+    """Whether a tile is computed in float32, as a part of a sum of a lower type."""
+    op = graph.operators[tile.operator]
+    lower = any(t.partial_itemsize > t.itemsize for t in (graph.tensors[o.tensor] for o in op.outputs))
+    return lower and is_partial(op, tile.intervals)
+
+
 def made_bytes(graph: OperatorGraph, op: Operator, tile: Tile, output: int) -> int:
     """Size of one of a tile's outputs."""
     tensor = graph.tensors[op.outputs[output].tensor]

@@ -90,8 +90,8 @@ class _Trials:
             if self._op.kind in RECURRENT_KINDS:
                 return self._recurrent()
             own = self._footprint(self._tile(), cut=False)
-            if windows(self._op):  # a tile is run as the whole is; what it pads comes on top
-                return (own,)
+            if windows(self._op):  # a tile is run as the whole is, unless it is a part of a sum; what it pads comes on top
+                return self._of_windows(own)
             degrees = tuple(min(2, factor.size) for factor in self._op.factors)
             parts = self._tile(degrees)
             cut = self._footprint(parts, cut=True)
@@ -101,6 +101,13 @@ class _Trials:
             return own, *alone, *self._together(cut, parts, degrees, (own, *alone))
         except Exception:  # as above; and not everything has a backward pass
             return None
+
+    def _of_windows(self, own: Footprint) -> Footprints:
+        """Parts of a sum of a lower type are computed in float32."""
+        lower = any(t.partial_itemsize > t.itemsize for t in (self._graph.tensors[o.tensor] for o in self._op.outputs))
+        if not lower or not any(factor.summed for factor in self._op.factors):
+            return (own,)
+        return own, *(self._cut_by(i, own) if factor.summed else own for i, factor in enumerate(self._op.factors))
 
     def _cut_by(self, place: int, own: Footprint) -> Footprint:
         """With one factor cut. ``own``: the whole operator's."""

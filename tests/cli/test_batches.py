@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from soap.cli.batches import DrawnBatches, JoinedBatches, UserBatches
+from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, UserBatches
 from soap.errors import SoapError
+from soap.tracing.export import export_model
+from soap.tracing.load import load_model
+from soap.tracing.model import TileContext
 
 EXAMPLES = [torch.tensor([[0.5, 1.5], [2.5, 3.5]]), torch.tensor([3, 7]), torch.zeros(0, 4), torch.tensor(2.0)]
 
@@ -39,6 +42,13 @@ def test_drawn_batches_depend_on_seed_and_step_alone() -> None:
 
     assert text(1, 2) == text(1, 2)
     assert len({text(seed, step) for seed in range(4) for step in range(4)}) > 8
+
+
+def test_batches_follow_the_type_that_replaces_the_models() -> None:
+    given = [torch.tensor([0.5, 0.25]), torch.tensor([1, 2]), torch.tensor([True])]
+    converted = ConvertedBatches(lambda step: [tensor * step if tensor.is_floating_point() else tensor for tensor in given], torch.float64)
+    assert [tensor.dtype for tensor in converted(2)] == [torch.float64, torch.int64, torch.bool]
+    assert converted(2)[0].tolist() == [1.0, 0.5]
 
 
 def test_whole_numbers_that_do_not_stand_for_themselves_are_the_examples() -> None:
@@ -106,3 +116,32 @@ def test_joined_batches_are_those_of_several_steps() -> None:
         expected = [tensor for i in range(3) for tensor in batches(3 * step + i)]
         assert len(joined(step)) == 12
         assert all(torch.equal(a, b) for a, b in zip(joined(step), expected, strict=True))
+
+
+class Ragged(torch.nn.Module):
+    """Bags of different sizes, told by offsets; the last token of each row, told by lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.EmbeddingBag(32, 8, mode="sum", include_last_offset=True)
+        self.head = torch.nn.Linear(8, 5)
+
+    def forward(self, flat: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = self.table(flat, offsets).unsqueeze(1) * torch.arange(1, 4)[:, None]
+        return torch.nn.functional.cross_entropy(self.head(rows[torch.arange(6), lengths - 1]), labels)
+
+
+def test_drawn_batches_of_a_model_with_offsets_and_lengths_can_be_trained_on(tmp_path: Path) -> None:
+    offsets, lengths = torch.tensor([0, 3, 3, 4, 9, 12, 20]), torch.tensor([1, 3, 2, 3, 1, 2])
+    inputs = (torch.arange(20) + 7, offsets, lengths, torch.tensor([0, 4, 2, 1, 3, 0]))
+    export_model(Ragged(), inputs, path=tmp_path / "m.pt2")
+    model = load_model(str(tmp_path / "m.pt2"))
+    batches = DrawnBatches(model, 3)
+    flats = set()
+    for step in range(4):
+        flat, *kept, labels = batches(step)
+        assert torch.equal(kept[0], offsets) and torch.equal(kept[1], lengths)
+        assert set(flat.tolist()) <= set(range(7, 27)) and set(labels.tolist()) <= set(range(5))
+        flats.add(tuple(flat.tolist()))
+        assert bool(model.reference_loss(batches(step), model.parameters, TileContext()).isfinite())
+    assert len(flats) == 4

@@ -151,3 +151,12 @@ def test_an_environment_is_a_device_a_torch_threads_and_neighbours() -> None:
 def test_gpus_have_no_threads_and_no_neighbours() -> None:
     (place,) = environments(preset("h200-8"), torch="2.13.0").values()
     assert place == Environment("h200", "cuda", "2.13.0", 0, 0)
+
+
+def test_parts_of_sums_of_a_lower_type_are_computations_of_their_own() -> None:
+    """They are computed in float32: a layer of half as many features is not what half of a layer's features are."""
+    for dtype, alike in (("float32", True), ("bfloat16", False)):
+        half, whole = layers(32, 16, 16, dtype=dtype), layers(16, 16, 16, dtype=dtype)
+        part, like = key(half, "layer1", 1, 2, 1), key(replace(whole, name="other"), "layer1")
+        assert (part.lengths, part.regions) == (like.lengths, like.regions)
+        assert (part.family == like.family) is alike

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from soap.strategy import OpConfig
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
-from tests.tracing.emulation import compare, emulated_loss, kept_bytes
+from tests.tracing.emulation import compare, draw_configs, emulated_loss, kept_bytes
 from tests.tracing.programs import Lambda, export, imported
 
 
@@ -167,3 +168,40 @@ def test_batched_constants_are_cut_as_the_batch_is() -> None:
     configs = {o.name: OpConfig((1,) * len(o.factors), (0,)) for o in model.graph.operators}
     for degrees in ((3, 1, 1), (3, 2, 5)):
         compare(model, configs | {op.name: OpConfig(degrees, (0,) * (degrees[0] * degrees[1] * degrees[2]))})
+
+
+def _first_of_bags(self: Any, x: torch.Tensor) -> torch.Tensor:
+    ids, offsets = (x[:, 0].abs() * 3).long() % 5, torch.tensor([0, 2, 2])
+    return torch.ops.aten.embedding_bag.padding_idx(self.table, ids, offsets, False, self.mode, False, None, False, None)[0]
+
+
+UNREAD: dict[str, Any] = {
+    "sums of bags": (_first_of_bags, {"mode": 0}),
+    "means of bags": (_first_of_bags, {"mode": 1}),
+    "maxima of bags": (_first_of_bags, {"mode": 2}),
+    "maxima": (lambda self, x: (x @ self.table.T).max(1).values, {}),
+    "the largest": (lambda self, x: (x @ self.table.T).topk(2, 1)[0], {}),
+    "normalised": (lambda self, x: torch.ops.aten.native_layer_norm(x @ self.table.T, [5], None, None, 1e-5)[0], {}),
+    "normalised groups": (
+        lambda self, x: torch.ops.aten.native_group_norm((x @ self.table.T)[..., None], None, None, 6, 5, 1, 1, 1e-5)[0], {}
+    ),
+    "dropped": (lambda self, x: torch.ops.aten.native_dropout(x @ self.table.T, 0.0, True)[0], {}),
+    "triangular": (lambda self, x: torch.linalg.qr(x @ self.table.T)[1].abs(), {}),
+    "singular values": (lambda self, x: torch.linalg.svd(x @ self.table.T, full_matrices=False)[1], {}),
+    "hidden states": (lambda self, x: self.lstm(x[None] @ self.table.T)[0], {"lstm": nn.LSTM(5, 3, batch_first=True)}),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:no rule for")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", UNREAD)
+def test_results_that_nobody_reads_may_have_any_form(name: str, dtype: torch.dtype) -> None:
+    """It depends on the type, and on whether gradients are wanted, what torch's kernels leave in them."""
+    function, members = UNREAD[name]
+    torch.manual_seed(0)
+    module = Lambda(lambda self, x: (function(self, x).tanh() + 2).square().mean(), table=nn.Parameter(torch.randn(5, 4)), **members)
+    model = import_program(export(module, torch.randn(6, 4)), name="model", dtype=dtype)
+    tolerance = 1e-9 if dtype is torch.float64 else 1e-4
+    compare(model, {op.name: OpConfig((1,) * len(op.factors), (0,)) for op in model.graph.operators}, tolerance)
+    for seed in range(3):
+        compare(model, draw_configs(model.graph, random.Random(seed)), tolerance)
