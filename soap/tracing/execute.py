@@ -43,6 +43,7 @@ class ExecutableModel:
     programs: Mapping[str, OperatorProgram]
     program: Program
     state: Mapping[str, str] = field(default_factory=dict)
+    transient: frozenset[str] = frozenset()
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
     source: Source | None = None
     shapes: Sequence[Sequence[int]] | None = None

@@ -126,6 +126,9 @@ class NodeReader(ProgramWriter):
         inner = [n for n in graph.nodes if n.op == "placeholder"]
         for placeholder, operand in zip(inner, operands, strict=True):
             assert isinstance(operand, torch.fx.Node)
+            if operand not in self.at:  # a size: calls take its value
+                placeholder.meta["val"] = operand.meta.get("val")
+                continue
             self.at[placeholder] = self.now(operand)
             self._aliasing.view(placeholder, operand, SAME)
         self.nodes(graph, gradients=gradients and not detached)

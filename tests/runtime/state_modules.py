@@ -14,6 +14,7 @@ from torch.nn.utils import spectral_norm as hooked_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from soap.presets import local_topology
+from soap.runtime.check import CheckResult, check
 from soap.runtime.trainer import Trainer
 from soap.strategy import Strategy
 from soap.tracing.load import load_model
@@ -129,7 +130,7 @@ class WarmUp(nn.Module):
         super().__init__()
         self.layer, self.head = nn.Linear(6, 4), nn.Linear(6, 4)
         self.register_buffer("steps", torch.tensor(0))
-        self.register_buffer("seen", torch.zeros(3, 4))
+        self.register_buffer("seen", torch.zeros(3, 4), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps.add_(1)
@@ -209,3 +210,28 @@ def train(
         losses = [trainer.step(*(t for part in parts for t in part)) for parts in steps[:-1]]
         assert trainer.trace(*(t for part in steps[-1] for t in part))
         return Copies(Trained(losses, trainer.state_dict()), {name: tensor.clone() for name, tensor in trainer.buffers.items()})
+
+
+def checked(path: str, strategy: Strategy, ranks: int, sizes: Sequence[int], name: str, dtype: str) -> CheckResult:
+    """What ``soap-run --check`` does, on batches of these sizes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = load_model(path, dtype=dtype)
+    batches = [converted(batch, getattr(torch, dtype)) for batch in batches_of(name, sizes)]
+    with Trainer(model, (strategy, local_topology(ranks)), optimizer=sgd) as trainer:
+        return check(trainer, batches.__getitem__, sgd, len(sizes))
+
+
+def go_on(path: str, strategy: Strategy, ranks: int, name: str, steps: range, folder: str) -> Trained:
+    """Load what was saved, if anything was, train these steps, and save."""
+    model = load_model(path)
+    with Trainer(model, (strategy, local_topology(ranks)), optimizer=sgd) as trainer:
+        if steps.start:
+            trainer.load(folder)
+        losses = [trainer.step(*batches_of(name, [SAMPLES] * (step + 1))[-1]) for step in steps]
+        trainer.save(folder)
+        return Trained(losses, trainer.state_dict())
+
+
+SAMPLES = 6
+"""Of a batch."""
