@@ -216,7 +216,8 @@ class NodeReader(ProgramWriter):
         root, buffer = str(self.at[origin]), self.changes.nodes.get(origin)
         if root in self.program.parameters:
             raise ModelError(
-                f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does"
+                f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does: "
+                "register what forward moves as a buffer"
             )
         if buffer is None and not gradients and origin.graph is not node.graph:
             raise ModelError(f"call {call.name!r} changes a tensor in place under torch.no_grad; write it out of place")
