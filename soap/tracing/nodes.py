@@ -214,7 +214,7 @@ class NodeReader(ProgramWriter):
         """``x.add_(y)`` as ``x = x + y``: later uses of x, and of what shares its memory, mean the new value."""
         origin = self._aliasing.root(changed)
         root, buffer = str(self.at[origin]), self.changes.nodes.get(origin)
-        if root in self.program.parameters:
+        if buffer is None and root in self.program.parameters:
             raise ModelError(
                 f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does: "
                 "register what forward moves as a buffer"

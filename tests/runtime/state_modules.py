@@ -157,6 +157,27 @@ class Balanced(nn.Module):
         return (losses / self.scale).sum()
 
 
+class Teacher(nn.Module):
+    """A teacher whose weights, which are no buffers but frozen parameters, follow the student's in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.teacher = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+        self.teacher.requires_grad_(False)
+        self.fixed = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for mine, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mine.mul_(0.9).add_(other, alpha=0.1)
+            target = self.teacher(y)
+            wanted = torch.softmax((target - self.center) / 0.5, 1)
+            self.center.mul_(0.9).add_(target.mean(0), alpha=0.1)
+        return -(wanted * torch.log_softmax(self.fixed(self.student(x)), 1)).sum(1).mean()
+
+
 def _vectors(samples: int, step: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(samples, 6, generator=torch.Generator().manual_seed(step)),)
 
@@ -178,6 +199,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "queue": (Queue, _pairs),
     "warm-up": (WarmUp, _vectors),
     "balanced": (Balanced, _pairs),
+    "teacher": (Teacher, _pairs),
 }
 EXAMPLES = {name: Example(make, batch) for name, (make, batch) in MODULES.items()}
 
