@@ -30,7 +30,7 @@ def about(buffer: str | None) -> Iterator[None]:
 class Change:
     """In-place calls on one buffer, or frozen parameter.
 
-    ``moves``: the calls as they are, for the end of the step; None if one needs more than the buffer itself. ``written``: their out-of-place
+    ``moves``: the calls as they are, for the end of the step; None if one needs more than the buffer. ``written``: their out-of-place
     forms' results, by which the calls are known, too. ``last``: name of the last call.
     """
 
