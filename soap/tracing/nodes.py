@@ -15,7 +15,7 @@ from soap.errors import ModelError
 from soap.tracing.aliasing import Aliasing, changed_by, changed_together, functional
 from soap.tracing.autocast import Caster, concerns
 from soap.tracing.buffers import BufferChanges, about
-from soap.tracing.calls import Call, Program, Ref, Value, is_random, substitute
+from soap.tracing.calls import Call, Program, Ref, Target, Value, argument, is_random, substitute
 from soap.tracing.forms import FORMS, Fake, value_of
 from soap.tracing.views import SAME
 from soap.tracing.writer import ProgramWriter
@@ -242,10 +242,15 @@ class NodeReader(ProgramWriter):
             made = (name for own in self.program.calls[before:] for name in own.outputs)
             self.changes.note(buffer, call, made, alone=alone)
 
-    def _in_place_together(self, node: torch.fx.Node, call: Call, target: torch._ops.OpOverload, changed: Sequence[torch.fx.Node]) -> None:
+    def _in_place_together(self, node: torch.fx.Node, call: Call, target: Target, changed: Sequence[torch.fx.Node]) -> None:
         """A call that changes several buffers, as one that gives its result, a mask, and then their new values."""
         fake = node.meta["val"]
         values = [self.program.values[self.now(one)] for one in changed]
+        if argument(call, "per_row_fake_quant") and values[0].shape != (fake.shape[argument(call, "ch_axis")],):
+            raise ModelError(
+                f"call {call.name!r} of {call.kind} gives buffer {changed[0].name!r} its shape with the first batch; "
+                "expected it before the export: run the module once"
+            )
         made = [(fake.shape, self.convert(fake.dtype)), (fake.shape, torch.bool), *((value.shape, value.dtype) for value in values)]
         names = [self.value(f"{call.name}:{i}", shape, dtype) for i, (shape, dtype) in enumerate(made)]
         self.program.calls.append(Call(call.name, target, call.args, call.kwargs, tuple(names), call.path))

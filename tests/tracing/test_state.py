@@ -83,6 +83,23 @@ def test_observers_of_quantization_train_as_eager_does(observer: Any) -> None:
     assert_trains_as_eager(model, Lambda(loss, inner=copy.deepcopy(module)), batches, 1e-5)
 
 
+def test_observers_by_channel_need_a_shape() -> None:
+    observer = FusedMovingAvgObsFakeQuantize(
+        observer=MovingAveragePerChannelMinMaxObserver,
+        quant_min=-128,
+        quant_max=127,
+        dtype=torch.qint8,
+        qscheme=torch.per_channel_symmetric,
+    )
+    module = Lambda(lambda self, x: self.inner(self.layer(x)).sum(), inner=observer, layer=nn.Linear(3, 4)).train()
+    with pytest.raises(ModelError, match="its shape with the first batch; expected it before the export: run the module once"):
+        import_program(export(copy.deepcopy(module), torch.ones(2, 3)), name="model")
+    module(torch.ones(2, 3))
+    with pytest.warns(SoapWarning, match="no rule for soap.moving_fake_quantize"):
+        model = import_program(export(module, torch.ones(2, 3)), name="model")
+    assert_trains_as_eager(model, copy.deepcopy(module), [[torch.randn(2, 3)] for _ in range(3)], 1e-5)
+
+
 def _weight() -> nn.Parameter:
     return nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4))
 
