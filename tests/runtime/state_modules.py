@@ -178,6 +178,21 @@ class Teacher(nn.Module):
         return -(wanted * torch.log_softmax(self.fixed(self.student(x)), 1)).sum(1).mean()
 
 
+class Noisy(nn.Module):
+    """A buffer drawn anew in each step, and an average of what is drawn: the same on all ranks, but not what eager PyTorch draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("noise", torch.zeros(4))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noise.normal_()
+        self.average.lerp_(torch.rand_like(self.noise) + self.noise, 0.5)
+        return (self.layer(x) - self.noise - self.average).square().mean()
+
+
 def _vectors(samples: int, step: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(samples, 6, generator=torch.Generator().manual_seed(step)),)
 

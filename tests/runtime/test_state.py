@@ -24,7 +24,7 @@ from soap.tracing.load import load_model
 from tests.extent import so_many
 from tests.runtime.exact_modules import train_plainly, worst
 from tests.runtime.pool import Pool
-from tests.runtime.state_modules import EXAMPLES, SAMPLES, batches_of, checked, go_on, module_of, train
+from tests.runtime.state_modules import EXAMPLES, SAMPLES, Noisy, batches_of, checked, go_on, module_of, train
 
 TOLERANCE = 1e-9
 FIXED = ("codebook",)
@@ -81,6 +81,14 @@ def test_a_check_compares_moved_buffers(four: Pool, files: dict[str, str], name:
         result = four.run(checked, files[name], strategy, 4, [6, 4, 6], name, dtype)[0]
         assert result.passed, (kind, result.worst)
         assert result.compared == 3 * (1 + 2 * len(load_model(files[name]).parameters) + len(load_model(files[name]).buffers))
+
+
+def test_random_numbers_in_buffers_are_the_same_on_all_ranks(four: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "noisy.pt2")
+    export_model(Noisy().double(), batches_of("warm-up", [SAMPLES])[0], path=path)
+    for kind, strategy in strategies(load_model(path).graph, 4, 2).items():
+        result = four.run(checked, path, strategy, 4, [SAMPLES] * 3, "warm-up", "float64")[0]
+        assert result.passed, (kind, result.worst)
 
 
 @pytest.mark.parametrize("name", ["warm-up", "gan"])
