@@ -38,7 +38,10 @@ class FactorKind(StrEnum):
 
 
 class TensorKind(StrEnum):
-    """Where a tensor comes from. Inputs and constants are available on every device; buffers belong to their operator."""
+    """Where a tensor comes from. Inputs and constants are available on every device.
+
+    What a buffer holds when a step begins counts as a constant, be it moved by the step or not; batch norm's belong to their operator.
+    """
 
     INPUT = "input"
     CONSTANT = "constant"

@@ -108,10 +108,10 @@ def check(
     reference = _Reference(trainer, optimizer, tolerance) if trainer.rank == 0 else None
     differences: list[Difference] = []
     for step in range(steps):
-        before = trainer.state_dict()
+        before = trainer.whole_state()
         number = trainer.steps
         loss = trainer.step(*batch(step))
-        gradients, after = trainer.gradients(), trainer.state_dict()
+        gradients, after = trainer.gradients(), trainer.whole_state()
         if reference is not None:
             differences += reference.compare(number, batch(step), before, loss, gradients, after)
     found = None

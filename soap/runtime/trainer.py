@@ -215,8 +215,12 @@ class Trainer:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters and buffers in full by the names of the user's model, on rank 0 (empty elsewhere).
 
-        It has every entry of the exported model's state dict: the model itself can load it.
+        It has every entry of the exported model's state dict, and no other: the model itself can load it.
         """
+        return {name: tensor for name, tensor in self.whole_state().items() if name not in self.model.transient}
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """``state_dict`` with the buffers that are no entries of the model's."""
         full: dict[str, torch.Tensor] = {}
         for name, tensor in (*self.model.parameters.items(), *self.model.unchanged.items()) if self.rank == 0 else ():
             if tensor.is_meta:
@@ -233,13 +237,14 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take parameters and buffers from full tensors, given on every rank."""
-        missing = [name for name in (*self.model.parameters, *self.buffers) if name not in state]
+        missing = [name for name in (*self.model.parameters, *self.buffers) if name not in state and name not in self.model.transient]
         if missing:
             raise RuntimeFailure(f"state lacks {missing[0]!r} (and {len(missing) - 1} more): expected every parameter and buffer by name")
         self.shards.load(state, self.device, self.dtype)
         self._refresh_copies()
         for name in self.buffers:
-            self._set_buffer(name, state[name])
+            if name in state:
+                self._set_buffer(name, state[name])
         self._warn_of_unchanged(state)
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:

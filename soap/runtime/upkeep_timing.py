@@ -107,6 +107,7 @@ class Chain(TracedModel):
         self.buffers: dict[str, torch.Tensor] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.state: dict[str, str] = {}
+        self.transient: frozenset[str] = frozenset()
         self.unchanged: dict[str, torch.Tensor] = {}
         self.input_names = ["x"]
         self.example_inputs = [torch.zeros(1)]

@@ -257,7 +257,10 @@ class Space:
     syncs: Mapping[str, tuple[SyncConfig, ...]] = field(default_factory=dict)
 
     def allows(self, position: int, config: OpConfig) -> bool:
-        """Whether the user allows an operator this configuration."""
+        """Whether an operator may have this configuration: the user allows it, and it is the one if there is one alone."""
+        only = settled_config(self.graph.operators[position], self.device_count)
+        if only is not None:
+            return config == only
         allowed = self.allowed[position] if self.allowed else None
         return allowed is None or allowed.allows(config)
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 
 from soap.errors import ModelError
-from soap.tracing.calls import Call
+from soap.tracing.calls import Call, Target
 from soap.tracing.views import DETACHED, SAME, ViewOf, view_of
 
 _FUNCTIONAL = {("normal_", "default"): "normal_functional", ("bernoulli_", "float"): "bernoulli.p"}
 """Out-of-place forms that are not called like the in-place ones."""
 
-_SEVERAL = {"fused_moving_avg_obs_fake_quant": torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default}
+
+def moving_fake_quantize(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Torch's fake quantization by a moving range, out of place; it computes in float32 alone."""
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    narrow: Callable[[Any], Any] = lambda a: a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a  # noqa: E731
+    function = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
+    out, mask, *moved = function(*map(narrow, args), **{name: narrow(a) for name, a in kwargs.items()})
+    return (out.to(given[0].dtype), mask, *(new.to(old.dtype) for new, old in zip(moved, given[3:], strict=True)))
+
+
+_SEVERAL = {"fused_moving_avg_obs_fake_quant": moving_fake_quantize}
 """Calls that change several arguments -> what gives their result, a mask, and then the new values of these instead."""
 
 
@@ -148,7 +158,7 @@ def _meta(leaf: Any) -> Any:
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
-def changed_together(node: torch.fx.Node) -> tuple[torch._ops.OpOverload, list[torch.fx.Node]] | None:
+def changed_together(node: torch.fx.Node) -> tuple[Target, list[torch.fx.Node]] | None:
     """For a call that changes several tensors: what computes the same out of place (``_SEVERAL``), and the nodes of these tensors."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)

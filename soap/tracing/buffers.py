@@ -28,8 +28,11 @@ def about(buffer: str | None) -> Iterator[None]:
 
 @dataclass
 class Change:
-    """In-place calls on one buffer. ``moves``: the calls as they are, for the end of the step; None if one needs more than the buffer
-    itself. ``written``: their out-of-place forms' results, by which the calls are known, too. ``last``: name of the last call."""
+    """In-place calls on one buffer, or frozen parameter.
+
+    ``moves``: the calls as they are, for the end of the step; None if one needs more than the buffer. ``written``: their out-of-place
+    forms' results, by which the calls are known, too. ``last``: name of the last call.
+    """
 
     moves: list[tuple[int, Call]] | None = field(default_factory=list)
     written: set[str] = field(default_factory=set)
@@ -37,7 +40,8 @@ class Change:
 
 
 class BufferChanges:
-    """Changes in the order of the program. ``nodes``: the graph's placeholders of buffers, with their state-dict names."""
+    """Changes in the order of the program. ``nodes``: the graph's placeholders of buffers and frozen parameters, with their state-dict
+    names."""
 
     def __init__(self) -> None:
         self.nodes: dict[torch.fx.Node, str] = {}
@@ -77,9 +81,9 @@ def canonical_buffers(exported: ExportedProgram) -> dict[str, str]:
 
 
 def check_memory(exported: ExportedProgram, moved: Container[str]) -> None:
-    """Raise ModelError for a buffer that changes with another one, or with a parameter, because they share memory: the program would not
-    tell. ``moved``: canonical names of the buffers that the program changes."""
-    canonical = canonical_buffers(exported)
+    """Raise ModelError for a buffer or frozen parameter that changes with another tensor because they share memory: the program would not
+    tell. ``moved``: canonical names of what the program changes."""
+    canonical = canonical_names(exported.state_dict) | canonical_buffers(exported)
     read = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
     held: dict[int, list[tuple[str, bool]]] = {}  # memory -> what lies in it, and whether that changes
     for spec in exported.graph_signature.input_specs:
@@ -87,12 +91,12 @@ def check_memory(exported: ExportedProgram, moved: Container[str]) -> None:
         tensor = exported.state_dict.get(name)
         if spec.arg.name not in read or tensor is None or tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
             continue
-        changes = tensor.requires_grad if spec.kind is InputKind.PARAMETER else canonical.get(name, name) in moved
+        changes = tensor.requires_grad or canonical.get(name, name) in moved
         found = held.setdefault(tensor.untyped_storage().data_ptr(), [])
         found.append((name, changes))
         buffer = next((other for other, _ in found if not exported.state_dict[other].requires_grad), None)
         if len(found) > 1 and buffer is not None and any(one for _, one in found) and tensor.numel():
             other = next(other for other, _ in found if other != buffer)
             raise ModelError(
-                f"buffer {buffer!r} shares memory with {other!r}, and one of them changes; expected memory of its own: register a clone"
+                f"{buffer!r} shares memory with {other!r}, and one of them changes; expected memory of its own: register a clone"
             )

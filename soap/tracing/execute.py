@@ -45,6 +45,7 @@ class ExecutableModel:
     programs: Mapping[str, OperatorProgram]
     program: Program
     state: Mapping[str, str] = field(default_factory=dict)
+    transient: frozenset[str] = frozenset()
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
     source: Source | None = None
     record: ExportRecord | None = None

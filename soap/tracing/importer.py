@@ -83,6 +83,7 @@ def import_program(
         programs=programs,
         program=program,
         state=program.state,
+        transient=frozenset(name for name in program.buffers if name not in exported.state_dict),
         unchanged={n: _converted(t, dtype) for n, t in _unchanged(exported, program, graph).items()},
     )
     model.graph = replace(graph, footprints=find_footprints(model), sparse=measured_by_examples(model))

@@ -68,6 +68,8 @@ class TracedModel(Protocol):
     state: Mapping[str, str]
     """Buffers that the forward pass moves, of which all ranks keep the same copy: name of the graph's CONSTANT tensor, if it has one, that
     is their value when the step begins -> state-dict name."""
+    transient: frozenset[str]
+    """Buffers that are no entries of the state dict (``persistent=False``)."""
     unchanged: Mapping[str, torch.Tensor]
     """The rest of the state dict, which training leaves as it is: buffers that are only read, parameters and buffers that nothing uses."""
     input_names: Sequence[str]

@@ -16,7 +16,7 @@ from soap.errors import ModelError
 from soap.tracing.aliasing import Aliasing, changed_by, changed_together, functional
 from soap.tracing.autocast import Caster, concerns
 from soap.tracing.buffers import BufferChanges, about
-from soap.tracing.calls import Call, Program, Ref, Value, is_random, kind_of, substitute
+from soap.tracing.calls import Call, Program, Ref, Target, Value, argument, is_random, kind_of, substitute
 from soap.tracing.forms import FORMS, Fake, value_of
 from soap.tracing.types import written_out
 from soap.tracing.views import SAME, ViewOf
@@ -138,6 +138,9 @@ class NodeReader(ProgramWriter):
         inner = [n for n in graph.nodes if n.op == "placeholder"]
         for placeholder, operand in zip(inner, operands, strict=True):
             assert isinstance(operand, torch.fx.Node)
+            if operand not in self.at:  # a size: calls take its value
+                placeholder.meta["val"] = operand.meta.get("val")
+                continue
             self.at[placeholder] = self.now(operand)
             self._aliasing.view(placeholder, operand, SAME)
         self.nodes(graph, gradients=gradients and not detached)
@@ -241,11 +244,12 @@ class NodeReader(ProgramWriter):
         """``x.add_(y)`` as ``x = x + y``: later uses of x, and of what shares its memory, mean the new value."""
         origin = self._aliasing.root(changed)
         root, buffer = str(self.at[origin]), self.changes.nodes.get(origin)
-        if root in self.program.parameters:
+        if buffer is None and root in self.program.parameters:
             if call.kind == "embedding_renorm_":
                 raise _renorm_refusal(call, self.program.parameters[root])
             raise ModelError(
-                f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does"
+                f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does: "
+                "register what forward moves as a buffer"
             )
         if buffer is None and not gradients and origin.graph is not node.graph:
             raise ModelError(f"call {call.name!r} changes a tensor in place under torch.no_grad; write it out of place")
@@ -270,10 +274,15 @@ class NodeReader(ProgramWriter):
             made = (name for own in self.program.calls[before:] for name in own.outputs)
             self.changes.note(buffer, call, made, alone=alone)
 
-    def _in_place_together(self, node: torch.fx.Node, call: Call, target: torch._ops.OpOverload, changed: Sequence[torch.fx.Node]) -> None:
+    def _in_place_together(self, node: torch.fx.Node, call: Call, target: Target, changed: Sequence[torch.fx.Node]) -> None:
         """A call that changes several buffers, as one that gives its result, a mask, and then their new values."""
         fake = node.meta["val"]
         values = [self.program.values[self.now(one)] for one in changed]
+        if argument(call, "per_row_fake_quant") and values[0].shape != (fake.shape[argument(call, "ch_axis")],):
+            raise ModelError(
+                f"call {call.name!r} of {call.kind} gives buffer {changed[0].name!r} its shape with the first batch; "
+                "expected it before the export: run the module once"
+            )
         made = [(fake.shape, self.convert(fake.dtype)), (fake.shape, torch.bool), *((value.shape, value.dtype) for value in values)]
         names = [self.value(f"{call.name}:{i}", shape, dtype) for i, (shape, dtype) in enumerate(made)]
         self.program.calls.append(Call(call.name, target, call.args, call.kwargs, tuple(names), call.path))

@@ -36,6 +36,7 @@ class Reader(NodeReader):
     ) -> None:
         super().__init__(Program([], {}, [], {}, {}, {}, ""), dtype, autocast=autocast, local_statistics=local_statistics)
         self.exported = exported
+        self._frozen: dict[str, str] = {}  # value of a parameter that training does not change -> canonical name
 
     def read(self) -> Program:
         """The program; raises ModelError in one line for what cannot be planned."""
@@ -86,6 +87,8 @@ class Reader(NodeReader):
             if node is None or not isinstance(fake, torch.Tensor):
                 continue
             self.at[node] = self.value(self.unique(name), fake.shape, self.convert(fake.dtype))
+            if spec.kind is InputKind.PARAMETER and not self.exported.state_dict[str(spec.target)].requires_grad:
+                self.changes.nodes[node] = self._frozen[self.at[node]] = canonical[str(spec.target)]
             if spec.kind is InputKind.BUFFER:
                 if not node.users:
                     continue  # of a buffer with several names, one is used
@@ -138,7 +141,10 @@ class Reader(NodeReader):
         """Counters that nobody reads move behind the step; other buffers that change are state, and those that do not are constants."""
         moved = self._moved()
         check_memory(self.exported, {*moved, *self.program.buffers})
-        counters = self.changes.counters(self.program, self.buffers)
+        counters = self.changes.counters(self.program, self.buffers | self._frozen)
+        for value, name in self._frozen.items():
+            if name in counters or name in moved:  # a teacher's weights, which follow the student's: buffers, whatever they are called
+                self.buffers[value] = self.program.parameters.pop(value)
         self.program.end_step += [call for _, call in sorted((move for own in counters.values() for move in own), key=lambda m: m[0])]
         ending: dict[str, str] = {}
         for value, name in self.buffers.items():
@@ -160,15 +166,15 @@ class Reader(NodeReader):
         for node, name in self.changes.nodes.items():
             with about(name):
                 found[name] = str(self.now(node))
-        return {name: found[name] for value, name in self.buffers.items() if found[name] != value}
+        return {name: found[name] for value, name in (self.buffers | self._frozen).items() if found[name] != value}
 
     def _check_statistics(self, value: str, name: str) -> None:
         """Running statistics move when the step is over, so that nobody can have read what they become."""
-        reader = next((call.name for call in self.program.calls if value in call.operands), None)
-        change = self.changes.found.get(name)
-        if change is not None or reader is not None:
+        found = [call.name for call in self.program.calls if value in call.operands]
+        found += [self.changes.found[name].last] if name in self.changes.found else []
+        if found:
             raise ModelError(
-                f"buffer {name!r} holds running statistics of batch norm, which call {reader or change.last!r} reads or changes as well; "
+                f"buffer {name!r} holds running statistics of batch norm, which call {found[0]!r} reads or changes as well; "
                 "expected that batch norm alone does: give that call a buffer of its own, which forward moves"
             )
 

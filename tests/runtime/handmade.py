@@ -35,6 +35,7 @@ class HandModel:
         counted = [op for op in graph.operators if op.kind == "counted"]
         self.buffers = {op.name: torch.zeros(graph.tensors[op.outputs[0].tensor].shape[-1], dtype=torch.float64) for op in counted}
         self.state: dict[str, str] = {}
+        self.transient: frozenset[str] = frozenset()
         self.unchanged: dict[str, torch.Tensor] = {}
         self.input_names = [t.name for t in tensors if t.kind is TensorKind.INPUT]
         self.limit = limit

@@ -14,6 +14,7 @@ from torch.nn.utils import spectral_norm as hooked_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from soap.presets import local_topology
+from soap.runtime.check import CheckResult, check
 from soap.runtime.trainer import Trainer
 from soap.strategy import Strategy
 from soap.tracing.load import load_model
@@ -129,7 +130,7 @@ class WarmUp(nn.Module):
         super().__init__()
         self.layer, self.head = nn.Linear(6, 4), nn.Linear(6, 4)
         self.register_buffer("steps", torch.tensor(0))
-        self.register_buffer("seen", torch.zeros(3, 4))
+        self.register_buffer("seen", torch.zeros(3, 4), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps.add_(1)
@@ -156,6 +157,42 @@ class Balanced(nn.Module):
         return (losses / self.scale).sum()
 
 
+class Teacher(nn.Module):
+    """A teacher whose weights, which are no buffers but frozen parameters, follow the student's in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.teacher = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+        self.teacher.requires_grad_(False)
+        self.fixed = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for mine, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mine.mul_(0.9).add_(other, alpha=0.1)
+            target = self.teacher(y)
+            wanted = torch.softmax((target - self.center) / 0.5, 1)
+            self.center.mul_(0.9).add_(target.mean(0), alpha=0.1)
+        return -(wanted * torch.log_softmax(self.fixed(self.student(x)), 1)).sum(1).mean()
+
+
+class Noisy(nn.Module):
+    """A buffer drawn anew in each step, and an average of what is drawn: the same on all ranks, but not what eager PyTorch draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("noise", torch.zeros(4))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noise.normal_()
+        self.average.lerp_(torch.rand_like(self.noise) + self.noise, 0.5)
+        return (self.layer(x) - self.noise - self.average).square().mean()
+
+
 def _vectors(samples: int, step: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(samples, 6, generator=torch.Generator().manual_seed(step)),)
 
@@ -177,6 +214,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "queue": (Queue, _pairs),
     "warm-up": (WarmUp, _vectors),
     "balanced": (Balanced, _pairs),
+    "teacher": (Teacher, _pairs),
 }
 EXAMPLES = {name: Example(make, batch) for name, (make, batch) in MODULES.items()}
 
@@ -209,3 +247,28 @@ def train(
         losses = [trainer.step(*(t for part in parts for t in part)) for parts in steps[:-1]]
         assert trainer.trace(*(t for part in steps[-1] for t in part))
         return Copies(Trained(losses, trainer.state_dict()), {name: tensor.clone() for name, tensor in trainer.buffers.items()})
+
+
+def checked(path: str, strategy: Strategy, ranks: int, sizes: Sequence[int], name: str, dtype: str) -> CheckResult:
+    """What ``soap-run --check`` does, on batches of these sizes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = load_model(path, dtype=dtype)
+    batches = [converted(batch, getattr(torch, dtype)) for batch in batches_of(name, sizes)]
+    with Trainer(model, (strategy, local_topology(ranks)), optimizer=sgd) as trainer:
+        return check(trainer, batches.__getitem__, sgd, len(sizes))
+
+
+def go_on(path: str, strategy: Strategy, ranks: int, name: str, steps: range, folder: str) -> Trained:
+    """Load what was saved, if anything was, train these steps, and save."""
+    model = load_model(path)
+    with Trainer(model, (strategy, local_topology(ranks)), optimizer=sgd) as trainer:
+        if steps.start:
+            trainer.load(folder)
+        losses = [trainer.step(*batches_of(name, [SAMPLES] * (step + 1))[-1]) for step in steps]
+        trainer.save(folder)
+        return Trained(losses, trainer.state_dict())
+
+
+SAMPLES = 6
+"""Of a batch."""

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from soap.graph import OperatorGraph
+from soap.errors import StrategyError
+from soap.graph import KEEP_STATE, NEXT_STATE, OperatorGraph
 from soap.presets import local_topology
+from soap.search.constraints import parse
+from soap.search.descent import propose_descent
+from soap.search.space import build_space
 from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import Strategy
+from soap.strategy import OpConfig, Strategy, settled, settled_config
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.extent import so_many
 from tests.runtime.exact_modules import train_plainly, worst
 from tests.runtime.pool import Pool
-from tests.runtime.state_modules import EXAMPLES, batches_of, module_of, train
+from tests.runtime.state_modules import EXAMPLES, SAMPLES, Noisy, batches_of, checked, go_on, module_of, train
 
 TOLERANCE = 1e-9
-SAMPLES = 6
+FIXED = ("codebook",)
+"""Of whose number of samples torch.export makes a fact."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +36,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Each example exported in float64."""
     folder = tmp_path_factory.mktemp("state")
     for name in EXAMPLES:
-        export_model(module_of(name), batches_of(name, [SAMPLES])[0], path=folder / f"{name}.pt2")
+        path = folder / f"{name}.pt2"
+        export_model(module_of(name), batches_of(name, [SAMPLES])[0], path=path, dynamic_batch=name not in FIXED)
     return {name: str(folder / f"{name}.pt2") for name in EXAMPLES}
 
 
@@ -58,3 +66,68 @@ def assert_exact(
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_plan_moves_buffers_as_eager_does(four: Pool, files: dict[str, str], name: str, ranks: int) -> None:
     assert_exact(four, files[name], name, ranks, [[SAMPLES]] * 4, randoms=so_many(1, 6))
+
+
+@pytest.mark.parametrize("name", ["queue", "hooked"])
+def test_each_micro_batch_moves_buffers(four: Pool, files: dict[str, str], name: str) -> None:
+    """Also of other sizes than the model's, fewer than devices, and fewer of them."""
+    assert_exact(four, files[name], name, 4, [[6, 6], [6, 3], [2, 5], [6]], {"accumulate": 2}, randoms=0)
+
+
+@pytest.mark.parametrize("name", ["observed", "balanced"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_check_compares_moved_buffers(four: Pool, files: dict[str, str], name: str, dtype: str) -> None:
+    for kind, strategy in strategies(load_model(files[name]).graph, 4, 2).items():
+        result = four.run(checked, files[name], strategy, 4, [6, 4, 6], name, dtype)[0]
+        assert result.passed, (kind, result.worst)
+        assert result.compared == 3 * (1 + 2 * len(load_model(files[name]).parameters) + len(load_model(files[name]).buffers))
+
+
+def test_random_numbers_in_buffers_are_the_same_on_all_ranks(four: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "noisy.pt2")
+    export_model(Noisy().double(), batches_of("warm-up", [SAMPLES])[0], path=path)
+    for kind, strategy in strategies(load_model(path).graph, 4, 2).items():
+        result = four.run(checked, path, strategy, 4, [SAMPLES] * 3, "warm-up", "float64")[0]
+        assert result.passed, (kind, result.worst)
+
+
+@pytest.mark.parametrize("name", ["warm-up", "gan"])
+def test_a_run_goes_on_from_a_checkpoint(four: Pool, files: dict[str, str], name: str, tmp_path: Path) -> None:
+    """On other ranks by another plan, with buffers that are entries of the state dict and others."""
+    graph = load_model(files[name]).graph
+    first, then = CLASSICAL["data_parallel"](graph, local_topology(4)), random_strategy(graph, local_topology(2), random.Random(5))
+    four.run(go_on, files[name], first, 4, name, range(2), str(tmp_path))
+    found = four.run(go_on, files[name], then, 2, name, range(2, 5), str(tmp_path), ranks=2)[0]
+    module = module_of(name)
+    expected = train_plainly(module, [[tuple(batch)] for batch in batches_of(name, [SAMPLES] * 5)])
+    expected.losses = expected.losses[2:]
+    assert worst(found, expected) < TOLERANCE
+    module.load_state_dict(found.state)
+
+
+def test_other_configurations_than_the_settled_ones_are_refused(files: dict[str, str]) -> None:
+    graph, topology = load_model(files["codebook"]).graph, local_topology(2)
+    strategy = CLASSICAL["data_parallel"](graph, topology)
+    strategy.validate(graph, 2)
+    for name, words in ((KEEP_STATE, "keeps moved buffers on every device"), (NEXT_STATE, "brings together the buffers")):
+        wrong = strategy.with_operator(name, OpConfig((), (1,)))
+        with pytest.raises(StrategyError, match=words):
+            wrong.validate(graph, 2)
+        assert settled(graph, wrong, 2) == strategy
+    with pytest.raises(StrategyError, match=f"operator '{KEEP_STATE}' has one configuration alone"):
+        parse(graph, 2, [(KEEP_STATE, "@0")], [])
+
+
+def test_a_search_leaves_the_settled_operators_alone(files: dict[str, str]) -> None:
+    graph = load_model(files["codebook"]).graph
+    space, draw = build_space(graph, 4, allowed=parse(graph, 4, [("*", "@0-1")], [])), random.Random(0)
+    fixed = {graph.index[NEXT_STATE], graph.index[KEEP_STATE]}
+    assert not fixed & set(space.movable)
+    references = tuple(CLASSICAL[name](graph, local_topology(4)) for name in ("model_parallel", "data_parallel"))
+    space, strategy = replace(space, references=references), references[1]
+    for _ in range(200):
+        proposal = propose_descent(draw, space, strategy)
+        strategy = strategy if proposal is None else proposal.strategy
+        strategy.validate(graph, 4)
+    for position in fixed:
+        assert [space.operators[position].draw(draw)] * 2 == [settled_config(graph.operators[position], 4)] * 2

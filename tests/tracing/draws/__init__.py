@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.tracing.draws import complex, elementwise, layers, losses, moves, picks, products, reductions, windows
+from tests.tracing.draws import complex, elementwise, layers, losses, moves, picks, products, reductions, state, windows
 
-__all__ = ["complex", "elementwise", "layers", "losses", "moves", "picks", "products", "reductions", "windows"]
+__all__ = ["complex", "elementwise", "layers", "losses", "moves", "picks", "products", "reductions", "state", "windows"]
