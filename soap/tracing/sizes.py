@@ -30,8 +30,8 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
     unknown = next((symbol for symbol in exported.range_constraints if not str(symbol).startswith("s")), None)
     if unknown is not None:
         raise ModelError(
-            f"the program has a dynamic shape that depends on data ({unknown}{_origin(exported, unknown)}); expected shapes that follow from "
-            "the inputs': keep all rows and mask those that do not count, or use grouped products for experts"
+            f"the program has a dynamic shape that depends on data ({unknown}{_origin(exported, unknown)}); expected shapes that follow "
+            "from the inputs': keep all rows and mask those that do not count (for experts: grouped products)"
         )
     inputs = _inputs(exported)
     if shapes is None:
