@@ -113,5 +113,6 @@ def _own_casts(call: Call, names: Sequence[str], values: Mapping[str, Value]) ->
 
 
 def concerns(call: Call) -> bool:
-    """Whether autocast may change the types of a call: calls without operands have the type that they name."""
-    return bool(call.operands) and isinstance(call.target, torch._ops.OpOverload)
+    """Whether autocast may change the types of a call: calls without operands have the type that they name, grouped products are not on its
+    lists (and without values they take bfloat16 alone)."""
+    return bool(call.operands) and isinstance(call.target, torch._ops.OpOverload) and call.kind != "_grouped_mm"

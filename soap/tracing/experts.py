@@ -33,12 +33,12 @@ _ROW_BY_ROW = _SAME_ELEMENTS | {
 def unsort_experts(program: Program) -> None:
     """Replace rows that were sorted by expert and brought back by those that were not, in place; nothing where that would make more of
     the products."""
-    for call in list(program.calls):
-        if call.kind in ("sort", "argsort"):
-            choices = _choices(program, call)
-            changed = _Unsorting(program, call, choices).run() if choices else None
-            if changed is not None:
-                program.calls = changed
+    for name in [call.name for call in program.calls if call.kind in ("sort", "argsort")]:
+        call = next((call for call in program.calls if call.name == name), None)
+        choices = 0 if call is None else _choices(program, call)
+        changed = _Unsorting(program, call, choices).run() if call is not None and choices else None
+        if changed is not None:
+            program.calls = changed
 
 
 def _choices(program: Program, call: Call) -> int:

@@ -28,9 +28,12 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
 
     Shares all tensors with ``exported``. Raises ModelError if the program was not exported for such shapes.
     """
-    unknown = next((str(symbol) for symbol in exported.range_constraints if not str(symbol).startswith("s")), None)
+    unknown = next((symbol for symbol in exported.range_constraints if not str(symbol).startswith("s")), None)
     if unknown is not None:
-        raise ModelError(f"the program has a dynamic shape that depends on data ({unknown}); expected shapes that follow from the inputs'")
+        raise ModelError(
+            f"the program has a dynamic shape that depends on data ({unknown}{_origin(exported, unknown)}); expected shapes that follow "
+            "from the inputs': keep all rows and mask those that do not count (for experts: grouped products)"
+        )
     inputs = _inputs(exported)
     if shapes is None:
         shapes = [[_hint(size) for size in fake.shape] for fake in inputs.values()]
@@ -51,6 +54,17 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(f"the program does not work for inputs of shapes {[list(s) for s in shapes]}: {reason}") from error
     return result
+
+
+def _origin(exported: ExportedProgram, symbol: Any) -> str:
+    """Which call makes the first tensor that has this size, and for which module."""
+    for node in exported.graph.nodes:
+        leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        sizes: list[Any] = [size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape if not isinstance(size, int)]
+        if any(symbol in size.node.expr.free_symbols for size in sizes):
+            stack = list((node.meta.get("nn_module_stack") or {}).values())
+            return f" in call {node.name!r}{f' of module {stack[-1][0]!r}' if stack and stack[-1][0] else ''}"
+    return ""
 
 
 class _Evaluation(torch.fx.Interpreter):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from tests.runtime.pool import Pool
+from tests.transformers_models import ARCHITECTURES
 
 
 @pytest.fixture(scope="session")
@@ -28,19 +31,11 @@ def four() -> Iterator[Pool]:
     pool.close()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The table of architectures, which ``SOAP_MODELS_TABLE=FILE`` writes as well."""
-    rows = []
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.getreports(outcome):
-            rows += [(value, outcome) for key, value in report.user_properties if key == "architecture" and report.when == "call"]
-    if not rows:
-        return
-    table = models_table(rows)
-    terminalreporter.section("architectures")
-    terminalreporter.write_line(table)
-    if "SOAP_MODELS_TABLE" in os.environ:
-        Path(os.environ["SOAP_MODELS_TABLE"]).write_text(f"{_HEAD}\n{_versions()}\n\n{table}\n")
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """``SOAP_MODELS_TABLE=FILE`` writes the table of architectures; what a run does not try stays as it was tried before."""
+    rows = [value for key, value in report.user_properties if key == "architecture"]
+    if report.when == "call" and rows and "SOAP_MODELS_TABLE" in os.environ:
+        write_row(Path(os.environ["SOAP_MODELS_TABLE"]), dict(rows[0]), report.passed)
 
 
 _HEAD = """# Architectures of `transformers`
@@ -53,22 +48,20 @@ that have no rule and run on one device. Written by
 """
 _COLUMNS = {
     "operators": "operators", "whole": "whole", "torch.export.save": "`torch.export.save`", "soap.export": "`soap.export`",
-    "data_parallel": "data parallelism", "random": "random plan",
+    "data_parallel": "data parallelism", "random": "random plan", "date": "tried", "torch": "torch", "transformers": "transformers",
 }  # fmt: skip
 
 
-def _versions() -> str:
-    from importlib.metadata import version
-
-    return f"{date.today():%Y-%m-%d}, torch {torch.__version__.split('+')[0]}, transformers {version('transformers')}."
-
-
-def models_table(rows: list[tuple[dict[str, Any], str]]) -> str:
-    """A line for each model: its figures, or why it was refused."""
-    lines = ["| model | result | " + " | ".join(_COLUMNS.values()) + " |", "|---" * (len(_COLUMNS) + 2) + "|"]
-    for row, outcome in rows:
-        result = f"refused: {row['refused']}".replace("|", "\\|") if row.get("refused") else "right" if outcome == "passed" else "WRONG"
-        figures = [f"{n:.0e}" if isinstance(n, float) else "" if n is None else str(n) for n in map(row.get, _COLUMNS)]
-        lines.append(f"| {row['name']} | {result} | " + " | ".join(figures) + " |")
-    right = sum(outcome == "passed" and not row.get("refused") for row, outcome in rows)
-    return "\n".join([*lines, "", f"{right} of {len(rows)} are right, {sum(bool(row.get('refused')) for row, _ in rows)} refused."])
+def write_row(path: Path, row: dict[str, Any], passed: bool) -> None:
+    """Put a model's line into the table: its figures, or why it was refused."""
+    row |= {"date": f"{date.today():%Y-%m-%d}", "torch": torch.__version__.split("+")[0], "transformers": version("transformers")}
+    result = f"refused: {row['refused']}".replace("|", "\\|") if row.get("refused") else "right" if passed else "WRONG"
+    figures = [f"{n:.0e}" if isinstance(n, float) else "" if n is None else str(n) for n in map(row.get, _COLUMNS)]
+    before = path.read_text().splitlines() if path.exists() else []
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in before if line.startswith("| ") and not line.startswith("| model")}
+    lines[row["name"]] = f"| {row['name']} | {result} | " + " | ".join(figures) + " |"
+    ordered = [lines[name] for name in ARCHITECTURES if name in lines]
+    counted = Counter(line.split(" | ")[1].split(":")[0] for line in ordered)
+    said = ", ".join(f"{count} {what}" for what, count in counted.most_common())
+    head = ["| model | result | " + " | ".join(_COLUMNS.values()) + " |", "|---" * (len(_COLUMNS) + 2) + "|"]
+    path.write_text("\n".join([_HEAD, f"{len(ordered)} architectures: {said}.", "", *head, *ordered]) + "\n")

@@ -21,11 +21,12 @@ from soap.strategies import data_parallel
 from soap.strategy import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
+from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
 from soap.tracing.rules.experts import expert_mm, grouped_mm, rows_of_experts
 from tests.tracing.emulation import compare, draw_configs
-from tests.tracing.programs import imported
+from tests.tracing.programs import export, imported
 
 TOKENS, WIDTH, INNER, EXPERTS, CHOSEN = 12, 8, 16, 4, 2
 
@@ -164,6 +165,28 @@ def test_rows_stay_sorted_where_their_order_counts(way: Callable[..., Tensor], o
         compare(model, draw_configs(model.graph, random.Random(seed)))
 
 
+def test_autocast_leaves_grouped_products_alone() -> None:
+    """As torch does; without values they would take bfloat16 alone."""
+    torch.manual_seed(0)
+    exported = export(Experts(sorted_and_back).bfloat16(), torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16))
+    model = import_program(exported, name="model", dtype=torch.float32, autocast=torch.bfloat16)
+    products = [call for call in model.program.calls if call.target is expert_mm]
+    assert [model.program.values[name].dtype for call in products for name in (*call.operands[:2], *call.outputs)] == [torch.float32] * 6
+
+
+def test_other_numbers_of_samples(tmp_path: Path) -> None:
+    """A program with a symbolic number of tokens; in bfloat16, in which torch exports grouped products."""
+    torch.manual_seed(0)
+    module, x = Experts(sorted_and_back).bfloat16(), torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+    export_model(module, (x,), path=tmp_path / "experts.pt2", dynamic_batch=True)
+    model = load_model(tmp_path / "experts.pt2", dtype="float64").resized([[TOKENS - 5, WIDTH]])
+    assert [op.kind for op in model.graph.operators].count("expert_mm") == 2
+    module, x = module.double(), x[5:].double()
+    module.way = plainly
+    loss = model.reference_loss([x], {n: p.detach() for n, p in module.named_parameters()}, TileContext(0, 0, {}))
+    torch.testing.assert_close(loss, module(x).detach())
+
+
 def test_experts_one_by_one() -> None:
     """An expert for each tile: every row is made by one of them."""
     _, _, model = traced(sorted_and_back)
@@ -283,8 +306,9 @@ def test_experts_in_a_loop_over_all_tokens() -> None:
 
 def test_experts_in_a_loop_over_their_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as refused:
-        export_model(Loop(picks=True), (torch.randn(TOKENS, WIDTH),), path=tmp_path / "loop.pt2")
-    assert "\n" not in str(refused.value) and "data" in str(refused.value)
+        export_model(nn.Sequential(Loop(picks=True)), (torch.randn(TOKENS, WIDTH),), path=tmp_path / "loop.pt2")
+    assert "depends on data (u0 in call 'where' of module '0'); expected" in str(refused.value)
+    assert "\n" not in str(refused.value)
     assert not (tmp_path / "loop.pt2").exists()
 
 
