@@ -79,10 +79,10 @@ def vit() -> Built:
 
 
 def convnext() -> Built:
-    """Depthwise convolutions: 4 stages, up to 256 wide."""
+    """Depthwise convolutions: 2 layers of 192, 2 of 256 channels."""
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
-    config = ConvNextConfig(hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 1, 1], num_labels=CLASSES, drop_path_rate=0.0)
+    config = ConvNextConfig(hidden_sizes=[192, 256], depths=[2, 2], num_stages=2, num_labels=CLASSES, drop_path_rate=0.0)
     return ConvNextForImageClassification(config), images(64)
 
 

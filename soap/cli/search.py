@@ -10,6 +10,7 @@ from typing import Any
 from soap import api
 from soap.cli import at_hand, explain, explanation, first_measuring, guard, report, rows, verification
 from soap.cli.command import Parser, UsageError, note, run_command
+from soap.cli.first_measuring import Measured
 from soap.cli.options import (
     EXPLAIN_HELP,
     add_cluster,
@@ -179,7 +180,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     wish = at_hand.wish(topology, args.profile, args.verify, args.costs)
     if wish.problem:
         note(PROG, wish.problem)
-    measured = None
+    measured: Measured | None = None
     if wish.profile_s:
         measured, wish = at_hand.profile(PROG, args.model, reading(args), graph, topology, wish, stopping)
     updating = Updating(tuple(args.optimizer or ("adam",)))
@@ -201,12 +202,12 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         margin=args.margin,
         progress=True,
     )
-    verified = None
+    verified_s: float | None = None
     if wish.finalists and not outcome.result.interrupted:
         with stopping.saving():
             outcome.save(args.output)  # whatever becomes of the runs
         try:
-            outcome, verified = at_hand.verify(PROG, outcome, args.model, reading(args), args.seed, args.data, wish, updating)
+            outcome, verified_s = at_hand.verify(PROG, outcome, args.model, reading(args), args.seed, args.data, wish, updating)
         except (KeyboardInterrupt, StoppedBySignal) as error:
             note(PROG, f"interrupted while verifying: what the search chose by its predictions is in {args.output}")
             return 128 + error.number if isinstance(error, StoppedBySignal) else stopping.exit_code
@@ -219,6 +220,17 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
             write_text_atomically(args.timeline, picture)
         if args.plot:
             outcome.plot(args.plot)
+    _report(args, outcome, measured, verified_s)
+    if outcome.result.interrupted:
+        note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
+        return stopping.exit_code
+    return 0
+
+
+def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Measured | None, verified_s: float | None) -> None:
+    """Print what was found. ``measured``: before the search, if anything was to be; ``verified_s``: seconds that running plans took, if
+    they were run."""
+    graph, topology = outcome.simulator.graph, outcome.simulator.topology
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)
     why: dict[str, Any] = {}
     if args.explain:
@@ -227,8 +239,8 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     tried: dict[str, Any] = {}
     if measured is not None:
         tried["profiled"] = measured.document
-    if outcome.kept is not None and verified is not None:
-        tried["measured"] = verification.document(outcome.runs, outcome.kept, verified)
+    if outcome.kept is not None and verified_s is not None:
+        tried["measured"] = verification.document(outcome.runs, outcome.kept, verified_s)
     elif outcome.guard is not None:
         tried["guard"] = guard.document(outcome.guard)
     if args.json:
@@ -237,29 +249,25 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
         searched = {key: recorded[key] for key in keys if key in recorded}
         bound_ns = None if outcome.bound is None else outcome.bound.bound_ns
         print(report.dump({**summary, "search": searched, "bound_ns": bound_ns, "strategy": args.output, **tried, **why}))
-    else:
-        print(report.text(summary, report.FOUND))
-        print(f"\n{report.optimality(outcome)}")
-        if measured is not None:
-            print(f"\n{measured.text}")
-        obeyed = [f"{option} {pattern}={spec}" for option in ("pin", "forbid") for pattern, spec in getattr(args, option)]
-        if obeyed:
-            print(f"as the search was told: --{', --'.join(obeyed)}; the other strategies above were not")
-        if "measured" in tried:
-            print("\n" + verification.text(tried["measured"]))
-        elif verified is not None and outcome.kept is None:
-            print("\nran nothing: no other plan is predicted to be as fast as data parallelism, by more than predictions err")
-        if "guard" in tried:
-            print("\n" + guard.text(tried["guard"], at_hand=bool(family(args.cluster))))
-        if args.explain:
-            print("\n" + explanation.text(why["explanation"], outcome.time_ns, topology))
-            if why["synchronization"]:
-                print("\n" + explanation.synchronization_text(why["synchronization"], outcome.time_ns))
-        print(f"\nwrote {' and '.join(written)}")
-    if outcome.result.interrupted:
-        note(PROG, f"interrupted after {outcome.result.evaluations} evaluations: the best strategy so far is in {args.output}")
-        return stopping.exit_code
-    return 0
+        return
+    print(report.text(summary, report.FOUND))
+    print(f"\n{report.optimality(outcome)}")
+    if measured is not None:
+        print(f"\n{measured.text}")
+    obeyed = [f"{option} {pattern}={spec}" for option in ("pin", "forbid") for pattern, spec in getattr(args, option)]
+    if obeyed:
+        print(f"as the search was told: --{', --'.join(obeyed)}; the other strategies above were not")
+    if "measured" in tried:
+        print("\n" + verification.text(tried["measured"]))
+    elif verified_s is not None and outcome.kept is None:
+        print("\nran nothing: no other plan is predicted to be as fast as data parallelism, by more than predictions err")
+    if "guard" in tried:
+        print("\n" + guard.text(tried["guard"], at_hand=bool(family(args.cluster))))
+    if args.explain:
+        print("\n" + explanation.text(why["explanation"], outcome.time_ns, topology))
+        if why["synchronization"]:
+            print("\n" + explanation.synchronization_text(why["synchronization"], outcome.time_ns))
+    print(f"\nwrote {' and '.join(path for path in (args.output, args.timeline, args.plot) if path)}")
 
 
 def _kept_for(updating: Updating, graph: OperatorGraph, *, asked: bool) -> dict[str, Any]:

@@ -179,7 +179,9 @@ def text(found: Mapping[str, Any]) -> str:
 def _why(found: Mapping[str, Any]) -> str:
     compared = next(((name, run["gain"]) for name, run in found["runs"].items() if run["gain"] is not None), None)
     if compared is None:
-        return "the fastest measured"
+        allowed = {name: run["measured_ns"] for name, run in found["runs"].items() if run["allowed"]}
+        fastest = min(allowed, key=lambda name: allowed[name])
+        return "the fastest measured" if fastest == found["kept"] else f"as no time was left to compare {fastest} with it"
     name, own = compared
     turns = f"{own['ratio']:.2f}x {BASELINE} in {own['rounds']} turns of both"
     if found["kept"] == name:

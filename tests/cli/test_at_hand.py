@@ -308,6 +308,24 @@ def test_what_cannot_be_asked_for(options: list[str], code: int, words: list[str
     assert_refused(capsys, main, [MODEL, *options, "-o", str(tmp_path / "s.json")], code, *words)
 
 
+@pytest.mark.slow
+def test_it_really_measures_and_runs(
+    tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
+    keep(topology := soap.load_cluster(CLUSTER), slower=1.0)  # half a minute's measuring, which test_links has
+    (place,) = environments(topology).values()
+    assert search(tmp_path / "s.json", "--json", "--profile", "20", "--verify", "1") == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    assert said.err == "" and report["profiled"]["problem"] is None and report["profiled"]["probes_left"] == 0
+    assert report["profiled"]["computations"] == len(Store().entries(place)) > 0
+    assert report["costs"]["shares"]["estimated"] < 1 and report["costs"]["links"] is not None
+    if "measured" in report:  # unless data parallelism alone was found
+        assert {"data_parallel"} < set(report["measured"]["runs"])
+    assert soap.load_strategy(tmp_path / "s.json", MODEL, CLUSTER).operators
+
+
 def test_measuring_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The time of a search, in which everything is prepared as well, not a budget that begins behind that."""
     topology, store = soap.load_cluster(CLUSTER), Store(tmp_path / "s.sqlite")

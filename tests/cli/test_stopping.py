@@ -41,6 +41,19 @@ def test_a_later_signal_ends_what_swallowed_the_first(monkeypatch: pytest.Monkey
                 send(signal.SIGINT)
 
 
+def test_what_was_to_end_has_ended_and_the_next_signal_ends_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stopping() as stopping:
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        stopping.go_on()
+        send(signal.SIGINT)  # still the same wish
+        assert stopping.number is None and not stopping.is_terminated
+        monkeypatch.setattr("soap.cli.stopping.GRACE_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGTERM)
+        assert stopping.is_terminated and stopping.exit_code == 143
+
+
 def test_handlers_come_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with Stopping():

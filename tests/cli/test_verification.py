@@ -163,7 +163,7 @@ def test_data_parallelism_that_the_user_ruled_out_is_measured_but_not_kept() -> 
         (80, Gain(3.0, 0.0, 4), "data_parallel", "as found 1 is 3.00x data_parallel in 4 turns of both, too few to tell"),
         (125, Gain(1.3, 1.25, 20), "data_parallel", "perhaps 1.25x, which is not above 1.25x, by which it is predicted to lose"),
         (125, Gain(1.4, 1.26, 20), "found 1", "at least 1.26x"),
-        (80, None, "data_parallel", "kept: data_parallel, the fastest measured"),
+        (80, None, "data_parallel", "kept: data_parallel, as no time was left to compare found 1 with it"),
     ],
 )
 def test_what_is_not_confirmed_to_be_faster_does_not_replace_data_parallelism(
@@ -184,6 +184,15 @@ def test_what_is_not_confirmed_to_be_faster_does_not_replace_data_parallelism(
     assert (outcome.strategy, outcome.time_ns) == (chosen.strategy, chosen.predicted_ns)
     text = verification.text(verification.document(runs, chosen, 12.34))
     assert said in text and text.endswith("\n  verifying took 12 s")
+
+
+def test_data_parallelism_may_be_the_fastest() -> None:
+    graph, four = mlp(), cluster([2, 2])
+    outcome = api.SearchOutcome(Simulator(graph, four, PointCosts()), found(graph, four, []))
+    usual = api.classical("data_parallel", graph, four)
+    runs = [api.Run("data_parallel", usual, 100, 90, True), api.Run("found 1", outcome.result.strategy, 80, 95, True)]
+    assert outcome.with_runs(runs).kept is runs[0]
+    assert "kept: data_parallel, the fastest measured\n" in verification.text(verification.document(runs, runs[0], 1.0))
 
 
 def test_runs_follow_from_turns() -> None:

@@ -183,3 +183,21 @@ def test_of_two_that_measure_at_once_the_first_counts(machine: Machine, monkeypa
     monkeypatch.setattr(measure_machine, "measure_link", link)
     found = measured_local_topology(2)
     assert machine.probed == 2 and found == others[0] == measured_local_topology(2)
+
+
+def test_free_memory_is_what_the_system_or_the_container_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_machine, "memory_bytes", lambda: 8 * 2**30)
+    files = {name: tmp_path / name for name in ("meminfo", "max", "stat")}
+    monkeypatch.setattr(measure_machine, "MEMINFO", files["meminfo"])
+    monkeypatch.setattr(measure_machine, "CGROUP_LIMITS", (str(files["max"]), str(tmp_path / "none")))
+    monkeypatch.setattr(measure_machine, "CGROUP_USES", ((str(files["stat"]), "anon"), (str(tmp_path / "none"), "total_rss")))
+    assert measure_machine.free_memory_bytes() == 8 * 2**30  # nobody tells
+    files["meminfo"].write_text("MemTotal: 8388608 kB\nMemFree: 1024 kB\nMemAvailable:    4096 kB\n")
+    assert measure_machine.free_memory_bytes() == 4 * 2**20
+    files["max"].write_text("max\n")
+    files["stat"].write_text("anon 1048576\nfile 5000000\n")
+    assert measure_machine.free_memory_bytes() == 4 * 2**20
+    files["max"].write_text("3145728\n")
+    assert measure_machine.free_memory_bytes() == 2 * 2**20  # caches of files go when there is need
+    files["stat"].write_text("anon 9048576\n")
+    assert measure_machine.free_memory_bytes() == 0

@@ -36,6 +36,23 @@ def test_all_ranks_see_the_same_times_of_all_probes(pool: Pool) -> None:
         assert timing.cpu_seconds > 0
 
 
+def some(probes: Sequence[Probe], ranks: int, count: int) -> int:
+    """How many of the probes are measured if rank 0 has enough behind so many; the others would go on."""
+    done: list[LinkTiming] = []
+    is_first = dist.get_rank() == 0
+    measure = measure_links(
+        probes, ranks, backend="gloo", seconds_per_probe=0.001, on_probe=done.append, enough=lambda: is_first and len(done) >= count
+    )
+    return len(measure)
+
+
+@pytest.mark.slow
+def test_all_ranks_end_when_the_first_has_enough(pool: Pool) -> None:
+    probes = [Probe(Operation.ALL_REDUCE, (0, 1, 2), size) for size in (1024, 4096, 16384)]
+    for count in (2, 0):
+        assert pool.run(some, probes, 3, count) == [count] * 3
+
+
 @pytest.mark.slow
 def test_what_is_timed_within_steps(pool: Pool) -> None:
     """Parts of a chain's operators are added up behind each of them; alone, the same chain communicates nothing."""
