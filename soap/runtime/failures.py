@@ -51,7 +51,6 @@ _PEER_LEFT = (
     "broken pipe",
     "connection refused",
     "got 0 bytes",
-    "pair closure",
     "socket closed",
     "remote process exited",
     "ncclremoteerror",
@@ -112,9 +111,9 @@ def _kind(error: BaseException) -> Kind:
     text = _text(error).lower()
     if type(error) is RuntimeError and not any(mark in text for mark in _COMMUNICATION):
         return Kind.OWN
-    if any(mark in text for mark in _PEER_LEFT):
-        return Kind.AFTERMATH
-    return Kind.LATE if any(mark in text for mark in _LATE) else Kind.OWN
+    if any(mark in text for mark in _LATE):  # upon which backends close connections themselves
+        return Kind.LATE
+    return Kind.AFTERMATH if any(mark in text for mark in _PEER_LEFT) else Kind.OWN
 
 
 def message_of(error: BaseException) -> str:

@@ -45,6 +45,8 @@ def nowhere() -> Iterator[None]:
     [
         (RuntimeError(CLOSED), Kind.AFTERMATH),
         (RuntimeError(WAITED), Kind.LATE),
+        (RuntimeError(f"{GLOO}pair.cc:547] Application timeout caused pair closure"), Kind.LATE),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 0. Original reason: collective operation timeout"), Kind.LATE),
         (dist.DistNetworkError("failed to recv, got 0 bytes"), Kind.AFTERMATH),
         (dist.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0//cuda//0"), Kind.LATE),
         (dist.DistBackendError("NCCL error in: x.cpp:94, remote process exited or there was a network error"), Kind.AFTERMATH),
