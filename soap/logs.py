@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,9 +14,9 @@ NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 @contextmanager
 def silenced(*prefixes: str) -> Iterator[None]:
-    """Loggers with these names or below say nothing meanwhile; with SOAP_DEBUG=1 they say it all."""
+    """Loggers with these names or below say nothing meanwhile."""
     names = {*prefixes, *(name for name in list(logging.root.manager.loggerDict) if name.startswith(prefixes))}  # each has its own level
-    loggers = [] if os.environ.get("SOAP_DEBUG") else [logging.getLogger(name) for name in sorted(names)]
+    loggers = [logging.getLogger(name) for name in sorted(names)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

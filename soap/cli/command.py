@@ -57,8 +57,7 @@ class Parser(argparse.ArgumentParser):
 def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
     """Parse, execute, and answer with an exit code whatever happens."""
     args = parser.parse_args(argv)
-    if not os.environ.get("SOAP_DEBUG"):
-        os.environ.setdefault(NATIVE_LOG_LEVEL, "ERROR")  # torch is loaded later
+    os.environ.setdefault(NATIVE_LOG_LEVEL, "ERROR")  # torch is loaded later
     if sys.stdout is None:  # ``>&-``; a file opened next could even take its place
         missing = "standard output is closed; expected a place for the result: redirect it, to /dev/null if need be"
         return _fail(parser.prog, missing, parser.failure_code or OTHER_EXIT_CODE)

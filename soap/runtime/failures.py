@@ -16,17 +16,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from soap.errors import RuntimeFailure, SoapError
 from soap.runtime import position
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 OWN_S = 0.3
 """How long a rank with an error of its own stays, so that others with one of theirs, perhaps earlier, can say so."""
@@ -42,12 +45,12 @@ MOST_CHARACTERS = 1000
 _COMMUNICATION = ("gloo", "nccl", "tcpstore", "socket")
 _PEER_LEFT = (
     "connection closed by peer",
+    "connection closed by remote peer",
     "connection reset by peer",
     "remote peer closed",
     "broken pipe",
     "connection refused",
     "got 0 bytes",
-    "pair closure",
     "socket closed",
     "remote process exited",
     "ncclremoteerror",
@@ -73,7 +76,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of its end. ``positions``: rank -> where it was, if it has asked. ``time_ns``: by the clock that all share."""
+    """What a rank says of its end. ``positions``: rank -> where it was, of itself and of others if it has asked them. ``time_ns``: by the
+    clock that all share. ``trace``: if people ask for tracebacks."""
 
     rank: int
     kind: Kind
@@ -85,35 +89,38 @@ class Report:
 
 def kind_of(error: BaseException) -> Kind:
     """Whether an error is a rank's own, by it and by the errors in the course of which it was raised."""
-    kinds = [_kind(one) for one in _chain(error)]
-    return max(kinds)
+    return max(_kind(one) for one in _chain(error))
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
     found: list[BaseException] = []
-    while error is not None and error not in found:
+    while error is not None and not _among(error, found):
         found.append(error)
         error = error.__cause__ or error.__context__
     return found
+
+
+def _among(error: BaseException, others: Sequence[BaseException]) -> bool:
+    return any(error is other for other in others)  # what equals it is the error's own affair
 
 
 def _kind(error: BaseException) -> Kind:
     """Of one error by itself. Backends raise plain RuntimeErrors: nothing but their words tells, and a user may use some of them."""
     if not (isinstance(error, dist.DistError) or type(error) is RuntimeError):
         return Kind.OWN
-    text = str(error).lower()
+    text = _text(error).lower()
     if type(error) is RuntimeError and not any(mark in text for mark in _COMMUNICATION):
         return Kind.OWN
-    if any(mark in text for mark in _PEER_LEFT):
-        return Kind.AFTERMATH
-    return Kind.LATE if any(mark in text for mark in _LATE) else Kind.OWN
+    if any(mark in text for mark in _LATE):  # upon which backends close connections themselves
+        return Kind.LATE
+    return Kind.AFTERMATH if any(mark in text for mark in _PEER_LEFT) else Kind.OWN
 
 
 def message_of(error: BaseException) -> str:
     """An error in one line: what was raised on purpose as it is, others with their class and where the rank was."""
     if isinstance(error, SystemExit):
         return f"it ended itself by sys.exit({error.code!r}){_where(error)}"
-    text = _short(str(error))
+    text = _short(_text(error))
     if isinstance(error, SoapError):
         return text
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -126,6 +133,13 @@ def _where(error: BaseException) -> str:
     """Where a rank was, unless that is told with the positions of all."""
     told_apart = error.__traceback__ is None or kind_of(error) is Kind.LATE
     return "" if told_apart else f" ({position.describe(error.__traceback__)})"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a user's class that cannot tell
+        return ""
 
 
 def _short(text: str) -> str:
@@ -192,7 +206,9 @@ class Folder:
         silent = [rank for rank in failures if rank not in said]
         if not reports or (silent and reports[0].kind is not Kind.OWN):
             rank = next(iter(silent or failures))
-            return _failure(f"rank {rank} failed: {_silent_end(failures[rank].exitcode, self.crash(rank))}", self.crash(rank))
+            crash = self.crash(rank)
+            shown = crash if os.environ.get("SOAP_DEBUG") else ""
+            return _failure(f"rank {rank} failed: {_silent_end(failures[rank].exitcode, crash)}", shown)
         first = reports[0]
         text = f"rank {first.rank} failed: {first.message}"
         if first.kind is Kind.AFTERMATH:
@@ -205,7 +221,7 @@ class Folder:
 def _failure(text: str, trace: str) -> RuntimeFailure:
     """With the rank's own traceback, if people ask for tracebacks."""
     failure = RuntimeFailure(text)
-    if trace and os.environ.get("SOAP_DEBUG"):
+    if trace:
         failure.add_note(f"rank's own:\n{trace}")
     return failure
 
@@ -214,7 +230,8 @@ def _silent_end(exit_code: int, crash: str) -> str:
     """Of a process that has written no report."""
     if exit_code >= 0:
         return f"it ended with exit code {exit_code} and did not say why"
-    name = signal.Signals(-exit_code).name
+    known = {number.value: number.name for number in signal.Signals}
+    name = known.get(-exit_code, f"signal {-exit_code}")
     found = _CRASHED.search(crash)
     lines = [(file, int(number), function) for file, number, function in _CRASH_LINE.findall(found[1])] if found else []
     where = f" at {position.telling_line(lines)}" if lines else ""
@@ -248,17 +265,15 @@ class Desk:
     def tell(self, error: BaseException) -> Kind:
         """Write what has happened; what kind of error it is."""
         kind = kind_of(error)
-        if self._told is not None and self._told in _chain(error):
+        if self._told is not None and _among(self._told, _chain(error)):
             return kind_of(self._told)
         self._told = error
-        now_ns, message = time.monotonic_ns(), message_of(error)
-        positions = {}
+        trace = "".join(traceback.format_exception(error)) if os.environ.get("SOAP_DEBUG") else ""
+        positions = {self.rank: position.describe(error.__traceback__)}
+        report = Report(self.rank, kind, message_of(error), time.monotonic_ns(), positions, trace)
+        self._write(report)
         if kind is Kind.LATE:
-            own = position.describe(error.__traceback__)
-            self._write(Report(self.rank, kind, message, now_ns, {self.rank: own}, ""))  # asking takes a while
-            positions = {self.rank: own, **self.folder.ask(besides=self.rank)}
-        trace = "".join(traceback.format_exception(error))
-        self._write(Report(self.rank, kind, message, now_ns, positions, trace))
+            self._write(replace(report, positions={**positions, **self.folder.ask(besides=self.rank)}))  # asking takes a while
         return kind
 
     def _write(self, report: Report) -> None:
@@ -269,7 +284,7 @@ class Desk:
         deadline = time.monotonic() + (AFTERMATH_S if kind is Kind.AFTERMATH else OWN_S)
         while time.monotonic() < deadline:
             kinds = [report.kind for report in self.folder.reports()]
-            if len(kinds) == self.folder.ranks or (kind is Kind.AFTERMATH and min(kinds) is not Kind.AFTERMATH):
+            if len(kinds) == self.folder.ranks or (kind is Kind.AFTERMATH and kinds and min(kinds) is not Kind.AFTERMATH):
                 return
             time.sleep(0.01)
 

@@ -30,6 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.logs import NATIVE_LOG_LEVEL, silenced
 from soap.runtime.failures import AFTERMATH_S, Folder, Kind, kind_of, message_of, open_desk, told_positions
+from soap.runtime.position import HERE, describe
 from soap.runtime.world import under_launcher, world_size
 
 Result = TypeVar("Result")
@@ -130,7 +131,9 @@ def _rank_main(payload: bytes, threads: int, folder: Folder) -> Any:
         if place is not None:
             place(rank)
         torch.set_num_threads(threads)
-        return entry(*args)
+        result = entry(*args)
+        HERE.task = "done"
+        return result
     except BaseException as error:
         desk.stay(desk.tell(error))
         _end_soon()
@@ -160,6 +163,8 @@ def _as_rank_of_another_launcher(entry: Callable[..., Result], args: Sequence[An
         if kind is Kind.AFTERMATH:
             time.sleep(AFTERMATH_S)
             raise RuntimeFailure(f"rank {rank} ends because another rank has; that one says why ({message})") from error
+        if kind is Kind.LATE:
+            raise RuntimeFailure(f"rank {rank} has waited in vain: {describe(error.__traceback__)} ({message})") from error
         raise RuntimeFailure(f"rank {rank} failed: {message}") from error
 
 

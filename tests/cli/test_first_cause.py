@@ -46,10 +46,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def command(kind: str, ranks: int, place: Path) -> list[str]:
+    strategy, model, cluster = (str(place / name) for name in (f"{ranks}.json", "words.pt2", f"{ranks}.yaml"))
+    return [strategy, "--model", model, "--cluster", cluster, "--steps", "4", "--data", f"tests.cli.faults:{kind}"]
+
+
 def expect_first_cause(kind: str, ranks: int, place: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Run, and look at what is told."""
-    made = [str(place / name) for name in (f"{ranks}.json", "words.pt2", f"{ranks}.yaml")]
-    code = main([made[0], "--model", made[1], "--cluster", made[2], "--steps", "4", "--data", f"tests.cli.faults:{kind}"])
+    code = main(command(kind, ranks, place))
     told = capfd.readouterr()
     cause = faults.CAUSES[kind].replace("LAST", str(ranks - 1))
     assert re.fullmatch(rf"soap-run: error: rank {ranks - 1} failed: {cause}\n", told.err), told.err
@@ -58,6 +62,14 @@ def expect_first_cause(kind: str, ranks: int, place: Path, folder: Path, capfd: 
     assert len(started) == ranks
     if sys.platform == "linux":
         assert [pid for pid in started if Path(f"/proc/{pid}").exists()] == []
+
+
+@pytest.mark.slow
+def test_a_run_that_succeeds_says_nothing_on_standard_error(place: Path, tmp_path: Path) -> None:
+    soap_run = [sys.executable, "-m", "soap.cli.run", *command("sound", 2, place), "--check", "--memory", "--compare-data-parallel"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(soap_run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow
@@ -73,10 +85,9 @@ def test_first_cause_is_told(
 @pytest.mark.slow
 def test_under_torchrun_each_rank_tells_its_own(place: Path, tmp_path: Path) -> None:
     """Whoever only noticed either is ended before it says anything, or says so."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "soap.cli.run", str(place / "2.json")]
-    options = ["--model", str(place / "words.pt2"), "--cluster", str(place / "2.yaml"), "--data", "tests.cli.faults:after_closing"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "soap.cli.run"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*torchrun, *command("after_closing", 2, place)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode != 0 and done.stdout == ""
     told = [line for line in done.stderr.splitlines() if line.startswith("soap-run: ")]
     own = [line for line in told if re.fullmatch(rf"soap-run: error: rank 1 failed: {faults.CAUSES['after_closing']}", line)]

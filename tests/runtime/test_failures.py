@@ -45,6 +45,8 @@ def nowhere() -> Iterator[None]:
     [
         (RuntimeError(CLOSED), Kind.AFTERMATH),
         (RuntimeError(WAITED), Kind.LATE),
+        (RuntimeError(f"{GLOO}pair.cc:547] Application timeout caused pair closure"), Kind.LATE),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 0. Original reason: collective operation timeout"), Kind.LATE),
         (dist.DistNetworkError("failed to recv, got 0 bytes"), Kind.AFTERMATH),
         (dist.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0//cuda//0"), Kind.LATE),
         (dist.DistBackendError("NCCL error in: x.cpp:94, remote process exited or there was a network error"), Kind.AFTERMATH),
@@ -98,6 +100,27 @@ def test_message_is_one_line(error: BaseException, text: str) -> None:
     assert message_of(error) == text
 
 
+class _Odd(Exception):
+    """What it equals, and what it says of itself, cannot be relied on."""
+
+    def __str__(self) -> str:
+        raise KeyError("x")
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_odd_errors_are_told_as_well(tmp_path: Path) -> None:
+    assert message_of(_Odd()) == "_Odd" and kind_of(_Odd()) is Kind.OWN
+    error = _Odd()
+    error.__context__ = RuntimeError(CLOSED)
+    assert kind_of(error) is Kind.AFTERMATH
+    assert str(_tell(tmp_path, (1, _Odd())).first_cause(_end(0, -64))) == "rank 1 failed: _Odd"
+    assert str(Folder(tmp_path / "none", 2).first_cause(_end(0, -99))) == "rank 0 failed: killed by signal 99"
+
+
 def test_message_is_bounded_and_names_the_users_line() -> None:
     try:
         raise ValueError("x" * 10**6)
@@ -123,10 +146,11 @@ def _tell(folder: Path, *errors: tuple[int, BaseException]) -> Folder:
 
 def test_own_errors_come_first_whoever_was_seen_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = (0, RuntimeError(CLOSED)), (2, RuntimeError(WAITED)), (3, ValueError("first")), (1, ValueError("second"))
-    folder = _tell(tmp_path, *errors)
-    assert str(folder.first_cause(_end(0, 1))) == "rank 3 failed: ValueError: first"
+    plain = _tell(tmp_path, *errors).first_cause(_end(0, 1))
+    assert str(plain) == "rank 3 failed: ValueError: first" and not hasattr(plain, "__notes__")
     monkeypatch.setenv("SOAP_DEBUG", "1")
-    assert folder.first_cause(_end(0, 1)).__notes__ == ["rank's own:\nValueError: first\n"]
+    told = _tell(tmp_path, *errors).first_cause(_end(0, 1))
+    assert str(told) == str(plain) and told.__notes__ == ["rank's own:\nValueError: first\n"]
 
 
 def test_a_silent_end_comes_before_aftermaths_and_behind_own_errors(tmp_path: Path) -> None:
