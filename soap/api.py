@@ -356,6 +356,7 @@ def search(
     uncut: Collection[str] = (),
     together: Collection[str] = (),
     optimizer_states: int = OPTIMIZER_STATES,
+    measured_updates: bool = True,
     costs: CostSource = "auto",
     margin: float | None = 1.0,
     progress: bool = False,
@@ -369,13 +370,17 @@ def search(
     ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
     ``syncs=[SyncConfig("parameter_server", 4)]``: parameters may be synchronized by all-reduces or so; by default sparse ones in any way,
     dense ones by all-reduces. ``uncut``: names of parameters that no device is to keep a part of, as optimizers need it whose update is
-    not elementwise; ``together``: those of which a device has all or none.
+    not elementwise; ``together``: those of which a device has all or none. ``optimizer_states``: tensors of a
+    parameter's size that it keeps; ``measured_updates``: whether ``soap-profile`` measures the updates of such ones (SGD, Adam), else
+    estimates count.
     ``margin``: how many times as fast as data parallelism a plan must be predicted to be, more than that, to be taken instead of it. 1:
     whatever is predicted to be faster; None, as ``soap-search`` has it: what such predictions are known to err by. Nothing is measured or
     run. Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search. Ctrl-C ends it with the best so
     far (``result.interrupted``).
     """
-    simulator = simulator_for(model, cluster, optimizer_states=optimizer_states, costs=costs)
+    simulator = simulator_for(
+        model, cluster, optimizer_states=optimizer_states, costs=costs, measured_updates=measured_updates
+    )
     from soap.simulator.incremental import IncrementalSimulator  # numba takes a second to import: only for who searches
 
     evaluator = IncrementalSimulator(simulator)
@@ -456,16 +461,23 @@ def explain_synchronization(simulator: Simulator, strategy: Strategy) -> list[Sy
 
 
 def simulator_for(
-    model: Model, cluster: Cluster, *, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto"
+    model: Model,
+    cluster: Cluster,
+    *,
+    optimizer_states: int = OPTIMIZER_STATES,
+    costs: CostSource = "auto",
+    measured_updates: bool = True,
 ) -> Simulator:
     """A simulator of this model on this cluster, with the costs and the links that are known for it."""
     topology = with_links(_topology(cluster), costs)
-    return Simulator(_graph(model), topology, costs_for(topology, optimizer_states, costs), optimizer_states)
+    return Simulator(_graph(model), topology, costs_for(topology, optimizer_states, costs, measured_updates), optimizer_states)
 
 
-def costs_for(topology: Topology, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto") -> CostModel:
+def costs_for(
+    topology: Topology, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto", measured_updates: bool = True
+) -> CostModel:
     """What was measured for the devices of this cluster by ``soap-profile``, with the corrections of ``soap-compare --calibrate``, if there
-    is anything and ``costs`` lets it; else estimates.
+    is anything and ``costs`` lets it; else estimates. ``measured_updates``: whether the optimizer is one that ``soap-profile`` measures.
 
     A store that cannot be read is a warning, and counts as empty.
     """
@@ -475,7 +487,7 @@ def costs_for(topology: Topology, optimizer_states: int = OPTIMIZER_STATES, cost
         nothing: tuple[dict[str, list[Entry]], dict[str, list[Correction]]] = {}, {}
         profiles, corrections = _from_store(lambda store: (read_profiles(topology, store), read_corrections(topology, store)), nothing)
         if profiles or corrections:
-            return ProfiledCosts(topology, profiles, optimizer_states, corrections)
+            return ProfiledCosts(topology, profiles, optimizer_states, corrections, measured_updates)
     return RooflineCosts(topology, optimizer_states)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import soap
 from soap.cluster_yaml import parse_cluster
+from soap.runtime.optimizer_trial import Scope, try_optimizer
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -38,9 +39,20 @@ def test_python_from_export_to_strategy(tmp_path: Path, monkeypatch: pytest.Monk
     assert soap.load_strategy("strategy.json", "model.pt2", parse_cluster(blocks("yaml")[0])) == names["found"].strategy  # type: ignore[attr-defined]
 
 
+def test_optimizers_of_a_runner() -> None:
+    names: dict[str, object] = {}
+    exec(blocks("python")[-1], names)
+    config = names["config"]
+    assert isinstance(config, soap.RunnerConfig)
+    shapes = {"fc.weight": (3, 2), "fc.bias": (3,), "norm.weight": (3,)}
+    layout = config.recipe.layout(shapes)
+    assert [group.names for member in layout.members for group in member.groups] == [("fc.bias",), ("fc.weight",), ("norm.weight",)]
+    assert set(try_optimizer(layout, shapes).scopes.values()) == {Scope.ELEMENT}
+
+
 @pytest.mark.slow
 def test_classical_strategy_trainer_and_hugging_face(tmp_path: Path) -> None:
-    export, _, classical, train, hugging_face, script = blocks("python")
+    export, _, classical, train, hugging_face, script, _ = blocks("python")
     assert "soap.get_runner(" in script  # the notebook of it runs in test_notebook
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}

@@ -111,7 +111,7 @@ def _require_todays_costs(predicted: Description, topology: Topology) -> None:
     if predicted.costs_hash != today:
         raise TimelineError(
             f"--calibrate: predicted with other costs ({one_line(predicted.costs_hash) or 'none named'}) than today's ({today}), "
-            "calibrated or measured since; run soap-run --timeline again"
+            "calibrated or measured since, or of an optimizer that soap-profile does not measure; run soap-run --timeline again"
         )
 
 

@@ -145,7 +145,7 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
 
     tried = updating.tried(graph)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
-    simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=args.costs)
+    simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=args.costs, measured_updates=tried.measured)
     predicted = {name: simulator.run(strategy) for name, strategy in strategies.items()}
     from soap.cli.training import Job
 

@@ -278,7 +278,7 @@ def _kept_for(updating: Updating, graph: OperatorGraph, *, asked: bool) -> dict[
 
     tried = updating.tried(graph)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
-    return {"optimizer_states": states, "uncut": tried.whole, "together": tried.coupled}
+    return {"optimizer_states": states, "measured_updates": tried.measured, "uncut": tried.whole, "together": tried.coupled}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -142,16 +142,17 @@ def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: S
 
 def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
     """Go on from a checkpoint; what the command line says overrules what the checkpoint says."""
-    optimizer, rates = trainer.optimizer, trainer.schedule.rates
+    optimizer = trainer.optimizer
     before = [dict(group) for group in optimizer.param_groups] if optimizer is not None else []
     trainer.load(checkpoint)
     trainer.seed = job.seed
     if optimizer is None:
         return
-    if trainer.schedule.name is not None and job.updating.learning_rate is not None and trainer.schedule.rates != rates:
+    begun, wanted = ([group.get("initial_lr") for group in groups] for groups in (optimizer.param_groups, before))
+    if trainer.schedule.name is not None and job.updating.learning_rate is not None and begun != wanted:
         raise RuntimeFailure(
-            f"--lr {job.updating.learning_rate:g}: the checkpoint's schedule began at other learning rates, {trainer.schedule.rates} "
-            f"instead of {rates}; leave --lr out"
+            f"--lr {job.updating.learning_rate:g}: the checkpoint's schedule began at other learning rates, {begun} instead of {wanted}; "
+            "leave --lr out"
         )
     scheduled = {"lr", "momentum", "betas"} if trainer.schedule.name is not None else set()
     own = iter(zip(optimizer.param_groups, before, strict=True))

@@ -90,7 +90,10 @@ def execute(args: argparse.Namespace) -> int:
     tuning = sample(Trial(job, wanted, args.batches), hosts)
     if tuning is None:  # under torchrun, and not the rank that reports
         return 0
-    simulator = api.simulator_for(graph, topology, optimizer_states=given.optimizer_states, costs=args.costs)
+    known = job.updating.tried(graph).measured
+    simulator = api.simulator_for(
+        graph, topology, optimizer_states=given.optimizer_states, costs=args.costs, measured_updates=known
+    )
     tried = sorted({*(sample.partitions for sample in tuning.samples), tuning.partitions})
     simulations = {count: simulator.run(with_partitions(strategy, wanted.parameters, count)) for count in tried}
     before = {name: strategy.sync(name).partitions for name in wanted.parameters}

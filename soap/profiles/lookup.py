@@ -166,10 +166,13 @@ class ProfiledCosts:
         profiles: Mapping[str, Iterable[Entry]],
         optimizer_states: int = 2,
         corrections: Mapping[str, Iterable[Correction]] | None = None,
+        measured_updates: bool = True,
     ) -> None:
-        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it. ``corrections``: by device type's name."""
+        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it. ``corrections``: by device type's name.
+        ``measured_updates``: whether it is one of those that are measured; the updates of others are estimated."""
         known = corrections or {}
         self.optimizer_states = optimizer_states
+        self.measured_updates = measured_updates
         self.estimate = RooflineCosts(topology, optimizer_states)
         types = {device.type.name: device.type for device in topology.devices}
         asked = [name for name in sorted(types) if name in profiles or name in known]
@@ -192,7 +195,7 @@ class ProfiledCosts:
             [name, [_figures(entry) for entry in profile.entries], sorted(profile.corrections.items())]
             for name, profile in self.profiles.items()
         ]
-        text = json.dumps(["profile", 3, LEAST_KINDS, self.estimate.hash, known])
+        text = json.dumps(["profile", 3, LEAST_KINDS, self.estimate.hash, known, *([] if self.measured_updates else ["no updates"])])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
@@ -235,7 +238,7 @@ class ProfiledCosts:
         """An update, and where that number comes from."""
         estimated_ns = self.estimate.update_ns(parameter_bytes, device)
         profile = self.profiles.get(device.name)
-        if profile is None:  # a host's core, say
+        if profile is None or not self.measured_updates:  # a host's core, say
             return Answer(estimated_ns, Source.ESTIMATED)
         ns, source = profile.update(self.optimizer_states, parameter_bytes, estimated_ns)
         return profile.answer(ns, source, update_family(self.optimizer_states), backward=False)

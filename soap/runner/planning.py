@@ -28,7 +28,8 @@ def planned(
     trainable = {tensor.name: tensor.shape for tensor in graph.parameters if tensor.requires_grad}
     tried = try_optimizer(config.recipe.layout(trainable), trainable)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
-    simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=config.costs)
+    known = tried.measured
+    simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=config.costs, measured_updates=known)
     if config.run_option == "ps":
         strategy = api.classical(SERVED, graph, topology)
     else:
@@ -40,6 +41,7 @@ def planned(
             seed=config.seed,
             syncs=syncs,
             optimizer_states=states,
+            measured_updates=known,
             uncut=tried.whole,
             together=tried.coupled,
             costs=config.costs,

@@ -28,6 +28,8 @@ ELEMENTWISE: frozenset[type] = frozenset(
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop")
 )
 """Known to be so whatever their options; not their subclasses, nor those with hooks."""
+MEASURED: frozenset[type] = frozenset((torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW))
+"""Those that ``upkeep_timing`` times, and AdamW, which does what Adam does."""
 STEPS = 24
 """Enough for what is done every ten steps, as preconditioners are."""
 LARGE_STEPS = 6
@@ -50,12 +52,13 @@ class Scope(IntEnum):
 @dataclass(frozen=True)
 class Tried:
     """What was found. ``scopes``: by trainable parameter. ``states``: tensors of a parameter's size that are kept of one, at most.
-    ``spares_rows``: a zero gradient changes nothing. ``known``: all are of torch's elementwise ones."""
+    ``spares_rows``: a zero gradient changes nothing. ``measured``: ``soap-profile`` measures updates of such ones."""
 
     name: str
     scopes: Mapping[str, Scope]
     states: int
     spares_rows: bool
+    measured: bool = True
 
     @property
     def whole(self) -> tuple[str, ...]:
@@ -106,7 +109,8 @@ class _Trial:
         spares = all(spares_rows(optimizer, group) for group in optimizer.param_groups)
         scopes = {} if _is_known(optimizer) else self._scopes(recorded_name(optimizer))
         by_name = {name: scopes.get(kind.name, Scope.ELEMENT) for kind in self.kinds for name in kind.names}
-        return Tried(recorded_name(optimizer), {name: by_name[name] for name in self.parameters}, states, spares)
+        measured = type(optimizer) in MEASURED
+        return Tried(recorded_name(optimizer), {name: by_name[name] for name in self.parameters}, states, spares, measured)
 
     def _scopes(self, optimizer: str) -> dict[str, Scope]:
         """By kind's name."""

@@ -44,11 +44,6 @@ class Schedule:
             raise RuntimeFailure(f"schedule gave a {type(own).__name__}; expected a torch.optim.lr_scheduler.LRScheduler")
         return Schedule(own, type(own).__name__)
 
-    @property
-    def rates(self) -> list[float]:
-        """The learning rates from which it begins, by group; empty if it has none, or none is kept."""
-        return [float(rate) for rate in getattr(self._own, "base_lrs", ())]
-
     def step(self, loss: float) -> None:
         """An update was made; ``loss`` is for those that ask for a metric. RuntimeFailure in one line if it cannot go on."""
         if self._own is None:
@@ -68,13 +63,13 @@ class Schedule:
         if self._own is None:
             return
         state = _restored(found["state"])
-        rates = state.get("base_lrs") if isinstance(state, dict) else None
-        if not isinstance(state, dict) or (rates is not None and len(rates) != len(self.rates)):
-            raise CheckpointError(
-                f"the checkpoint's schedule {found['name']} is of {'?' if rates is None else len(rates)} groups, the optimizer here "
-                f"has {len(self.rates)}; make groups by names (groups=), which are the same on all ranks"
-            )
         known = self._own.state_dict()  # nothing else may become an attribute
+        theirs, ours = (len(own.get("base_lrs", ())) for own in (state, known))
+        if theirs != ours:
+            raise CheckpointError(
+                f"the checkpoint's schedule {found['name']} is of {theirs} parameter groups, the optimizer here has {ours}; make groups by "
+                "names (groups=), which are the same on all ranks"
+            )
         self._own.load_state_dict({key: value for key, value in state.items() if key in known})
 
 

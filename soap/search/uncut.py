@@ -7,7 +7,6 @@ Factors that cut such a parameter are not split. Where operators read parts of i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from math import prod
 
 from soap.errors import StrategyError
 from soap.graph import Operand, Operator, OperatorGraph
@@ -35,13 +34,18 @@ def with_uncut(
                     f"--pin splits operator {op.name!r} so that parameter {name!r} is cut, which the optimizer needs whole; pin it "
                     "otherwise, or use an elementwise optimizer"
                 )
-            if grid is None and name in everywhere and usual is not None:
-                grid = grid_of(usual.operators[op.name])
-                if prod(grid) > len(before.devices) or any(grid[axis] > 1 for axis in before.whole):
+            devices = before.devices
+            if name in everywhere and usual is not None:
+                config = usual.operators[op.name]
+                devices = tuple(device for device in devices if device in config.devices)
+                if grid not in (None, grid_of(config)) or len(devices) < len({*config.devices}) or any(
+                    grid_of(config)[axis] > 1 for axis in before.whole
+                ):
                     raise StrategyError(
-                        f"the optimizer needs operator {op.name!r} as in data parallelism, which --forbid rules out; drop that"
+                        f"the optimizer needs operator {op.name!r} as in data parallelism, which --pin or --forbid rules out; drop that"
                     )
-            found[op.name] = Allowed(grid, before.whole | (frozenset() if grid is not None else cutting), before.devices)
+                grid = grid_of(config)
+            found[op.name] = Allowed(grid, before.whole | (frozenset() if grid is not None else cutting), devices)
     return found
 
 

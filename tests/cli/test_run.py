@@ -234,7 +234,7 @@ def test_predicted_with_the_optimizer_that_runs(tmp_path: Path) -> None:
 
 
 def test_counts_the_states_of_any_optimizer(tmp_path: Path) -> None:
-    for spec, states in (("torch.optim.NAdam", 2), ("sgd:momentum=0.9", 2), ("adamw:amsgrad=true", 3), ("torch.optim.ASGD:lr=0.1", 1)):
+    for spec, states in (("torch.optim.NAdam", 2), ("sgd:momentum=0.9", 2), ("adamw:amsgrad=true", 3), ("torch.optim.Adagrad:lr=0.1", 1)):
         assert prediction(tmp_path, "--optimizer", spec)[1]["strategy"].optimizer_states == states
 
 

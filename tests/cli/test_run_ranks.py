@@ -201,6 +201,7 @@ def test_groups_and_schedules_go_on_from_a_checkpoint(run: Run, folder: Path) ->
     assert json.loads(straight.stdout)["check"]["passed"] is True
     first = run("--steps", "3", "--save", "out", *common, *schedules)
     second = run("--steps", "3", "--resume", "out", *common, *schedules, strategy="dp.json")
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     reports = [json.loads(done.stdout) for done in (first, second, straight)]
     losses = [report["strategies"]["strategy"]["losses"] for report in reports]
     assert losses[0] + losses[1] == pytest.approx(losses[2], rel=1e-9)

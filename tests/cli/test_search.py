@@ -15,6 +15,8 @@ import pytest
 import soap
 from soap import api
 from soap.cli.search import main
+from soap.regions import whole
+from soap.simulator.lowering import build_plan
 from soap.strategy import Strategy, SyncConfig
 from tests.cli.refusals import assert_refused
 
@@ -41,6 +43,20 @@ def test_finds_saves_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[s
     record = json.loads(path.read_text())["record"]
     assert record["predicted_ns"] == predicted_ns <= record["data_parallel_ns"]
     assert record["data_parallel_ns"] == soap.simulate(model, cluster, "data_parallel").makespan_ns
+
+
+def test_keeps_whole_what_the_optimizer_needs_whole(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    assert search("-o", str(path), "--start", "megatron", "--optimizer", "torch.optim.Adafactor:lr=0.01") == 0
+    model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(CLUSTER)
+    plan = build_plan(model.graph, soap.load_strategy(path, model, cluster), cluster)
+    assert all(shard.box == whole(model.graph.tensors[shard.parameter].shape) for shard in plan.shards if shard.trainable)
+
+
+def test_optimizers_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), "--optimizer"]
+    assert_refused(capsys, main, [*command, "torch.optim.Lamb"], 2, "no 'torch.optim.Lamb'; expected one of sgd, adam, adamw")
+    assert_refused(capsys, main, [*command, "torch.optim.LBFGS"], 8, "optimizer LBFGS computes the loss several times in a step")
 
 
 def test_same_command_writes_the_same_bytes(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from soap.graph import OperatorGraph
 from soap.profiles.corrections import Correction
 from soap.profiles.entries import Entry, Timing, runtime_key, update_key
 from soap.profiles.keys import TileKeys, environments, tile_kind
-from soap.profiles.lookup import ProfiledCosts, Source, foreign, read_corrections, read_profiles
+from soap.profiles.lookup import Answer, ProfiledCosts, Source, foreign, read_corrections, read_profiles
 from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.shares import shares, text
 from soap.profiles.store import Store
@@ -198,6 +198,9 @@ def test_updates_by_bytes() -> None:
     other = costs(points, optimizer_states=0)
     assert other.update_ns(4096, CPU) == RooflineCosts(TOPOLOGY, 0).update_ns(4096, CPU)
     assert other.update_answer(4096, CPU).source is Source.ESTIMATED
+    unlike = ProfiledCosts(TOPOLOGY, {CPU.name: [RUNTIME, *points]}, 2, measured_updates=False)  # another optimizer with two states
+    assert unlike.update_answer(1024, CPU) == Answer(RooflineCosts(TOPOLOGY, 2).update_ns(1024, CPU), Source.ESTIMATED)
+    assert unlike.hash != found.hash
 
 
 def test_another_device_is_estimated() -> None:

@@ -76,6 +76,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.2),
     "adam": lambda p: torch.optim.Adam(p, lr=0.05),
 }
+WHOLE: dict[str, Optimizer] = {"adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05, weight_decay=0.01)}
+"""Not elementwise: right on whole tables alone."""
 
 
 def train_alone(

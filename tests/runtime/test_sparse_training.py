@@ -25,7 +25,7 @@ from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.runtime.exact_modules import Trained, worst
 from tests.runtime.pool import Pool
-from tests.runtime.sparse_modules import MODULES, OPTIMIZERS, ROWS, batch_of, module_of, train_alone
+from tests.runtime.sparse_modules import MODULES, OPTIMIZERS, ROWS, WHOLE, batch_of, module_of, train_alone
 from tests.runtime.sparse_plans import SYNCS, by_samples, hosts, synchronized
 
 FOUR_HOSTS, TWO_HOSTS = hosts(1, 1, 1, 1), hosts(2, 1)
@@ -65,7 +65,7 @@ class Way:
 
     def trainer(self, model: ExecutableModel | None = None, **options: bool) -> Trainer:
         model = model or loaded(self.path)
-        factory = OPTIMIZERS[self.optimizer]
+        factory = {**OPTIMIZERS, **WHOLE}[self.optimizer]
         return Trainer(model, (self.strategy, self.topology), optimizer=factory, lazy_sparse=self.lazy, **options)  # type: ignore[arg-type]
 
 
@@ -98,6 +98,46 @@ def test_eight_partitions_on_four_hosts_go_on_as_three_on_two(
     expected = train_alone(module_of("words"), steps, OPTIMIZERS[optimizer], lazy=["words.weight"] if lazy else ())
     assert trained is not None
     assert worst(Trained(losses, trained.state), expected) < 1e-9
+
+
+def test_an_optimizer_that_needs_whole_tables_has_them(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
+    """Its rows are gathered, or lie on one server; what it keeps of rows and columns goes through checkpoints."""
+    ways = [(SyncConfig("allgather"), 4), (SyncConfig("parameter_server", 1), 3)]
+    source, losses, trained = None, [], None
+    for number, (sync, ranks) in enumerate(ways):
+        topology = FOUR_HOSTS if ranks == 4 else TWO_HOSTS
+        way = Way(files["words"], topology, sync, None, "adafactor")
+        target = str(tmp_path / str(number))
+        trained = four.run(go_on, way, [2 * number, 2 * number + 1], source, target, ranks=ranks)[0]
+        losses += trained.losses
+        source = target
+    expected = train_alone(module_of("words"), [[batch_of(6, step)] for step in range(4)], WHOLE["adafactor"])
+    assert trained is not None
+    assert worst(Trained(losses, trained.state), expected) < 1e-9
+
+
+def refused(way: Way) -> str:
+    try:
+        way.trainer().close()
+    except RuntimeFailure as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("sync", "lazy", "words"),
+    [
+        (SyncConfig("parameter_server", 3), False, ", but servers keep it in 3 partitions; keep it in one (parameter_server:1), or use"),
+        (SyncConfig("allgather"), True, ", so its rows cannot be updated alone; leave lazy_sparse out, or use an elementwise optimizer"),
+        (SyncConfig(), True, ", so its rows cannot be updated alone; leave lazy_sparse out, or use an elementwise optimizer"),
+    ],
+)
+def test_rows_are_refused_to_an_optimizer_that_needs_whole_tables(
+    four: Pool, files: dict[str, str], sync: SyncConfig, lazy: bool, words: str
+) -> None:
+    found = four.run(refused, Way(files["words"], FOUR_HOSTS, sync, None, "adafactor", lazy))
+    said = f"optimizer Adafactor updates 'words.weight' as a whole (its update is not elementwise){words}"
+    assert all(said in text for text in found), found
 
 
 def checked(way: Way, steps: int) -> CheckResult:
