@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from soap.errors import ModelError
+from soap.tracing.tracebacks import node_line
 
 Shapes = Sequence[Sequence[int]]
 """One shape per tensor input, in the order of the program's inputs."""
@@ -29,7 +31,10 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
     """
     unknown = next((str(symbol) for symbol in exported.range_constraints if not str(symbol).startswith("s")), None)
     if unknown is not None:
-        raise ModelError(f"the program has a dynamic shape that depends on data ({unknown}); expected shapes that follow from the inputs'")
+        raise ModelError(
+            f"the program has a dynamic shape that depends on data ({unknown}{_made_at(exported, unknown)}); "
+            "expected shapes that follow from the inputs'"
+        )
     inputs = _inputs(exported)
     if shapes is None:
         shapes = [[_hint(size) for size in fake.shape] for fake in inputs.values()]
@@ -50,6 +55,12 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(f"the program does not work for inputs of shapes {[list(s) for s in shapes]}: {reason}") from error
     return result
+
+
+def _made_at(exported: ExportedProgram, symbol: str) -> str:
+    """Where the user's code makes a size that depends on data, as far as the program knows."""
+    made = (node for node in exported.graph.nodes if re.search(rf"\b{re.escape(symbol)}\b", str(node.meta.get("val"))))
+    return next((f", at {place}" for node in made if (place := node_line(node)) is not None), "")
 
 
 class _Evaluation(torch.fx.Interpreter):
