@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from torch.export import ExportedProgram
 
 from soap.errors import ModelError
 from soap.files import check_writable, write_bytes_atomically
+from soap.imports import import_all
 from soap.tracing.adapted import adapted
 from soap.tracing.assertions import passed_assertions, without_assertions
 from soap.tracing.containers import plain_arguments, plainly
+from soap.tracing.operators import refuse_custom_operators
 from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, dumps
 from soap.tracing.tracebacks import chain, user_line
@@ -43,23 +46,27 @@ def export_model(
     dynamic_batch: bool | Mapping[str, int] = False,
     judge: Judge | None = None,
     unjudged: str = "",
+    imports: Sequence[str] = (),
 ) -> None:
     """Export a training model with example inputs to ``path``, atomically.
 
     The model returns the scalar loss, or ``loss(output)`` does; names are the model's own either way. All shapes of the example inputs
     become fixed, but for the number of samples with ``dynamic_batch``: dimension 0 of the inputs in which it has the most common size, or
     the given dimensions by input name. The model's mode (training or not) is exported as it is. ``judge``: compares program and module,
-    which the file then records; ``unjudged``: why there is none. Raises ModelError if torch.export cannot trace the model, the output is no
-    scalar, or the judge finds a difference.
+    which the file then records; ``unjudged``: why there is none. ``imports``: modules that define custom operators. Raises ModelError
+    if torch.export cannot trace the model, the output is no scalar, an operator is custom and nothing is named, or the judge finds a difference.
     """
     from soap.tracing.importer import import_program
 
     check_writable(path)
+    import_all(imports, "imports")
     exported = exported_program(model, args, kwargs, loss=loss, dynamic_batch=dynamic_batch)
+    refuse_custom_operators(exported, imports)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
         traced_model = import_program(exported, name=type(model).__name__, plan_only=judge is None)
     record = ExportRecord(False, unjudged) if judge is None else judge(exported, traced_model)
+    record = replace(record, imports=tuple(imports))
     del traced_model
     buffer = io.BytesIO()
     with quiet_torch():
