@@ -18,6 +18,7 @@ from soap import cluster_yaml, row_shares, strategy_json
 from soap.errors import ModelError, ProfileError, SoapWarning, StrategyError
 from soap.files import read_text, write_bytes_atomically, write_text_atomically
 from soap.graph import OperatorGraph
+from soap.imports import import_all
 from soap.paired import Gain
 from soap.presets import family
 from soap.profiles.roofline import RooflineCosts
@@ -72,6 +73,7 @@ def export(
     loss: Callable[..., Any] | None = None,
     dynamic_batch: bool | Mapping[str, int] = False,
     verify: bool = True,
+    imports: Sequence[str] = (),
 ) -> None:
     """Write a module in training mode, called with these arguments, to a ``.pt2`` whose only output is the scalar loss.
 
@@ -81,15 +83,20 @@ def export(
     ``verify``: one step of the module in eager PyTorch and one of its program are compared first, in loss, gradients and buffers, and what
     differs is refused: a file holds no backward code of its own (``torch.autograd.Function``, hooks). The module stays as it was. This
     takes two training steps and the memory for one with all gradients.
+    ``imports``: the modules that define the model's custom operators (``torch.library``), which commands then need by ``--import``.
+    ModelError in one line for an operator outside of ATen if there are none.
     """
     from soap.runtime.eager import NO_VALUES, eager_judge
     from soap.tracing.example import Example
     from soap.tracing.export import export_model
 
+    if isinstance(imports, str):
+        raise ModelError(f"imports {imports!r}: expected a sequence of modules, such as ({imports!r},)")
     arguments = tuple(args), dict(kwargs or {})
     judge = eager_judge(Example(model, *arguments, loss)) if verify else None
     unjudged = NO_VALUES if verify else "exported with verify=False"
-    export_model(model, *arguments, path=path, loss=loss, dynamic_batch=dynamic_batch, judge=judge, unjudged=unjudged)
+    options = {"judge": judge, "unjudged": unjudged, "imports": imports}
+    export_model(model, *arguments, path=path, loss=loss, dynamic_batch=dynamic_batch, **options)
 
 
 def load(
@@ -100,18 +107,20 @@ def load(
     dtype: str | None = None,
     autocast: str | None = None,
     batch_norm: str = "global",
+    imports: Sequence[str] = (),
 ) -> TracedModel:
     """The model of a ``.pt2`` file or of the zoo (``zoo:NAME[:SIZE][@BATCH]``), as a graph of operators that can be computed tile by tile.
 
     ``plan_only``: without memory for its weights. ``batch_dims``: input name -> dimension of the samples, where it is not 0. ``dtype``:
     replaces the floating-point type, for example ``float64`` for checks. ``autocast="bfloat16"``: with the casts of ``torch.autocast``.
     ``batch_norm``: ``global`` normalises by the whole batch, ``local`` each tile by its own part of it. Strategies hold for models that
-    were loaded with the same ``batch_norm``.
+    were loaded with the same ``batch_norm``. ``imports``: modules that define custom operators of the model, imported first.
     """
     from soap.tracing.load import load_model
 
     if str(spec) and Path(spec).is_dir():
         raise ModelError(f"model {str(spec)!r} is a folder; expected a .pt2 file or zoo:NAME: name the file in it")
+    import_all(imports, "--import")
     return load_model(str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype, autocast=autocast, batch_norm=batch_norm)
 
 

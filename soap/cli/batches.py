@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from soap import zoo
 from soap.errors import SoapError
+from soap.imports import from_here
 from soap.tracing.model import TracedModel
 
 Batches = Callable[[int], Sequence[torch.Tensor]]
@@ -128,10 +126,8 @@ def _callable(spec: str) -> Callable[[], Any]:
         return partial(zoo.batches, spec)
     if not module or not name:
         raise SoapError(f"--data {spec}: expected package.module:callable, which yields one sequence of tensors per step")
-    if os.getcwd() not in sys.path:  # an installed command, unlike ``python``, does not look beside itself
-        sys.path.insert(0, os.getcwd())
     try:
-        found: Callable[[], Any] = getattr(import_module(module), name)
+        found: Callable[[], Any] = getattr(from_here(module), name)
     except (ImportError, AttributeError) as cause:
         raise SoapError(f"--data {spec}: {cause}; expected package.module:callable that can be imported from here") from None
     if not callable(found):

@@ -31,6 +31,7 @@ class Reading(TypedDict):
     batch_dims: Mapping[str, int] | None
     batch_norm: str
     autocast: str | None
+    imports: Sequence[str]
 
 
 def add_model(parser: Parser, *, positional: bool) -> None:
@@ -59,6 +60,15 @@ def add_reading(parser: Parser) -> None:
         help="normalise by the whole batch, as one process does, or each part of it by itself (default %(default)s)",
     )
     parser.add_argument("--autocast", choices=["bfloat16"], help="compute in this type what torch.autocast does")
+    parser.add_argument(
+        "--import",
+        metavar="MODULE",
+        dest="imports",
+        type=module_name,
+        action="append",
+        default=[],
+        help="import this module first, on every rank: it defines custom operators of the model (repeatable)",
+    )
 
 
 def add_cluster(parser: Parser, *, required: bool, note: str = "") -> None:
@@ -117,7 +127,7 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
 
 def reading(args: argparse.Namespace) -> Reading:
     """How ``add_reading``'s options say that the model is read: arguments of ``api.load``."""
-    return Reading(batch_dims=batch_dims(args.batch_dim), batch_norm=args.batch_norm, autocast=args.autocast)
+    return Reading(batch_dims=batch_dims(args.batch_dim), batch_norm=args.batch_norm, autocast=args.autocast, imports=args.imports)
 
 
 def batch_dims(pairs: Sequence[tuple[str, int]]) -> Mapping[str, int] | None:
@@ -213,6 +223,13 @@ def data_spec(text: str) -> str:
     module, _, name = text.partition(":")
     if not module or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected PACKAGE.MODULE:CALLABLE, such as mydata:batches")
+    return text
+
+
+def module_name(text: str) -> str:
+    """A dotted name; whether it can be imported shows later."""
+    if not all(part.isidentifier() for part in text.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a module, such as mypackage.operators")
     return text
 
 

@@ -7,14 +7,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 
-def adapted(model: nn.Module, loss: Callable[..., torch.Tensor]) -> nn.Module:
+def adapted(
+    model: nn.Module,
+    loss: Callable[..., Any] | None = None,
+    take: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
+) -> nn.Module:
     """A shallow copy of the model whose forward ends in the loss: no module is wrapped, so that all names stay the model's own.
 
-    The state of a loss that is a module is exported as the submodule ``loss`` (``loss_`` if the model has that name).
+    The state of a loss that is a module is exported as the submodule ``loss`` (``loss_`` if the model has that name). ``take``: what its
+    forward does first with its arguments.
     """
     kind = type(model)
     copied = object.__new__(kind)
@@ -22,8 +26,11 @@ def adapted(model: nn.Module, loss: Callable[..., torch.Tensor]) -> nn.Module:
     own_forward = copied.__dict__.pop("forward", None)
 
     @functools.wraps(own_forward or kind.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return loss(own_forward(*args, **kwargs) if own_forward else kind.forward(self, *args, **kwargs))
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if take is not None:
+            args, kwargs = take(args, kwargs)
+        output = own_forward(*args, **kwargs) if own_forward else kind.forward(self, *args, **kwargs)
+        return output if loss is None else loss(output)
 
     if own_forward:  # bound already: torch.export reads the names of the inputs from a signature that begins with self
         own = inspect.signature(own_forward)

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from soap.errors import ModelError
+from soap.tracing.operators import unknown_operators
+from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.rules.experts import LIBRARY_OPERATORS
 
 _KNOWN_TYPES = {
@@ -60,12 +62,13 @@ def plain_archive(path: Path) -> io.BytesIO:
         names = archive.namelist()
         _check_names(path, names)
         pickled = _pickled_parts(path, archive)
+        record = next((loads(archive.read(name)) for name in names if name.endswith(f"/extra/{NAME}")), ExportRecord())
         for name in names:
             leaf, content = name.rsplit("/", 1)[-1], archive.read(name)
             if content and (leaf in pickled or leaf.endswith(".pt")):
                 _weights_only(path, leaf, content)
             if "/models/" in name:
-                content = _plain_program(path, content)
+                content = _plain_program(path, content, record)
             plain.writestr(name, content)
     result.seek(0)
     return result
@@ -108,9 +111,16 @@ def _weights_only(path: Path, leaf: str, content: bytes) -> None:
         ) from error
 
 
-def _plain_program(path: Path, content: bytes) -> bytes:
+def _plain_program(path: Path, content: bytes, record: ExportRecord) -> bytes:
     program = json.loads(content)
     _check_program(path, program)
+    unknown = next(unknown_operators(program), None)
+    if unknown is not None:
+        named = f" (the file says {', '.join(record.imports)})" if record.imports else ""
+        raise ModelError(
+            f"model file {str(path)!r} calls the operator {unknown}, which nothing here defines; expected --import MODULE (imports= of "
+            f"soap.load) with the module that does{named}: SOAP imports nothing that a file names by itself"
+        )
     program["guards_code"] = []  # Python text; sizes are checked against the ranges instead
     for entry in program["graph_module"]["module_call_graph"]:
         signature = entry.get("signature") or {}

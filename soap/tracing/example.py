@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from soap.errors import ModelError
 from soap.tracing.adapted import adapted
+from soap.tracing.containers import plain_arguments, plainly
 from soap.tracing.reader import loss_position
 
 Loss = Callable[..., torch.Tensor]
@@ -33,18 +34,28 @@ class Example:
         """The model with all state by the names that the program has: that of a loss that is a module, too."""
         return self.model if self.loss is None else adapted(self.model, self.loss)
 
+    @cached_property
+    def _plain(self) -> tuple[Any, Any]:
+        return plain_arguments(self.args, self.kwargs)
+
     def tensors(self) -> list[torch.Tensor]:
         """Of the arguments."""
-        return [leaf for leaf in torch.utils._pytree.tree_leaves((tuple(self.args), dict(self.kwargs))) if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in torch.utils._pytree.tree_leaves(self._plain[0]) if isinstance(leaf, torch.Tensor)]
+
+    def _arguments(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with each tensor changed."""
+        plain, rebuild = self._plain
+        changed: tuple[tuple[Any, ...], dict[str, Any]] = torch.utils._pytree.tree_map_only(torch.Tensor, change, plain)
+        return changed if rebuild is None else rebuild(changed)
 
     def output(self) -> Any:
         """What the model makes of copies of the arguments."""
-        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, _copied, (tuple(self.args), dict(self.kwargs)))
+        args, kwargs = self._arguments(_copied)
         return self.model(*args, **kwargs)
 
     def loss_of(self, output: Any, exported: ExportedProgram) -> torch.Tensor:
         """The scalar loss in what the model returns."""
-        leaves = [self.loss(output)] if self.loss is not None else torch.utils._pytree.tree_leaves(output)
+        leaves = [self.loss(output)] if self.loss is not None else torch.utils._pytree.tree_leaves(plainly(output, "the output")[0])
         found = leaves[0 if self.loss is not None else loss_position(exported) or 0]
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
             raise ModelError(f"the loss is a {type(found).__name__}; expected a scalar tensor")
@@ -60,7 +71,7 @@ class Example:
         for own, other in zip(self.module.parameters(), wide.module.parameters(), strict=True):
             for hook in (getattr(own, "_backward_hooks", None) or {}).values():
                 other.register_hook(hook)
-        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, _wide, (tuple(self.args), dict(self.kwargs)))
+        args, kwargs = self._arguments(_wide)
         return replace(wide, args=args, kwargs=kwargs)
 
 

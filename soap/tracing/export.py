@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,14 @@ from torch.export import ExportedProgram
 
 from soap.errors import ModelError
 from soap.files import check_writable, write_bytes_atomically
+from soap.imports import import_all
 from soap.tracing.adapted import adapted
+from soap.tracing.assertions import passed_assertions, without_assertions
+from soap.tracing.containers import plain_arguments, plainly
+from soap.tracing.operators import refuse_custom_operators
+from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, dumps
+from soap.tracing.tracebacks import chain, user_line
 
 if TYPE_CHECKING:
     from soap.tracing.execute import ExecutableModel
@@ -39,26 +46,32 @@ def export_model(
     dynamic_batch: bool | Mapping[str, int] = False,
     judge: Judge | None = None,
     unjudged: str = "",
+    imports: Sequence[str] = (),
 ) -> None:
     """Export a training model with example inputs to ``path``, atomically.
 
     The model returns the scalar loss, or ``loss(output)`` does; names are the model's own either way. All shapes of the example inputs
     become fixed, but for the number of samples with ``dynamic_batch``: dimension 0 of the inputs in which it has the most common size, or
     the given dimensions by input name. The model's mode (training or not) is exported as it is. ``judge``: compares program and module,
-    which the file then records; ``unjudged``: why there is none. Raises ModelError if torch.export cannot trace the model, the output is no
-    scalar, or the judge finds a difference.
+    which the file then records; ``unjudged``: why there is none. ``imports``: modules that define custom operators. Raises ModelError
+    if torch.export cannot trace the model, the output is no scalar, an operator is custom and no module named, or the judge finds a
+    difference.
     """
     from soap.tracing.importer import import_program
 
     check_writable(path)
+    import_all(imports, "imports")
     exported = exported_program(model, args, kwargs, loss=loss, dynamic_batch=dynamic_batch)
+    refuse_custom_operators(exported, imports)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
         traced_model = import_program(exported, name=type(model).__name__, plan_only=judge is None)
     record = ExportRecord(False, unjudged) if judge is None else judge(exported, traced_model)
+    record = replace(record, imports=tuple(imports))
     del traced_model
     buffer = io.BytesIO()
-    torch.export.save(exported, buffer, extra_files={NAME: dumps(record)})
+    with quiet_torch():
+        torch.export.save(exported, buffer, extra_files={NAME: dumps(record)})
     write_bytes_atomically(path, buffer.getvalue())
 
 
@@ -71,25 +84,54 @@ def exported_program(
     dynamic_batch: bool | Mapping[str, int] = False,
 ) -> ExportedProgram:
     """What ``export_model`` writes, which shares its tensors with the model."""
-    module = model if loss is None else adapted(model, loss)
+    plain, rebuild = plain_arguments(args, kwargs or {})
+    take = None if rebuild is None else lambda args, kwargs: rebuild((args, kwargs))
+    module = model if loss is None and take is None else adapted(model, loss, take)
+    separate, named = _separate(*plain)
     try:
-        separate, named = _separate(tuple(args), dict(kwargs or {}))
         sizes = _symbolic_batch(module, separate, named, dynamic_batch) if dynamic_batch else None
-        return traced(module, separate, named, sizes)
+        exported = _writable(module, separate, named, sizes)
+        if exported is None:  # its output is of a class that files do not hold
+            exported = traced(adapted(model, lambda output: plainly(output, "the output")[0], take), separate, named, sizes)
+        return exported
     except ModelError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if dynamic_batch:
-            first = f"the number of samples cannot stay open ({first})"
-        raise ModelError(f"torch.export cannot trace {type(model).__name__}: {first}; see torch.export's documentation") from error
+        raise ModelError(_untraceable(type(model).__name__, error, bool(dynamic_batch))) from error
+
+
+def _writable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Any) -> ExportedProgram | None:
+    """The program; None if it returns what torch.export does not take, or cannot write."""
+    try:
+        exported = traced(module, args, kwargs, sizes)
+        torch.utils._pytree.treespec_dumps(exported.call_spec.out_spec)
+        return exported
+    except Exception as error:
+        if any(words in str(error) for words in ("in output, which is not a known type", "serializ")):
+            return None
+        raise
+
+
+def _untraceable(name: str, error: Exception, dynamic: bool) -> str:
+    """Why torch.export cannot trace a model, with the user's own line."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+    place = user_line(error)
+    if any(type(one).__name__ == "GuardOnDataDependentSymNode" or "data-dependent" in str(one) for one in chain(error)):
+        where = f" at {place}" if place else ""
+        return (
+            f"{name} decides by the values of tensors{where}, which a program cannot: expected straight-line code (torch.where, masks, "
+            "or the decision outside of forward)"
+        )
+    if dynamic:
+        first = f"the number of samples cannot stay open ({first})"
+    return f"torch.export cannot trace {name}: {first}{f'; at {place}' if place else ''}; see torch.export's documentation"
 
 
 def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None) -> ExportedProgram:
-    """``torch.export.export``, quietly."""
-    with warnings.catch_warnings(), _mended_lstms():
+    """``torch.export.export``, quietly, of a module whose argument validation passes."""
+    with warnings.catch_warnings(), quiet_torch(), passed_assertions(), _mended_lstms():
         warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign
-        return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        return without_assertions(torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False))
 
 
 @contextmanager

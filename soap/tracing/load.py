@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from soap.tracing.archive import plain_archive
 from soap.tracing.execute import ExecutableModel, Source
 from soap.tracing.export import traced
 from soap.tracing.importer import BatchNorm, import_program
+from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.row_counting import measure_rows
 from soap.tracing.sizes import Shapes, is_dynamic
@@ -162,7 +162,7 @@ def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
         )
     try:
         archive = plain_archive(path)
-        with warnings.catch_warnings(), _quiet("torch.export"), _weights_only(), _blocks_without_results():
+        with warnings.catch_warnings(), quiet_torch(), _weights_only(), _blocks_without_results():
             warnings.simplefilter("ignore")
             extra = {NAME: ""}
             return torch.export.load(archive, extra_files=extra), loads(extra[NAME])
@@ -173,18 +173,6 @@ def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
         raise ModelError(
             f"model file {str(path)!r} cannot be read ({reason}); expected a .pt2 file that torch.export.save wrote"
         ) from error
-
-
-@contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """Silence a logger that prints tracebacks for files it cannot read: the error itself says enough."""
-    target = logging.getLogger(logger)
-    level = target.level
-    target.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        target.setLevel(level)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind
 
 from soap.errors import ModelError
 from soap.logs import TRIALS, silenced
+from soap.tracing.tracebacks import node_line
 
 Shapes = Sequence[Sequence[int]]
 """One shape per tensor input, in the order of the program's inputs."""
@@ -31,7 +32,7 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
     unknown = next((symbol for symbol in exported.range_constraints if not str(symbol).startswith("s")), None)
     if unknown is not None:
         raise ModelError(
-            f"the program has a dynamic shape that depends on data ({unknown}{_origin(exported, unknown)}); expected shapes that follow "
+            f"the program has a dynamic shape that depends on data ({unknown}{_made_at(exported, unknown)}); expected shapes that follow "
             "from the inputs': keep all rows and mask those that do not count (for experts: grouped products)"
         )
     inputs = _inputs(exported)
@@ -56,12 +57,14 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
     return result
 
 
-def _origin(exported: ExportedProgram, symbol: Any) -> str:
-    """Which call makes the first tensor that has this size, and for which module."""
+def _made_at(exported: ExportedProgram, symbol: Any) -> str:
+    """Where a size that depends on data is made: the user's code as far as the program knows it, else the call and its module."""
     for node in exported.graph.nodes:
         leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
         sizes: list[Any] = [size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape if not isinstance(size, int)]
         if any(symbol in size.node.expr.free_symbols for size in sizes):
+            if (place := node_line(node)) is not None:
+                return f", at {place}"
             stack = list((node.meta.get("nn_module_stack") or {}).values())
             return f" in call {node.name!r}{f' of module {stack[-1][0]!r}' if stack and stack[-1][0] else ''}"
     return ""

@@ -291,3 +291,47 @@ def test_a_check_says_whether_the_program_was_held_against_eager(
         "torch": "; the program was never compared with eager PyTorch: exported by torch.export.save",
     }
     assert said[by] in capsys.readouterr().out
+
+
+SHOP = """
+import torch
+
+@torch.library.custom_op("rankshop::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+scaled.register_fake(lambda x, by: torch.empty_like(x))
+scaled.register_autograd(
+    lambda ctx, gradient: (gradient * ctx.by, None), setup_context=lambda ctx, inputs, output: setattr(ctx, "by", inputs[1])
+)
+"""
+EXPORTS = """
+import soap, torch, rank_shop
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(rank_shop.scaled(self.first(x), 2.0)).square().mean()
+
+soap.export(Net(), (torch.randn(8, 6),), path="m.pt2", imports=("rank_shop",))
+"""
+
+
+@pytest.mark.slow
+def test_custom_operators_are_imported_on_every_rank(folder: Path) -> None:
+    (folder / "rank_shop.py").write_text(SHOP)
+    own: dict[str, Any] = {"cwd": folder, "env": environment(), "capture_output": True, "text": True}
+    assert subprocess.run([sys.executable, "-c", EXPORTS], **own).returncode == 0
+    strategy = "import sys, soap; sys.path.insert(0, '.'); m = soap.load('m.pt2', plan_only=True, imports=['rank_shop'])"
+    saved = "c = soap.load_cluster('cluster.yaml'); soap.save_strategy('own.json', soap.api.classical('data_parallel', m.graph, c), m, c)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", f"{strategy}; {saved}"], **own).returncode == 0
+    run = [sys.executable, "-m", "soap.cli.run", "own.json", "--model", "m.pt2", "--cluster", "cluster.yaml", "--steps", "2", "--check"]
+    done = subprocess.run([*run, "--json", "--dtype", "float64", "--import", "rank_shop"], **own)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["check"]["passed"] is True
+    refused = subprocess.run(run, **own)
+    assert refused.returncode == 3 and "calls the operator rankshop::scaled" in refused.stderr and "Traceback" not in refused.stderr

@@ -46,3 +46,10 @@ def imported(module: nn.Module, *args: Any, **kwargs: Any) -> ExecutableModel:
 def described(operators: Sequence[Operator]) -> list[str]:
     """Operators in one line each: name, kind, factors with size and first letter of their kind (+: summed)."""
     return [f"{op.name} {op.kind} " + " ".join(f"{f.name}={f.size}{f.kind[0]}{'+' * f.summed}" for f in op.factors) for op in operators]
+
+
+def asserted(h: torch.Tensor) -> torch.Tensor:
+    """What it is given, after assertions that pytest leaves as they are written, which it does not do in modules of tests."""
+    assert (h.abs() >= 0).all() and h.isfinite().all(), "not finite"
+    assert not h.isnan().any()
+    return h

@@ -1,0 +1,28 @@
+"""Importing modules that a user names, from the working folder too."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from types import ModuleType
+
+from soap.errors import ModelError
+
+
+def from_here(name: str) -> ModuleType:
+    """The module of this name, which may lie in the working folder. Raises what importing it raises."""
+    if os.getcwd() not in sys.path:  # an installed command, unlike ``python``, does not look beside itself
+        sys.path.insert(0, os.getcwd())
+    return import_module(name)
+
+
+def import_all(names: Iterable[str], option: str) -> None:
+    """Import modules that define custom operators. ``option``: how they were named. ModelError in one line if one cannot be imported."""
+    for name in names:
+        try:
+            from_here(name)
+        except Exception as cause:
+            said = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+            raise ModelError(f"{option} {name}: {said}; expected a module that can be imported from here") from cause

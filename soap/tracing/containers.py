@@ -1,0 +1,129 @@
+"""Arguments and outputs in classes of their own (named tuples, dataclasses, batches of libraries) as plain dictionaries and tuples.
+
+``torch.export`` takes some of them and can write fewer into a file, which then needs their library. What is exported has plain containers
+with the same names, and makes the model's own of them as it begins.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from soap.errors import ModelError
+
+Rebuild = Callable[[Any], Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_PLAIN = (tuple, list, dict, OrderedDict, defaultdict, deque)
+
+
+def plainly(value: Any, name: str) -> tuple[Any, Rebuild | None]:
+    """The value in plain containers, and what makes the same containers as before of such; None if nothing has to be changed.
+
+    ``name``: what the value is called in errors. ModelError in one line for objects that hold tensors and are no container.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return _plain_container(value, name)
+    if kind in pytree.SUPPORTED_NODES:
+        return _registered(value, name)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return _by_names(dict(zip(kind._fields, value, strict=True)), lambda parts: kind._make(parts.values()), name)
+    if isinstance(value, Mapping):
+        return _by_names(dict(value), lambda parts: _filled(value, parts), name)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _by_names({f.name: getattr(value, f.name) for f in fields(value)}, lambda parts: _with_fields(value, parts), name)
+    _refuse_holders(value, name)
+    return value, None
+
+
+def plain_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Arguments, Callable[[Arguments], Arguments] | None]:
+    """The same for all that a module is called with."""
+    by_place = [plainly(value, f"argument {number}") for number, value in enumerate(args)]
+    by_name = {name: plainly(value, f"argument {name!r}") for name, value in kwargs.items()}
+    plain = tuple(value for value, _ in by_place), {name: value for name, (value, _) in by_name.items()}
+    if all(rebuild is None for _, rebuild in (*by_place, *by_name.values())):
+        return plain, None
+
+    def rebuild(given: Arguments) -> Arguments:
+        args = tuple(_rebuilt(by_place[number][1], value) for number, value in enumerate(given[0]))
+        return args, {name: _rebuilt(by_name[name][1], value) for name, value in given[1].items()}
+
+    return plain, rebuild
+
+
+def _plain_container(value: Any, name: str) -> tuple[Any, Rebuild | None]:
+    named = isinstance(value, dict)
+    items = list(value.items()) if named else list(enumerate(value))
+    parts = {key: plainly(one, f"{name}[{key!r}]") for key, one in items}
+    if all(rebuild is None for _, rebuild in parts.values()):
+        return value, None
+    rebuilds = [rebuild for _, rebuild in parts.values()]
+
+    def rebuild(plain: Any) -> Any:
+        made = [_rebuilt(one, part) for one, part in zip(rebuilds, plain.values() if named else plain, strict=True)]
+        return _filled(value, dict(zip(parts, made, strict=True))) if named else type(value)(made)
+
+    plain = [one for one, _ in parts.values()]
+    return (dict(zip(parts, plain, strict=True)) if named else type(value)(plain)), rebuild
+
+
+def _by_names(parts: Mapping[Any, Any], make: Callable[[dict[Any, Any]], Any], name: str) -> tuple[Any, Rebuild]:
+    plain, inner = plainly(dict(parts), name)
+    return plain, lambda given: make(_rebuilt(inner, given))
+
+
+def _rebuilt(rebuild: Rebuild | None, plain: Any) -> Any:
+    return plain if rebuild is None else rebuild(plain)
+
+
+def _registered(value: Any, name: str) -> tuple[Any, Rebuild]:
+    """A class that is registered with torch as a container, by what it is registered with."""
+    node = pytree.SUPPORTED_NODES[type(value)]
+    children, context = node.flatten_fn(value)
+    keys = _keys(node, value, len(children))
+    return _by_names(dict(zip(keys, children, strict=True)), lambda parts: node.unflatten_fn(list(parts.values()), context), name)
+
+
+def _keys(node: Any, value: Any, count: int) -> list[Any]:
+    """The children's names, as far as the class tells; their numbers if it does not, or not all differ."""
+    if node.flatten_with_keys_fn is None:
+        return list(range(count))
+    found = [getattr(key, "name", getattr(key, "key", None)) for key, _ in node.flatten_with_keys_fn(value)[0]]
+    return found if len(found) == len(set(found)) == count and all(isinstance(key, str) for key in found) else list(range(count))
+
+
+def _filled(value: Mapping[Any, Any], parts: Mapping[Any, Any]) -> Any:
+    """A copy of a mapping, with whatever else it has, that holds these parts."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)(parts)
+    made = copy.copy(value)
+    if not isinstance(made, MutableMapping):
+        raise ModelError(f"a {type(value).__name__} cannot be made of its parts; expected a dictionary, a named tuple or a dataclass")
+    for key, part in parts.items():
+        made[key] = part
+    return made
+
+
+def _with_fields(value: Any, parts: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass instance, with whatever else it has, that holds these parts."""
+    made = copy.copy(value)
+    for name, part in parts.items():
+        object.__setattr__(made, name, part)  # frozen ones, too
+    return made
+
+
+def _refuse_holders(value: Any, name: str) -> None:
+    if isinstance(value, (torch.Tensor, torch.nn.Module, type)) or not hasattr(value, "__dict__"):
+        return
+    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(dict(vars(value)))):
+        kind = type(value)
+        raise ModelError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, which holds tensors in a way that torch.export cannot see; expected "
+            "tuples, dictionaries, named tuples, dataclasses, or a class registered by torch.utils._pytree.register_pytree_node"
+        )

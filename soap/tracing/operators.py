@@ -1,0 +1,82 @@
+"""Operators outside of ATen: which of them every process knows, and who has defined the others."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from soap.errors import ModelError
+from soap.tracing.rules.experts import LIBRARY_OPERATORS
+
+KNOWN_NAMESPACES = {"aten", "prims", "prim", "soap"}
+"""Namespaces of operators that a process knows which has imported torch and SOAP alone: torch's and our own."""
+_TARGET = re.compile(r"torch\.ops\.(?P<library>\w+)\.(?P<name>\w+)(\.(?P<overload>\w+))?")
+
+
+def custom_operators(exported: ExportedProgram) -> list[str]:
+    """``library::name`` of the program's operators that only those know who have imported their library."""
+    modules = [m for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    targets = [node.target for module in modules for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    foreign = dict.fromkeys(t._schema.name for t in targets if t.namespace not in KNOWN_NAMESPACES)
+    return [name for name in foreign if name.replace("::", ".") not in LIBRARY_OPERATORS]
+
+
+def refuse_custom_operators(exported: ExportedProgram, imports: Collection[str]) -> None:
+    """ModelError in one line for operators that no command will know, unless modules are named that define them."""
+    if imports:
+        return
+    for name in custom_operators(exported):
+        module = _defining_module(name)
+        if module is None:
+            place, known = _registered_at(name), "MODULE"
+        else:
+            place, known = f" (defined in module {module})", module
+        if module == "__main__":
+            place, known = " (defined in the script itself)", "MODULE"
+        moved = " move its definition into a module," if module == "__main__" else ""
+        raise ModelError(
+            f"the program calls the operator {name}{place}, which commands do not know;{moved} pass imports=({known!r},) to soap.export "
+            f"and --import {known} to the commands, or write it with PyTorch's own operators"
+        )
+
+
+def _defining_module(name: str) -> str | None:
+    """The module of a ``torch.library.custom_op``."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition: Any = OPDEFS.get(name)
+    module = inspect.getmodule(definition._init_fn) if definition is not None else None
+    return None if definition is None else module.__name__ if module is not None else str(definition._init_fn.__module__)
+
+
+def _registered_at(name: str) -> str:
+    """Where an operator of ``torch.library.Library``, or of an extension, was registered."""
+    found = re.search(r"^debug: registered at (.+)$", torch._C._dispatch_dump(name), re.MULTILINE)
+    return f" (registered at {found[1].strip()})" if found else ""
+
+
+def unknown_operators(program: Any) -> Iterator[str]:
+    """``library::name`` of what a program from a file calls that this process does not know."""
+    waiting = [program]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            waiting += item.values()
+            target = item.get("as_operator", item.get("target") if "metadata" in item else None)
+            match = _TARGET.fullmatch(str(target))
+            if match and not _is_known(**match.groupdict()):
+                yield f"{match['library']}::{match['name']}"
+
+
+def _is_known(library: str, name: str, overload: str | None) -> bool:
+    found = getattr(getattr(torch.ops, library, None), name, None)
+    return isinstance(found, torch._ops.HigherOrderOperator) or (
+        isinstance(found, torch._ops.OpOverloadPacket) and (overload or "default") in found.overloads()
+    )

@@ -1,0 +1,58 @@
+"""Where in the user's own code an error of torch's came from."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_FRAME = re.compile(r'File "(?P<path>[^"\n]+)", line (?P<line>\d+), in [^\n]*\n(?P<text>[^\n]*)')
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent.parent)
+_PYTHON = sysconfig.get_paths()["stdlib"]
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it came from, the last one first."""
+    seen: set[int] = set()
+    waiting: BaseException | None = error
+    while waiting is not None and id(waiting) not in seen:
+        seen.add(id(waiting))
+        yield waiting
+        waiting = waiting.__cause__ or waiting.__context__
+
+
+def user_line(error: BaseException) -> str | None:
+    """``file.py:12 (its text)``: the innermost line that is neither torch's, nor Python's own, nor ours; None if there is none."""
+    found: traceback.FrameSummary | None = None
+    for one in chain(error):
+        frames = [frame for frame in traceback.extract_tb(one.__traceback__) if _is_user(frame.filename)]
+        if frames:
+            found = frames[-1]  # of the first cause that has one
+    if found is None:
+        return None
+    text = (found.line or linecache.getline(found.filename, found.lineno or 0)).strip()
+    return f"{_short(found.filename)}:{found.lineno}" + (f" ({text})" if text else "")
+
+
+def node_line(node: torch.fx.Node) -> str | None:
+    """The same for a node of a program, of what torch has noted of it."""
+    found = [match for match in _FRAME.finditer(str(node.meta.get("stack_trace") or "")) if _is_user(match["path"])]
+    return f"{_short(found[-1]['path'])}:{found[-1]['line']} ({found[-1]['text'].strip()})" if found else None
+
+
+def _is_user(path: str) -> bool:
+    if path.startswith("<") and not path.startswith("<ipython"):
+        return False
+    return not path.startswith((_TORCH, _OURS)) and not (path.startswith(_PYTHON) and "site-packages" not in path)
+
+
+def _short(path: str) -> str:
+    """A file as people know it: from the working folder, or the end of its path."""
+    own = Path(path)
+    return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else "/".join(own.parts[-2:])
