@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from soap.api import export
 from soap.presets import local_topology
 from soap.strategies import CLASSICAL, random_strategy
-from soap.tracing.export import export_model
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
 from tests.tracing.kinds import KINDS
@@ -62,7 +62,7 @@ def test_random_programs_train_like_one_process(four: Pool, seed: int, tmp_path:
     path = str(tmp_path / "model.pt2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        export_model(module, args, path=path)
+        export(module, args, path=path)
     _trains(four, f"random {seed}", path, None, ("data_parallel", "model_parallel"), 1)
 
 

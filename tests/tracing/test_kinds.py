@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from soap.api import export
 from soap.errors import ModelError
-from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.tracing.eager import assert_as_eager, eager_step
 from tests.tracing.emulation import compare, draw_configs
@@ -24,7 +24,7 @@ def exported(name: str, folder: Path) -> str:
     """Where the kind was exported to: which holds its loss and gradients against one eager step, random numbers aligned."""
     built = KINDS[name].built()
     path = folder / f"{name}.pt2"
-    export_model(built.module, built.args, built.kwargs, path=path, loss=built.loss)
+    export(built.module, built.args, built.kwargs, path=path, loss=built.loss)
     return str(path)
 
 

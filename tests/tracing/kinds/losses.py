@@ -132,7 +132,7 @@ for _name, _loss in OF_NUMBERS.items():
     _listed(_name, _loss, classes=False)
 
 
-@kind(refused="torch.bincount")
+@kind(refused="bincount")
 def loss_counted_by_bincount() -> Built:
     """``bincount`` makes as many numbers as the data say, which no program of fixed sizes has."""
 
