@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from soap.errors import RuntimeFailure
+from soap.runtime.packing import plain
 
 
 def joined(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -56,14 +57,14 @@ def _gathered(tensor: torch.Tensor, sizes: Sequence[int], order: torch.Tensor, d
     padded = torch.zeros((max(sizes), *tensor.shape[1:]), dtype=tensor.dtype, device=device)
     padded[: len(tensor)] = tensor.to(device)
     received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded)
+    dist.all_gather([plain(part) for part in received], plain(padded))
     together = torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)]).to(tensor.device)
     return together[order.to(tensor.device)]
 
 
 def _first(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     shared = tensor.to(device).contiguous().clone()
-    dist.broadcast(shared, 0)
+    dist.broadcast(plain(shared), 0)
     return shared.to(tensor.device)
 
 

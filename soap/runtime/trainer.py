@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from soap.dtypes import replaced
+from soap.dtypes import has_complex, is_complex, name_of, replaced
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.presets import local_topology
 from soap.regions import whole
@@ -88,6 +88,8 @@ class Trainer:
             raise RuntimeFailure(f"accumulate {accumulate}, clip_norm {clip_norm}: expected at least 1 micro-batch and a norm above 0")
         if compiled and (missing := missing_compiler()):
             raise RuntimeFailure(f"compiled steps: expected what torch.compile needs, but there is {missing}; train without")
+        if dtype is not None and not has_complex(dtype) and any(is_complex(t.dtype) for t in model.graph.tensors.values()):
+            raise RuntimeFailure(f"dtype {name_of(dtype)}: the model has complex tensors, for which torch has float32 and float64 alone")
         topology: Topology | None = None
         if not isinstance(plan, Plan):
             strategy, topology = plan

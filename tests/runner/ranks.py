@@ -160,7 +160,9 @@ def join(sizes: list[int]) -> list[list[int]]:
 
     rank, count = dist.get_rank(), dist.get_world_size()
     own = torch.tensor([rank + count * i for i in range(sizes[rank])], dtype=torch.int64)
-    return [part.tolist() for part in joined([own, own.reshape(-1, 1).float(), torch.tensor(rank + 5)], CPU)]
+    marked = (own * (1 + 2j)).conj()  # of which the memory holds other numbers
+    parts = [own, own.reshape(-1, 1).float(), torch.tensor(rank + 5), marked, torch.tensor(rank + 5j).conj()]
+    return [part.tolist() for part in joined(parts, CPU)]
 
 
 def mismatch() -> str:

@@ -117,7 +117,7 @@ def test_one_process_needs_no_launcher() -> None:
 def test_parts_of_a_batch_come_together_in_the_order_of_the_items(two: Pool, sizes: list[int]) -> None:
     expected = sorted(((i, rank), rank + 2 * i) for rank, size in enumerate(sizes) for i in range(size))
     items = [item for _, item in expected]
-    assert two.run(ranks.join, sizes) == [[items, [[float(item)] for item in items], 5]] * 2
+    assert two.run(ranks.join, sizes) == [[items, [[float(item)] for item in items], 5, [item * (1 - 2j) for item in items], -5j]] * 2
 
 
 def test_parts_that_do_not_fit_together(two: Pool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from soap.errors import RuntimeFailure
 from soap.graph import OperatorGraph, TensorKind
 from soap.presets import local_topology
 from soap.runtime.check import CheckResult, check
@@ -215,6 +216,13 @@ def test_the_check_sees_imaginary_parts(four: Pool, files: dict[str, str]) -> No
     strategy = CLASSICAL["data_parallel"](loaded(files["plane"]).graph, FOUR)
     found = four.run(_lossy, files["plane"], strategy, batches("plane", 1, DOUBLE))[0]
     assert not found.passed and found.worst.error > 0.05 and "gradient" in found.worst.kind
+
+
+def test_one_line_for_a_type_that_has_no_complex_numbers(files: dict[str, str]) -> None:
+    model = loaded(files["plane"], None)
+    with pytest.raises(RuntimeFailure) as caught:
+        Trainer(model, (CLASSICAL["data_parallel"](model.graph, FOUR), FOUR), dtype=torch.bfloat16)
+    assert str(caught.value) == "dtype bfloat16: the model has complex tensors, for which torch has float32 and float64 alone"
 
 
 def test_what_is_only_marked_is_written_out_before_it_is_sent() -> None:
