@@ -29,8 +29,10 @@ def exchange_rounds(plan: Plan, exchange: Exchange, parts: Sequence[Part], *, gr
 
 def scatter_rounds(plan: Plan, reduction: Reduction, *, gradient: bool) -> list[Round]:
     """The round of a reduce-scatter, or of the all-gather of its cells' gradients."""
-    size_of = partial_bytes if not gradient else lambda plan, reduction, box: box_bytes(plan, reduced_tensor(plan, reduction), box)
-    cells = {device: size_of(plan, reduction, cell) for device, cell in zip(reduction.devices, reduction.cells, strict=True)}
+    cells = {
+        device: box_bytes(plan, reduced_tensor(plan, reduction), cell) if gradient else partial_bytes(plan, reduction, cell)
+        for device, cell in zip(reduction.devices, reduction.cells, strict=True)
+    }
     flows = tuple((a, b, size) for b, size in cells.items() for a in reduction.devices if a != b and size)
     if gradient:
         return [(tuple(map(_turned, flows)), 0)]
