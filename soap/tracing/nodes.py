@@ -255,14 +255,13 @@ class NodeReader(ProgramWriter):
             raise ModelError(f"call {call.name!r} changes a tensor in place under torch.no_grad; write it out of place")
         value = self.program.values[self.now(changed)]
         alone = len(call.operands) == 1 and not is_random(call) and self._aliasing.is_root(changed)
-        if call.kind == "copy_":  # the source in the target's shape and dtype
-            source = Ref(call.operands[1])
-            written = Call(call.name, aten.expand.default, (source, list(value.shape)), {}, call.outputs, call.path)
-        else:
-            with about(buffer):
-                written = functional(call)
         before = len(self.program.calls)
         with about(buffer):
+            if call.kind == "copy_":  # the source in the target's shape and dtype
+                source = Ref(call.operands[1])
+                written = Call(call.name, aten.expand.default, (source, list(value.shape)), {}, call.outputs, call.path)
+            else:
+                written = functional(call)
             now = self.value(self._written(written, value), value.shape, value.dtype)
         if buffer is not None and not gradients:
             now = str(self._detached(now, node))

@@ -36,6 +36,7 @@ class Reader(NodeReader):
     ) -> None:
         super().__init__(Program([], {}, [], {}, {}, {}, ""), dtype, autocast=autocast, local_statistics=local_statistics)
         self.exported = exported
+        self._first: dict[torch.fx.Node, str] = {}  # placeholder -> its value
         self._frozen: dict[str, str] = {}  # value of a parameter that training does not change -> canonical name
 
     def read(self) -> Program:
@@ -87,6 +88,7 @@ class Reader(NodeReader):
             if node is None or not isinstance(fake, torch.Tensor):
                 continue
             self.at[node] = self.value(self.unique(name), fake.shape, self.convert(fake.dtype))
+            self._first[node] = self.at[node]
             if spec.kind is InputKind.PARAMETER and not self.exported.state_dict[str(spec.target)].requires_grad:
                 self.changes.nodes[node] = self._frozen[self.at[node]] = canonical[str(spec.target)]
             if spec.kind is InputKind.BUFFER:
@@ -165,8 +167,10 @@ class Reader(NodeReader):
         found = {}
         for node, name in self.changes.nodes.items():
             with about(name):
-                found[name] = str(self.now(node))
-        return {name: found[name] for value, name in (self.buffers | self._frozen).items() if found[name] != value}
+                now = str(self.now(node))
+            if now != self._first[node]:
+                found[name] = now
+        return found
 
     def _check_statistics(self, value: str, name: str) -> None:
         """Running statistics move when the step is over, so that nobody can have read what they become."""

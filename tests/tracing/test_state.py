@@ -215,6 +215,19 @@ def test_a_buffer_with_two_names() -> None:
     assert_trains_as_eager(model, module, batches)
 
 
+def test_frozen_parameters_that_nothing_moves_stay_parameters() -> None:
+    """Also where two layers share one."""
+    torch.manual_seed(0)
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    other = nn.Linear(3, 3)
+    other.weight = frozen.weight
+    module = Lambda(lambda self, x: self.two(self.layer(self.one(x))).square().sum(), one=frozen, two=other, layer=nn.Linear(3, 3))
+    model = import_program(export(module.double(), _x()), name="model")
+    assert not model.state
+    assert not model.buffers
+    assert {"one.weight", "one.bias"} <= model.parameters.keys()
+
+
 class Overlapping(nn.Module):
     def __init__(self, other: str) -> None:
         super().__init__()
