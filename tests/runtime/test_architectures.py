@@ -35,6 +35,7 @@ MAY_BE_REFUSED = {
     "autoformer": "sizes depend on data: which shifts of the series are compared",
     "wav2vec2_ctc": "the labels' values are looked at",
     "time_series_transformer": "the distribution's parameters are looked at",
+    "detr": "whether activations are finite is looked at",
     "fnet": "complex tensors",
 }
 """Those that torch.export or an importer without rules for complex numbers refuses. They may be right as well, but never wrong."""
