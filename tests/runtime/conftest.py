@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +35,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """``SOAP_MODELS_TABLE=FILE`` writes the table of architectures; what a run does not try stays as it was tried before."""
     rows = [value for key, value in report.user_properties if key == "architecture"]
     if report.when == "call" and rows and "SOAP_MODELS_TABLE" in os.environ:
-        write_row(Path(os.environ["SOAP_MODELS_TABLE"]), dict(rows[0]), report.passed)
+        write_row(Path(os.environ["SOAP_MODELS_TABLE"]), rows[0])
 
 
 _HEAD = """# Architectures of `transformers`
@@ -47,21 +47,24 @@ that have no rule and run on one device. Written by
 `SOAP_MODELS_TABLE=docs/models.md python -m pytest tests/runtime/test_architectures.py`.
 """
 _COLUMNS = {
-    "operators": "operators", "whole": "whole", "torch.export.save": "`torch.export.save`", "soap.export": "`soap.export`",
+    "name": "model", "result": "result", "operators": "operators", "whole": "whole",
+    "torch.export.save": "`torch.export.save`", "soap.export": "`soap.export`",
     "data_parallel": "data parallelism", "random": "random plan", "date": "tried", "torch": "torch", "transformers": "transformers",
 }  # fmt: skip
 
 
-def write_row(path: Path, row: dict[str, Any], passed: bool) -> None:
-    """Put a model's line into the table: its figures, or why it was refused."""
-    row |= {"date": f"{date.today():%Y-%m-%d}", "torch": torch.__version__.split("+")[0], "transformers": version("transformers")}
-    result = f"refused: {row['refused']}".replace("|", "\\|") if row.get("refused") else "right" if passed else "WRONG"
-    figures = [f"{n:.0e}" if isinstance(n, float) else "" if n is None else str(n) for n in map(row.get, _COLUMNS)]
-    before = path.read_text().splitlines() if path.exists() else []
-    lines = {line.split(" | ")[0].removeprefix("| "): line for line in before if line.startswith("| ") and not line.startswith("| model")}
-    lines[row["name"]] = f"| {row['name']} | {result} | " + " | ".join(figures) + " |"
+def write_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Put what is known of a model into its line of the table: figures, or why it was refused."""
+    before = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")] if path.exists() else []
+    lines = {cells[0]: dict(zip(_COLUMNS, [cell.strip() for cell in cells], strict=False)) for cells in before[1:]}
+    known = {} if "refused" in row else lines.get(row["name"], {})
+    figures = {key: f"{value:.0e}" if isinstance(value, float) else str(value) for key, value in row.items() if key in _COLUMNS}
+    own = lines[row["name"]] = {**known, **figures, "date": f"{date.today():%Y-%m-%d}"}
+    own |= {"torch": torch.__version__.split("+")[0], "transformers": version("transformers")}
+    refused = "refused: " + str(row.get("refused")).replace("|", "\\|")
+    own["result"] = refused if "refused" in row else "WRONG" if "failed" in own.values() else "right"
     ordered = [lines[name] for name in ARCHITECTURES if name in lines]
-    counted = Counter(line.split(" | ")[1].split(":")[0] for line in ordered)
-    said = ", ".join(f"{count} {what}" for what, count in counted.most_common())
-    head = ["| model | result | " + " | ".join(_COLUMNS.values()) + " |", "|---" * (len(_COLUMNS) + 2) + "|"]
-    path.write_text("\n".join([_HEAD, f"{len(ordered)} architectures: {said}.", "", *head, *ordered]) + "\n")
+    said = ", ".join(f"{count} {what}" for what, count in Counter(line["result"].split(":")[0] for line in ordered).most_common())
+    head = ["| " + " | ".join(_COLUMNS.values()) + " |", "|---" * len(_COLUMNS) + "|"]
+    table = ["| " + " | ".join(line.get(key) or "-" for key in _COLUMNS) + " |" for line in ordered]
+    path.write_text("\n".join([_HEAD, f"{len(ordered)} architectures: {said}.", "", *head, *table]) + "\n")

@@ -141,6 +141,11 @@ def repeat(view: View) -> Tiled:
     return Tiled(tuple(scope.factors), (tuple(operand[len(out) - len(view.shapes[0]) :]),), (tuple(maps),), run=_run_repeat)
 
 
+def _run_repeat_interleave(local: Local) -> torch.Tensor:
+    out: torch.Tensor = local.plain(output_size=None)  # the whole's
+    return out
+
+
 @rule("aten.repeat_interleave.self_int")
 def repeat_interleave(view: View) -> Tiled:
     """Each element several times."""
@@ -152,7 +157,7 @@ def repeat_interleave(view: View) -> Tiled:
     maps = scope.like(source)
     grown = DimMap(maps[dim].factor, times, 0, times) if maps[dim].factor is not None else WHOLE
     out: Maps = (*maps[:dim], grown, *maps[dim + 1 :])
-    return Tiled(tuple(scope.factors), (maps,), (out,))
+    return Tiled(tuple(scope.factors), (maps,), (out,), run=_run_repeat_interleave)
 
 
 @rule("aten.pixel_shuffle")

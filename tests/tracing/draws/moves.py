@@ -112,8 +112,10 @@ def repeat(d: Draw, name: str) -> Drawn:
 
 @draws("repeat_interleave.self_int")
 def repeat_interleave(d: Draw, name: str) -> Drawn:
-    shape = d.shape(1, 3)
-    return call(name, d.floats(*shape), d.some(1, 2, 3), d.dim(shape))
+    shape, times = d.shape(1, 3), d.some(1, 2, 3)
+    dim = d.dim(shape)
+    size = {"output_size": times * shape[dim]} if d.yes() else {}
+    return call(name, d.floats(*shape), times, dim, **size)
 
 
 @draws("unfold")
