@@ -36,10 +36,12 @@ ROUNDS = 4
 """In which all strategies take part, at least one."""
 DUELS = 20
 """Rounds of the fastest and data parallelism alone, at most."""
+LEAST_DUELS = 5
+"""Fewer tell nothing (``soap.paired``): so many are fought even if time is over meanwhile."""
 TRIED_SHARE = 0.5
 """Of the time, in which trainers are made and all strategies take turns; the rest is for the fastest and data parallelism."""
-TOO_LATE = 0.75
-"""Part of the time after which so few duels are left that they would tell nothing."""
+TOO_LATE = 1.5
+"""Times of the time after which no duel begins."""
 WARM_UP_STEPS = 3
 """A new trainer's first steps still ask the system for memory."""
 
@@ -135,13 +137,14 @@ def take_turns(
     if to_beat and fastest != names[0] and not late(TOO_LATE):
         for name in [name for name in rounds if name not in (names[0], fastest)]:
             runner.end(name)
-        duels = {names[0]: [], fastest: []}
+        alone = len(rounds) == 2  # nothing was chosen: the rounds were duels already
+        duels = {name: list(rounds[name]) if alone else [] for name in (names[0], fastest)}
         for number in range(DUELS):
+            if len(duels[fastest]) >= LEAST_DUELS and late(1.0):
+                break
             for name in _turned(list(duels), number):
                 duels[name].append(runner.turn(name))
             show(_standing(duels, names[0]))
-            if late(1.0):
-                break
     return Times(*({name: tuple(own) for name, own in times.items()} for times in (rounds, duels)))
 
 

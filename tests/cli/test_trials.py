@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from soap.cli.trials import DUELS, ROUNDS, TOO_LATE, TRIED_SHARE, Times, take_turns
+from soap.cli.trials import DUELS, LEAST_DUELS, ROUNDS, TOO_LATE, TRIED_SHARE, Times, take_turns
 
 NAMES = ["data_parallel", "found 1", "megatron", "found 2"]
 
@@ -62,12 +62,13 @@ def test_luck_in_the_rounds_does_not_count_in_the_duels() -> None:
     class Lucky(MadeUp):
         def turn(self, name: str) -> int:
             self.events.append(("turn", name))
-            of_rounds = len(self.names("turn")) <= 2 * ROUNDS
-            return 100 if name == "data_parallel" else 50 if of_rounds else 110
+            of_rounds = len(self.names("turn")) <= 3 * ROUNDS
+            return {"data_parallel": 100, "found 1": 50 if of_rounds else 110}.get(name, 90)
 
     made = Lucky({})
-    times = take_turns(["data_parallel", "found 1"], made, made.after(1e9), True)
+    times = take_turns(NAMES[:3], made, made.after(1e9), True)
     assert set(times.rounds["found 1"]) == {50} and set(times.duels["found 1"]) == {110}
+    assert set(times.duels) == {"data_parallel", "found 1"}
 
 
 @pytest.mark.parametrize(("times", "to_beat"), [((100, 120, 130, 110), True), ((100, 90, 80, 70), False)])
@@ -80,11 +81,17 @@ def test_time_that_is_over_leaves_out_the_last_strategies_then_rounds_and_duels(
     times, made = tried(dict(zip(NAMES, (100, 90, 80, 70), strict=True)), seconds=7)
     assert made.names("begin") == NAMES[:2]  # two seconds are more than a quarter of seven
     assert [len(own) for own in times.rounds.values()] == [1, 1]  # four seconds are more than half of seven
-    assert made.now == 8 and [len(own) for own in times.duels.values()] == [2, 2]
-    assert (TRIED_SHARE, TOO_LATE) == (0.5, 0.75)
+    assert made.now == 12 and [len(own) for own in times.duels.values()] == [LEAST_DUELS] * 2  # the round was a duel, and four more tell
+    assert (TRIED_SHARE, TOO_LATE) == (0.5, 1.5)
 
 
-def test_however_slow_both_take_a_turn_but_no_duel_that_would_tell_nothing() -> None:
+def test_of_several_the_rounds_in_which_one_was_chosen_are_no_duels() -> None:
+    times, _ = tried(dict(zip(NAMES[:3], (100, 90, 80), strict=True)), seconds=9)
+    assert [len(own) for own in times.rounds.values()] == [1, 1, 1]
+    assert {name: len(own) for name, own in times.duels.items()} == {"data_parallel": LEAST_DUELS, "megatron": LEAST_DUELS}
+
+
+def test_however_slow_both_take_a_turn_but_no_duel_long_after_the_time() -> None:
     times, made = tried({"data_parallel": 100, "found 1": 90}, seconds=0)
     assert times == Times({"data_parallel": (100,), "found 1": (90,)}, {}) and made.names("end") == []
 

@@ -78,7 +78,7 @@ from pathlib import Path
 from soap.cli import search, trials, verification
 from soap.cli.batches import DrawnBatches
 from soap.runtime import launch
-trials.ROUNDS, verification.ASKED_S = 10**6, 1e12
+trials.ROUNDS, verification.ASKED_S = 10**6, 1e6
 real, draw = launch.launch, DrawnBatches.__call__
 def drawn(self, step):  # ranks run this script as well
     Path(__file__).with_name(f"rank-{os.environ['RANK']}").touch()
