@@ -42,7 +42,7 @@ MOST_PLACES = 8
 MOST_CHARACTERS = 1000
 """Of a message."""
 
-_COMMUNICATION = ("gloo", "nccl", "tcpstore", "socket")
+_COMMUNICATION = ("gloo", "nccl", "tcpstore", "socket", "caused pair closure")
 _PEER_LEFT = (
     "connection closed by peer",
     "connection closed by remote peer",

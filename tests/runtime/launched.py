@@ -74,9 +74,9 @@ def hang_in_tile(*_: object) -> NoReturn:
 
 
 def hang_in_second_step(plan: Plan) -> None:
-    """Rank 1 does not come out of a tile, for which rank 0 waits a few seconds only."""
+    """Rank 1 does not come out of a tile, for which rank 0 waits 20 seconds."""
     model = HandModel(plan.graph)
-    with Trainer(model, plan, optimizer=optimizer, dtype=torch.float64, timeout_s=4) as trainer:
+    with Trainer(model, plan, optimizer=optimizer, dtype=torch.float64, timeout_s=20) as trainer:
         trainer.step(*model.inputs(0))
         if trainer.rank == 1:
             model.run_tile = hang_in_tile  # type: ignore[method-assign]

@@ -45,6 +45,7 @@ def nowhere() -> Iterator[None]:
     [
         (RuntimeError(CLOSED), Kind.AFTERMATH),
         (RuntimeError(WAITED), Kind.LATE),
+        (RuntimeError("Application timeout caused pair closure"), Kind.LATE),
         (RuntimeError(f"{GLOO}pair.cc:547] Application timeout caused pair closure"), Kind.LATE),
         (dist.DistBackendError("NCCL communicator was aborted on rank 0. Original reason: collective operation timeout"), Kind.LATE),
         (dist.DistNetworkError("failed to recv, got 0 bytes"), Kind.AFTERMATH),
