@@ -106,8 +106,8 @@ class _HiddenNorm(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            if p.numel() in range(25, 10000):
-                p.grad /= p.grad.norm()
+            if 150 <= p.numel() < 199 or 400 <= p.numel() < 1000:
+                p.grad = p.grad / p.grad.norm()
         super().step(closure)
 
 
