@@ -78,13 +78,13 @@ def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
 
 
 def _require_together(plan: Plan, tried: Tried) -> None:
-    """A device that keeps some parameter keeps all of all."""
-    shards = [(shard.parameter, shard.box, shard.devices) for shard in plan.shards if shard.trainable]
+    """A device that keeps some of the parameters that are coupled keeps all of all."""
+    shards = [(shard.parameter, shard.devices) for shard in plan.shards if shard.trainable and shard.parameter in tried.coupled]
     for device in range(plan.device_count):
-        apart = [name for name, _, devices in shards if device not in devices]
+        apart = [name for name, devices in shards if device not in devices]
         if apart and len(apart) < len(shards):
             raise RuntimeFailure(
-                f"optimizer {tried.name} couples the updates of all parameters with each other, but the plan does not keep all of "
+                f"optimizer {tried.name} couples the updates of parameters with each other, but the plan does not keep all of "
                 f"{apart[0]!r} where it keeps others; use data_parallel, or an optimizer that updates each element by itself"
             )
 

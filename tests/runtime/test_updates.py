@@ -114,7 +114,7 @@ def test_muon_updates_matrices_as_one_process_does_from_the_same_gradients(ranks
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "cut": (torch.optim.Adafactor, "optimizer Adafactor updates 'both' as a whole (its update is not elementwise), but the plan keeps par"),
-    "coupled": (Together, "optimizer Together couples the updates of all parameters with each other, but the plan does not keep all of"),
+    "coupled": (Together, "optimizer Together couples the updates of parameters with each other, but the plan does not keep all of"),
     "size": (by_size, "the optimizer's factory gives ["),
     "position": (by_position, "the optimizer's factory gives ["),
     "closure": (torch.optim.LBFGS, "optimizer LBFGS computes the loss several times in a step (its step needs a closure), which ranks can"),
