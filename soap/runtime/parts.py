@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from soap.errors import RuntimeFailure
 from soap.regions import Box, whole
 from soap.runtime.optimizer_trial import Scope, Tried
+from soap.runtime.optimizers import Layout, Shapes
 from soap.runtime.redistribute import cut
 from soap.runtime.row_gradient import RowGradient
 from soap.runtime.shards import ShardStore
@@ -76,13 +78,13 @@ def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
 
 
 def _require_together(plan: Plan, tried: Tried) -> None:
-    """A device that keeps some parameter keeps all of all."""
-    shards = [(shard.parameter, shard.box, shard.devices) for shard in plan.shards if shard.trainable]
+    """A device that keeps some of the parameters that are coupled keeps all of all."""
+    shards = [(shard.parameter, shard.devices) for shard in plan.shards if shard.trainable and shard.parameter in tried.coupled]
     for device in range(plan.device_count):
-        apart = [name for name, _, devices in shards if device not in devices]
+        apart = [name for name, devices in shards if device not in devices]
         if apart and len(apart) < len(shards):
             raise RuntimeFailure(
-                f"optimizer {tried.name} couples the updates of all parameters with each other, but the plan does not keep all of "
+                f"optimizer {tried.name} couples the updates of parameters with each other, but the plan does not keep all of "
                 f"{apart[0]!r} where it keeps others; use data_parallel, or an optimizer that updates each element by itself"
             )
 
@@ -109,6 +111,40 @@ def parts_of(store: ShardStore) -> dict[int, Part]:
         elif all(part.parameter != shard.parameter for part in found.values()):
             shards = tuple(other for other in store.tensors if plan.shards[other].parameter == shard.parameter)
             found[number] = Part(shard.parameter, shape, whole(shape), store.joined[shard.parameter], shards)
+    return found
+
+
+def other_options(layout: Layout, shapes: Shapes, parts: Mapping[int, Part], optimizer: torch.optim.Optimizer | None) -> str:
+    """One line about a part of a parameter that a factory gives other options than it would give to the whole one, as factories do that
+    choose by size or position; empty if there is none, or if it cannot be told."""
+    if optimizer is None:
+        return ""
+    like = next(iter(parts.values())).tensor
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):  # room for none of them
+            whole_ones = {
+                name: [torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=True)] for name, shape in shapes.items()
+            }
+            expected = _options_of(layout.optimizer(whole_ones))
+    except Exception:  # a factory that looks at values, say
+        return ""
+    found = _options_of(optimizer)
+    for part in parts.values():
+        wanted, own = expected.get(id(whole_ones[part.parameter][0])), found.get(id(part.tensor))
+        if wanted != own:
+            return (
+                f"the optimizer's factory gives {_shown(part.box)} of {part.parameter!r} other options than the whole parameter "
+                f"{list(part.shape)}; make groups by names and whole shapes: groups=lambda name, shape: {{...}}"
+            )
+    return ""
+
+
+def _options_of(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
+    """By identity of tensors. Values of tensors among them are not looked at."""
+    found = {}
+    for group in optimizer.param_groups if optimizer is not None else ():
+        options = {key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)}
+        found.update({id(tensor): repr(options) for tensor in group["params"]})
     return found
 
 

@@ -21,7 +21,7 @@ from soap.runtime.look_ups import note_rows
 from soap.runtime.micro_batch import MicroBatch
 from soap.runtime.optimizer_trial import try_optimizer
 from soap.runtime.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
-from soap.runtime.parts import joined_names, parts_of, require_possible, trainable_shapes
+from soap.runtime.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
 from soap.runtime.position import HERE
 from soap.runtime.program import compile_program
 from soap.runtime.redistribute import Communicator, Traffic
@@ -126,6 +126,9 @@ class Trainer:
         self.sizes = BatchSizes(self, topology or local_topology(plan.device_count))
         self.parts = parts_of(self.shards)
         self.optimizer = layout.optimizer({name: [p.tensor for p in self.parts.values() if p.parameter == name] for name in tried.scopes})
+        found = self.comm.gather(other_options(layout, trainable_shapes(plan), self.parts, self.optimizer))
+        if any(found):
+            raise RuntimeFailure(next(filter(None, found)))
         self.schedule = Schedule.of(schedule, self.optimizer)
         self.lazy_sparse = lazy_sparse
         self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, clip_norm, lazy_sparse)

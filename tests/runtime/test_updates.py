@@ -32,6 +32,19 @@ def nothing(parameters: Any) -> None:
     """No optimizer."""
 
 
+def by_size(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 if p.numel() > 50 else 0.2} for p in parameters])
+
+
+def by_position(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + number)} for number, p in enumerate(parameters)])
+
+
+def by_dimensions(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    groups = [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
+    return torch.optim.AdamW([{"params": own, "weight_decay": 0.1 * (1 - number)} for number, own in enumerate(groups) if own])
+
+
 def expect_same(found: Updated, plain: Updated) -> None:
     assert found.losses == pytest.approx(plain.losses[-len(found.losses) :], rel=1e-9)
     for name, tensor in plain.state.items():
@@ -43,7 +56,7 @@ def test_the_plan_cuts_parameters_by_rows_and_by_columns(tiny: str) -> None:
     plan = build_plan(graph, cutting(graph, 4), FOUR)
     shapes = {(shard.parameter, tuple(b - a for a, b in shard.box)) for shard in plan.shards}
     assert {("up.weight", (16, 2)), ("up.weight", (4, 8))} & shapes and {("down.weight", (2, 16)), ("down.weight", (8, 4))} & shapes
-    assert ("embedding.weight", (3, 8)) in shapes or ("embedding.weight", (12, 2)) in shapes
+    assert ("embedding.weight", (12, 8)) not in shapes and ("both", (16, 8)) not in shapes
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -101,7 +114,9 @@ def test_muon_updates_matrices_as_one_process_does_from_the_same_gradients(ranks
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "cut": (torch.optim.Adafactor, "optimizer Adafactor updates 'both' as a whole (its update is not elementwise), but the plan keeps par"),
-    "coupled": (Together, "optimizer Together couples the updates of all parameters with each other, but the plan does not keep all of"),
+    "coupled": (Together, "optimizer Together couples the updates of parameters with each other, but the plan does not keep all of"),
+    "size": (by_size, "the optimizer's factory gives ["),
+    "position": (by_position, "the optimizer's factory gives ["),
     "closure": (torch.optim.LBFGS, "optimizer LBFGS computes the loss several times in a step (its step needs a closure), which ranks can"),
     "sparse": (torch.optim.SparseAdam, "optimizer SparseAdam cannot make a step: RuntimeError: SparseAdam does not support dense gradie"),
     "dimensions": (torch.optim.Muon, "no optimizer can be made for parameter 'scale' of shape [], tried as []: ValueError: Muon only s"),
@@ -119,3 +134,7 @@ def test_refused_in_one_line_on_all_ranks(case: str, tiny: str, four: Pool) -> N
     found = four.run(refusal, tiny, cutting(traced(tiny, "float64").graph, 2), TWO, make, ranks=2)
     assert all(text.startswith(words) and "\n" not in text for text in found), found
     assert found[0] == found[1]
+
+
+def test_groups_by_the_number_of_dimensions_are_those_of_whole_parameters(tiny: str, four: Pool) -> None:
+    assert four.run(refusal, tiny, cutting(traced(tiny, "float64").graph, 2), TWO, by_dimensions, ranks=2) == ["", ""]
