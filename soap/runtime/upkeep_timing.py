@@ -92,6 +92,8 @@ def _steps(clock: Clock, device: torch.device, count: int) -> Sample:
 class Chain(TracedModel):
     """One operator after the other, each of which hands its input on."""
 
+    element_inputs: frozenset[str] = frozenset()
+
     def __init__(self, count: int) -> None:
         factor = Factor("b", 1, FactorKind.SAMPLE)
         names = ["x", *(f"pass{i}" for i in range(count))]
