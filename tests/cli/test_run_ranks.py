@@ -18,6 +18,9 @@ import torch
 import soap
 from soap import zoo
 from soap.cli.run import main
+from soap.cli.search import main as search_main
+from soap.cli.simulate import main as simulate_main
+from tests.runtime.state_modules import Codebook
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = "zoo:gpt:tiny"
@@ -335,3 +338,23 @@ def test_custom_operators_are_imported_on_every_rank(folder: Path) -> None:
     assert json.loads(done.stdout)["check"]["passed"] is True
     refused = subprocess.run(run, **own)
     assert refused.returncode == 3 and "calls the operator rankshop::scaled" in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+def test_buffers_that_the_forward_pass_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searched, simulated, trained, checked, saved and resumed by the commands; every task of the plan is measured."""
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.yaml").write_text(CLUSTER)
+    soap.export(Codebook().train(), (torch.randn(8, 6),), path="model.pt2")
+    where = ["--cluster", "cluster.yaml"]
+    assert search_main(["model.pt2", *where, "-o", "s.json", "--budget", "20"]) == 0
+    assert simulate_main(["model.pt2", *where, "--strategy", "s.json"]) == 0
+    capsys.readouterr()
+    common = ["s.json", "--model", "model.pt2", *where, "--check", "--json"]
+    assert main([*common, "--steps", "4", "--save", "saved", "--timeline", "t.json"]) == 0
+    assert json.loads(capsys.readouterr().out)["check"]["passed"] is True
+    events = [event for event in json.loads(Path("t.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    names = {pid: {event["name"] for event in events if event["pid"] == pid} for pid in (0, 1)}
+    assert {f"forward keep_state[{tile}]" for tile in (0, 1)} <= names[1] & names[0]
+    assert main([*common, "--steps", "2", "--resume", "saved"]) == 0
+    assert json.loads(capsys.readouterr().out)["check"]["passed"] is True
