@@ -192,7 +192,7 @@ class _Unsorting:
 
     def _product(self, call: Call) -> None:
         rows, matrices, ids = call.operands
-        if rows in self.plain and (ids in self.groups or (ids in self.plain and self._is_ids(ids))):
+        if rows in self.plain and matrices not in self.plain and (ids in self.groups or (ids in self.plain and self._is_ids(ids))):
             self._twin(call, replace(call, args=(Ref(rows), Ref(matrices), Ref(self.ids)), kwargs={}))
 
     def _index(self, call: Call) -> None:

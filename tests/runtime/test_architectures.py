@@ -29,7 +29,7 @@ from tests.transformers_models import ARCHITECTURES
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 FOUR = local_topology(4)
-QUICK = ("mixtral", "deepseek_v3", "segformer", "clip")
+QUICK = ("mixtral", "qwen3_moe", "segformer", "clip")
 MAY_BE_REFUSED = {
     "longformer": "control flow depends on data: which tokens see all others",
     "led": "the same",
