@@ -39,6 +39,7 @@ class Mark:
 
 def tell_mark() -> tuple[str, str]:
     world = open_world(2)
+    dist.barrier()  # one that left now would be missed by the other, which may still be connecting
     close_world(world)
     return os.environ["MARK"], os.environ["MASTER_ADDR"]
 
