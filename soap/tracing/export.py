@@ -54,7 +54,8 @@ def export_model(
     become fixed, but for the number of samples with ``dynamic_batch``: dimension 0 of the inputs in which it has the most common size, or
     the given dimensions by input name. The model's mode (training or not) is exported as it is. ``judge``: compares program and module,
     which the file then records; ``unjudged``: why there is none. ``imports``: modules that define custom operators. Raises ModelError
-    if torch.export cannot trace the model, the output is no scalar, an operator is custom and nothing is named, or the judge finds a difference.
+    if torch.export cannot trace the model, the output is no scalar, an operator is custom and no module named, or the judge finds a
+    difference.
     """
     from soap.tracing.importer import import_program
 
