@@ -141,6 +141,7 @@ def test_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, seed: 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2, 40))
 def test_many_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, seed: int) -> None:
     _random_on_four_ranks(four, tmp_path, seed)

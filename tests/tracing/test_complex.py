@@ -230,6 +230,7 @@ def test_random_modules_by_tiles_equal_the_module(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(12, 200, 4))
 def test_many_random_modules_by_tiles_equal_the_module(first: int) -> None:
     for seed in range(first, first + 4):
