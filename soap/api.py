@@ -95,7 +95,7 @@ def export(
     arguments = tuple(args), dict(kwargs or {})
     judge = eager_judge(Example(model, *arguments, loss)) if verify else None
     unjudged = NO_VALUES if verify else "exported with verify=False"
-    options = {"judge": judge, "unjudged": unjudged, "imports": imports}
+    options: dict[str, Any] = {"judge": judge, "unjudged": unjudged, "imports": imports}
     export_model(model, *arguments, path=path, loss=loss, dynamic_batch=dynamic_batch, **options)
 
 

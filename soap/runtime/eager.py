@@ -151,7 +151,8 @@ class _Comparison:
         leaves = {n: t.detach().requires_grad_(graph.tensors[n].requires_grad) for n, t in model.parameters.items()}
         for name, leaf in leaves.items():
             if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(lambda found, name=name: self._met(name, found, meet))
+                accumulated: Callable[..., None] = lambda found, name=name: self._met(name, found, meet)  # noqa: E731
+                leaf.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
         context = TileContext(SEED, 0, {n: t.clone() for n, t in model.buffers.items()}, drawn_by_torch=True)
         torch.manual_seed(SEED)
         with torch.enable_grad():

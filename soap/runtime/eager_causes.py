@@ -158,7 +158,7 @@ def _leaves(node: Any) -> set[int]:
 def _noted_hooks() -> Iterator[list[str]]:
     """Hooks that are put on tensors inside, with the line that does so."""
     found: list[str] = []
-    original = torch.Tensor.register_hook
+    original: Callable[..., Any] = torch.Tensor.register_hook
 
     @functools.wraps(original)
     def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:

@@ -11,7 +11,7 @@ import ast
 import dis
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
@@ -31,7 +31,8 @@ _BETWEEN = {"EXTENDED_ARG", "COPY", "TO_BOOL", "NOP"}
 def passed_assertions() -> Iterator[None]:
     """Inside, what only validates is taken as passed."""
     own = "__bool__" in torch.Tensor.__dict__
-    of_tensors, of_symbols = torch.Tensor.__bool__, torch.SymBool.__bool__
+    of_tensors: Callable[[Any], bool] = torch.Tensor.__bool__
+    of_symbols: Callable[[Any], bool] = torch.SymBool.__bool__
 
     def tensor_bool(self: torch.Tensor) -> bool:
         answer = _answer(sys._getframe(1)) if isinstance(self, torch._subclasses.FakeTensor) else None
@@ -41,14 +42,14 @@ def passed_assertions() -> Iterator[None]:
         answer = _answer(sys._getframe(1)) if _depends_on_data(self) else None
         return of_symbols(self) if answer is None else answer
 
-    torch.Tensor.__bool__ = tensor_bool  # type: ignore[method-assign]
+    torch.Tensor.__bool__ = tensor_bool  # type: ignore[assignment,method-assign]
     torch.SymBool.__bool__ = symbol_bool  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.SymBool.__bool__ = of_symbols  # type: ignore[method-assign]
         if own:
-            torch.Tensor.__bool__ = of_tensors  # type: ignore[method-assign]
+            torch.Tensor.__bool__ = of_tensors  # type: ignore[assignment,method-assign]
         else:
             del torch.Tensor.__bool__
 

@@ -98,7 +98,7 @@ def _keys(node: Any, value: Any, count: int) -> list[Any]:
     return found if len(found) == len(set(found)) == count and all(isinstance(key, str) for key in found) else list(range(count))
 
 
-def _filled(value: Mapping[Any, Any], parts: Mapping[Any, Any]) -> Any:
+def _filled(value: Any, parts: Mapping[Any, Any]) -> Any:
     """A copy of a mapping, with whatever else it has, that holds these parts."""
     if type(value) in (dict, OrderedDict):
         return type(value)(parts)

@@ -70,7 +70,7 @@ class Example:
         wide = replace(self, model=model.double(), loss=self.loss if loss is None else loss.double())
         for own, other in zip(self.module.parameters(), wide.module.parameters(), strict=True):
             for hook in (getattr(own, "_backward_hooks", None) or {}).values():
-                other.register_hook(hook)
+                other.register_hook(hook)  # type: ignore[no-untyped-call]
         args, kwargs = self._arguments(_wide)
         return replace(wide, args=args, kwargs=kwargs)
 

@@ -78,5 +78,5 @@ def unknown_operators(program: Any) -> Iterator[str]:
 def _is_known(library: str, name: str, overload: str | None) -> bool:
     found = getattr(getattr(torch.ops, library, None), name, None)
     return isinstance(found, torch._ops.HigherOrderOperator) or (
-        isinstance(found, torch._ops.OpOverloadPacket) and (overload or "default") in found.overloads()
+        isinstance(found, torch._ops.OpOverloadPacket) and (overload or "default") in found.overloads()  # type: ignore[no-untyped-call]
     )
