@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 
 from soap.graph import Operand, OperatorGraph
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig, Strategy, settled_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,8 @@ def aligned_with(graph: OperatorGraph, source: OpConfig, position: int, edge: Ed
     (what a column-parallel layer behind a data-parallel one needs).
     """
     op = graph.operators[position]
+    if settled_config(op, 1) is not None:  # it follows nobody
+        return []
     sizes = [f.size for f in op.factors] if op.partitionable else [1] * len(op.factors)
     shared = {theirs: mine for theirs, mine in edge.factors if source.degrees[theirs] > 1}
     rest = source.replicas * prod(d for f, d in enumerate(source.degrees) if f not in shared)
