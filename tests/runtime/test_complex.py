@@ -241,7 +241,7 @@ def test_the_optimizers_that_are_offered_take_complex_tensors() -> None:
         for tensor in (ours, theirs):
             tensor.grad = torch.full((3,), 2 - 1j, dtype=torch.complex64)
         make([ours], 0.1).step()
-        plainly = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
+        plainly = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
         plainly([theirs], lr=0.1).step()
         torch.testing.assert_close(ours, theirs)
 

@@ -24,7 +24,7 @@ from soap.simulator.plan import (
     update_name,
 )
 from soap.simulator.planning import PlanBuilder, build_plan
-from soap.strategy import Strategy
+from soap.strategy import Strategy, settled
 from soap.topology import Topology
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.simulator.examples import batch_split, chain, finish, on, pairwise_cluster, stencil, strategy
@@ -318,7 +318,8 @@ def test_shards_partition_what_tiles_need_of_a_parameter(case: Case) -> None:
 def test_an_edit_in_a_kept_builder_equals_a_fresh_plan(case: Case) -> None:
     graph, topology, chosen = case
     builder = PlanBuilder(graph, topology)
-    builder.build(Strategy({op.name: on(0, degrees=(1,) * len(op.factors)) for op in graph.operators}))
+    one = Strategy({op.name: on(0, degrees=(1,) * len(op.factors)) for op in graph.operators})
+    builder.build(settled(graph, one, topology.device_count))
     assert builder.build(chosen) == build_plan(graph, chosen, topology)
 
 
