@@ -18,7 +18,6 @@ from soap import cluster_yaml, row_shares, strategy_json
 from soap.errors import ModelError, ProfileError, SoapWarning, StrategyError
 from soap.files import read_text, write_bytes_atomically, write_text_atomically
 from soap.graph import OperatorGraph
-from soap.imports import import_all
 from soap.paired import Gain
 from soap.presets import family
 from soap.profiles.roofline import RooflineCosts
@@ -120,8 +119,9 @@ def load(
 
     if str(spec) and Path(spec).is_dir():
         raise ModelError(f"model {str(spec)!r} is a folder; expected a .pt2 file or zoo:NAME: name the file in it")
-    import_all(imports, "--import")
-    return load_model(str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype, autocast=autocast, batch_norm=batch_norm)
+    return load_model(
+        str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype, autocast=autocast, batch_norm=batch_norm, imports=imports
+    )
 
 
 def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any]]) -> OperatorGraph:

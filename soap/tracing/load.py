@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 
 from soap import zoo
 from soap.errors import ModelError
+from soap.imports import import_all
 from soap.logs import TRIALS, silenced
 from soap.tracing.archive import plain_archive
 from soap.tracing.execute import ExecutableModel, Source
@@ -39,13 +40,15 @@ def load_model(
     dtype: str | None = None,
     autocast: str | None = None,
     batch_norm: str = "global",
+    imports: Sequence[str] = (),
 ) -> ExecutableModel:
     """The traced model of a ``.pt2`` file or of a zoo model.
 
     ``plan_only`` reads shapes alone (zoo models are not even allocated). ``batch_dims``: input name -> batch dimension.
     ``dtype`` replaces all floating-point dtypes; ``autocast`` casts as ``torch.autocast`` to this type does. ``batch_norm``: ``global`` or
-    ``local``. Raises ModelError in one line.
+    ``local``. ``imports``: modules that define custom operators, imported first. Raises ModelError in one line.
     """
+    import_all(imports, "--import")
     if batch_norm not in ("global", "local"):
         raise ModelError(f"batch norm {batch_norm!r}: expected global (over the whole batch) or local (over each tile's part of it)")
     local: BatchNorm = "local" if batch_norm == "local" else "global"

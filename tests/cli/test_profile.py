@@ -245,14 +245,14 @@ def test_every_planner_uses_it_and_says_so(brief: list[str], capsys: Capsys, tmp
     assert json.loads(capsys.readouterr().out) == before
     saved = []
     for name in ("a.json", "b.json"):
-        assert search.main([*COMMAND, "--budget", "20", "-o", str(tmp_path / name)]) == 0
+        assert search.main([*COMMAND, "--budget", "20", "--profile", "0", "--verify", "0", "-o", str(tmp_path / name)]) == 0
         assert "% measured" in capsys.readouterr().out
         saved.append((tmp_path / name).read_bytes())
     assert saved[0] == saved[1]
     record = json.loads(saved[0])["record"]["costs"]
     assert record["hash"] == after["costs"]["hash"] and sum(record["shares"].values()) == pytest.approx(1, abs=1e-3)
     assert main([*COMMAND, "--again"]) == 0
-    assert search.main([*COMMAND, "--budget", "20", "-o", str(tmp_path / "c.json")]) == 0
+    assert search.main([*COMMAND, "--budget", "20", "--profile", "0", "--verify", "0", "-o", str(tmp_path / "c.json")]) == 0
     other = json.loads((tmp_path / "c.json").read_bytes())["record"]["costs"]
     assert other["hash"] != record["hash"]
 

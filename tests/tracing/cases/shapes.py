@@ -80,7 +80,7 @@ def _shapes() -> None:
     case("pad, reflected, then convolution", mirrored, (2, 3, 7), weights=((4, 3, 4),))
     case("unfold", lambda x: x.unfold(1, 3, 2), (3, 9))
     case("diagonal, diag_embed", lambda x: [x.diagonal(1, 1, 2), x.sum(1).diag_embed()], (3, 4, 5))
-    case("pad, negative", lambda x: F.pad(x, (-1, 1)), (3, 4), whole=True)
+    case("pad, negative", lambda x: F.pad(x, (-1, 1)), (3, 4))
     case("cast", lambda x: (x.float() * 2).double(), (3, 4))
     case("cast, of a sum to whole numbers", lambda x: [x, (x.sum(0) * 3).long(), x.sum(1).to(torch.int32)], (5, 4))
     case("type_as, clone, contiguous", lambda x, y: x.t().contiguous().clone() + y.type_as(x).t(), (3, 4), (3, 4))
