@@ -14,14 +14,14 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from soap.errors import ModelError
-from soap.tracing.operators import unknown_operators
+from soap.tracing.operators import unknown_operator
 from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.rules.experts import LIBRARY_OPERATORS
 
@@ -114,7 +114,7 @@ def _weights_only(path: Path, leaf: str, content: bytes) -> None:
 def _plain_program(path: Path, content: bytes, record: ExportRecord) -> bytes:
     program = json.loads(content)
     _check_program(path, program)
-    unknown = next(unknown_operators(program), None)
+    unknown = next(filter(None, (unknown_operator(target) for item in _items(program) if (target := _target(item)))), None)
     if unknown is not None:
         named = f" (the file says {', '.join(record.imports)})" if record.imports else ""
         raise ModelError(
@@ -142,21 +142,33 @@ def _own_operator(target: str) -> str:
 def _check_program(path: Path, program: Any) -> None:
     """Raise ModelError for symbolic shapes that torch must not evaluate, and for calls of anything but operators; known operators of other
     libraries are replaced by our own."""
+    for item in _items(program):
+        text = str(item.get("expr_str", ""))
+        if len(text) > MAX_EXPRESSION_LENGTH or not _EXPRESSION.fullmatch(text):
+            raise ModelError(f"model file {str(path)!r} has the size {text[:80]!r}; expected sums and products of symbols and numbers")
+        target = _target(item)
+        if target is not None and not _TARGET.fullmatch(target):
+            raise ModelError(f"model file {str(path)!r} calls {target!r}; expected ATen operators only")
+        if target is not None and target == item.get("target"):
+            item["target"] = _own_operator(target)
+
+
+def _items(program: Any) -> Iterator[dict[str, Any]]:
+    """All dictionaries of a program, outer ones first."""
     waiting = [program]
     while waiting:
         item = waiting.pop()
         if isinstance(item, list):
             waiting += item
         elif isinstance(item, dict):
+            yield item
             waiting += item.values()
-            text = str(item.get("expr_str", ""))
-            if len(text) > MAX_EXPRESSION_LENGTH or not _EXPRESSION.fullmatch(text):
-                raise ModelError(f"model file {str(path)!r} has the size {text[:80]!r}; expected sums and products of symbols and numbers")
-            target = item.get("as_operator", item.get("target") if "metadata" in item else None)
-            if target is not None and not _TARGET.fullmatch(str(target)):
-                raise ModelError(f"model file {str(path)!r} calls {str(target)!r}; expected ATen operators only")
-            if isinstance(target, str) and target == item.get("target"):
-                item["target"] = _own_operator(target)
+
+
+def _target(item: Mapping[str, Any]) -> str | None:
+    """What is called, if the dictionary is of a call."""
+    target = item.get("as_operator", item.get("target") if "metadata" in item else None)
+    return None if target is None else str(target)
 
 
 def _plain_spec(spec: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -60,19 +60,10 @@ def _registered_at(name: str) -> str:
     return f" (registered at {found[1].strip()})" if found else ""
 
 
-def unknown_operators(program: Any) -> Iterator[str]:
-    """``library::name`` of what a program from a file calls that this process does not know."""
-    waiting = [program]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, list):
-            waiting += item
-        elif isinstance(item, dict):
-            waiting += item.values()
-            target = item.get("as_operator", item.get("target") if "metadata" in item else None)
-            match = _TARGET.fullmatch(str(target))
-            if match and not _is_known(**match.groupdict()):
-                yield f"{match['library']}::{match['name']}"
+def unknown_operator(target: str) -> str | None:
+    """``library::name`` of what a program from a file calls, if this process does not know it."""
+    match = _TARGET.fullmatch(target)
+    return f"{match['library']}::{match['name']}" if match and not _is_known(**match.groupdict()) else None
 
 
 def _is_known(library: str, name: str, overload: str | None) -> bool:
