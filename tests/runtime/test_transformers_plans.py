@@ -27,10 +27,11 @@ pytest.importorskip("transformers")
 FOUR = local_topology(4)
 STRATEGIES = [("float64", None)] * so_many(1, 5) + [("float32", None)] + [("float64", name) for name in ("data_parallel", "megatron")]
 """Dtype, and name of a classical strategy or None for a random one."""
+OFTEN = ("gpt2", "t5", "resnet")
+"""The others, and many more (``test_architectures``), are for ``make test-all``."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in OFTEN else pytest.mark.long) for n in MODELS])
 def test_model_trains_like_one_process(four: Pool, tmp_path: Path, name: str, record_property: Callable[[str, object], None]) -> None:
     torch.manual_seed(0)
     module, inputs = MODELS[name]()
