@@ -82,11 +82,15 @@ def test_program_is_eagers(files: Files, reader: Pool, name: str, record_propert
     folder, refused = files(name)
     reasons = [reason for reason in refused.values() if reason]
     assert all("\n" not in reason and name in MAY_BE_REFUSED for reason in reasons), refused
-    assert len(reasons) in (0, len(WAYS)), refused
-    if reasons:
-        row.update(dict.fromkeys(WAYS, ""), refused=reasons[-1])
+    own = refused[WAYS[1]]  # soap.export takes validation as passed, at which torch.export alone stops
+    if own:
+        assert len(reasons) == len(WAYS), refused
+        row.update(dict.fromkeys(WAYS, ""), refused=own)
         return
     for way in WAYS:
+        if refused[way]:
+            row[way] = ""
+            continue
         found = reader.run(compared, str(folder / f"{way}.pt2"), str(folder / EXPECTED))[0]
         row[way], row["operators"], row["whole"] = found.error, found.operators, found.whole
         if not found.error <= CLOSE:
@@ -102,8 +106,8 @@ PLANS = ("data_parallel", "random")
 @EACH
 def test_plans_train_like_one_process(files: Files, four: Pool, name: str, record_property: Callable[[str, object], None]) -> None:
     folder, refused = files(name)
-    if any(refused.values()):
-        pytest.skip(f"refused: {max(refused.values())}")
+    if refused[WAYS[1]]:
+        pytest.skip(f"refused: {refused[WAYS[1]]}")
     row: dict[str, Any] = {"name": name, **dict.fromkeys(PLANS, "failed")}
     record_property("architecture", row)
     path = str(folder / f"{WAYS[1]}.pt2")
