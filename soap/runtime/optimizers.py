@@ -142,11 +142,6 @@ class Layout:
         return [{**group.options, "params": own} for group, own in zip(member.groups, by_group, strict=True)]
 
 
-def recipe_of(optimizer: Optimizers | Recipe) -> Recipe:
-    """What was given, as a recipe."""
-    return optimizer if isinstance(optimizer, Recipe) else Recipe(optimizer)
-
-
 def recorded_name(optimizer: torch.optim.Optimizer) -> str:
     """What messages and checkpoints call an optimizer."""
     return optimizer.name if isinstance(optimizer, Several) else type(optimizer).__name__
