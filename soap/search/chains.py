@@ -116,10 +116,12 @@ def search(
             space = replace(space, references=different(inside(reference) for reference in references))
             _Run(space, topology, evaluator, recorder, budget, seed, beta, patience, bar, deadline, cores, stopped).all_chains()
             polish_best(recorder, space, evaluator, polish_up_to)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Exception) as error:
+            if not (isinstance(error, KeyboardInterrupt) or stopped()):  # libraries turn an interrupt that meets them into errors of theirs
+                raise
             interrupted = True
             if not recorder.starts:
-                raise
+                raise KeyboardInterrupt from error
     assert recorder.best is not None
     if not recorder.best.fits:
         raise infeasible(graph, topology, evaluator, recorder.best, len(recorder.rows))

@@ -35,11 +35,10 @@ MAY_BE_REFUSED = {
     "led": "the same",
     "autoformer": "sizes depend on data: which shifts of the series are compared",
     "wav2vec2_ctc": "the labels' values are looked at",
-    "time_series_transformer": "the distribution's parameters are looked at",
+    "time_series_transformer": "by torch.export alone: the distribution's parameters are looked at",
     "detr": "whether activations are finite is looked at",
-    "fnet": "complex tensors",
 }
-"""Those that torch.export or an importer without rules for complex numbers refuses. They may be right as well, but never wrong."""
+"""Those that torch.export refuses. They may be right as well, but never wrong."""
 CLOSE = 1e-9
 """Of loss and gradients, both in float64, relative to the largest of a parameter's, or to a thousandth of the largest of all."""
 

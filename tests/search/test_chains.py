@@ -22,15 +22,15 @@ from tests.strategies import cluster
 
 
 class Interrupting:
-    """Presses Ctrl-C during the n-th evaluation."""
+    """Presses Ctrl-C during the n-th evaluation, which ends by that or by what a library makes of it."""
 
-    def __init__(self, graph: OperatorGraph, call: int) -> None:
-        self.costs, self.left = TileCosts(graph), call
+    def __init__(self, graph: OperatorGraph, call: int, raised: type[BaseException] = KeyboardInterrupt) -> None:
+        self.costs, self.left, self.raised = TileCosts(graph), call, raised
 
     def makespan_ns(self, strategy: Strategy) -> int:
         self.left -= 1
         if self.left == 0:
-            raise KeyboardInterrupt
+            raise self.raised
         return self.costs.makespan_ns(strategy)
 
     def overflow_bytes(self, strategy: Strategy) -> int:
@@ -180,6 +180,18 @@ def test_interrupt_returns_the_best_so_far(call: int) -> None:
     assert result.interrupted and result.evaluations == call - 1
     costs = [row.cost_ns for row in result.rows] + [start.cost_ns for start in result.starts]
     assert result.cost_ns == min(costs) == TileCosts(graph).cost(result.strategy)[0]
+
+
+def test_what_a_library_makes_of_an_interrupt_returns_the_best_so_far() -> None:
+    graph = mlp()
+    pressing = Interrupting(graph, 30, raised=TypeError)
+    result = search(graph, cluster([4]), pressing, budget=100, stopped=lambda: pressing.left <= 0)
+    assert result.interrupted and result.evaluations == 29
+    with pytest.raises(KeyboardInterrupt):
+        pressing = Interrupting(graph, 1, raised=TypeError)
+        search(graph, cluster([4]), pressing, budget=100, stopped=lambda: pressing.left <= 0)
+    with pytest.raises(TypeError):  # nobody has pressed anything
+        search(graph, cluster([4]), Interrupting(graph, 30, raised=TypeError), budget=100)
 
 
 def test_interrupt_before_anything_is_known_goes_on() -> None:
