@@ -180,6 +180,52 @@ def test_parts_of_sums_are_no_farther_from_float64_than_eager(name: str, dtype: 
     assert max(tiled) < 1.5 * alone
 
 
+class Upwards(nn.Module):
+    """Images made twice as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.head = nn.Conv2d(4, 16, 3, 2, 1), nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.up(torch.tanh(self.first(x)))).mean((2, 3))), labels)
+
+
+class Signals(nn.Module):
+    """Convolutions over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv1d(4, 16, 4, 3, 1), nn.Conv1d(16, 16, 3, 2, 1, groups=2), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x.flatten(2)))))
+        return F.cross_entropy(self.head(x.mean(2)), labels)
+
+
+def _thin(name: str) -> Callable[..., OpConfig]:
+    """The last dimension of space in tiles of one."""
+
+    def choose(op: object) -> OpConfig:
+        degrees = [f.size if f.name == name else 1 for f in op.factors]  # type: ignore[attr-defined]
+        return OpConfig(tuple(degrees), (0,) * max(degrees))
+
+    return choose
+
+
+@pytest.mark.parametrize("dtype", LOWER)
+@pytest.mark.parametrize(("build", "size", "last"), [(Patches, 32, "w"), (Upwards, 32, "w"), (Signals, 6, "l")])
+def test_strided_convolutions_of_one_column_are_no_farther_from_float64_than_eager(
+    build: Callable[[], nn.Module], size: int, last: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    module = build()
+    torch.full((1 << 16,), float("nan"))  # so that what is left unwritten is seen
+    alone, tiled = distances(module, (_images(4, size), LABELS), dtype, [_thin(last)])
+    assert 0 < alone < 0.1
+    assert tiled < 1.5 * alone
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_by_tiles_are_no_farther_from_float64_than_eager(name: str) -> None:
     module, x = made(name)

@@ -13,7 +13,7 @@ from soap.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Scope, Tiled, View
 from soap.tracing.rules.registry import rule
 from soap.tracing.rules.transposed import transposed
-from soap.tracing.rules.windows import SPACE, Window, apart_bytes, each, pad_windows, padded_bytes
+from soap.tracing.rules.windows import SPACE, Window, apart_bytes, convolve, each, pad_windows, padded_bytes
 
 
 def _same_padding(size: int, out: int, stride: int, extent: int) -> int:
@@ -49,8 +49,7 @@ def _run_convolution(local: Local) -> torch.Tensor:
     stride, dilation = each(local.get("stride", 1), rank), each(local.get("dilation", 1), rank)
     function: Any = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
     padded, padding = pad_windows(local, windows, 0.0)
-    out: torch.Tensor = function(padded, local.tensors[1], bias, stride, padding, dilation, groups)
-    return out
+    return convolve(local, function, padded, bias, stride, padding, dilation, groups)
 
 
 @rule("aten.conv1d", "aten.conv2d", "aten.conv3d")

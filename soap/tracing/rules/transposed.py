@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from soap.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks
 from soap.tracing.rules.registry import rule
-from soap.tracing.rules.windows import SPACE, apart_bytes, each
+from soap.tracing.rules.windows import SPACE, apart_bytes, convolve, each
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,11 @@ def _run_transposed(local: Local) -> torch.Tensor:
     out: torch.Tensor
     if all(box == (0, size) for box, size in zip(local.output_boxes[0][-rank:], local.output_shapes[0][-rank:], strict=True)):
         padding, extra = each(local.get("padding", 0), rank), each(local.get("output_padding", 0), rank)
-        out = function(x, weight, bias, stride, padding, extra, parts, dilation)
-        return out
+        return convolve(local, function, x, bias, stride, padding, extra, parts, dilation)
     if 0 in x.shape[-rank:]:  # no input gives to these outputs
         out = x.new_zeros(local.output_lengths) + (x.sum() + weight.sum()) * 0
     else:
-        out = function(x, weight, None, stride, 0, 0, parts, dilation)
+        out = convolve(local, function, x, None, stride, 0, 0, parts, dilation)
         out = F.pad(out, _crop(local, rank))
     return out if bias is None else out + bias.view(-1, *(1,) * rank)
 
