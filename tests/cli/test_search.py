@@ -180,7 +180,7 @@ def test_other_synchronizations_are_refused(method: str, said: str, tmp_path: Pa
 
 
 def test_the_bound_is_of_what_is_allowed() -> None:
-    free, pinned = (soap.search(MODEL, CLUSTER, budget=5, pins=pins) for pins in ({}, {"*": "@0"}))
+    free, pinned = (soap.find(MODEL, CLUSTER, soap.SearchOptions(budget=5, pins=pins)) for pins in ({}, {"*": "@0"}))
     assert free.bound is not None and pinned.bound is not None
     assert free.bound.bound_ns <= free.time_ns and free.bound.bound_ns <= pinned.bound.bound_ns <= pinned.time_ns
     assert pinned.time_ns <= soap.simulate(MODEL, CLUSTER, "single_device").makespan_ns  # only parameters have a choice
