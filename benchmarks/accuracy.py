@@ -44,6 +44,7 @@ from soap.cli.verification import verify
 from soap.emulation.hosts import host_limits
 from soap.graph import OperatorGraph
 from soap.profiles.measure_machine import cpu_cores
+from soap.search.options import SearchOptions
 from soap.simulator.simulate import Simulator
 from soap.strategies import CLASSICAL, random_config
 from soap.strategy import Strategy
@@ -182,7 +183,8 @@ def compared(cluster: str, model: str, file: Path | str, graph: OperatorGraph, a
     if args.profile:
         profiled(file, cluster, args.profile, args.scale)
     topology = api.load_cluster(cluster)
-    outcome = refined(file, cluster, args.profile, partial(api.search, graph, topology, budget=args.budget, seed=args.seed))
+    options = SearchOptions(budget=args.budget, seed=args.seed)
+    outcome = refined(file, cluster, args.profile, partial(api.find, graph, topology, options))
     if args.verify:
         outcome = verify(outcome, args.verify, str(file), READING, args.seed, optimizer=OPTIMIZER, scale=args.scale)
     simulator = api.simulator_for(graph, topology, optimizer_states=states_of(OPTIMIZER))

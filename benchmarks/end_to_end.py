@@ -32,6 +32,7 @@ from soap.cli.options import not_negative, positive
 from soap.cli.training import Job, train
 from soap.profiles.measure_machine import cpu_cores, cpu_model
 from soap.runtime.launch import launch
+from soap.search.options import SearchOptions
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
@@ -64,7 +65,7 @@ def benchmark(name: str, devices: int, args: argparse.Namespace, folder: Path) -
     """Search for one model, then predict and measure all strategies of it."""
     path = export_model(name, folder)
     topology = soap.load_cluster(f"local:{devices}")
-    outcome = api.search(path, topology, budget=args.budget, seed=args.seed, optimizer_states=0)
+    outcome = api.find(path, topology, SearchOptions(budget=args.budget, seed=args.seed, optimizer_states=0))
     strategies = contenders(outcome.simulator, outcome.strategy)
     predicted = {strategy: outcome.simulator.run(value) for strategy, value in strategies.items()}
     rounds = [quietly(lambda: measured(path, outcome.simulator, strategies, predicted, args), args.wait) for _ in range(args.rounds)]

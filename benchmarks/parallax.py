@@ -94,7 +94,7 @@ def with_constants(topology: Topology, constants: Constants) -> Topology:
 
 def synchronized(graph: OperatorGraph, topology: Topology, sync: str, partitions: int) -> Strategy:
     """Data parallelism, synchronized so."""
-    operators = api.classical("data_parallel", graph, topology).operators
+    strategy = api.classical("data_parallel", graph, topology)
     hosts = len(topology.hosts)
     methods = {
         "AR": (SyncConfig("allgather"), SyncConfig()),
@@ -104,7 +104,7 @@ def synchronized(graph: OperatorGraph, topology: Topology, sync: str, partitions
     }
     sparse, dense = methods[sync]
     trained = [parameter.name for parameter in graph.parameters if parameter.requires_grad]
-    return Strategy(operators, {name: sparse if name in graph.sparse else dense for name in trained})
+    return strategy.with_changes(parameters={name: sparse if name in graph.sparse else dense for name in trained})
 
 
 def calibrate(graphs: Mapping[str, OperatorGraph]) -> Constants:

@@ -29,6 +29,7 @@ from soap.cli.options import positive
 from soap.graph import OperatorGraph
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.metropolis import DEFAULT_BETA
+from soap.search.options import SearchOptions
 from soap.search.space import build_space
 from soap.search.starts import BASELINE, Start, reference_strategies, starting_strategies
 from soap.search.tempering import FOCUS
@@ -103,7 +104,7 @@ def line(net: str, cluster: str, samples: int, graph: OperatorGraph, topology: T
     def improved(cost_ns: int) -> None:
         marks.append((time.perf_counter() - begin, cost_ns))
 
-    outcome = api.search(graph, topology, budget=budget, seed=seed, improved=improved)
+    outcome = api.find(graph, topology, SearchOptions(budget=budget, seed=seed), improved=improved)
     seconds = time.perf_counter() - begin
     result = outcome.result
     experts = [start for start in result.starts if start.name != BASELINE]
@@ -148,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     columns = INFORMED if args.informed else COLUMNS
     print(f"{machine()}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
-    api.search("zoo:rnnlm:tiny", "local:2", budget=500)  # compiles the simulator and the chain, where that has not been done
+    api.find("zoo:rnnlm:tiny", "local:2", SearchOptions(budget=500))  # compiles the simulator and the chain, where that has not been done
     with tempfile.TemporaryDirectory() as folder:
         for cluster in args.clusters:
             topology = api.load_cluster(cluster)

@@ -173,7 +173,7 @@ def measure(graph: OperatorGraph, topology: Topology, method: str, space: str, p
 def _start(graph: OperatorGraph, topology: Topology, method: str) -> Strategy:
     strategy = api.classical("data_parallel", graph, topology)
     if method == "parameter_server":
-        return Strategy(strategy.operators, {p.name: SyncConfig("parameter_server") for p in graph.parameters})
+        return strategy.with_changes(parameters={p.name: SyncConfig("parameter_server") for p in graph.parameters})
     return strategy
 
 

@@ -25,6 +25,7 @@ from soap.cli.updating import states_of
 from soap.presets import device_types, local_topology
 from soap.profiles.lookup import ProfiledCosts
 from soap.profiles.shares import corrected, shares, text
+from soap.simulator.costs import CostSource
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import CLASSICAL
 from soap.topology import Topology
@@ -54,7 +55,7 @@ def benchmark(model: str, args: argparse.Namespace) -> Result:
     graph = api.load(model, plan_only=True, **READING).graph
     strategy = CLASSICAL[STRATEGY](graph, topology)
 
-    def simulated(on: Topology, costs: api.CostSource) -> tuple[Simulator, Simulation]:
+    def simulated(on: Topology, costs: CostSource) -> tuple[Simulator, Simulation]:
         simulator = api.simulator_for(graph, on, optimizer_states=states, costs=costs)
         return simulator, simulator.run(strategy)
 

@@ -24,6 +24,7 @@ from soap import api
 from soap.cli.options import not_negative, positive
 from soap.cli.updating import states_of
 from soap.cli.verification import verify
+from soap.search.options import SearchOptions
 from soap.strategies import SYNCHRONIZED
 from soap.strategy import Strategy
 from soap.synchronization import usual_server
@@ -80,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.profile:
             profiled(spec, args.cluster, args.profile)
         states, syncs = states_of(OPTIMIZER), () if graph.sparse else (usual_server(topology),)
-        search = partial(api.search, graph, topology, budget=args.budget, syncs=syncs, optimizer_states=states)
-        outcome = refined(spec, args.cluster, args.profile, search)
+        options = SearchOptions(budget=args.budget, syncs=syncs, optimizer_states=states)
+        outcome = refined(spec, args.cluster, args.profile, partial(api.find, graph, topology, options))
         found = verify(outcome, VERIFIED, spec, READING, seed=0, data=spec, optimizer=OPTIMIZER).strategy
         strategies, names = different(found, {name: api.classical(name, graph, topology) for name in BASELINES})
         plans = measure(

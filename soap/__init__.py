@@ -6,13 +6,11 @@ What they do is said in ``soap.api``.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from soap.api import SearchOutcome, export, load, load_cluster, load_strategy, measure_rows, save_strategy, simulate
+    from soap.api import SearchOutcome, classical, export, find, load, load_cluster, load_strategy, measure_rows, save_strategy, simulate
     from soap.errors import InfeasibleError, ModelError, ProfileError, RuntimeFailure, SoapError, StrategyError, TopologyError
     from soap.graph import OperatorGraph
     from soap.runner.config import RunnerConfig
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from soap.runner.sharding import shard
     from soap.runner.tuning import tune
     from soap.runtime.trainer import Trainer
+    from soap.search.options import SearchOptions
     from soap.strategy import OpConfig, Strategy, SyncConfig
     from soap.topology import Topology
 
@@ -28,7 +27,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "SearchOutcome": "soap.api",
+    "classical": "soap.api",
     "export": "soap.api",
+    "find": "soap.api",
     "load": "soap.api",
     "load_cluster": "soap.api",
     "load_strategy": "soap.api",
@@ -41,6 +42,7 @@ _HOME = {
     "tune": "soap.runner.tuning",
     "RunnerConfig": "soap.runner.config",
     "Trainer": "soap.runtime.trainer",
+    "SearchOptions": "soap.search.options",
     "OperatorGraph": "soap.graph",
     "OpConfig": "soap.strategy",
     "Strategy": "soap.strategy",
@@ -57,7 +59,9 @@ _HOME = {
 """Public name -> module that defines it."""
 
 __all__ = [  # noqa: RUF022 - verbs, then values, then errors
+    "classical",
     "export",
+    "find",
     "get_runner",
     "load",
     "load_cluster",
@@ -65,11 +69,11 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "measure_rows",
     "partitioner",
     "save_strategy",
-    "search",
     "shard",
     "simulate",
     "tune",
     "RunnerConfig",
+    "SearchOptions",
     "SearchOutcome",
     "Trainer",
     "OperatorGraph",
@@ -89,8 +93,6 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
 
 
 def __getattr__(name: str) -> object:
-    if name == "search":
-        return import_module("soap.search")
     if name not in _HOME:
         raise AttributeError(f"module 'soap' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
@@ -100,22 +102,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _SearchPackage(ModuleType):
-    """The package ``soap.search``, which is at once the verb: ``soap.search(model, cluster)`` calls ``soap.api.search``."""
-
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        return import_module("soap.api").search(*args, **kwargs)
-
-
-class _Root(ModuleType):
-    """This package. Importing ``soap.search`` anywhere binds it here, and that is the moment to make it callable."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "search" and isinstance(value, ModuleType):
-            value.__class__ = _SearchPackage
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Root

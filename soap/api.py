@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from soap import cluster_yaml, row_shares, strategy_json
 from soap.errors import ModelError, ProfileError, SoapWarning, StrategyError
@@ -26,14 +26,14 @@ from soap.search.constraints import Pairs, pairs_of, parse
 from soap.search.explanation import Line, Synchronized
 from soap.search.explanation import explain as explain_operators
 from soap.search.explanation import explain_synchronization as explain_parameters
-from soap.search.metropolis import DEFAULT_BETA
+from soap.search.options import OPTIMIZER_STATES, SearchOptions, check_costs
 from soap.search.plot import plot
 from soap.search.record import SearchResult
 from soap.search.starts import BASELINE, DYNAMIC
-from soap.simulator.costs import CostModel
+from soap.simulator.costs import CostModel, CostSource
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategies import NAMED
-from soap.strategy import Strategy, SyncConfig
+from soap.strategy import Strategy
 from soap.strategy_json import StrategyContents, StrategyHeader
 from soap.topology import Topology
 
@@ -50,17 +50,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Model: TypeAlias = "TracedModel | OperatorGraph | str | Path"
 Cluster: TypeAlias = "Topology | str | Path"
-Constraints: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]]"
-"""Pattern of operator names -> what is said of these operators (``soap.search.constraints``); pairs where a pattern occurs twice."""
 
-CostSource = Literal["auto", "estimate"]
-"""``auto``: what ``soap-profile`` has measured for the cluster's devices, as far as it goes; ``estimate``: only their figures."""
-COST_SOURCES: tuple[CostSource, ...] = ("auto", "estimate")
-
-DEFAULT_BUDGET = 10_000
-"""Proposals: seconds to a few minutes for the models of the zoo."""
-OPTIMIZER_STATES = 2
-"""Tensors of a parameter's size that the optimizer keeps for it; Adam's two, so that memory is not underestimated."""
+DEFAULT_OPTIONS = SearchOptions()
 
 
 def export(
@@ -349,75 +340,53 @@ class SearchOutcome:
         save_strategy(path, self.strategy, self.simulator.graph, self.simulator.topology, self.record)
 
 
-def search(
+def find(
     model: Model,
     cluster: Cluster,
+    options: SearchOptions = DEFAULT_OPTIONS,
     *,
-    budget: int = DEFAULT_BUDGET,
-    seed: int = 0,
-    beta: float = DEFAULT_BETA,
-    starts: Sequence[str] | None = None,
-    initial: Strategy | None = None,
-    patience: float | None = None,
-    pins: Constraints = (),
-    forbidden: Constraints = (),
-    syncs: Sequence[SyncConfig] = (),
-    uncut: Collection[str] = (),
-    together: Collection[str] = (),
-    optimizer_states: int = OPTIMIZER_STATES,
-    measured_updates: bool = True,
-    costs: CostSource = "auto",
-    margin: float | None = 1.0,
     progress: bool = False,
-    seconds: float | None = None,
-    cores: int | None = None,
     improved: Callable[[int], None] = lambda cost_ns: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> SearchOutcome:
-    """Search for the strategy with the shortest predicted iteration; see ``soap.search.chains.search`` for the options.
+    """Search for the strategy with the shortest predicted iteration: ``soap.find(model, cluster, soap.SearchOptions(budget=500))``.
 
-    ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
-    ``syncs=[SyncConfig("parameter_server", 4)]``: parameters may be synchronized by all-reduces or so; by default sparse ones in any way,
-    dense ones by all-reduces. ``uncut``: names of parameters that no device is to keep a part of, as optimizers need it whose update is
-    not elementwise; ``together``: those of which a device has all or none. ``optimizer_states``: tensors of a
-    parameter's size that it keeps; ``measured_updates``: whether ``soap-profile`` measures the updates of such ones (SGD, Adam), else
-    estimates count.
-    ``margin``: how many times as fast as data parallelism a plan must be predicted to be, more than that, to be taken instead of it. 1:
-    whatever is predicted to be faster; None, as ``soap-search`` has it: what such predictions are known to err by. Nothing is measured or
-    run. Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search. Ctrl-C ends it with the best so
-    far (``result.interrupted``).
+    ``progress``: a bar on stderr, if that is a terminal. ``improved``: is told each new best cost in ns, when it is found. ``stopped``:
+    asked now and then; once it is true, the search ends as by Ctrl-C, with the best so far (``result.interrupted``).
+    Nothing is measured or run. Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search.
     """
     simulator = simulator_for(
-        model, cluster, optimizer_states=optimizer_states, costs=costs, measured_updates=measured_updates
+        model, cluster, optimizer_states=options.optimizer_states, costs=options.costs, measured_updates=options.measured_updates
     )
     from soap.simulator.incremental import IncrementalSimulator  # numba takes a second to import: only for who searches
 
     evaluator = IncrementalSimulator(simulator)
     if progress and not evaluator.begins_at_once():
         _announce_compiling()
+    pins, forbidden, starts = pairs_of(options.pins), pairs_of(options.forbidden), options.starts
     result = search_graph(
         simulator.graph,
         simulator.topology,
         evaluator,
-        budget=budget,
-        seed=seed,
-        beta=beta,
+        budget=options.budget,
+        seed=options.seed,
+        beta=options.beta,
         starts=None if starts is None else [name for name in starts if name != DYNAMIC],
         further_starts=_dynamic_start(simulator, starts),
-        initial=initial,
-        patience=patience,
+        initial=options.initial,
+        patience=options.patience,
         progress=progress,
-        pins=pairs_of(pins),
-        forbidden=pairs_of(forbidden),
-        syncs=syncs,
-        uncut=uncut,
-        together=together,
-        seconds=seconds,
-        cores=cores,
+        pins=pins,
+        forbidden=forbidden,
+        syncs=options.syncs,
+        uncut=options.uncut,
+        together=options.together,
+        seconds=options.seconds,
+        cores=options.cores,
         improved=improved,
         stopped=stopped,
     )
-    return SearchOutcome(simulator, result, pins=pairs_of(pins), forbidden=pairs_of(forbidden), margin=margin)
+    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, margin=options.margin)
 
 
 def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:
@@ -513,8 +482,7 @@ def with_links(topology: Topology, costs: CostSource = "auto") -> Topology:
 
 
 def _takes_measurements(costs: CostSource) -> bool:
-    if costs not in COST_SOURCES:
-        raise ProfileError(f"costs {costs!r}: expected one of {', '.join(COST_SOURCES)}")
+    check_costs(costs)
     return costs == "auto"
 
 
@@ -550,11 +518,11 @@ def guard_record(guard: Guard) -> dict[str, Any]:
     return {"kept": kept, "found_ns": guard.found_ns, "gain": round(guard.gain, 4), "margin": round(guard.margin, 4)}
 
 
-def classical(name: str, graph: OperatorGraph, topology: Topology) -> Strategy:
-    """The classical strategy of this name."""
+def classical(name: str, model: Model, cluster: Cluster) -> Strategy:
+    """The classical strategy of this name, such as ``data_parallel`` or ``megatron``; StrategyError if there is none."""
     if name not in NAMED:
         raise StrategyError(f"no strategy is named {name!r}; expected one of {', '.join(NAMED)}")
-    return NAMED[name](graph, topology)
+    return NAMED[name](_graph(model), _topology(cluster))
 
 
 def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_cluster: bool = False) -> Strategy:

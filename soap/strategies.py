@@ -95,17 +95,17 @@ CLASSICAL: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = Mapping
 
 def hybrid_synchronization(graph: OperatorGraph, topology: Topology) -> Strategy:
     """Data parallelism with sparse parameters on servers and dense ones all-reduced: the rule of Kim et al., "Parallax", EuroSys 2019."""
-    return Strategy(data_parallel(graph, topology).operators, synchronized(graph, usual_server(topology), sparse=True))
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, usual_server(topology), sparse=True))
 
 
 def parameter_server(graph: OperatorGraph, topology: Topology) -> Strategy:
     """Data parallelism with all parameters on servers."""
-    return Strategy(data_parallel(graph, topology).operators, synchronized(graph, usual_server(topology), sparse=False))
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, usual_server(topology), sparse=False))
 
 
 def sparse_allgather(graph: OperatorGraph, topology: Topology) -> Strategy:
     """Data parallelism with gathered rows of sparse parameters' gradients and dense ones all-reduced, as Horovod does."""
-    return Strategy(data_parallel(graph, topology).operators, synchronized(graph, GATHER, sparse=True))
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, GATHER, sparse=True))
 
 
 SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(

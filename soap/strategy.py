@@ -6,10 +6,10 @@ Construction checks what a value can know of itself; ``Strategy.validate`` check
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, Self
 
 from soap.errors import StrategyError
 from soap.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
@@ -44,6 +44,16 @@ class OpConfig:
         if min(self.devices) < 0:
             raise StrategyError(f"devices {self.devices}: expected non-negative device numbers")
 
+    def placed(self, degrees: tuple[int, ...], devices: tuple[int, ...], replicas: int = 1) -> Self:
+        """The operator split and placed in another way; all else stays. Itself if it is split and placed so already."""
+        if (self.degrees, self.devices, self.replicas) == (degrees, devices, replicas):
+            return self
+        return replace(self, degrees=degrees, devices=devices, replicas=replicas)
+
+    def placed_like(self, other: OpConfig) -> Self:
+        """The operator split and placed as ``other`` is; all else stays. Itself if it is split and placed so already."""
+        return self.placed(other.degrees, other.devices, other.replicas)
+
 
 @dataclass(frozen=True, slots=True)
 class SyncConfig:
@@ -71,6 +81,10 @@ class SyncConfig:
             raise StrategyError(f"synchronization by {self.method} with local aggregation: expected it with parameter_server only")
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""No changes."""
+
+
 @dataclass(frozen=True)
 class Strategy:
     """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters that are not named use the default SyncConfig."""
@@ -83,15 +97,23 @@ class Strategy:
         object.__setattr__(self, "parameters", MappingProxyType(dict(self.parameters)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Strategy, (dict(self.operators), dict(self.parameters)))
+        values = {own.name: getattr(self, own.name) for own in fields(self)}
+        plain = {name: dict(value) if isinstance(value, MappingProxyType) else value for name, value in values.items()}
+        return (_rebuilt, (type(self), plain))
 
-    def with_operator(self, name: str, config: OpConfig) -> Strategy:
+    def with_changes(self, operators: Mapping[str, OpConfig] = NOTHING, parameters: Mapping[str, SyncConfig] = NOTHING) -> Self:
+        """A copy with other configurations of some operators, and other synchronizations of some parameters."""
+        configs = {**self.operators, **operators} if operators else self.operators
+        syncs = {**self.parameters, **parameters} if parameters else self.parameters
+        return replace(self, operators=configs, parameters=syncs)
+
+    def with_operator(self, name: str, config: OpConfig) -> Self:
         """A copy with one operator's configuration replaced."""
-        return Strategy({**self.operators, name: config}, self.parameters)
+        return self.with_changes({name: config})
 
-    def with_parameter(self, name: str, sync: SyncConfig) -> Strategy:
+    def with_parameter(self, name: str, sync: SyncConfig) -> Self:
         """A copy with one parameter's synchronization replaced."""
-        return Strategy(self.operators, {**self.parameters, name: sync})
+        return self.with_changes(parameters={name: sync})
 
     def sync(self, parameter: str) -> SyncConfig:
         """The parameter's synchronization."""
@@ -120,6 +142,11 @@ class Strategy:
                 raise StrategyError(f"parameter {name!r} is dense; expected allgather for sparse parameters only: {_some(graph)}")
 
 
+def _rebuilt(kind: type[Strategy], values: Mapping[str, Any]) -> Strategy:
+    """What pickle calls: ``MappingProxyType`` cannot be pickled."""
+    return kind(**values)
+
+
 def _some(graph: OperatorGraph) -> str:
     """The sparse parameters in words."""
     names = list(graph.sparse)
@@ -139,7 +166,7 @@ def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_til
                 f"operator {op.name!r}: degree {degree} of factor {factor.name!r} exceeds its size {factor.size}; lower the degree"
             )
     settled = settled_config(op, device_count)
-    if settled is not None and config != settled:
+    if settled is not None and config.placed_like(settled) is not config:
         raise StrategyError(
             f"operator {op.name!r} {_SETTLED[op.kind]}: expected devices {_few(settled.devices)}, found {_few(config.devices)} with "
             f"{config.replicas} replicas; soap.strategy.settled puts it right"
@@ -167,8 +194,8 @@ def settled_config(op: Operator, device_count: int) -> OpConfig | None:
 def settled(graph: OperatorGraph, strategy: Strategy, device_count: int) -> Strategy:
     """The strategy with the configurations that operators without a choice must have; itself if the graph has no such operator."""
     own = {op.name: settled_config(op, device_count) for op in graph.operators if op.kind in _SETTLED}
-    found = {name: config for name, config in own.items() if config is not None}
-    return Strategy({**strategy.operators, **found}, strategy.parameters) if found else strategy
+    found = {name: strategy.operators.get(name, config).placed_like(config) for name, config in own.items() if config is not None}
+    return strategy.with_changes(found) if found else strategy
 
 
 def _few(devices: tuple[int, ...]) -> str:

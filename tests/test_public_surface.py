@@ -10,9 +10,9 @@ import pytest
 import soap
 
 EXPECTED = {
-    "export", "load", "load_cluster", "load_strategy", "measure_rows", "save_strategy", "search", "simulate",
+    "classical", "export", "find", "load", "load_cluster", "load_strategy", "measure_rows", "save_strategy", "simulate",
     "get_runner", "partitioner", "shard", "tune", "RunnerConfig",
-    "SearchOutcome", "Trainer", "OperatorGraph", "OpConfig", "Strategy", "SyncConfig", "Topology",
+    "SearchOptions", "SearchOutcome", "Trainer", "OperatorGraph", "OpConfig", "Strategy", "SyncConfig", "Topology",
     "SoapError", "InfeasibleError", "ModelError", "ProfileError", "RuntimeFailure", "StrategyError", "TopologyError",
     "__version__",
 }  # fmt: skip
@@ -42,18 +42,17 @@ def test_all_can_be_imported_by_star() -> None:
     assert set(soap.__all__) <= names.keys()
 
 
-@pytest.mark.parametrize("first", ["import soap", "import soap.search", "from soap.search.space import *", "import soap.api"])
-def test_search_is_a_package_and_the_verb(first: str) -> None:
-    program = f"{first}; import soap, soap.search as package; assert soap.search is package and callable(soap.search), soap.search"
+def test_search_is_a_package_like_any_other() -> None:
+    program = "import soap, soap.search, types; assert type(soap) is type(soap.search) is types.ModuleType and not callable(soap.search)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_search_forwards_to_the_composition_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    import soap.api
-
-    monkeypatch.setattr(soap.api, "search", lambda *args, **kwargs: (args, kwargs))
-    assert soap.search("model", "cluster", budget=3) == (("model", "cluster"), {"budget": 3})
+def test_classical_strategies_take_what_the_other_verbs_take() -> None:
+    cluster, graph = soap.load_cluster("local:2"), soap.load("zoo:rnnlm:tiny", plan_only=True).graph
+    assert soap.classical("megatron", "zoo:rnnlm:tiny", "local:2") == soap.classical("megatron", graph, cluster)
+    with pytest.raises(soap.StrategyError, match="no strategy is named 'megatorn'; expected one of single_device, "):
+        soap.classical("megatorn", graph, cluster)
 
 
 def test_version_is_the_distribution_s() -> None:

@@ -23,9 +23,10 @@ from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.graph import OperatorGraph
 from soap.presets import family
+from soap.simulator.costs import CostSource
 from soap.topology import Topology
 
-ESTIMATE: api.CostSource = "estimate"
+ESTIMATE: CostSource = "estimate"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Wish:
     problem: str = ""
 
 
-def check_asked(cluster: str, profile_s: float | None, finalists: int | None, costs: api.CostSource) -> None:
+def check_asked(cluster: str, profile_s: float | None, finalists: int | None, costs: CostSource) -> None:
     """UsageError or RuntimeFailure if what the user has asked for is not possible on this machine."""
     if profile_s and family(cluster) is None:
         raise UsageError(
@@ -54,7 +55,7 @@ def check_asked(cluster: str, profile_s: float | None, finalists: int | None, co
         verification.check_possible(cluster)
 
 
-def wish(topology: Topology, profile_s: float | None, finalists: int | None, costs: api.CostSource) -> Wish:
+def wish(topology: Topology, profile_s: float | None, finalists: int | None, costs: CostSource) -> Wish:
     """What is to be done for this cluster; None: the user has not said anything."""
     problem, at_hand = "", family(topology.name) is not None and topology.device_count > 1 and "RANK" not in os.environ
     if at_hand and family(topology.name) == EMULATED and (profile_s is None or finalists is None):

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import TypedDict
 
-from soap.api import COST_SOURCES
 from soap.cli.command import Parser, UsageError
 from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
+from soap.simulator.costs import COST_SOURCES
 from soap.strategy import SYNC_METHODS, SyncConfig
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:SIZE][@BATCH]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from soap import api
@@ -37,6 +38,7 @@ from soap.files import check_writable, write_text_atomically
 from soap.graph import OperatorGraph
 from soap.presets import family
 from soap.search.metropolis import DEFAULT_BETA
+from soap.search.options import DEFAULT_BUDGET, SearchOptions
 from soap.search.plot import check_plot
 from soap.search.starts import DYNAMIC, RANDOM
 from soap.strategies import CLASSICAL, NAMED
@@ -87,7 +89,7 @@ def make_parser() -> Parser:
         help="of a plan that was not run: take it instead of data parallelism only if it is predicted to be more than X times as fast "
         "(default: what such predictions are known to err by; 1: whatever is predicted to be faster)",
     )
-    parser.add_argument("--budget", metavar="N", type=positive, default=api.DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
+    parser.add_argument("--budget", metavar="N", type=positive, default=DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
     parser.add_argument("--seconds", metavar="S", type=positive_number, help="stop trying after so much time (results may then differ)")
     parser.add_argument(
         "--patience",
@@ -180,28 +182,12 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     wish = at_hand.wish(topology, args.profile, args.verify, args.costs)
     if wish.problem:
         note(PROG, wish.problem)
+    updating = Updating(tuple(args.optimizer or ("adam",)))
+    options = search_options(args, updating, graph)  # what cannot be is refused before anything is measured
     measured: Measured | None = None
     if wish.profile_s:
         measured, wish = at_hand.profile(PROG, args.model, reading(args), graph, topology, wish, stopping)
-    updating = Updating(tuple(args.optimizer or ("adam",)))
-    outcome = api.search(
-        graph,
-        topology,
-        budget=args.budget,
-        seed=args.seed,
-        seconds=args.seconds,
-        patience=args.patience,
-        stopped=lambda: stopping.number is not None,
-        beta=args.beta,
-        starts=args.start,
-        pins=args.pin,
-        forbidden=args.forbid,
-        syncs=args.sync,
-        **_kept_for(updating, graph, asked=bool(args.optimizer)),
-        costs=args.costs,
-        margin=args.margin,
-        progress=True,
-    )
+    outcome = api.find(graph, topology, options, progress=True, stopped=lambda: stopping.number is not None)
     verified_s: float | None = None
     if wish.finalists and not outcome.result.interrupted:
         with stopping.saving():
@@ -270,15 +256,28 @@ def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Meas
     print(f"\nwrote {' and '.join(path for path in (args.output, args.timeline, args.plot) if path)}")
 
 
-def _kept_for(updating: Updating, graph: OperatorGraph, *, asked: bool) -> dict[str, Any]:
-    """What an optimizer keeps and needs of parameters, as the search takes it. Adam is known; trying others needs torch."""
-    if not asked:
-        return {}
+def search_options(args: argparse.Namespace, updating: Updating, graph: OperatorGraph) -> SearchOptions:
+    """What the arguments ask of the search. What Adam keeps and needs of parameters is known; trying other optimizers needs torch."""
+    options = SearchOptions(
+        budget=args.budget,
+        seed=args.seed,
+        seconds=args.seconds,
+        patience=args.patience,
+        beta=args.beta,
+        starts=args.start,
+        pins=args.pin,
+        forbidden=args.forbid,
+        syncs=args.sync,
+        costs=args.costs,
+        margin=args.margin,
+    )
+    if not args.optimizer:
+        return options
     from soap.runtime.optimizer_trial import optimizer_states
 
     tried = updating.tried(graph)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
-    return {"optimizer_states": states, "measured_updates": tried.measured, "uncut": tried.whole, "together": tried.coupled}
+    return replace(options, optimizer_states=states, measured_updates=tried.measured, uncut=tried.whole, together=tried.coupled)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

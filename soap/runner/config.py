@@ -9,9 +9,10 @@ from typing import Literal
 
 import torch
 
-from soap.api import DEFAULT_BUDGET, CostSource
 from soap.errors import RuntimeFailure
 from soap.runtime.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
+from soap.search.options import DEFAULT_BUDGET
+from soap.simulator.costs import CostSource
 
 RunOption = Literal["hybrid", "ps", "allreduce"]
 RUN_OPTIONS: tuple[RunOption, ...] = ("hybrid", "ps", "allreduce")
@@ -32,8 +33,9 @@ class RunnerConfig:
     the last ``keep`` of which stay. ``sharded``: each rank gives its own part of a batch, else every rank the whole one.
     ``optimizer``, ``groups``, ``schedule``, ``clip_norm``, ``seed``: see ``soap.Trainer``; parameters that the optimizer needs whole are
     not cut by the plan that is searched; ``loss``, ``dynamic_batch``: see ``soap.export``; ``budget``, ``costs``,
-    ``alpha`` (shares of rows that a batch touches, by pattern of parameter names): see ``soap.search``. ``verify``: before the first step,
-    rank 0 compares the module's own step on the first batch with its program's, as ``soap.export`` does; all ranks refuse what differs.
+    ``alpha`` (shares of rows that a batch touches, by pattern of parameter names): see ``soap.SearchOptions``. ``verify``: before the
+    first step, rank 0 compares the module's own step on the first batch with its program's, as ``soap.export`` does; all ranks refuse
+    what differs.
     """
 
     run_option: RunOption = "hybrid"

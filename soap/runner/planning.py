@@ -10,6 +10,7 @@ from soap.graph import OperatorGraph
 from soap.row_shares import with_alphas
 from soap.runner.config import RunnerConfig
 from soap.runtime.optimizer_trial import optimizer_states, try_optimizer
+from soap.search.options import SearchOptions
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import ExecutionOrder
@@ -34,9 +35,7 @@ def planned(
         strategy = api.classical(SERVED, graph, topology)
     else:
         syncs = [SyncConfig()] if config.run_option == "allreduce" else []
-        found = api.search(
-            graph,
-            topology,
+        options = SearchOptions(
             budget=config.budget,
             seed=config.seed,
             syncs=syncs,
@@ -46,7 +45,7 @@ def planned(
             together=tried.coupled,
             costs=config.costs,
         )
-        strategy = found.strategy
+        strategy = api.find(graph, topology, options).strategy
     strategy = in_one_partition(alike(simulator, adapted(strategy, config), groups), tried.whole)
     simulation = simulator.run(strategy)
     return strategy, execution_order(simulation.tasks, simulation.schedule)

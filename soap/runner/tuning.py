@@ -130,7 +130,7 @@ def tuned_range(strategy: Strategy, graph: OperatorGraph, topology: Topology) ->
 def with_partitions(strategy: Strategy, parameters: Sequence[str], partitions: int) -> Strategy:
     """The strategy with these parameters, which it has on servers, in so many partitions."""
     changed = {name: replace(strategy.sync(name), partitions=partitions) for name in parameters}
-    return Strategy(strategy.operators, {**strategy.parameters, **changed})
+    return strategy.with_changes(parameters=changed)
 
 
 def first_batches(batches: Batches, count: int) -> Batches:

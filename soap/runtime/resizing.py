@@ -17,7 +17,7 @@ from soap.regions import contains, intersect, volume
 from soap.runtime.program import Program, compile_program
 from soap.simulator.plan import Plan, Shard
 from soap.simulator.planning import PlanBuilder
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig
 from soap.topology import Topology
 
 
@@ -37,22 +37,15 @@ def resized_program(program: Program, graph: OperatorGraph, topology: Topology) 
 
 def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
     """See the module's docstring."""
-    before = {op.name: (op, config_of(plan, position)) for position, op in enumerate(plan.graph.operators)}
+    before = {op.name: (op, plan.strategy.operators[op.name]) for op in plan.graph.operators}
     configs = {}
     for op in graph.operators:
         old, config = before[_namesake(op, plan.graph.operators)]
         configs[op.name] = _carried_over(old, config, op)
-    built = PlanBuilder(graph, topology).build(Strategy(configs), empty_tiles=True)
+    built = PlanBuilder(graph, topology).build(replace(plan.strategy, operators=configs), empty_tiles=True)
     shards = _with_uses(plan, built)
     served = tuple(replace(own, uses=shards[own.shards[0]].uses) for own in plan.served)
     return replace(built, shards=shards, buckets=plan.buckets, gathered=plan.gathered, served=served)
-
-
-def config_of(plan: Plan, position: int) -> OpConfig:
-    """The configuration that gave an operator's tiles."""
-    tiles = [tile for tile in plan.tiles if tile.operator == position]
-    degrees = tuple(len({tile.intervals[f] for tile in tiles}) for f in range(len(plan.graph.operators[position].factors)))
-    return OpConfig(degrees, tuple(tile.device for tile in tiles), 1 + max(tile.replica for tile in tiles))
 
 
 def _namesake(op: Operator, others: Sequence[Operator]) -> str:
@@ -78,7 +71,7 @@ def _carried_over(old: Operator, config: OpConfig, new: Operator) -> OpConfig:
         for part, degree in zip(index, config.degrees, strict=True):
             number = number * degree + part
         devices.append(config.devices[number])
-    return OpConfig(degrees, tuple(devices), config.replicas)
+    return config.placed(degrees, tuple(devices), config.replicas)
 
 
 def _same_factors(old: Sequence[Factor], new: Sequence[Factor]) -> list[int | None]:

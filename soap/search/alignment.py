@@ -77,7 +77,7 @@ def aligned_with(graph: OperatorGraph, source: OpConfig, position: int, edge: Ed
             free = [f for f, size in enumerate(sizes) if f not in shared.values() and size >= rest]
             configs.extend(_follow(source, len(sizes), shared, f, drop=False) for f in free)
     if shared and len(source.devices) > 1:
-        configs.extend(_single_axis(source.devices, sizes))
+        configs.extend(_single_axis(source, sizes))
     return configs
 
 
@@ -105,14 +105,14 @@ def _follow(source: OpConfig, factor_count: int, shared: Mapping[int, int], extr
         for axis, coordinate in zip(rest, rest_cells[other], strict=True):
             where[axis] = coordinate
         devices.append(devices_at[tuple(where)])
-    return OpConfig(tuple(degrees), tuple(devices), replicas)
+    return source.placed(tuple(degrees), tuple(devices), replicas)
 
 
-def _single_axis(devices: tuple[int, ...], sizes: list[int]) -> list[OpConfig]:
-    """All of the devices given to the replicas, or to one factor that is large enough."""
-    ones = [1] * len(sizes)
-    configs = [OpConfig(tuple(ones), devices, len(devices))]
+def _single_axis(source: OpConfig, sizes: list[int]) -> list[OpConfig]:
+    """All of the source's devices given to the replicas, or to one factor that is large enough."""
+    ones, devices = [1] * len(sizes), source.devices
+    configs = [source.placed(tuple(ones), devices, len(devices))]
     for f, size in enumerate(sizes):
         if size >= len(devices):
-            configs.append(OpConfig((*ones[:f], len(devices), *ones[f + 1 :]), devices))
+            configs.append(source.placed((*ones[:f], len(devices), *ones[f + 1 :]), devices))
     return configs

@@ -26,12 +26,12 @@ from typing import Any, Protocol, cast
 
 from tqdm import tqdm
 
-from soap.errors import StrategyError
 from soap.graph import OperatorGraph
 from soap.search.constraints import Pairs, brought_inside, parse
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
 from soap.search.metropolis import DEFAULT_BETA, ChainState, Evaluator, step
+from soap.search.options import check
 from soap.search.polish import MAX_POLISHED, polish_best
 from soap.search.proposals import Kernel
 from soap.search.record import Recorder, SearchResult
@@ -88,7 +88,7 @@ def search(
     true, the search ends as by Ctrl-C (Python loses a Ctrl-C that comes while a library calls it back).
     ``further_starts``: name -> what makes the strategy, such as that of ``soap.search.dynamic``; made once the others are evaluated.
     """
-    _check_arguments(budget, beta, patience, seconds)
+    check(budget, beta, patience, seconds)
     deadline = inf if seconds is None else time.monotonic() + seconds
     allowed = with_uncut(graph, topology, parse(graph, topology.device_count, pins, forbidden), uncut, together)
     space = build_space(graph, topology.device_count, allowed=allowed, syncs=sync_choices(graph, topology, syncs, uncut))
@@ -131,17 +131,6 @@ def search(
 def _heed(stopped: Callable[[], bool]) -> None:
     if stopped():
         raise KeyboardInterrupt
-
-
-def _check_arguments(budget: int, beta: float, patience: float | None, seconds: float | None) -> None:
-    if budget < 1:
-        raise StrategyError(f"--budget {budget}: expected at least 1 proposal; a few hundred are a good beginning")
-    if not 0 < beta < inf:
-        raise StrategyError(f"--beta {beta}: expected a positive number; the default is {DEFAULT_BETA:g}")
-    if patience is not None and not 0 < patience <= 1:
-        raise StrategyError(f"patience {patience}: expected a share of the budget above 0 and up to 1, such as 0.5")
-    if seconds is not None and not 0 < seconds < inf:
-        raise StrategyError(f"--seconds {seconds}: expected a positive number of seconds")
 
 
 def chain_budgets(budget: int, chains: int) -> list[int]:

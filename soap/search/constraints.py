@@ -20,7 +20,7 @@ from math import log2, prod
 
 from soap.errors import StrategyError
 from soap.graph import Operator, OperatorGraph
-from soap.search.space import Grid, OperatorSpace, Space, grid_of, make_config
+from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.strategy import OpConfig, Strategy, settled_config
 from soap.strategy_differences import short
 
@@ -80,7 +80,7 @@ def nearest(space: OperatorSpace, config: OpConfig) -> OpConfig:
         return -stay, -len({*devices} & {*config.devices}), devices
 
     grid = min(space.grids, key=distance)
-    return make_config(grid, min(space.placements(grid), key=moved))
+    return config.placed(grid[1:], min(space.placements(grid), key=moved), grid[0])
 
 
 def brought_inside(space: Space, strategy: Strategy) -> Strategy:
@@ -90,7 +90,7 @@ def brought_inside(space: Space, strategy: Strategy) -> Strategy:
         for i, (op, own) in enumerate(zip(space.graph.operators, space.operators, strict=True))
         if not space.allows(i, strategy.operators[op.name])
     }
-    return Strategy({**strategy.operators, **changed}, strategy.parameters) if changed else strategy
+    return strategy.with_changes(changed) if changed else strategy
 
 
 def pairs_of(given: Mapping[str, str] | Iterable[tuple[str, str]]) -> Pairs:

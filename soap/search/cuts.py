@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from soap.search.alignment import Edge, aligned_with
+from soap.search.proposals import changed
 from soap.search.space import Space
 from soap.strategy import OpConfig, Strategy
 
@@ -129,12 +130,12 @@ def improve_by_cuts(
     for radius in (len(space.graph.operators), 1):
         for ends in pairs_of(space):
             for configs in changes_at(space, find_cut(space, ends, radius)):
-                changes = {name: config for name, config in configs.items() if strategy.operators[name] != config}
+                changes = changed(strategy, configs)
                 if not changes:
                     continue
                 compared += 1
                 cost_ns = proposer.propose_changes(changes, at_most_ns=proposer.makespan_ns - 1)
-                better = Strategy({**strategy.operators, **changes}, strategy.parameters)
+                better = strategy.with_changes(changes)
                 if cost_ns is None or overflow_bytes(better) > 0:
                     proposer.reject()
                     continue

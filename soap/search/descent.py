@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 
 from soap.search.alignment import aligned_with
-from soap.search.proposals import Proposal
+from soap.search.proposals import Proposal, changed
 from soap.search.space import Space
 from soap.strategy import OpConfig, Strategy
 
@@ -110,10 +110,10 @@ def synchronize(rng: random.Random, space: Space, strategy: Strategy) -> Proposa
     name = rng.choice(list(space.syncs))
     sync = rng.choice(space.syncs[name])
     names = [other for other, own in space.syncs.items() if sync in own] if rng.random() < 0.5 else [name]
-    changed = tuple(other for other in names if strategy.sync(other) != sync)
-    if not changed:
+    moved = tuple(other for other in names if strategy.sync(other) != sync)
+    if not moved:
         return None
-    return Proposal(Strategy(strategy.operators, {**strategy.parameters, **dict.fromkeys(changed, sync)}), "synchronize", changed)
+    return Proposal(strategy.with_changes(parameters=dict.fromkeys(moved, sync)), "synchronize", moved)
 
 
 def propose_descent(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
@@ -134,7 +134,5 @@ def adopt(space: Space, strategy: Strategy, reference: Strategy) -> Proposal | N
 
 def _proposal(space: Space, strategy: Strategy, name: str, change: Change) -> Proposal | None:
     new = {space.graph.operators[i].name: config for i, config in sorted(change.items()) if space.allows(i, config)}
-    changed = {op: config for op, config in new.items() if strategy.operators[op] != config}
-    if not changed:
-        return None
-    return Proposal(Strategy({**strategy.operators, **changed}, strategy.parameters), name, tuple(changed))
+    moved = changed(strategy, new)
+    return Proposal(strategy.with_changes(moved), name, tuple(moved)) if moved else None

@@ -114,7 +114,7 @@ def _lines(graph: OperatorGraph, strategy: Strategy, compared: Strategy) -> list
 
 
 def _with(strategy: Strategy, compared: Strategy, names: Sequence[str]) -> Strategy:
-    return Strategy({**strategy.operators, **{name: compared.operators[name] for name in names}}, strategy.parameters)
+    return strategy.with_changes({name: strategy.operators[name].placed_like(compared.operators[name]) for name in names})
 
 
 def _set_back(strategy: Strategy, compared: Strategy, names: Sequence[str], evaluator: Evaluator, simulation: Simulation) -> int:

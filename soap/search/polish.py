@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from soap.search import cuts
 from soap.search.metropolis import Evaluator
-from soap.search.proposals import Proposal
+from soap.search.proposals import Proposal, changed
 from soap.search.record import Recorder
 from soap.search.space import Space
 from soap.strategy import OpConfig, Strategy, SyncConfig
@@ -84,8 +84,9 @@ def polish(
     strategy, compared, questions, settled, position = proposer.strategy, 0, 0, 0, 0
     while settled < len(parts):
         improved, (name, choices) = False, parts[position]
-        for choice in choices():
-            if _has(strategy, name, choice):
+        for offered in choices():
+            choice = _chosen(strategy, name, offered)
+            if choice is None:
                 continue
             if limit is not None and compared + MEMORY_QUESTION * questions >= limit:
                 return Polished(strategy, proposer.makespan_ns, compared, False)
@@ -119,7 +120,10 @@ def best_neighbour(evaluator: Evaluator, space: Space, strategy: Strategy) -> Ne
     """
     best_ns, best = evaluator.makespan_ns(strategy), None
     for name, choices in _parts(space):
-        for choice in choices():
+        for offered in choices():
+            choice = _chosen(strategy, name, offered)
+            if choice is None:
+                continue
             neighbour = _with(strategy, name, choice)
             cost_ns = evaluator.makespan_ns(neighbour)
             if cost_ns < best_ns and evaluator.overflow_bytes(neighbour) == 0:
@@ -140,8 +144,11 @@ def _parts(space: Space) -> list[tuple[str, Callable[[], Iterable[Choice]]]]:
     return parts
 
 
-def _has(strategy: Strategy, name: str, choice: Choice) -> bool:
-    return (strategy.sync(name) if isinstance(choice, SyncConfig) else strategy.operators[name]) == choice
+def _chosen(strategy: Strategy, name: str, choice: Choice) -> Choice | None:
+    """What becomes of an operator or a parameter by a choice; None if it is so already."""
+    if isinstance(choice, SyncConfig):
+        return None if strategy.sync(name) == choice else choice
+    return changed(strategy, {name: choice}).get(name)
 
 
 def _with(strategy: Strategy, name: str, choice: Choice) -> Strategy:

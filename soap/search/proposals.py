@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from math import exp, inf, log
 
 from soap.search.alignment import aligned_configs
-from soap.search.space import Space, grid_of, make_config
+from soap.search.space import Space, grid_of
 from soap.strategy import OpConfig, Strategy
 
 INFORMED_SHARE = 0.5
@@ -52,6 +52,16 @@ class Proposal:
 Move = Callable[[random.Random, Space, Strategy], Proposal | None]
 
 
+def changed(strategy: Strategy, placements: Mapping[str, OpConfig]) -> dict[str, OpConfig]:
+    """What becomes of the operators that are split and placed as ``placements`` says, those of them that are not so yet.
+
+    Every move ends here: it chooses how operators are split and where they run, and all else of a configuration stays.
+    """
+    old = strategy.operators
+    new = {name: old[name].placed_like(config) for name, config in placements.items()}
+    return {name: config for name, config in new.items() if config is not old[name]}
+
+
 def redraw(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
     """A new configuration of one operator."""
     i = rng.choice(space.movable)
@@ -65,7 +75,7 @@ def place(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | No
     options = space.operators[i].placements(grid_of(old))
     if not options or _shuffled(space, i, old):
         return None
-    new = make_config(grid_of(old), rng.choice(options))
+    new = old.placed(old.degrees, rng.choice(options), old.replicas)
     return _changed(space, strategy, "place", i, new)
 
 
@@ -79,7 +89,7 @@ def split(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | No
     grid = rng.choice(grids)
     if not space.operators[i].is_structured(grid, old.devices):
         return None
-    return _changed(space, strategy, "split", i, make_config(grid, old.devices))
+    return _changed(space, strategy, "split", i, old.placed(grid[1:], old.devices, grid[0]))
 
 
 def informed(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
@@ -88,7 +98,7 @@ def informed(rng: random.Random, space: Space, strategy: Strategy) -> Proposal |
     name = space.graph.operators[i].name
     candidates = informed_candidates(space, strategy, i)
     own, old = space.operators[i], strategy.operators[name]
-    new = rng.choice(candidates) if candidates and rng.random() < INFORMED_SHARE else own.draw(rng)
+    new = rng.choice(candidates) if candidates and rng.random() < INFORMED_SHARE else old.placed_like(own.draw(rng))
     if own.log_weight(new) == -inf:
         return None
     log_ratio = 0.0
@@ -99,10 +109,12 @@ def informed(rng: random.Random, space: Space, strategy: Strategy) -> Proposal |
 
 
 def informed_candidates(space: Space, strategy: Strategy, position: int) -> list[OpConfig]:
-    """Candidates of an operator, repetitions included; independent of its own configuration in ``strategy``."""
+    """Candidates of an operator, repetitions included; how they are split and placed does not depend on its own configuration in
+    ``strategy``, from which they have all else."""
     name = space.graph.operators[position].name
     candidates = aligned_configs(space.graph, strategy, position, space.edges[position])
-    return candidates + [reference.operators[name] for reference in space.references]
+    candidates += [reference.operators[name] for reference in space.references]
+    return [strategy.operators[name].placed_like(candidate) for candidate in candidates]
 
 
 def _log_density(space: Space, position: int, candidates: Sequence[OpConfig], config: OpConfig) -> float:
@@ -118,12 +130,11 @@ def group(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | No
     i = rng.choice(space.movable)
     names = [space.graph.operators[j].name for j in space.group_of[i]]
     old = strategy.operators[space.graph.operators[i].name]
-    new = space.operators[i].draw_structured(rng)
+    new = old.placed_like(space.operators[i].draw_structured(rng))
     if new == old or _shuffled(space, i, old) or any(strategy.operators[name] == new for name in names):
         return None
     moved = tuple(name for name in names if strategy.operators[name] == old)
-    changed = Strategy({**strategy.operators, **dict.fromkeys(moved, new)}, strategy.parameters)
-    return Proposal(changed, "group", moved)
+    return Proposal(strategy.with_changes(dict.fromkeys(moved, new)), "group", moved)
 
 
 def sync(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
@@ -179,6 +190,5 @@ def _changed(
 ) -> Proposal | None:
     """The proposal that gives one operator this configuration, or None if it has it already."""
     name = space.graph.operators[position].name
-    if strategy.operators[name] == config:
-        return None
-    return Proposal(strategy.with_operator(name, config), move, (name,), log_ratio)
+    moved = changed(strategy, {name: config})
+    return Proposal(strategy.with_changes(moved), move, (name,), log_ratio) if moved else None

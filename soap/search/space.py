@@ -260,7 +260,7 @@ class Space:
         """Whether an operator may have this configuration: the user allows it, and it is the one if there is one alone."""
         only = settled_config(self.graph.operators[position], self.device_count)
         if only is not None:
-            return config == only
+            return config.placed_like(only) is config
         allowed = self.allowed[position] if self.allowed else None
         return allowed is None or allowed.allows(config)
 

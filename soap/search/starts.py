@@ -104,11 +104,12 @@ def narrowed(graph: OperatorGraph, topology: Topology, baseline: Strategy, devic
         factor = sample_factor(op)
         if factor is not None:
             degree = min(device_count, op.factors[factor].size)
-            configs[op.name] = uniform_config(op, {op.factors[factor].name: degree}, devices)
+            config = uniform_config(op, {op.factors[factor].name: degree}, devices)
         else:
             replicas = device_count if baseline.operators[op.name].replicas > 1 else 1
-            configs[op.name] = uniform_config(op, {}, devices, replicas)
-    return settled(graph, Strategy(configs), topology.device_count)
+            config = uniform_config(op, {}, devices, replicas)
+        configs[op.name] = baseline.operators[op.name].placed_like(config)
+    return settled(graph, baseline.with_changes(configs), topology.device_count)
 
 
 def best_starts(starts: Sequence[Start], count: int) -> list[Start]:

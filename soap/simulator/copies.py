@@ -79,7 +79,7 @@ class _Finding:
         rank = {device: i for i, device in enumerate(devices)}
         configs = {}
         for op, (degrees, replicas, own) in zip(self._graph.operators, rows, strict=True):
-            configs[op.name] = OpConfig(degrees, tuple([rank[int(device)] for device in own]), replicas)
+            configs[op.name] = strategy.operators[op.name].placed(degrees, tuple([rank[int(device)] for device in own]), replicas)
         operators = tuple(self._sizes.get(op.name, op) for op in self._graph.operators)
         tensors = dict(self._graph.tensors)
         for name, dim in self._folded.items():
@@ -87,7 +87,7 @@ class _Finding:
             shape[dim] = shape[dim] // self._count * LEFT
             tensors[name] = replace(tensors[name], shape=tuple(shape))
         graph = OperatorGraph(self._graph.name, operators, tensors, self._graph.loss, self._graph.aliases)
-        return Copies(images, graph, Strategy(configs), devices, self._folded, frozenset(self._everywhere))
+        return Copies(images, graph, replace(strategy, operators=configs), devices, self._folded, frozenset(self._everywhere))
 
     def _operator(self, position: int, op: Operator, config: OpConfig) -> tuple[tuple[int, ...], int, Sequence[int] | Ints]:
         """Degrees, replicas and devices with two copies."""

@@ -6,11 +6,15 @@ What communication costs follows from the topology alone (``communication``) and
 from __future__ import annotations
 
 from math import ceil
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from soap.graph import OperatorGraph
 from soap.simulator.tiling import Tile
 from soap.topology import DeviceType
+
+CostSource = Literal["auto", "estimate"]
+"""``auto``: what ``soap-profile`` has measured for the cluster's devices, as far as it goes; ``estimate``: only their figures."""
+COST_SOURCES: tuple[CostSource, ...] = ("auto", "estimate")
 
 
 def nanoseconds(seconds: float) -> int:

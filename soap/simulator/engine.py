@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -96,6 +97,8 @@ class Engine:
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, communication: Communication | None = None) -> None:
         """``communication``: of this topology, if it is a special one."""
         self.graph, self.topology = graph, topology
+        self.choices: Mapping[str, Sequence[SyncConfig]] = {}
+        """By parameter, the synchronizations that compiled work chooses from."""
         communication = communication or Communication(topology)
         self._graph, self._cluster = graph_tables(graph, topology), cluster_tables(communication)
         self._fixed = (handle(self._graph), handle(self._cluster))
@@ -117,6 +120,7 @@ class Engine:
     def load(self, strategy: Strategy) -> None:
         """Take a strategy and lower it. StrategyError if it does not fit the graph or the cluster."""
         strategy.validate(self.graph, self.topology.device_count)
+        self._loaded = strategy
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
         self._syncs, self._codes = dict(strategy.parameters), sync_codes(self.graph, strategy)
         self._make_room(2 * sum(len(config.devices) for config in self._configs))  # each tile has two slots at least
@@ -289,15 +293,27 @@ class Engine:
         C = self.state
         for position in range(len(self._configs)):
             first, tiles = int(C.dev_ptr[position]), int(C.tiles[position])
-            devices = tuple(C.dev[first : first + tiles].tolist())
-            self._configs[position] = OpConfig(self.variants.degrees[C.variant[position]], devices, int(C.replicas[position]))
+            self._configs[position] = self.config(position, C.variant[position], C.dev[first : first + tiles], C.replicas[position])
         if not np.array_equal(C.sync[: len(self._codes)], self._codes):
             self._syncs, self._codes = self.syncs(C.sync), C.sync[: len(self._codes)].copy()
 
+    def config(self, position: int, variant: int, devices: Ints, replicas: int) -> OpConfig:
+        """What an operator becomes by a variant on these devices: all that compiled work does not know stays as it is held."""
+        return self._configs[position].placed(self.variants.degrees[variant], tuple(devices.tolist()), int(replicas))
+
+    def sync(self, parameter: str, code: int) -> SyncConfig:
+        """What a parameter's synchronization becomes by a number of ``sync_codes``: what is held, if that has the number, else the choice
+        of the search that has it."""
+        held = self._syncs.get(parameter, SyncConfig())
+        if sync_code(held) == code:
+            return held
+        return next((choice for choice in self.choices.get(parameter, ()) if sync_code(choice) == code), sync_of(code))
+
     def syncs(self, codes: Ints) -> dict[str, SyncConfig]:
-        """[parameter] as ``sync_codes`` -> how parameters are synchronized, those that are not all-reduced."""
+        """[parameter] as ``sync_codes`` -> how parameters are synchronized, those that are not so by default."""
         names = [tensor.name for tensor in self.graph.parameters]
-        return {name: sync_of(code) for name, code in zip(names, codes.tolist(), strict=False) if code}
+        found = {name: self.sync(name, code) for name, code in zip(names, codes.tolist(), strict=False)}
+        return {name: sync for name, sync in found.items() if sync != SyncConfig()}
 
     def variant(self, position: int, degrees: tuple[int, ...]) -> int:
         """The number of an operator's variant, for compiled work that begins afterwards."""
@@ -306,15 +322,11 @@ class Engine:
             self._renew_tables()
         return number
 
-    def degrees(self, variant: int) -> tuple[int, ...]:
-        """Those of a variant."""
-        return self.variants.degrees[variant]
-
     @property
     def strategy(self) -> Strategy:
         """The strategy that is held."""
         configs = zip(self.graph.operators, self._configs, strict=True)
-        return Strategy({op.name: config for op, config in configs}, self._syncs)
+        return replace(self._loaded, operators={op.name: config for op, config in configs}, parameters=self._syncs)
 
     def played_tasks(self) -> Timeline:
         """The last simulation of the strategy that is held."""

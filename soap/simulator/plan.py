@@ -13,6 +13,7 @@ from enum import StrEnum
 from soap.graph import Operator, OperatorGraph
 from soap.regions import Box
 from soap.simulator.tiling import Tile
+from soap.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +174,10 @@ class Plan:
 
     ``first_tile[i]`` is the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are no
     CPUs: what servers keep beside them lies in the memory of their host. ``on_rows``: operators whose tiles run on the rows that they look
-    up (``row_counts.operators_on_rows``).
+    up (``row_counts.operators_on_rows``). ``strategy``: what it was built from; of a folded plan the one on two copies.
     """
 
+    strategy: Strategy
     graph: OperatorGraph
     device_count: int
     accelerators: frozenset[int]

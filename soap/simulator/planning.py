@@ -97,6 +97,7 @@ class PlanBuilder:
         shards, served = self._keep(configs, first_tile, strategy.parameters)
         gathered = find_gathered(self.graph, tiles, shards, strategy.parameters)
         return Plan(
+            strategy=strategy,
             graph=self.graph,
             device_count=self.topology.device_count,
             accelerators=self._accelerators,

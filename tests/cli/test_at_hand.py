@@ -26,6 +26,8 @@ from soap.profiles.keys import environments
 from soap.profiles.link_places import link_place
 from soap.profiles.link_probes import NEEDED, Probe, probes_for
 from soap.profiles.store import Store, default_path
+from soap.search.options import SearchOptions
+from soap.simulator.costs import CostSource
 from soap.topology import Topology
 from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
@@ -228,7 +230,7 @@ def test_a_model_too_large_for_this_machine_is_neither_measured_nor_run(
     monkeypatch.setattr(room, "free_memory_bytes", lambda: 1000)
     assert search(tmp_path / "s.json", "--verify", "0") == 0
     assert "computations: " in (said := capsys.readouterr().err) and "are needed, and this machine has 1000 B" in said
-    outcome = api.search(MODEL, CLUSTER, budget=5)
+    outcome = api.find(MODEL, CLUSTER, SearchOptions(budget=5))
     with pytest.raises(RuntimeFailure, match=r"are needed, and this machine has 1000 B"):
         verification.verify(outcome, 3, MODEL, READING, 0)  # type: ignore[arg-type]
 
@@ -274,7 +276,7 @@ USUAL = Wish(DEFAULT_S, DEFAULT_FINALISTS)
     ],
 )
 def test_where_the_machines_are_at_hand(
-    cluster: str, profile_s: float | None, finalists: int | None, costs: api.CostSource, expected: Wish, monkeypatch: pytest.MonkeyPatch
+    cluster: str, profile_s: float | None, finalists: int | None, costs: CostSource, expected: Wish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(at_hand, "require_support", lambda: None)
     assert wish(soap.api.cluster_yaml.load_cluster(cluster), profile_s, finalists, costs) == expected

@@ -22,6 +22,7 @@ from soap.presets import local_topology
 from soap.profiles.keys import environments, torch_version
 from soap.profiles.store import Store, default_path
 from soap.simulator.communication import Communication
+from soap.simulator.costs import CostSource
 from soap.simulator.simulate import Simulation, costs_hash
 from soap.simulator.tasks import TaskKind
 from soap.simulator.timeline_file import Description, TimedTask, Timeline, dumps
@@ -139,7 +140,7 @@ def test_a_corrected_prediction_is_corrected_further() -> None:
 def test_predictions_take_corrections_unless_only_estimates_are_wanted() -> None:
     graph = soap.load("zoo:gpt:tiny", plan_only=True).graph
 
-    def predict(costs: api.CostSource = "auto") -> Simulation:
+    def predict(costs: CostSource = "auto") -> Simulation:
         return soap.simulate(graph, CLUSTER, "data_parallel", optimizer_states=0, costs=costs)
 
     before = predict()

@@ -10,7 +10,7 @@ import pytest
 import soap
 from soap import api
 from soap.cli.diff import main
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import OpConfig
 from tests.cli.refusals import assert_refused
 
 MODEL, CLUSTER = "zoo:gpt:tiny", "p100-4x4"
@@ -23,7 +23,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     graph, cluster = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
     usual = api.classical("data_parallel", graph, cluster)
     up = OpConfig((1, 1, 1, 4), (0, 1, 2, 3))
-    changed = Strategy({**usual.operators, "blocks.0.up": up, "blocks.1.up": up, "norm": OpConfig((2, 1), (4, 5))})
+    changed = usual.with_changes({"blocks.0.up": up, "blocks.1.up": up, "norm": OpConfig((2, 1), (4, 5))})
     paths = str(folder / "a.json"), str(folder / "b.json")
     for path, strategy in zip(paths, (usual, changed), strict=True):
         soap.save_strategy(path, strategy, graph, cluster, {"predicted_ns": soap.simulate(graph, cluster, strategy).makespan_ns})

@@ -13,6 +13,7 @@ from soap import api
 from soap.cli.search import main
 from soap.cluster_yaml import parse_cluster
 from soap.profiles.margins import ESTIMATED_ERROR
+from soap.search.options import SearchOptions
 from tests.cli.refusals import assert_refused
 
 MODEL = "zoo:lm:tiny"
@@ -66,9 +67,9 @@ def test_it_says_so_to_people(tmp_path: Path, capsys: Capsys) -> None:
 
 
 def test_the_margin_is_that_of_the_costs_unless_another_is_asked_for(tmp_path: Path) -> None:
-    found = api.search(MODEL, CLUSTER, budget=20, margin=None)
+    found = api.find(MODEL, CLUSTER, SearchOptions(budget=20, margin=None))
     assert found.known_error == ESTIMATED_ERROR and found.guard is not None and found.guard.margin == ESTIMATED_ERROR
-    unguarded = api.search(MODEL, CLUSTER, budget=20)  # Python takes what is predicted to be fastest, as it did
+    unguarded = api.find(MODEL, CLUSTER, SearchOptions(budget=20))  # Python takes what is predicted to be fastest, as it did
     assert unguarded.guard is None and unguarded.strategy == found.result.strategy
     held = found.guard.gain <= ESTIMATED_ERROR
     assert found.guard.keeps_data_parallelism is held
@@ -76,9 +77,9 @@ def test_the_margin_is_that_of_the_costs_unless_another_is_asked_for(tmp_path: P
 
 
 def test_what_data_parallelism_cannot_replace_is_taken(tmp_path: Path) -> None:
-    pinned = api.search(MODEL, CLUSTER, budget=20, margin=1000.0, pins={"*": "@0"})
+    pinned = api.find(MODEL, CLUSTER, SearchOptions(budget=20, margin=1000.0, pins={"*": "@0"}))
     assert pinned.usual is None and pinned.guard is None and pinned.strategy == pinned.result.strategy
-    usual = api.search(MODEL, "local:1", budget=5, margin=1000.0, costs="estimate")  # which is data parallelism itself
+    usual = api.find(MODEL, "local:1", SearchOptions(budget=5, margin=1000.0, costs="estimate"))  # which is data parallelism itself
     assert usual.guard is None and usual.strategy == usual.result.strategy
 
 

@@ -197,11 +197,11 @@ def test_lookups_are_wanted_as_they_are_and_on_rows() -> None:
 def test_a_strategys_computations_are_measured_before_the_space(brief: list[str], capsys: Capsys, tmp_path: Path) -> None:
     graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
     path = tmp_path / "s.json"
-    operators = dict(api.classical("data_parallel", graph, topology).operators)
+    strategy = api.classical("data_parallel", graph, topology)
     head = graph.operators[graph.index["head.linear"]]
     degrees = tuple(2 if factor.name == "k" else 1 for factor in head.factors)
-    operators[head.name] = soap.OpConfig(degrees, (0, 1))
-    soap.save_strategy(path, soap.Strategy(operators), graph, topology)
+    strategy = strategy.with_operator(head.name, soap.OpConfig(degrees, (0, 1)))
+    soap.save_strategy(path, strategy, graph, topology)
     found = told(capsys, [*COMMAND, "--strategy", str(path)])
     assert found["computations"][str(path)] == {"measured": 1, "interpolated": 0, "calibrated": 0, "estimated": 0}
     assert str(path) in found["strategies"]

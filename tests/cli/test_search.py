@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from soap import api
 from soap.cli.search import main
 from soap.regions import whole
 from soap.simulator.lowering import build_plan
-from soap.strategy import Strategy, SyncConfig
+from soap.strategy import SyncConfig
 from tests.cli.refusals import assert_refused
 
 MODEL = "zoo:gpt:tiny"
@@ -158,7 +159,7 @@ def test_parameters_may_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[
     found, strategy = json.loads(capsys.readouterr().out), soap.load_strategy(out, model, CLUSTER)
     assert set(strategy.parameters.values()) == {SyncConfig("parameter_server", 2)}
     assert soap.simulate(model, CLUSTER, strategy).makespan_ns == found["predicted_ns"]
-    reduced = Strategy(strategy.operators)
+    reduced = replace(strategy, parameters={})
     assert found["predicted_ns"] < soap.simulate(model, CLUSTER, reduced).makespan_ns
     assert main(arguments[:-2]) == 0
     graph = soap.load(model, plan_only=True).graph
@@ -179,7 +180,7 @@ def test_other_synchronizations_are_refused(method: str, said: str, tmp_path: Pa
 
 
 def test_the_bound_is_of_what_is_allowed() -> None:
-    free, pinned = (soap.search(MODEL, CLUSTER, budget=5, pins=pins) for pins in ({}, {"*": "@0"}))
+    free, pinned = (soap.find(MODEL, CLUSTER, soap.SearchOptions(budget=5, pins=pins)) for pins in ({}, {"*": "@0"}))
     assert free.bound is not None and pinned.bound is not None
     assert free.bound.bound_ns <= free.time_ns and free.bound.bound_ns <= pinned.bound.bound_ns <= pinned.time_ns
     assert pinned.time_ns <= soap.simulate(MODEL, CLUSTER, "single_device").makespan_ns  # only parameters have a choice

@@ -85,7 +85,7 @@ def test_tiles_that_wait_for_nothing_come_right_before_their_first_readers() -> 
     graph = finish(g, g.linear(a, 2, bias=False, name="l1"), b)
     alone, topology = batch_split(graph, [0]), cluster([1, 1])
     for loss, names in ((0, ["of_a", "l1", "of_b", "loss"]), (1, ["of_b", "of_a", "l1", "loss"])):
-        chosen = Strategy({**alone.operators, "loss": OpConfig((1,), (loss,))})
+        chosen = alone.with_operator("loss", OpConfig((1,), (loss,)))
         program = compile_program(build_plan(graph, chosen, topology))
         assert [program.plan.operator(program.plan.tiles[tile]).name for tile in program.order.forward] == names
 

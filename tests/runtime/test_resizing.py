@@ -11,7 +11,7 @@ from soap.graph import FactorKind, OperatorGraph
 from soap.presets import local_topology
 from soap.regions import volume
 from soap.runtime.program import compile_program
-from soap.runtime.resizing import config_of, resized_plan, resized_program
+from soap.runtime.resizing import resized_plan, resized_program
 from soap.simulator.lowering import build_plan
 from soap.strategies import random_strategy
 from tests.graph_builder import mlp, transformer
@@ -35,7 +35,7 @@ def test_shards_stay_and_every_sample_is_computed_once(name: str, batch: int, rn
     assert kept == [(s.parameter, s.box, s.devices, s.trainable) for s in program.plan.shards]
     assert resized.plan.buckets == program.plan.buckets
     for position, op in enumerate(new.operators):
-        config = config_of(plan, position)
+        config = plan.strategy.operators[op.name]
         points = sum(tile.size for tile in resized.plan.tiles if tile.operator == position)
         whole = 1
         for factor in op.factors:

@@ -102,7 +102,7 @@ def test_afterwards_no_cut_is_better(seed: int) -> None:
     for radius in (len(graph.operators), 1):
         for ends in pairs_of(space):
             for changes in changes_at(space, find_cut(space, ends, radius)):
-                assert simulator.makespan_ns(Strategy({**engine.strategy.operators, **changes})) >= costs[-1]
+                assert simulator.makespan_ns(engine.strategy.with_changes(changes)) >= costs[-1]
 
 
 def test_what_a_search_compares_at_cuts_is_bounded() -> None:

@@ -38,7 +38,7 @@ def test_figures_are_the_simulator_s(seed: int) -> None:
         assert {strategy.operators[name] for name in line.operators} == {line.config}
         assert {USUAL.operators[name] for name in line.operators} == {line.usual}
         back = {name: line.usual for name in line.operators}
-        assert line.back_ns == SIMULATOR.makespan_ns(Strategy({**strategy.operators, **back}))
+        assert line.back_ns == SIMULATOR.makespan_ns(strategy.with_changes(back))
         for name in line.operators:
             assert line.back_alone_ns[name] == SIMULATOR.makespan_ns(strategy.with_operator(name, line.usual))
     path = Counter[Activity]()

@@ -113,7 +113,7 @@ def test_the_first_copy_may_do_more() -> None:
     topology = cluster([2, 2, 2])
     spread = data_parallel(graph, topology)
     for devices in ((0,), tuple(range(6))):
-        tail = OpConfig(spread.operators["tail"].degrees, devices, len(devices))
+        tail = spread.operators["tail"].placed(spread.operators["tail"].degrees, devices, len(devices))
         strategy = spread.with_operator("tail", tail)
         folding = fold(graph, topology, strategy)
         assert isinstance(folding, Folding) and folding.count == 6
@@ -151,9 +151,9 @@ def test_reasons_why_not() -> None:
     assert isinstance(fold(graph, topology, spread), Folding)
     assert _reason(graph, topology, spread.with_parameter(parameter, SyncConfig("parameter_server", 1))) == "parameters on servers"
     assert _reason(graph, cluster([2]), data_parallel(graph, cluster([2]))) == "at most 2 devices in use"
-    turned = spread.with_operator(name, OpConfig(spread.operators[name].degrees, (1, 0, 2, 3)))
+    turned = spread.with_operator(name, replace(spread.operators[name], devices=(1, 0, 2, 3)))
     assert _reason(graph, topology, turned) == "4 copies share devices"
-    whole = spread.with_operator(name, OpConfig((1,) * len(spread.operators[name].degrees), (0,)))
+    whole = spread.with_operator(name, spread.operators[name].placed((1,) * len(spread.operators[name].degrees), (0,)))
     assert _reason(graph, topology, whole) == "device 1 works outside of 4 equal copies"
     mixed = tuple(replace(device, type=CPU if device.index == 3 else GPU) for device in topology.devices)
     assert _reason(graph, replace(topology, devices=mixed), spread) == "4 copies on devices of different types"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,11 +32,10 @@ from soap.search.compiled.tables import grid_tables, group_tables, neighbour_tab
 from soap.search.space import Grid, Space, grid_of
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS
 from soap.simulator.compiled.handles import handle
-from soap.simulator.compiled.sync_codes import sync_of
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.memory_bound import NO_TABLES, MemoryBound
-from soap.strategy import OpConfig, Strategy
+from soap.strategy import Strategy
 from soap.topology import Topology
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {
@@ -95,6 +95,7 @@ class CompiledChain:
         self._space = space
         graph = space.space.graph
         self.engine = Engine(graph, space.topology, space.costs)
+        self.engine.choices = space.space.syncs
         devices = space.topology.device_count
         tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())
         self.engine.make_edit_room(tiles)
@@ -171,15 +172,15 @@ class CompiledChain:
 
     def _edited(self) -> Strategy:
         """What is proposed."""
-        E, strategy, graph = self.engine.edit, self.engine.strategy, self._space.space.graph
-        changed = dict(strategy.operators)
+        E, graph = self.engine.edit, self._space.space.graph
+        operators, parameters = {}, {}
         for i in range(int(E.count[OPERATORS])):
-            devices = tuple(E.dev[E.dev_ptr[i] : E.dev_ptr[i + 1]].tolist())
-            changed[graph.operators[E.operator[i]].name] = OpConfig(self.engine.degrees(int(E.variant[i])), devices, int(E.replicas[i]))
-        parameters = dict(strategy.parameters)
+            position, devices = int(E.operator[i]), E.dev[E.dev_ptr[i] : E.dev_ptr[i + 1]]
+            operators[graph.operators[position].name] = self.engine.config(position, E.variant[i], devices, E.replicas[i])
         for i in range(int(E.count[PARAMETERS])):
-            parameters[graph.parameters[E.parameter[i]].name] = sync_of(int(E.sync[i]))
-        return Strategy(changed, parameters)
+            name = graph.parameters[E.parameter[i]].name
+            parameters[name] = self.engine.sync(name, int(E.sync[i]))
+        return self.engine.strategy.with_changes(operators, parameters)
 
     @property
     def proposals(self) -> int:
@@ -217,10 +218,9 @@ class CompiledChain:
         """The strategy of least cost so far."""
         W, found = self.tables, {}
         for position, op in enumerate(self._space.space.graph.operators):
-            devices = tuple(W.best_dev[W.best_dev_ptr[position] : W.best_dev_ptr[position + 1]].tolist())
-            degrees = self.engine.degrees(int(W.best_variant[position]))
-            found[op.name] = OpConfig(degrees, devices, int(W.best_replicas[position]))
-        return Strategy(found, self.engine.syncs(W.best_sync))
+            devices = W.best_dev[W.best_dev_ptr[position] : W.best_dev_ptr[position + 1]]
+            found[op.name] = self.engine.config(position, W.best_variant[position], devices, W.best_replicas[position])
+        return replace(self.engine.strategy, operators=found, parameters=self.engine.syncs(W.best_sync))
 
     @property
     def moves(self) -> Mapping[str, Counts]:

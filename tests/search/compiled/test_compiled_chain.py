@@ -232,7 +232,7 @@ def test_synchronizations_follow_the_boltzmann_distribution() -> None:
     costs_ns, engine = {}, Engine(case.graph, case.topology, case.costs)
     names = [tensor.name for tensor in case.graph.parameters]
     for chosen in product(syncs, repeat=len(names)):
-        engine.load(Strategy(case.start.operators, dict(zip(names, chosen, strict=True))))
+        engine.load(case.start.with_changes(parameters=dict(zip(names, chosen, strict=True))))
         costs_ns[chosen] = engine.play()
     space = replace(case.space, syncs=dict.fromkeys(names, syncs))
     chain = CompiledChain(CompiledSpace(space, case.topology, case.costs), case.start, seed=1, proposals=12_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from soap.graph import OperatorGraph
 from soap.simulator.compiled.fragment import task_key
@@ -36,7 +37,7 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
         if draw.random() < share:
             servers = SyncConfig("parameter_server", draw.choice((1, 2, 7, 40)), draw.random() < 0.5)
             chosen[tensor.name] = SyncConfig("allgather") if tensor.name in graph.sparse and draw.random() < 0.5 else servers
-    return Strategy(strategy.operators, chosen)
+    return replace(strategy, parameters=chosen)
 
 
 def compiled_tasks(engine: Engine) -> dict[int, Played]:

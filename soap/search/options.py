@@ -1,0 +1,95 @@
+"""What a search is told, as one value: for ``soap.find`` and ``soap-search`` alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TypeAlias
+
+from soap.errors import ProfileError, StrategyError
+from soap.search.constraints import pairs_of
+from soap.search.metropolis import DEFAULT_BETA
+from soap.simulator.costs import COST_SOURCES, CostSource
+from soap.strategy import Strategy, SyncConfig
+
+DEFAULT_BUDGET = 10_000
+"""Proposals: seconds to a few minutes for the models of the zoo."""
+OPTIMIZER_STATES = 2
+"""Tensors of a parameter's size that the optimizer keeps for it; Adam's two, so that memory is not underestimated."""
+
+Constraints: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]]"
+"""Pattern of operator names -> what is said of these operators (``soap.search.constraints``); pairs where a pattern occurs twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """How to search. StrategyError or ProfileError in one line where a value cannot be.
+
+    ``budget``: proposals to evaluate on top of the starts. ``seed``: equal seeds give equal results. ``beta``: how strictly slower
+    strategies are refused on the way (``soap.search.metropolis``). ``starts``: names of strategies to begin with, by default all classical
+    ones; ``initial``: one more. ``patience``: the share of a chain's budget after which it ends if nothing has become better; None: never.
+    ``seconds``: proposals end after so much time. ``cores``: of this machine, by default all; the result does not depend on them.
+
+    ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
+    ``syncs=[SyncConfig("parameter_server", 4)]``: parameters may be synchronized by all-reduces or so; by default sparse ones in any way,
+    dense ones by all-reduces. ``uncut``: names of parameters that no device is to keep a part of, as optimizers need it whose update is
+    not elementwise; ``together``: those of which a device has all or none.
+
+    ``optimizer_states``: tensors of a parameter's size that the optimizer keeps; ``measured_updates``: whether ``soap-profile`` measures
+    the updates of such ones (SGD, Adam), else estimates count. ``costs``: ``auto`` or ``estimate`` (``soap.simulator.costs``).
+    ``margin``: how many times as fast as data parallelism a plan must be predicted to be, more than that, to be taken instead of it. 1:
+    whatever is predicted to be faster; None, as ``soap-search`` has it: what such predictions are known to err by.
+    """
+
+    budget: int = DEFAULT_BUDGET
+    seed: int = 0
+    beta: float = DEFAULT_BETA
+    starts: Sequence[str] | None = None
+    initial: Strategy | None = None
+    patience: float | None = None
+    seconds: float | None = None
+    cores: int | None = None
+    pins: Constraints = ()
+    forbidden: Constraints = ()
+    syncs: Sequence[SyncConfig] = ()
+    uncut: Collection[str] = ()
+    together: Collection[str] = ()
+    optimizer_states: int = OPTIMIZER_STATES
+    measured_updates: bool = True
+    costs: CostSource = "auto"
+    margin: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        check(self.budget, self.beta, self.patience, self.seconds)
+        if self.cores is not None and self.cores < 1:
+            raise StrategyError(f"cores {self.cores}: expected at least 1, or None for all of this machine")
+        if self.margin is not None and not 1 <= self.margin < inf:
+            raise StrategyError(f"margin {self.margin}: expected a factor of at least 1, or None for what predictions are known to err by")
+        if self.optimizer_states < 0:
+            raise StrategyError(f"optimizer_states {self.optimizer_states}: expected 0 or more tensors of a parameter's size")
+        check_costs(self.costs)
+        for name in ("pins", "forbidden"):
+            object.__setattr__(self, name, pairs_of(getattr(self, name)))
+        for name in ("syncs", "uncut", "together"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.starts is not None:
+            object.__setattr__(self, "starts", tuple(self.starts))
+
+
+def check(budget: int, beta: float, patience: float | None, seconds: float | None) -> None:
+    """Raise StrategyError in one line if a search cannot be told so."""
+    if budget < 1:
+        raise StrategyError(f"--budget {budget}: expected at least 1 proposal; a few hundred are a good beginning")
+    if not 0 < beta < inf:
+        raise StrategyError(f"--beta {beta}: expected a positive number; the default is {DEFAULT_BETA:g}")
+    if patience is not None and not 0 < patience <= 1:
+        raise StrategyError(f"patience {patience}: expected a share of the budget above 0 and up to 1, such as 0.5")
+    if seconds is not None and not 0 < seconds < inf:
+        raise StrategyError(f"--seconds {seconds}: expected a positive number of seconds")
+
+
+def check_costs(costs: CostSource) -> None:
+    """Raise ProfileError in one line if there are no such costs."""
+    if costs not in COST_SOURCES:
+        raise ProfileError(f"costs {costs!r}: expected one of {', '.join(COST_SOURCES)}")

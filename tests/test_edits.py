@@ -1,0 +1,403 @@
+"""A configuration that is edited keeps what the edit does not name: fields that do not exist yet come through all of the code.
+
+Each class gets a subclass with one more field, as if somebody had added it. Every operator, every parameter and the strategy itself carries
+its own name in it, so that a value that is lost is noticed, and one that comes from elsewhere, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from soap.graph import NEXT_STATE, OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.runner.config import RunnerConfig
+from soap.runner.planning import adapted
+from soap.runner.tuning import with_partitions
+from soap.runtime.resizing import resized_plan
+from soap.search import starts
+from soap.search.alignment import aligned_with
+from soap.search.chains import search
+from soap.search.compiled.memory import MOVES as COMPILED_MOVES
+from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.constraints import brought_inside, parse
+from soap.search.cuts import improve_by_cuts
+from soap.search.descent import CHANGES, adopt, propose_descent
+from soap.search.explanation import explain, explain_synchronization
+from soap.search.polish import best_neighbour, polish
+from soap.search.proposals import MOVES, Proposal, informed_candidates
+from soap.search.space import Space, build_space
+from soap.simulator.engine import Engine
+from soap.simulator.folding import Folding, fold
+from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.lowering import build_plan
+from soap.simulator.simulate import Simulator
+from soap.strategies import CLASSICAL, NAMED, data_parallel, random_strategy
+from soap.strategy import OpConfig, Strategy, SyncConfig, settled
+from soap.synchronization import in_one_partition
+from soap.topology import Topology
+from tests.graph_builder import GraphBuilder, mlp
+from tests.strategies import CPU, cluster
+
+WHOLE = "strategy"
+
+
+@dataclass(frozen=True, slots=True)
+class NewOpConfig(OpConfig):
+    mark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NewSyncConfig(SyncConfig):
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class NewStrategy(Strategy):
+    mark: str = ""
+
+
+def new_config(config: OpConfig, mark: str) -> NewOpConfig:
+    return NewOpConfig(config.degrees, config.devices, config.replicas, mark)
+
+
+def new_sync(sync: SyncConfig, mark: str) -> NewSyncConfig:
+    return NewSyncConfig(sync.method, sync.partitions, sync.local_aggregation, mark)
+
+
+def marked(graph: OperatorGraph, strategy: Strategy) -> NewStrategy:
+    operators = {name: new_config(config, name) for name, config in strategy.operators.items()}
+    return NewStrategy(operators, {tensor.name: new_sync(strategy.sync(tensor.name), tensor.name) for tensor in graph.parameters}, WHOLE)
+
+
+def is_marked(strategy: Strategy) -> bool:
+    """Whether everything carries its own name."""
+    found = {**strategy.operators, **strategy.parameters}
+    return getattr(strategy, "mark", None) == WHOLE and all(getattr(own, "mark", None) == name for name, own in found.items())
+
+
+def lookups() -> OperatorGraph:
+    """A sparse table, and equal layers behind it."""
+    g = GraphBuilder()
+    x = g.embedding(g.input("ids", 8, 1, dtype="int64"), 64, 16, weight=g.parameter("table", 64, 16))
+    for i in range(3):
+        x = g.linear(x, 16, name=f"layer.{i}")
+    return g.build(g.mean(x))
+
+
+GRAPH, FOUR = lookups(), cluster([2, 2], CPU)
+COSTS = RooflineCosts(FOUR)
+SIMULATOR = Simulator(GRAPH, FOUR, COSTS)
+SYNCS = (SyncConfig(), SyncConfig("allgather"), SyncConfig("parameter_server", 2), SyncConfig("parameter_server", 4, True))
+
+
+def space_of(device_count: int = 4, **options: Any) -> Space:
+    references = [make(GRAPH, FOUR) for make in CLASSICAL.values()] if device_count == 4 else []
+    syncs = {"table": tuple(new_sync(sync, "table") for sync in SYNCS)}
+    return build_space(GRAPH, device_count, references=references, syncs=syncs, **options)
+
+
+def start(seed: int) -> NewStrategy:
+    """Any strategy, sometimes with equal layers configured alike."""
+    draw = random.Random(seed)
+    made = random_strategy(GRAPH, FOUR, draw) if seed % 2 else draw.choice(list(NAMED.values()))(GRAPH, FOUR)
+    return marked(GRAPH, made.with_parameter("table", draw.choice(SYNCS)))
+
+
+def held(strategy: Strategy, simulator: Simulator = SIMULATOR) -> Engine:
+    engine = Engine(simulator.graph, simulator.topology, simulator.costs)
+    engine.load(strategy)
+    engine.simulate()
+    return engine
+
+
+def told(proposals: Iterator[Proposal | None]) -> int:
+    """How many proposals there are, all of which have lost nothing."""
+    found = [proposal.strategy for proposal in proposals if proposal is not None]
+    assert all(map(is_marked, found))
+    return len(found)
+
+
+def test_the_marks_are_lost_where_a_configuration_is_made_anew() -> None:
+    """The judge of this file can fail."""
+    strategy = start(0)
+    name, config = next(iter(strategy.operators.items()))
+    other = next(own for own in strategy.operators.values() if own is not config)
+    assert is_marked(strategy) and not is_marked(Strategy(strategy.operators, strategy.parameters))
+    assert not is_marked(strategy.with_operator(name, OpConfig(config.degrees, config.devices, config.replicas)))
+    assert not is_marked(strategy.with_operator(name, other)) and not is_marked(strategy.with_parameter("table", SyncConfig()))
+
+
+def test_edits_of_values() -> None:
+    strategy = start(0)
+    for name, config in strategy.operators.items():
+        whole = config.placed((1,) * len(config.degrees), (3,))
+        assert (whole.devices, getattr(whole, "mark", "")) == ((3,), name) and whole.placed_like(config) == config
+        assert is_marked(strategy.with_operator(name, whole)) and config.placed_like(config) is config
+    for made in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy), copy.copy(strategy)):
+        assert made == strategy and is_marked(made)
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_moves_of_the_chain(move: str) -> None:
+    space = space_of()
+    assert told(MOVES[move](random.Random(seed), space, start(seed)) for seed in range(80)) > 5
+
+
+def test_informed_candidates_are_the_operators_own() -> None:
+    """Else the density of the way back would never find its own configuration among them."""
+    space, strategy = space_of(), start(1)
+    for position, op in enumerate(GRAPH.operators):
+        found = informed_candidates(space, strategy, position)
+        assert found and {getattr(config, "mark", "") for config in found} == {op.name}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "synchronize"])
+def test_moves_of_the_descent(change: str) -> None:
+    space = space_of()
+    found = [propose_descent(random.Random(seed), space, start(seed)) for seed in range(200)]
+    assert told(proposal for proposal in found if proposal is not None and proposal.move == change) > 5
+
+
+def test_adopting_a_reference() -> None:
+    space = space_of()
+    assert told(adopt(space, start(seed), reference) for seed in range(4) for reference in space.references) > 5
+
+
+def test_alignment_with_a_neighbour() -> None:
+    strategy, space = start(1), space_of()
+    found = [
+        (edge.neighbour, config)
+        for position, edges in enumerate(space.edges)
+        for edge in edges
+        for config in aligned_with(GRAPH, strategy.operators[GRAPH.operators[edge.neighbour].name], position, edge)
+    ]
+    assert len(found) > 5 and all(getattr(config, "mark", "") == GRAPH.operators[source].name for source, config in found)
+
+
+def test_pins_and_what_is_forbidden() -> None:
+    moved = 0
+    for pins, forbidden in (([("layer.*", "sample:2@0-1")], []), ([], [("*", "@3"), ("layer.*", "reduction")])):
+        space = space_of(allowed=parse(GRAPH, 4, pins, forbidden))
+        for seed in range(10):
+            strategy = start(seed)
+            inside = brought_inside(space, strategy)
+            assert is_marked(inside)
+            moved += inside is not strategy
+    assert moved > 10
+
+
+def test_operators_without_a_choice_and_fewer_devices() -> None:
+    g = GraphBuilder()
+    x = g.linear(g.input("x", 8, 4), 4, name="first")
+    loss = g.mean(x)
+    g.state(g.elementwise(g.batch_mean(x), g.constant("held", 4)))
+    graph = g.build(loss)
+    usual = marked(graph, data_parallel(graph, FOUR))
+    wrong = usual.with_operator(NEXT_STATE, replace(usual.operators[NEXT_STATE], devices=(1,)))
+    assert settled(graph, wrong, 4) == settled(graph, usual, 4) == usual != wrong
+    assert build_plan(graph, usual, FOUR).strategy == usual and is_marked(usual)
+    space = build_space(graph, 4)
+    assert all(space.allows(position, usual.operators[op.name]) for position, op in enumerate(graph.operators))
+    assert is_marked(starts.narrowed(graph, FOUR, usual, 2))
+    assert starts.narrowed(graph, FOUR, usual, 2).operators["first"].devices == (0, 1)
+
+
+def test_polishing_and_cuts() -> None:
+    space, improved, cuts = space_of(), 0, 0
+    small = build_space(GRAPH, 4, allowed=parse(GRAPH, 4, [("*", "@0-1")], []))
+    for seed in range(3):
+        engine = held(start(seed))
+        found: list[Strategy] = []
+        improve_by_cuts(engine, small, lambda strategy: 0, lambda strategy, names, cost_ns, found=found: found.append(strategy))
+        cuts += len(found)
+        polish(engine, space, lambda strategy: 0, limit=400, accepted=lambda own, cost_ns, found=found: found.append(own.strategy))
+        assert all(map(is_marked, [*found, engine.strategy]))
+        improved += len(found)
+    assert improved > cuts > 0
+    neighbour = best_neighbour(IncrementalSimulator(SIMULATOR), space, start(1))
+    assert neighbour is not None and getattr(neighbour.config, "mark", "") == neighbour.name
+
+
+def test_what_the_engine_is_told_comes_back() -> None:
+    strategy = start(0)
+    engine = held(strategy)
+    assert engine.strategy == strategy
+    name = "layer.1"
+    moved = strategy.operators[name].placed((1,) * len(strategy.operators[name].degrees), (2,))
+    served = new_sync(SYNCS[3], "table")
+    engine.propose_changes({name: moved}, {"table": served})
+    engine.accept()
+    assert engine.strategy == strategy.with_changes({name: moved}, {"table": served}) and is_marked(engine.strategy)
+    spaces = zip(GRAPH.operators, space_of().operators, strict=True)
+    choices = {op.name: [config for config in own.structured() if config.replicas == 1] for op, own in spaces}
+    whole = held(marked(GRAPH, CLASSICAL["single_device"](GRAPH, FOUR)))
+    before = whole.strategy
+    whole.walk(choices, 200, 1e-9, 1)
+    assert whole.strategy != before and is_marked(whole.strategy)
+
+
+@pytest.mark.parametrize("move", COMPILED_MOVES)
+def test_compiled_chains(move: str) -> None:
+    usual = data_parallel(GRAPH, FOUR)
+    strategy = marked(GRAPH, starts.narrowed(GRAPH, FOUR, usual, 2) if move in ("place", "swap") else usual)  # else they have no effect
+    chain = CompiledChain(CompiledSpace(space_of(), FOUR, COSTS), strategy, seed=3, proposals=80)
+    chain.weights = {own: float(own == move) for own in COMPILED_MOVES}
+    found = []
+    for proposals in range(8, 81, 8):
+        chain.run(proposals, beta=1e-3, focus=0.0)
+        found += [chain.strategy, chain.best]
+    assert any(own != strategy for own in found) and all(map(is_marked, found))
+    assert all(own.parameters.keys() == strategy.parameters.keys() for own in found)  # those that are all-reduced, too
+
+
+def test_a_compiled_chain_asks_with_everything() -> None:
+    """Devices with so little memory that a bound does not say whether a strategy fits: then somebody is asked, with the whole of it."""
+    small = replace(CPU, memory_bytes=20_000)
+    topology = cluster([2, 2], small)
+    strategy = marked(GRAPH, data_parallel(GRAPH, topology))
+    chain = CompiledChain(CompiledSpace(space_of(), topology, COSTS), strategy, seed=3, proposals=300)
+    asked: list[Strategy] = []
+
+    def fits(proposed: Strategy) -> bool:
+        asked.append(proposed)
+        return len(asked) % 2 == 0
+
+    chain.run(300, beta=1.0, focus=0.0, fits=fits)
+    assert len(asked) > 3 and all(map(is_marked, asked)) and is_marked(chain.strategy)
+
+
+def test_a_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts, descent, tempered chains or the one in Python, and polishing."""
+
+    def marking(make: Callable[[OperatorGraph, Topology], Strategy]) -> Callable[[OperatorGraph, Topology], Strategy]:
+        return lambda graph, topology: marked(graph, make(graph, topology))
+
+    for name in ("CLASSICAL", "NAMED", "SYNCHRONIZED"):
+        monkeypatch.setattr(starts, name, {own: marking(make) for own, make in getattr(starts, name).items()})
+    for evaluator in (IncrementalSimulator(SIMULATOR), SIMULATOR):
+        found = search(GRAPH, FOUR, evaluator, budget=150, seed=1, syncs=[SyncConfig()], pins=[("layer.0", "sample:2")])
+        assert is_marked(found.strategy) and all(is_marked(own.strategy) for own in found.starts)
+        assert found.cost_ns < min(own.cost_ns for own in found.starts)
+
+
+def test_folding() -> None:
+    graph, topology = mlp(batch=8), cluster([1, 1, 1, 1])
+    folding = fold(graph, topology, marked(graph, data_parallel(graph, topology)))
+    assert isinstance(folding, Folding) and folding.count == 4
+    assert is_marked(folding.copies.strategy) and is_marked(folding.plan.strategy)
+    assert {len(config.devices) for config in folding.copies.strategy.operators.values()} == {2}
+
+
+@pytest.mark.parametrize("name", CLASSICAL)
+def test_batches_of_another_size(name: str) -> None:
+    before = marked(mlp(batch=8), CLASSICAL[name](mlp(batch=8), FOUR))
+    plan = resized_plan(build_plan(mlp(batch=8), before, FOUR), mlp(batch=6), FOUR)
+    assert is_marked(plan.strategy) and plan.strategy == before
+    assert is_marked(resized_plan(plan, mlp(batch=3), FOUR).strategy)
+
+
+def test_partitions() -> None:
+    served = marked(GRAPH, NAMED["parameter_server"](GRAPH, FOUR))
+    tuned = with_partitions(served, ["table"], 7)
+    assert tuned.sync("table").partitions == 7 and is_marked(tuned)
+    assert is_marked(in_one_partition(tuned, ["table"])) and in_one_partition(tuned, ["table"]).sync("table").partitions == 1
+    assert is_marked(adapted(tuned, RunnerConfig(optimizer=lambda tensors: None, partitions=3, search_partitions=False)))  # type: ignore[arg-type, return-value]
+
+
+def test_explanations() -> None:
+    class Noting(IncrementalSimulator):
+        asked: list[Strategy] = []  # noqa: RUF012 - one instance
+
+        def makespan_ns(self, strategy: Strategy) -> int:
+            self.asked.append(strategy)
+            return super().makespan_ns(strategy)
+
+    strategy, usual, noting = start(1), data_parallel(GRAPH, FOUR), Noting(SIMULATOR)
+    explain(GRAPH, SIMULATOR.run(strategy), SIMULATOR.run(usual), (strategy, usual), noting)
+    assert len(noting.asked) > 3 and all(map(is_marked, noting.asked))
+    noting.asked.clear()
+    explain_synchronization(strategy, noting)
+    reduced = {name: asked for asked in noting.asked for name, sync in asked.parameters.items() if sync == SyncConfig()}
+    assert reduced.keys() == strategy.parameters.keys() and len(noting.asked) == len(reduced)
+    assert all(is_marked(asked.with_parameter(name, strategy.sync(name))) for name, asked in reduced.items())
+
+
+ROOT = Path(__file__).parent.parent
+CLASSES = {"OpConfig": OpConfig, "SyncConfig": SyncConfig, "Strategy": Strategy}
+MADE_ANEW = {
+    "cli.explanation", "cli.options", "cli.report", "cli.wanted",  # read from a document, an option or a table
+    "grids", "strategies", "strategy", "synchronization", "strategy_json",
+    "runtime.look_ups", "runtime.neighbours", "runtime.step_chains", "runtime.tail", "runtime.tile_operands", "runtime.upkeep_timing",
+    "search.compiled.estimates", "search.dynamic", "search.exhaustive", "search.space",
+    "simulator.compiled.sync_codes", "tracing.footprints",
+}  # fmt: skip
+"""Modules that make configurations from nothing: classical strategies, files, the space, and single tiles to measure or to ask about."""
+
+
+def made_in(tree: ast.AST) -> Iterator[tuple[str, ast.AST, int]]:
+    """Class, innermost function (or statement of the module) and line of each call that makes a configuration of given values."""
+
+    def visit(node: ast.AST, scope: ast.AST) -> Iterator[tuple[str, ast.AST, int]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Call) and (child.args or child.keywords):
+                called = child.func.attr if isinstance(child.func, ast.Attribute) else getattr(child.func, "id", "")
+                if called in CLASSES:
+                    yield called, scope, child.lineno
+            inner = node is tree or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+            yield from visit(child, child if inner else scope)
+
+    return visit(tree, tree)
+
+
+def taken(name: str, scope: ast.AST) -> list[str]:
+    """What the function reads that looks like a field of another configuration of the class."""
+    wanted = {field.name for field in fields(CLASSES[name])}
+    read = [node for node in ast.walk(scope) if isinstance(node, ast.Attribute) and node.attr in wanted]
+    return [ast.unparse(node) for node in read if not ast.unparse(node.value).endswith(("graph", "topology", "space"))]
+
+
+def sources() -> Mapping[str, ast.AST]:
+    paths = sorted((ROOT / "soap").rglob("*.py"))
+    return {".".join(path.relative_to(ROOT / "soap").with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def test_configurations_are_made_anew_in_few_modules_only() -> None:
+    """Elsewhere they are edited: by ``replace``, ``placed``, ``placed_like`` and ``with_changes``, which keep what they do not name."""
+    trees = sources()
+    assert {module for module, tree in trees.items() if list(made_in(tree))} == MADE_ANEW
+    copied = [
+        (module, line, name, read)
+        for module, tree in trees.items()
+        for name, scope, line in made_in(tree)
+        if (read := taken(name, scope))
+    ]
+    assert copied == []
+    renamed = [
+        (module, alias.name)
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in CLASSES and alias.asname not in (None, alias.name)
+    ]
+    assert renamed == []
+
+
+@pytest.mark.parametrize("edit", [
+    "def f(config, devices):\n    return OpConfig(config.degrees, devices, config.replicas)",
+    "def f(strategy, name, config):\n    return soap.strategy.Strategy({**strategy.operators, name: config}, strategy.parameters)",
+    "def f(config):\n    degrees = config.degrees\n    return OpConfig(degrees=degrees, devices=(0,))",
+    "def f(sync):\n    return SyncConfig(sync.method, 2)",
+])  # fmt: skip
+def test_the_search_for_copies_finds_some(edit: str) -> None:
+    ((name, scope, line),) = made_in(ast.parse(edit))
+    assert taken(name, scope) and line > 1
