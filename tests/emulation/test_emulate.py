@@ -23,7 +23,7 @@ from soap.emulation import leftovers, network, quota
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
 from soap.emulation.names import NAMESPACES, group_name, host_address
-from soap.emulation.network import HEADER_BYTES
+from soap.emulation.network import HEADER_BYTES, MTU_BYTES
 from soap.emulation.placement import Placement, card_counters, run_evenly, working_as_rank
 from soap.emulation.quota import CpuGroups
 from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
@@ -35,6 +35,8 @@ from tests.emulation.test_hosts import boxes
 ROOT = Path(__file__).parents[2]
 PAIR = host_limits(preset("emulated:2x1@80Mbit/s"), 1.0, 2)
 SLOW_PAIR = host_limits(preset("emulated:2x1@80Mbit/s"), 0.25, 2)
+SEGMENT_BYTES = MTU_BYTES - 52
+"""What one segment of TCP carries."""
 PAYLOAD_BYTES = 1_000_000
 PATIENCE_S = 10.0
 YARDSTICK_NS = 20_000.0
@@ -240,7 +242,9 @@ def test_ranks_are_on_their_hosts_and_cards_count(groups: CpuGroups) -> None:
     assert (size, peer, interface) == (PAYLOAD_BYTES, str(host_address(emulation.number, 0)), "eth0")
     for counted, frames in ((sent_0, frames_sent_0), (received_1, frames_received_1)):
         assert PAYLOAD_BYTES < counted < 1.03 * PAYLOAD_BYTES
-        assert abs(counted - HEADER_BYTES * frames - PAYLOAD_BYTES) < 500  # those that find addresses are shorter
+        more = counted - HEADER_BYTES * frames - PAYLOAD_BYTES
+        again = round(more / SEGMENT_BYTES)  # on a busy machine an acknowledgement may be late
+        assert again in (0, 1, 2) and abs(more - again * SEGMENT_BYTES) < 500  # frames that find addresses are shorter
     for counted, frames in ((received_0, frames_received_0), (sent_1, frames_sent_1)):
         assert 0 < counted < 0.03 * PAYLOAD_BYTES
         assert abs(counted - HEADER_BYTES * frames) < 500
