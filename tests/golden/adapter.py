@@ -288,8 +288,14 @@ def plan_digest(strategy: Strategy, graph: OperatorGraph, topology: Topology) ->
     return digest(sorted(plan_lines(build_plan(graph, strategy, topology))))
 
 
+SEARCH_COLUMNS = ("cost_ns", "strategy", "evaluations", "way")
+"""Of what a search found. ``way``: a digest of what each start and proposal cost, what a proposal changed, and whether it was accepted."""
+
+
 def searched(graph: OperatorGraph, topology: Topology, optimizer_states: int, budget: int, seed: int) -> list[int | str]:
-    """Cost of the strategy found in ns, its hash, and how many strategies were evaluated."""
+    """A value for each of ``SEARCH_COLUMNS``."""
     outcome = soap.search(graph, topology, budget=budget, seed=seed, optimizer_states=optimizer_states, costs="estimate", cores=1)
     found = outcome.result
-    return [found.cost_ns, hash_of(found.strategy, graph), found.evaluations]
+    starts = [f"{start.cost_ns} {start.fits}" for start in found.starts]
+    way = [f"{row.operator} {row.operators} {row.cost_ns} {row.accepted}" for row in found.rows]
+    return [found.cost_ns, hash_of(found.strategy, graph), found.evaluations, digest(starts + way)]

@@ -66,7 +66,7 @@ def searches() -> Record:
     for model, name, count in SEARCHED:
         own = golden_cluster(name, count)
         result = adapter.searched(adapter.graph_of(model), own.topology, own.optimizer_states, BUDGET, seed=1)
-        found[f"{model} {name} {count}"] = {"ports": own.ports, "found": result}
+        found[f"{model} {name} {count}"] = {"ports": own.ports, **dict(zip(adapter.SEARCH_COLUMNS, result, strict=True))}
     return found
 
 
