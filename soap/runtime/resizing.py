@@ -36,16 +36,31 @@ def resized_program(program: Program, graph: OperatorGraph, topology: Topology) 
 
 
 def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
-    """See the module's docstring."""
-    before = {op.name: (op, plan.strategy.operators[op.name]) for op in plan.graph.operators}
+    """See the module's docstring. Of the old plan all stays that does not follow from the size of the batch: who keeps which shard, and how
+    each parameter is synchronized. Raises RuntimeFailure as ``resized_program``."""
+    places = [plan.graph.index[_namesake(op, plan.graph.operators)] for op in graph.operators]
     configs = {}
-    for op in graph.operators:
-        old, config = before[_namesake(op, plan.graph.operators)]
-        configs[op.name] = _carried_over(old, config, op)
-    built = PlanBuilder(graph, topology).build(replace(plan.strategy, operators=configs), empty_tiles=True)
+    for op, place in zip(graph.operators, places, strict=True):
+        old = plan.graph.operators[place]
+        configs[op.name] = _carried_over(old, plan.strategy.operators[old.name], op)
+    strategy = replace(plan.strategy, operators=configs)
+    built = PlanBuilder(graph, topology).build(strategy, empty_tiles=True)
     shards = _with_uses(plan, built)
-    served = tuple(replace(own, uses=shards[own.shards[0]].uses) for own in plan.served)
-    return replace(built, shards=shards, buckets=plan.buckets, gathered=plan.gathered, served=served)
+    return replace(
+        plan,
+        graph=graph,
+        strategy=strategy,
+        tiles=built.tiles,
+        first_tile=built.first_tile,
+        holdings=built.holdings,
+        fetches=built.fetches,
+        messages=built.messages,
+        exchanges=built.exchanges,
+        reductions=built.reductions,
+        shards=shards,
+        served=tuple(replace(own, uses=shards[own.shards[0]].uses) for own in plan.served),
+        on_rows=frozenset(position for position, place in enumerate(places) if place in plan.on_rows),
+    )
 
 
 def _namesake(op: Operator, others: Sequence[Operator]) -> str:

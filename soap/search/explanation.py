@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from soap.graph import OperatorGraph
 from soap.search.groups import repeated_groups
 from soap.search.metropolis import Evaluator
-from soap.simulator.attribution import Activity, Shares, activity, slack_ns, task_shares
+from soap.simulator.attribution import Activity, Shares, activity, task_shares
 from soap.simulator.simulate import Simulation
+from soap.simulator.slack import slack_ns
 from soap.simulator.timeline import critical_path, path_parts_ns, resource_names
 from soap.strategy import OpConfig, Strategy, SyncConfig
 

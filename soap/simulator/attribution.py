@@ -1,4 +1,4 @@
-"""Which operators a task belongs to, and how much later it could end: what an explanation of a schedule is made of.
+"""Which operators a task belongs to: what an explanation of a schedule is made of, beside ``slack``.
 
 A tile's passes belong to its operator. What brings an operator's inputs (and takes their gradients back) and sums its partial results
 belongs to it too. What keeps parameters in step (sums of gradients, servers, updates) belongs to the operators that use them, by bytes.
@@ -12,7 +12,7 @@ from enum import StrEnum
 from soap.simulator.buckets import idle_shards, shard_bytes
 from soap.simulator.plan import ASK_NAME, Plan, sync_name
 from soap.simulator.task_list import BACKWARD, FORWARD, UPDATE
-from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
+from soap.simulator.tasks import Task, TaskGraph, TaskKind
 
 Shares = Mapping[int, float]
 """Operator's position -> its part of a task; all parts together are 1, or there are none."""
@@ -61,25 +61,6 @@ def task_shares(tasks: TaskGraph) -> list[Shares]:
             parameter = plan.graph.parameters[task.id[1]].name
             found.append(_by_bytes(plan, [i for i, shard in enumerate(plan.shards) if shard.parameter == parameter]))
     return found
-
-
-def slack_ns(tasks: TaskGraph, schedule: Schedule) -> list[int]:
-    """For each task, how much later it could end without the iteration taking longer, every device and link keeping its order."""
-    starts, ends = schedule.start_ns.tolist(), schedule.end_ns.tolist()
-    order = sorted(range(len(tasks.tasks)), key=lambda i: (starts[i], ends[i], i))
-    latest_ns = [schedule.makespan_ns] * len(tasks.tasks)
-    following: dict[int, int] = {}
-    for position in reversed(order):  # what has to come later has been seen
-        task = tasks.tasks[position]
-        for resource in task.resources:
-            after = following.get(resource)
-            if after is not None:
-                latest_start_ns = latest_ns[after] - (ends[after] - starts[after])
-                latest_ns[position] = min(latest_ns[position], latest_start_ns + task.latency_ns)
-            following[resource] = position
-        for predecessor in task.predecessors:
-            latest_ns[predecessor] = min(latest_ns[predecessor], latest_ns[position] - (ends[position] - starts[position]))
-    return [latest - end for latest, end in zip(latest_ns, ends, strict=True)]
 
 
 def _by_bytes(plan: Plan, shards: Iterable[int]) -> Shares:

@@ -38,6 +38,7 @@ from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
 from soap.simulator.costs import CostModel
 from soap.simulator.servers import core_names
+from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy import OpConfig, Strategy, SyncConfig, check_config
 from soap.topology import Topology
 
@@ -47,9 +48,9 @@ Handles = tuple[GraphTables, VariantTables, ClusterTables, Groups, ShardTables, 
 
 
 class PlayedTask(NamedTuple):
-    """A task, as it was played. ``key``: its id as one number (``compiled.fragment.task_key``)."""
+    """A task, as it was played. ``key``: its id as two numbers (``compiled.fragment.task_key``)."""
 
-    key: int
+    key: tuple[int, int]
     duration_ns: int
     resources: tuple[int, ...]
     start_ns: int
@@ -58,7 +59,7 @@ class PlayedTask(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """All tasks of a simulation in the order in which they were taken, as arrays. ``key``: as in ``PlayedTask``."""
+    """All tasks of a simulation in the order in which they were taken, as arrays. ``key``: [task, 2], as in ``PlayedTask``."""
 
     key: Longs
     duration_ns: Longs
@@ -339,7 +340,9 @@ class Engine:
 
     def _timeline(self, trial: Trial) -> Timeline:
         taken = trial.order[: trial.size[TAKEN]]
-        return Timeline(self.state.key[taken], self.state.duration[taken], trial.start[taken], trial.end[taken], self.state.moved[taken])
+        C = self.state
+        key = np.stack([C.key[taken], C.subkey[taken]], axis=1)
+        return Timeline(key, C.duration[taken], trial.start[taken], trial.end[taken], C.moved[taken])
 
     def tasks(self) -> Iterator[PlayedTask]:
         """All tasks of the last simulation, in the order in which they were taken."""
@@ -348,7 +351,7 @@ class Engine:
             first, count = int(C.resource[slot]), int(C.resource_n[slot])
             pool, at = (self._groups.tables.static, first) if first >= 0 else (C.arena, -1 - first)
             resources = tuple(pool[at : at + count].tolist())
-            key, duration, moved = int(C.key[slot]), int(C.duration[slot]), int(C.moved[slot])
+            key, duration, moved = (int(C.key[slot]), int(C.subkey[slot])), int(C.duration[slot]), int(C.moved[slot])
             yield PlayedTask(key, duration, resources, int(T.start[slot]), int(T.end[slot]), moved)
 
     def _lower_all(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
@@ -391,6 +394,8 @@ class Engine:
                     raise
                 self._find_missing()
             except ValueError as error:
+                if str(error) == UNNUMBERED:
+                    raise unnumbered() from None
                 if str(error) != UNCOVERED:
                     raise
                 raise ModelError(

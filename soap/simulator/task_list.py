@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from soap.simulator.collectives import Flow, busiest_messages, flow_links
 from soap.simulator.communication import Communication
 from soap.simulator.flows import Round
+from soap.simulator.task_ids import check_id
 from soap.simulator.tasks import Task, TaskKind
 
 FORWARD, BACKWARD, SYNC, UPDATE = range(4)
@@ -39,7 +40,9 @@ class TaskList:
         handling_ns: int = 0,
         yields: bool = False,
     ) -> int:
-        """One more task; its position. What ``yields`` does so where links have ports: they are many connections then, not one queue."""
+        """One more task; its position. What ``yields`` does so where links have ports: they are many connections then, not one queue.
+        ModelError if its id cannot be told from others'."""
+        check_id(place)
         predecessors = tuple(sorted(set(after)))
         times = (launch_ns, latency_ns, handling_ns)
         yields = yields and self._has_ports

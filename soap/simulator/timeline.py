@@ -151,12 +151,13 @@ def critical_path(tasks: TaskGraph, schedule: Schedule) -> list[int]:
     """Positions of the tasks that decide the makespan, first to last: each starts when the one before it ends, or sets a link free.
 
     A task waits for its predecessors or for a device or link that another task holds. Among several reasons that end at the same
-    time, a predecessor is taken before a resource, then the lowest position.
+    time, a predecessor is taken before a resource, then the lowest position. A task that waits for what its device does beside tasks
+    (for a port, to launch it), or for what has passed on a link that it yields, follows its latest predecessor.
     """
     if not tasks.tasks:
         return []
     ends, starts = schedule.end_ns.tolist(), schedule.start_ns.tolist()
-    holders = _holders_by_release(tasks, starts)
+    holders = _holders_by_release(tasks, ends)
     position: int | None = ends.index(max(ends))
     path: list[int] = []
     while position is not None:
@@ -176,9 +177,12 @@ def critical_path_ns(tasks: TaskGraph, schedule: Schedule) -> dict[TaskKind, int
 
 
 def path_parts_ns(schedule: Schedule, path: Sequence[int]) -> list[int]:
-    """For how long each task of a critical path is what the iteration waits for: until it ends, or the next one begins."""
-    starts, ends = schedule.start_ns[list(path)].tolist(), schedule.end_ns[list(path)].tolist()
-    return [min(end, following) - start for start, end, following in zip(starts, ends, [*starts[1:], schedule.makespan_ns], strict=True)]
+    """For how long each task of a critical path is what the iteration waits for: until the next one begins. Together that is the makespan:
+    what else a device does in between for communication over its ports, or to launch the next task, counts with the task before."""
+    if not path:
+        return []
+    begins = [0, *schedule.start_ns[list(path[1:])].tolist()]
+    return [following - begin for begin, following in zip(begins, [*begins[1:], schedule.makespan_ns], strict=True)]
 
 
 def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:
@@ -252,12 +256,12 @@ def task_links(communication: Communication, task: Task, groups: Mapping[str, tu
     yield from allreduce.link_bytes(topology, algorithm, devices, reduced_bytes).items()
 
 
-def _holders_by_release(tasks: TaskGraph, starts: Sequence[int]) -> dict[tuple[int, int], int]:
+def _holders_by_release(tasks: TaskGraph, ends: Sequence[int]) -> dict[tuple[int, int], int]:
     """(resource, time) -> the lowest task that then sets the resource free."""
     holders: dict[tuple[int, int], int] = {}
     for position, task in enumerate(tasks.tasks):
         for resource in task.resources:
-            holders.setdefault((resource, starts[position] + task.held_ns), position)
+            holders.setdefault((resource, ends[position] - task.latency_ns), position)
     return holders
 
 
@@ -271,7 +275,7 @@ def _reason(task: Task, start_ns: int, ends: Sequence[int], holders: Mapping[tup
     found = [holders[resource, start_ns] for resource in task.resources if (resource, start_ns) in holders]
     if found or not task.predecessors:
         return min(found, default=None)
-    return max(task.predecessors, key=lambda predecessor: (ends[predecessor], -predecessor))  # the device was busy with a communication
+    return max(task.predecessors, key=lambda predecessor: (ends[predecessor], -predecessor))  # something else than a task
 
 
 def _process_events(process_name: str, threads: Mapping[int, str]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,13 +9,18 @@ from hypothesis import strategies as st
 from soap.errors import RuntimeFailure
 from soap.graph import FactorKind, OperatorGraph
 from soap.presets import local_topology
+from soap.profiles.roofline import RooflineCosts
 from soap.regions import volume
 from soap.runtime.program import compile_program
 from soap.runtime.resizing import resized_plan, resized_program
-from soap.simulator.lowering import build_plan
-from soap.strategies import random_strategy
-from tests.graph_builder import mlp, transformer
+from soap.simulator.lowering import build_plan, lower
+from soap.simulator.plan import Plan
+from soap.strategies import CLASSICAL, random_strategy
+from soap.strategy import Strategy, SyncConfig
+from soap.topology import Topology
+from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.runtime.plans import plan_of, split
+from tests.strategies import cases
 
 FOUR = local_topology(4)
 
@@ -47,6 +52,40 @@ def test_shards_stay_and_every_sample_is_computed_once(name: str, batch: int, rn
                 for place, box in enumerate(tile.parameters):
                     held = [s for s in resized.plan.shards if (number, place) in s.uses and tile.device in s.devices]
                     assert sum(volume(s.box) for s in held) == volume(box)
+
+
+@given(cases(max_moves=4, servers=True))
+@settings(max_examples=60, deadline=None)
+def test_at_the_same_size_it_is_the_same_plan(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    """With all that it says of synchronization."""
+    same, topology, strategy = case
+    plan = build_plan(same, strategy, topology)
+    resized = resized_plan(plan, same, topology)
+    assert {f.name for f in fields(Plan) if getattr(resized, f.name) != getattr(plan, f.name)} == set()
+
+
+@pytest.mark.parametrize("sync", [SyncConfig("allgather"), SyncConfig("parameter_server", 2), SyncConfig("parameter_server", 2, True)])
+def test_synchronizations_stay_at_another_size(sync: SyncConfig) -> None:
+    """It is the plan of the strategy itself at that size, where shards are the same."""
+    (old, new), devices = (looking_up(8), looking_up(4)), local_topology(2)
+    strategy = CLASSICAL["data_parallel"](old, devices)
+    for name in old.sparse:
+        strategy = strategy.with_parameter(name, sync)
+    resized = resized_plan(build_plan(old, strategy, devices), new, devices)
+    whole = build_plan(new, strategy, devices)
+    assert whole.on_rows and (whole.served or whole.gathered)
+    assert {f.name for f in fields(Plan) if getattr(resized, f.name) != getattr(whole, f.name)} == set()
+    assert durations(resized, devices) == durations(whole, devices)
+
+
+def looking_up(batch: int) -> OperatorGraph:
+    g = GraphBuilder("looking up")
+    x = g.embedding(g.input("ids", batch, 3, dtype="int64"), 40, 6)
+    return g.build(g.mean(g.linear(x, 4)), 0.5)
+
+
+def durations(plan: Plan, topology: Topology) -> dict[str, int]:
+    return {task.name: task.duration_ns for task in lower(plan, topology, RooflineCosts(topology)).tasks}
 
 
 def test_degrees_and_devices_stay() -> None:

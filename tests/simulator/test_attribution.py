@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.simulator.attribution import Activity, activity, slack_ns, task_shares
+from soap.simulator.attribution import Activity, activity, task_shares
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
@@ -55,29 +55,3 @@ def test_a_bucket_is_divided_by_bytes() -> None:
     sizes = {graph.index[name]: n for name, n in (("fc0", 16 * 32 + 32), ("fc1", 32 * 16 + 16), ("head", 16 * 4 + 4))}
     assert len(found) == 1
     assert found[0] == pytest.approx({i: n / sum(sizes.values()) for i, n in sizes.items()})
-
-
-def makespan_ns(tasks: TaskGraph, schedule: Schedule, longer: int, by_ns: int) -> int:
-    """The iteration's time if one task took longer and every device and link kept its order."""
-    order = sorted(range(len(tasks.tasks)), key=lambda i: (int(schedule.start_ns[i]), int(schedule.end_ns[i]), i))
-    free: dict[int, int] = {}
-    ends: dict[int, int] = {}
-    for i in order:
-        task = tasks.tasks[i]
-        start = max([0, *(ends[p] for p in task.predecessors), *(free.get(r, 0) for r in task.resources)])
-        start = max(start, int(schedule.start_ns[i]))  # nothing begins earlier than it did
-        ends[i] = start + task.duration_ns + (by_ns if i == longer else 0)
-        for resource in task.resources:
-            free[resource] = ends[i] - task.latency_ns
-    return max(ends.values())
-
-
-@given(st.sampled_from([0, 1]), st.integers(0, 99), st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
-def test_slack_is_how_much_longer_a_task_may_take(number: int, seed: int, pick: int) -> None:
-    tasks, schedule = played(number, seed)
-    slack = slack_ns(tasks, schedule)
-    assert min(slack) == 0
-    task = pick % len(tasks.tasks)
-    assert makespan_ns(tasks, schedule, task, slack[task]) == schedule.makespan_ns
-    assert makespan_ns(tasks, schedule, task, slack[task] + 1) == schedule.makespan_ns + 1

@@ -7,8 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from soap.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
 from soap.simulator import timeline
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
@@ -16,7 +18,7 @@ from soap.simulator.residency import memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph
 from soap.strategy import Strategy
 from soap.topology import Topology
-from tests.simulator.examples import UNIT_NS, PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
+from tests.simulator.examples import UNIT_NS, LaunchedCosts, PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 from tests.strategies import cases
 
 TWO = pairwise_cluster(1, 1)
@@ -198,6 +200,18 @@ def test_bytes_of_an_all_reduce_are_those_of_its_ring() -> None:
     assert {link: carried[link] for link in ("d0->d1", "d1->d2", "d2->d0")} == dict.fromkeys(("d0->d1", "d1->d2", "d2->d0"), 32 + 6)
     assert carried["d1->d0"] == 0
     assert timeline.bytes_moved(tasks) == 96 + 16
+
+
+@given(cases(max_moves=4, servers=True, ports=True), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_parts_of_the_critical_path_add_up_where_links_are_shared(case: tuple[OperatorGraph, Topology, Strategy], launched: bool) -> None:
+    graph, topology, chosen = case
+    costs = (LaunchedCosts if launched else RooflineCosts)(topology)
+    tasks = lower(build_plan(graph, chosen, topology), topology, costs)
+    schedule = simulate(tasks)
+    path = timeline.critical_path(tasks, schedule)
+    parts = timeline.path_parts_ns(schedule, path)
+    assert min(parts) >= 0 and sum(parts) == schedule.makespan_ns == sum(timeline.critical_path_ns(tasks, schedule).values())
 
 
 @given(cases(max_moves=4))

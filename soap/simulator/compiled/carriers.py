@@ -14,6 +14,9 @@ from soap.simulator.compiled.variants import GRIDS, VariantTables
 MESSAGE, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(4)
 """Patterns of carriers."""
 
+DTYPES = 1 << 6
+"""More than torch has."""
+
 
 @compiled
 def carry(G: GraphTables, V: VariantTables, C: State, S: Scratch, op: int) -> None:
@@ -251,7 +254,7 @@ def _messages(G, C, S, op):  # type: ignore[no-untyped-def]
         red = S.h_red[hold]
         ready = 2 * S.h_tile[hold] if red < 0 else 2 * (S.r_rep[red] * (1 << 24) + S.r_group[red]) + 1
         key = (ready * len(C.busy) + S.h_dev[hold]) * len(C.busy) + S.f_dev[fetch]
-        key = key * 16 + G.output_dtype[G.output_ptr[op] + S.f_out[fetch]]
+        key = key * DTYPES + G.output_dtype[G.output_ptr[op] + S.f_out[fetch]]
         place = hash_place(key, mask)
         while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != key:
             place = (place + 1) & mask

@@ -76,14 +76,22 @@ def make_trial(slots: int, resources: int, devices: int) -> Trial:
 
 
 @compiled
-def push(heap_ready, heap_key, heap_slot, size, ready, key, slot):  # type: ignore[no-untyped-def]
+def _is_before(heap_ready, heap_key, heap_slot, i, ready, key, slot, subkey):  # type: ignore[no-untyped-def]
+    """Whether entry ``i`` of a heap is taken before a slot, by when they are ready, then by their keys. ``subkey``: of all slots."""
+    if heap_ready[i] != ready:
+        return heap_ready[i] < ready
+    return heap_key[i] < key or (heap_key[i] == key and subkey[heap_slot[i]] < subkey[slot])
+
+
+@compiled
+def push(heap_ready, heap_key, heap_slot, size, ready, key, slot, subkey):  # type: ignore[no-untyped-def]
     """Into a heap of four children per node."""
     i = size[HEAP]
     size[HEAP] = i + 1
     size[HEAPED] += 1
     while i > 0:
         parent = (i - 1) >> 2
-        if heap_ready[parent] < ready or (heap_ready[parent] == ready and heap_key[parent] < key):
+        if _is_before(heap_ready, heap_key, heap_slot, parent, ready, key, slot, subkey):
             break
         heap_ready[i], heap_key[i], heap_slot[i] = heap_ready[parent], heap_key[parent], heap_slot[parent]
         i = parent
@@ -91,7 +99,7 @@ def push(heap_ready, heap_key, heap_slot, size, ready, key, slot):  # type: igno
 
 
 @compiled
-def _pop(heap_ready, heap_key, heap_slot, size):  # type: ignore[no-untyped-def]
+def _pop(heap_ready, heap_key, heap_slot, size, subkey):  # type: ignore[no-untyped-def]
     """Remove the first entry; its slot."""
     first = heap_slot[0]
     last = size[HEAP] - 1
@@ -104,9 +112,9 @@ def _pop(heap_ready, heap_key, heap_slot, size):  # type: ignore[no-untyped-def]
             break
         best = child
         for other in range(child + 1, min(child + 4, last)):
-            if heap_ready[other] < heap_ready[best] or (heap_ready[other] == heap_ready[best] and heap_key[other] < heap_key[best]):
+            if _is_before(heap_ready, heap_key, heap_slot, other, heap_ready[best], heap_key[best], heap_slot[best], subkey):
                 best = other
-        if heap_ready[best] > ready or (heap_ready[best] == ready and heap_key[best] > key):
+        if not _is_before(heap_ready, heap_key, heap_slot, best, ready, key, slot, subkey):
             break
         heap_ready[i], heap_key[i], heap_slot[i] = heap_ready[best], heap_key[best], heap_slot[best]
         i = best
@@ -115,7 +123,7 @@ def _pop(heap_ready, heap_key, heap_slot, size):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _settle(size, left, ready, place, before, key, heap_ready, heap_key, heap_slot, slot, end):  # type: ignore[no-untyped-def]
+def _settle(size, left, ready, place, before, key, subkey, heap_ready, heap_key, heap_slot, slot, end):  # type: ignore[no-untyped-def]
     """One more predecessor of a slot has ended. ``place``, ``before``: places and ready times of the earlier simulation."""
     rest = left[slot] - 1
     left[slot] = rest
@@ -133,7 +141,7 @@ def _settle(size, left, ready, place, before, key, heap_ready, heap_key, heap_sl
             left[slot] = IN_RUN
             size[WAITING] += 1
         else:
-            push(heap_ready, heap_key, heap_slot, size, when, key[slot], slot)
+            push(heap_ready, heap_key, heap_slot, size, when, key[slot], slot, subkey)
 
 
 @compiled
@@ -145,7 +153,7 @@ def make_ready(C: State, P: Trial, T: Trial, slot: int) -> None:
         T.left[slot] = IN_RUN
         T.size[WAITING] += 1
     else:
-        push(T.heap_ready, T.heap_key, T.heap_slot, T.size, 0, C.key[slot], slot)
+        push(T.heap_ready, T.heap_key, T.heap_slot, T.size, 0, C.key[slot], slot, C.subkey)
 
 
 @compiled
@@ -266,15 +274,15 @@ def play(G: GraphTables, C: State, R: Groups, P: Trial, T: Trial, at_most: int, 
     ``pause``, before the first backward pass of a tile."""
     return _play(
         T.size, T.left, T.ready, T.start, T.end, T.order, T.free, T.rest, T.heap_ready, T.heap_key, T.heap_slot, P.order, P.place, P.ready,
-        C.key, C.duration, C.launch, C.latency, C.handling, C.resource, C.resource_n, C.kind, C.owner, C.index, C.alive, C.alias, C.arena,
-        C.row, C.back_row, C.sync_row, C.tiles, G.source_ptr, G.source, R.static, R.port_device, R.restart, R.sets.ptr, R.sets.item,
-        at_most, pause,
+        C.key, C.subkey, C.duration, C.launch, C.latency, C.handling, C.resource, C.resource_n, C.kind, C.owner, C.index, C.alive, C.alias,
+        C.arena, C.row, C.back_row, C.sync_row, C.tiles, G.source_ptr, G.source, R.static, R.port_device, R.restart, R.sets.ptr,
+        R.sets.item, at_most, pause,
     )  # fmt: skip
 
 
 @compiled
 def _play(  # type: ignore[no-untyped-def]
-    size, left, ready, starts, ends, order, free, rest, heap_ready, heap_key, heap_slot, run, place, before, key, durations,
+    size, left, ready, starts, ends, order, free, rest, heap_ready, heap_key, heap_slot, run, place, before, key, subkey, durations,
     launches, latencies, handlings, resources, resource_n, kinds, owner, index, alive, alias, arena, rows, back_row, sync_row, tiles,
     source_ptr, source, static, port_device, restart, set_ptr, set_item, at_most, pause,
 ):  # fmt: skip
@@ -295,7 +303,7 @@ def _play(  # type: ignore[no-untyped-def]
                 cursor += 1
                 slot = alias[run[cursor]]
             size[CURSOR] = cursor
-            if size[HEAP] > 0 and (heap_ready[0] < ready[slot] or (heap_ready[0] == ready[slot] and heap_key[0] < key[slot])):
+            if size[HEAP] > 0 and _is_before(heap_ready, heap_key, heap_slot, 0, ready[slot], key[slot], slot, subkey):
                 from_run = False
         elif size[HEAP] == 0:
             return size[MAKESPAN]
@@ -309,7 +317,7 @@ def _play(  # type: ignore[no-untyped-def]
             size[WAITING] -= 1
             left[slot] = 0
         else:
-            _pop(heap_ready, heap_key, heap_slot, size)
+            _pop(heap_ready, heap_key, heap_slot, size, subkey)
         order[size[TAKEN]] = slot
         size[TAKEN] += 1
         start, duration, resource = ready[slot], durations[slot], resources[slot]
@@ -355,7 +363,7 @@ def _play(  # type: ignore[no-untyped-def]
             first_row, last_row, own = source_ptr[op], source_ptr[op + 1] + (sync_row[op] >= 0), resource
         elif kind == SYNC_BUCKET:
             for i in range(set_ptr[index[slot]], set_ptr[index[slot] + 1]):
-                _settle(size, left, ready, place, before, key, heap_ready, heap_key, heap_slot, set_item[i], end)
+                _settle(size, left, ready, place, before, key, subkey, heap_ready, heap_key, heap_slot, set_item[i], end)
             last_row = 0
         elif kind == UPDATE_DEVICE:
             last_row = 0
@@ -369,9 +377,9 @@ def _play(  # type: ignore[no-untyped-def]
             else:
                 row = sync_row[op] + index[slot]
             for k in range(arena[row], arena[row + 1]):
-                _settle(size, left, ready, place, before, key, heap_ready, heap_key, heap_slot, arena[k], end)
+                _settle(size, left, ready, place, before, key, subkey, heap_ready, heap_key, heap_slot, arena[k], end)
         if own >= 0:  # a tile's own backward pass; behind that, the device's update
-            _settle(size, left, ready, place, before, key, heap_ready, heap_key, heap_slot, own, end)
+            _settle(size, left, ready, place, before, key, subkey, heap_ready, heap_key, heap_slot, own, end)
 
 
 @entry

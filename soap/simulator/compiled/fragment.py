@@ -44,6 +44,7 @@ from soap.simulator.compiled.scratch import (
 from soap.simulator.compiled.state import ARENA, FORWARD_TILE, OTHER, SLOTS, Groups, State
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS, VariantTables
+from soap.simulator.task_ids import CHUNKS, MICRO_BATCHES, OPERANDS, PHASES, PIECES, POSITIONS, STAGES, TILES, UNNUMBERED
 
 CROWDED = "the state is full"
 """What compiled code raises when the state's arrays are too small."""
@@ -53,9 +54,18 @@ FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 
 
 @entry
-def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int) -> int:
-    """A task's id as one number, in the order of the parts: 2, 15, 2, 20, 8 and 16 bits."""
-    return ((((phase * 32768 + position) * 4 + stage) * 1048576 + a) * 256 + b) * 65536 + c
+def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int) -> tuple[int, int]:
+    """A task's id as two numbers, in the order of the parts: see ``task_ids``. ValueError if one of them is too large."""
+    above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES
+    if above:  # limits are powers of two: what is negative stays so
+        raise ValueError(UNNUMBERED)
+    return ((phase * MICRO_BATCHES * POSITIONS + position) * STAGES + stage) * TILES + a, (b * PIECES + c) * CHUNKS
+
+
+@compiled
+def set_key(C, slot, key):  # type: ignore[no-untyped-def]
+    """What ``task_key`` has found is that of a slot."""
+    C.key[slot], C.subkey[slot] = key
 
 
 @compiled
@@ -74,9 +84,9 @@ def place_tiles(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, op
         for tile in range(count):
             device = C.dev[C.dev_ptr[op] + tile]
             if backward:
-                C.key[slot] = task_key(BACKWARD, operators - 1 - op, 1, tile, 0, 0)
+                set_key(C, slot, task_key(BACKWARD, operators - 1 - op, 1, tile, 0, 0))
             else:
-                C.key[slot] = task_key(FORWARD, op, 1, tile, 0, 0)
+                set_key(C, slot, task_key(FORWARD, op, 1, tile, 0, 0))
             cost = costs + (K.device_type[device] * 2 + backward) * cells + tile % cells
             C.duration[slot], C.launch[slot], C.latency[slot] = V.costs[cost], V.launches[cost], 0
             C.resource[slot], C.resource_n[slot] = device, 1
@@ -120,7 +130,8 @@ def _task(S, key, duration, handling, resource, resource_n, size):  # type: igno
     n = S.count[TASKS]
     if n + 2 > len(S.t_key):
         raise MemoryError(FULL)
-    S.t_key[n], S.t_dur[n], S.t_latency[n], S.t_handling[n] = key, duration, 0, handling
+    S.t_key[n], S.t_subkey[n] = key
+    S.t_dur[n], S.t_latency[n], S.t_handling[n] = duration, 0, handling
     S.t_res[n], S.t_res_n[n], S.t_bytes[n] = resource, resource_n, size
     S.count[TASKS] = n + 1
     return n
@@ -458,7 +469,8 @@ def _install(C, S, op, own, own_slot, first_reader, last_reader):  # type: ignor
     C.block_end[op] = C.used[ARENA]
     for task in range(tasks):
         slot = own_slot + task
-        C.key[slot], C.duration[slot], C.resource_n[slot], C.moved[slot] = S.t_key[task], S.t_dur[task], S.t_res_n[task], S.t_bytes[task]
+        C.key[slot], C.subkey[slot] = S.t_key[task], S.t_subkey[task]
+        C.duration[slot], C.resource_n[slot], C.moved[slot] = S.t_dur[task], S.t_res_n[task], S.t_bytes[task]
         C.latency[slot], C.handling[slot] = S.t_latency[task], S.t_handling[task]
         C.resource[slot] = S.t_res[task] if S.t_res[task] >= 0 else -1 - (pool - 1 - S.t_res[task])
         C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, OTHER, op, base + own + task

@@ -284,7 +284,7 @@ def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums:
     if sums:
         for device in range(len(T.rest)):
             if C.alive[device] and T.left[device] == 0:
-                push(T.heap_ready, T.heap_key, T.heap_slot, T.size, T.ready[device], C.key[device], device)
+                push(T.heap_ready, T.heap_key, T.heap_slot, T.size, T.ready[device], C.key[device], device, C.subkey)
     return True
 
 

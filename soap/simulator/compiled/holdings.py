@@ -134,7 +134,7 @@ def gather_reads(G: GraphTables, V: VariantTables, C: State, S: Scratch, op: int
     S.count[FETCHES] = 0
     S.count[CONSUMERS] = 0
     S.count[STAMP] += 1
-    mask = len(S.hash_key) - 1
+    mask, outputs = len(S.hash_key) - 1, G.output_ptr[op + 1] - G.output_ptr[op]
     for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
         reader = G.reader[G.reader_ptr[op] + slot]
         row = V.rows[C.variant[reader]]
@@ -147,7 +147,7 @@ def gather_reads(G: GraphTables, V: VariantTables, C: State, S: Scratch, op: int
                     continue
                 box = V.data[row[READS] + (k - first) * cells + tile % cells]
                 if box >= 0:
-                    key = (box * len(C.busy) + device) * 256 + G.read_output[k]
+                    key = (box * len(C.busy) + device) * outputs + G.read_output[k]
                     place = hash_place(key, mask)
                     while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != key:
                         place = (place + 1) & mask

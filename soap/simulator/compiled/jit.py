@@ -7,17 +7,16 @@ handed over as int64, whatever array they come from: one version of each functio
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from numba import types
+from numba.core.caching import IndexDataCacheFile
 from numba.core.registry import CPUDispatcher
 
 from soap.simulator.compiled.parts import PartCompiler
+from soap.simulator.compiled.stamps import stamp
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,24 +28,15 @@ def entry(function: Function) -> Function:
     made = _Dispatcher(py_func=function, targetoptions=_OPTIONS)
     with suppress(RuntimeError):  # nowhere to write: it is compiled again in every process
         made.enable_caching()
-        vars(made)["_cache"]._cache_file._source_stamp = _sources()
+        cache = vars(made)["_cache"]
+        cache._cache_file = _MachineCode(made, cache.cache_path, cache._impl.filename_base)
     return cast(Function, made)
-
-
-@cache
-def _sources() -> str:
-    """Changes with any file of compiled code. numba itself would look at the entry's own file alone, and take old machine code for what
-    that calls."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[2].glob("*/compiled/*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def is_compiled(function: Callable[..., Any]) -> bool:
     """Whether an entry's machine code is on disk."""
     file = getattr(getattr(function, "_cache", None), "_cache_file", None)
-    return file is not None and bool(file._load_index())
+    return isinstance(file, _MachineCode) and bool(file._load_index())
 
 
 def compiled(function: Function) -> Function:
@@ -77,3 +67,19 @@ class _Part(_Dispatcher):
 def _wide(kind: Any) -> Any:
     kind = types.unliteral(kind)
     return types.int64 if isinstance(kind, types.Integer) else kind
+
+
+class _MachineCode(IndexDataCacheFile):
+    """An entry's machine code on disk. Its ``stamp`` is asked for at the first call, when all modules are loaded."""
+
+    def __init__(self, function: CPUDispatcher, cache_path: str, filename_base: str) -> None:
+        self._function = function
+        super().__init__(cache_path, filename_base, None)
+
+    @property
+    def _source_stamp(self) -> str:
+        return stamp(self._function)
+
+    @_source_stamp.setter
+    def _source_stamp(self, value: object) -> None:
+        """numba's own is of the entry's file alone."""

@@ -15,7 +15,7 @@ from soap.simulator.compiled.change import (
     Undo,
 )
 from soap.simulator.compiled.events import Trial
-from soap.simulator.compiled.hashing import hash_place
+from soap.simulator.compiled.hashing import hash_join, hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, Scratch
 from soap.simulator.compiled.state import PULLS, SLOTS, SYNCS, State
@@ -51,10 +51,10 @@ def match_sums(C: State, S: Scratch, U: Undo, P: Trial) -> None:
 @compiled
 def _match(C, S, P, old, olds, new, news):  # type: ignore[no-untyped-def]
     """Blocks that begin and end alike need no table for that."""
-    while olds > 0 and news > 0 and C.key[old] == C.key[new]:
+    while olds > 0 and news > 0 and _is_same(C, old, new):
         _stand_for(C, P, old, new)
         old, new, olds, news = old + 1, new + 1, olds - 1, news - 1
-    while olds > 0 and news > 0 and C.key[old + olds - 1] == C.key[new + news - 1]:
+    while olds > 0 and news > 0 and _is_same(C, old + olds - 1, new + news - 1):
         olds, news = olds - 1, news - 1
         _stand_for(C, P, old + olds, new + news)
     if 2 * news > len(S.hash_key):
@@ -62,17 +62,27 @@ def _match(C, S, P, old, olds, new, news):  # type: ignore[no-untyped-def]
     S.count[STAMP] += 1
     mask = len(S.hash_key) - 1
     for slot in range(new, new + news):
-        place = hash_place(C.key[slot], mask)
+        place = _place(C, slot, mask)
         while S.hash_stamp[place] == S.count[STAMP]:
             place = (place + 1) & mask
-        S.hash_stamp[place], S.hash_key[place], S.hash_value[place] = S.count[STAMP], C.key[slot], slot
+        S.hash_stamp[place], S.hash_value[place] = S.count[STAMP], slot
     for slot in range(old, old + olds):
-        place = hash_place(C.key[slot], mask)
-        while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != C.key[slot]:
+        place = _place(C, slot, mask)
+        while S.hash_stamp[place] == S.count[STAMP] and not _is_same(C, slot, S.hash_value[place]):
             place = (place + 1) & mask
         C.alias[slot] = NOWHERE
         if S.hash_stamp[place] == S.count[STAMP]:
             _stand_for(C, P, slot, S.hash_value[place])
+
+
+@compiled
+def _is_same(C, one, other):  # type: ignore[no-untyped-def]
+    return C.key[one] == C.key[other] and C.subkey[one] == C.subkey[other]
+
+
+@compiled
+def _place(C, slot, mask):  # type: ignore[no-untyped-def]
+    return hash_place(hash_join(C.key[slot], C.subkey[slot]), mask)
 
 
 @compiled

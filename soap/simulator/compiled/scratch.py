@@ -75,6 +75,7 @@ class Scratch(NamedTuple):
     k_task: Ints
     part: Ints
     t_key: Longs
+    t_subkey: Longs
     t_dur: Longs
     t_latency: Longs
     t_handling: Longs

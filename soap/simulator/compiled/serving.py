@@ -22,7 +22,7 @@ from soap.simulator.compiled.communication import (
     seek_list,
     total_flow,
 )
-from soap.simulator.compiled.fragment import CROWDED, FORWARD, SYNC, task_key
+from soap.simulator.compiled.fragment import CROWDED, FORWARD, SYNC, set_key, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometry, find_keepers, is_served
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
@@ -96,7 +96,7 @@ def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0):  # type: ignor
     for part in range(count):
         slot, server = served + part, S.p_server[part]
         C.arena[updates + part] = slot
-        C.key[slot] = task_key(SYNC, parameter, SERVE, number, 0, part)
+        set_key(C, slot, task_key(SYNC, parameter, SERVE, number, 0, part))
         C.latency[slot], C.handling[slot] = 0, 0
         C.duration[slot] = _serve_ns(G, K, D, S, parameter, shard, part)
         C.resource[slot], C.resource_n[slot] = server, 1
@@ -146,7 +146,8 @@ def _exchange(K, C, S, slot, key, duration, moved):  # type: ignore[no-untyped-d
     for i in range(count):
         C.arena[at + i] = S.res[i]
     C.used[ARENA] = at + count
-    C.key[slot], C.duration[slot], C.latency[slot], C.moved[slot], C.alive[slot] = key, duration, 0, moved, 1
+    set_key(C, slot, key)
+    C.duration[slot], C.latency[slot], C.moved[slot], C.alive[slot] = duration, 0, moved, 1
     C.resource[slot], C.resource_n[slot], C.handling[slot] = -1 - at, count, exchange_handling_ns(K, S, duration)
 
 

@@ -36,11 +36,11 @@ class State(NamedTuple):
     predecessors. ``sync``: by parameter, as ``sync_codes``. ``sync_slot``: first slot of the sums and of what parameter servers do behind
     the backward pass; ``pull_slot``: first slot of the pulls before the forward pass.
 
-    Per slot: ``key`` (stable identity, breaks ties), ``duration`` in ns, ``launch`` (of a tile, in ns), ``latency`` (of a message,
-    in ns, for which it holds nothing), ``handling`` (of communication, in ns, for which it keeps devices busy that have ports at its
-    links), ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``, ``waits`` (number of edges into it),
-    ``kind``, ``owner`` (operator; -1 behind the backward pass), ``index`` (tile, row of another task, or group of a sum), ``moved``
-    bytes, ``alias`` (the slot that stands for this one in a trial, -1 if none does).
+    Per slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``), ``duration`` in ns, ``launch`` (of a tile, in ns),
+    ``latency`` (of a message, in ns, for which it holds nothing), ``handling`` (of communication, in ns, for which it keeps devices busy
+    that have ports at its links), ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``, ``waits`` (number of
+    edges into it), ``kind``, ``owner`` (operator; -1 behind the backward pass), ``index`` (tile, row of another task, or group of a sum),
+    ``moved`` bytes, ``alias`` (the slot that stands for this one in a trial, -1 if none does).
     ``busy``: per device, ns of all its tiles, forward and backward; ``doubtful``: of these, backward passes that may not take place any
     more when another operator changes.
     """
@@ -63,6 +63,7 @@ class State(NamedTuple):
     sync_slot: Ints
     pull_slot: Ints
     key: Longs
+    subkey: Longs
     duration: Longs
     launch: Longs
     latency: Longs

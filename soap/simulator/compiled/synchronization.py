@@ -6,7 +6,7 @@ In ``State`` the tasks of parameter servers and gathered rows (``serving``) stan
 from __future__ import annotations
 
 from soap.simulator.compiled.communication import allreduce, find_list, sum_handling_ns
-from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, task_key
+from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, set_key, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_geometry, find_keepers, first_user_with_gradient, is_served
 from soap.simulator.compiled.rows import gathered_bytes, gathered_rows
@@ -26,7 +26,7 @@ def begin_updates(C: State) -> None:
     """The first slots are the devices' updates."""
     devices = len(C.busy)
     for device in range(devices):
-        C.key[device] = task_key(UPDATE, device, 0, 0, 0, 0)
+        set_key(C, device, task_key(UPDATE, device, 0, 0, 0, 0))
         C.duration[device], C.resource[device], C.resource_n[device] = 0, device, 1
         C.waits[device], C.alive[device], C.kind[device], C.owner[device], C.index[device] = NEVER, 0, UPDATE_DEVICE, -1, device
     C.used[SLOTS] = devices
@@ -177,7 +177,7 @@ def _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0):  # type
         bucket = S.count[TASKS]
         if bucket + 2 > len(S.t_key):
             raise MemoryError(FULL)
-        S.t_key[bucket] = task_key(SYNC, parameter, 0, shard - D.ptr[S.geometry[parameter]], 0, 0)
+        S.t_key[bucket], S.t_subkey[bucket] = task_key(SYNC, parameter, 0, shard - D.ptr[S.geometry[parameter]], 0, 0)
         S.t_bytes[bucket], S.t_res_n[bucket] = 0, group
         S.count[TASKS] = bucket + 1
         S.bucket_of[place] = bucket
@@ -196,7 +196,8 @@ def _finish(K, R, C, S, bucket, slot):  # type: ignore[no-untyped-def]
     group = S.t_res_n[bucket]
     duration, way = allreduce(R, group, S.t_bytes[bucket])
     members = R.sets.ptr[group + 1] - R.sets.ptr[group]
-    C.key[slot], C.duration[slot], C.resource[slot], C.resource_n[slot] = S.t_key[bucket], duration, R.resource[way], R.resource_n[way]
+    C.key[slot], C.subkey[slot] = S.t_key[bucket], S.t_subkey[bucket]
+    C.duration[slot], C.resource[slot], C.resource_n[slot] = duration, R.resource[way], R.resource_n[way]
     C.latency[slot], C.handling[slot] = 0, sum_handling_ns(K, members, duration)
     C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, SYNC_BUCKET, -1, group
     C.moved[slot] = 2 * (members - 1) * S.t_bytes[bucket]

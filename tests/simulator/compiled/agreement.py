@@ -18,7 +18,7 @@ Played = tuple[int, int, frozenset[int], int, int]
 """(duration, start, resources, end, bytes)."""
 
 
-def reference_tasks(graph: OperatorGraph, topology: Topology, costs: CostModel, strategy: Strategy) -> dict[int, Played]:
+def reference_tasks(graph: OperatorGraph, topology: Topology, costs: CostModel, strategy: Strategy) -> dict[tuple[int, int], Played]:
     """What the reference makes of a strategy: key -> task as it was played."""
     tasks = lower(build_plan(graph, strategy, topology), topology, costs)
     schedule = simulate(tasks)
@@ -40,6 +40,6 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
     return replace(strategy, parameters=chosen)
 
 
-def compiled_tasks(engine: Engine) -> dict[int, Played]:
+def compiled_tasks(engine: Engine) -> dict[tuple[int, int], Played]:
     """What the engine makes of the strategy that it holds."""
     return {task.key: (task.duration_ns, task.start_ns, frozenset(task.resources), task.end_ns, task.bytes) for task in engine.tasks()}

@@ -68,7 +68,7 @@ def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits:
     return graph, topology, strategy, edits
 
 
-def makespan_of(tasks: dict[int, Played]) -> int:
+def makespan_of(tasks: dict[tuple[int, int], Played]) -> int:
     return max(end for _, _, _, end, _ in tasks.values())
 
 
