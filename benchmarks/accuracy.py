@@ -11,7 +11,7 @@ the best few are run, and the quickest is what was found, as by ``soap-search --
 A round measures the computations again, and what messages and sums take within steps, predicts every strategy from them, and runs every
 strategy once: a virtual machine's cores are quicker in some minutes than in others, for one kind of computation more than for another,
 and go on behind a wait more slowly; what is predicted is to be what is measured then. Predicted is the median of the rounds' predictions,
-measured that of the rounds, of each its median step: emulated devices' time is even (``soap.yardstick``), so what is left of noise adds
+measured that of the rounds, of each its median step: emulated devices' time is even (``reference_work``), so what is left of noise adds
 and takes. Printed are the error of each prediction, how far a strategy's rounds and its predictions are apart, the median and the 95th
 percentile of each model's errors, Kendall's tau between predicted and measured order, and whether the found plan is the measured best.
 """
@@ -41,14 +41,14 @@ from soap.cli.training import Job
 from soap.cli.turns import in_turns, turns_of
 from soap.cli.updating import states_of
 from soap.cli.verification import verify
+from soap.cluster.topology import Topology
 from soap.emulation.hosts import host_limits
-from soap.graph import OperatorGraph
-from soap.profiles.measure_machine import cpu_cores
+from soap.measure.this_machine import cpu_cores
+from soap.model.graph import OperatorGraph
 from soap.search.options import SearchOptions
 from soap.simulator.simulate import Simulator
-from soap.strategies import CLASSICAL, random_config
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL, random_config
+from soap.strategy.config import Strategy
 
 CLUSTERS = ("emulated:4x1@200Mbit/s", "emulated:4x1@1Gbit/s", "emulated:2x2@200Mbit/s")
 MODELS = tuple(EMULATED_MODELS)

@@ -25,12 +25,12 @@ from benchmarks.end_to_end import machine
 from benchmarks.simulator import cluster
 from soap import api, zoo
 from soap.cli.options import positive
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.engine import Engine, same_timeline
-from soap.strategies import random_config
-from soap.strategy import Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.classical import random_config
+from soap.strategy.config import Strategy, SyncConfig
 
 SYNC_SHARE = 0.1
 """Part of the proposals that change a parameter's synchronization."""

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 import soap
 from benchmarks.models import Made, make_model
 from soap import api
-from soap.runtime.memory import peak_memory
+from soap.cluster.topology import DeviceKind
+from soap.measure.memory import peak_memory
+from soap.runtime.comm.world import choose_device, close_world, open_world, world_size
 from soap.runtime.trainer import Trainer
-from soap.runtime.world import choose_device, close_world, open_world, world_size
 from soap.simulator.reference import execution_order
-from soap.topology import DeviceKind
 from soap.zoo.gpt import GPT, Block
 
 LEARNING_RATE = 0.01

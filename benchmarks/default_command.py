@@ -35,9 +35,9 @@ from soap.cli.options import Reading, positive
 from soap.cli.run import start
 from soap.cli.training import Job
 from soap.cli.turns import in_turns, turns_of
-from soap.graph import OperatorGraph
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.strategy.config import Strategy
 
 CLUSTERS = ("local:2", "local:4")
 USUAL, FOUND, ESTIMATED = "data_parallel", "found", "by estimates"

@@ -30,13 +30,13 @@ from benchmarks.quiet import Watch, wait_until_quiet
 from soap import api
 from soap.cli.options import not_negative, positive
 from soap.cli.training import Job, train
-from soap.profiles.measure_machine import cpu_cores, cpu_model
-from soap.runtime.launch import launch
+from soap.measure.this_machine import cpu_cores, cpu_model
+from soap.runtime.comm.launch import launch
 from soap.search.options import SearchOptions
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation, Simulator
-from soap.strategies import CLASSICAL
-from soap.strategy import Strategy
+from soap.strategy.classical import CLASSICAL
+from soap.strategy.config import Strategy
 
 BASELINE, FOUND = "data_parallel", "found"
 DISTURBED = 0.08

@@ -20,10 +20,10 @@ import soap
 from benchmarks.end_to_end import machine
 from benchmarks.scale import cluster
 from soap.cli.options import not_negative, positive
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
-from soap.search.bounds import lower_bound
 from soap.search.chains import search
+from soap.search.oracles.bounds import lower_bound
 from soap.search.space import build_space
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator

@@ -26,18 +26,18 @@ import torch
 from benchmarks.models import EMULATED_MODELS, export_model
 from soap import api, zoo
 from soap.cli.updating import states_of
-from soap.graph import OperatorGraph
-from soap.presets import local_topology
-from soap.runtime.launch import launch
-from soap.runtime.memory import PeakMemory, peak_memory
-from soap.runtime.optimizers import OPTIMIZERS
+from soap.cluster.presets import local_topology
+from soap.cluster.topology import Topology
+from soap.measure.memory import PeakMemory, peak_memory
+from soap.model.graph import OperatorGraph
+from soap.runtime.comm.launch import launch
+from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
-from soap.runtime.world import close_world, open_world
+from soap.runtime.updates.optimizers import OPTIMIZERS
 from soap.simulator.reference import execution_order
 from soap.simulator.tasks import ExecutionOrder
-from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import Strategy
 
 CLASSICAL_NAMES = ("data_parallel", "megatron", "model_parallel")
 STEPS = 3

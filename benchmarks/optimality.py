@@ -19,16 +19,16 @@ from benchmarks.end_to_end import machine
 from benchmarks.small_nets import lenet, rnnlm
 from soap import api, zoo
 from soap.cli.options import positive
-from soap.cluster_yaml import parse_cluster
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.cluster.yaml_file import parse_cluster
+from soap.model.graph import OperatorGraph
 from soap.search.chains import search
 from soap.search.dynamic import dynamic_strategy
-from soap.search.exhaustive import branch_and_bound, strategy_count
+from soap.search.oracles.exhaustive import branch_and_bound, strategy_count
 from soap.search.polish import best_neighbour
 from soap.search.space import build_space
 from soap.simulator.incremental import IncrementalSimulator
-from soap.strategy import SyncConfig
-from soap.topology import Topology
+from soap.strategy.config import SyncConfig
 
 
 class Small(NamedTuple):

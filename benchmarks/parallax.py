@@ -23,11 +23,11 @@ from statistics import geometric_mean
 from typing import NamedTuple
 
 from soap import api
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
-from soap.strategy import Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.config import Strategy, SyncConfig
 
 CLUSTER = "titanxp-8x6"
 BATCH_PER_DEVICE = {"resnet50": 64, "inception_v3": 64, "lm1b": 128, "nmt_gnmt": 128}

@@ -31,7 +31,7 @@ from soap.cli.run import start
 from soap.cli.training import Job
 from soap.cli.turns import in_turns, turns_of
 from soap.emulation.hosts import host_limits
-from soap.profiles.measure_machine import cpu_cores
+from soap.measure.this_machine import cpu_cores
 from soap.runner.tuning import tuned_range, with_partitions
 
 CLUSTER = "emulated:4x1@200Mbit/s"

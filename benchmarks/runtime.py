@@ -26,7 +26,7 @@ from benchmarks.contenders import Contest, curves, peak_bytes, race
 from benchmarks.end_to_end import machine, quietly
 from benchmarks.models import export_model
 from soap.cli.options import not_negative, positive
-from soap.runtime.launch import launch
+from soap.runtime.comm.launch import launch
 
 LOCAL = {"batch_norm": "local"}
 """DistributedDataParallel normalises each rank's samples by themselves."""

@@ -28,17 +28,17 @@ import soap
 from benchmarks.end_to_end import machine
 from soap import api
 from soap.cli.options import positive
-from soap.cluster_yaml import parse_cluster
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.cluster.yaml_file import parse_cluster
+from soap.model.graph import OperatorGraph
+from soap.plan.copies import LEFT
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.copies import LEFT
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import FoldedCosts, fold
 from soap.simulator.lowering import lower
 from soap.simulator.reference import simulate
-from soap.strategies import hybrid
-from soap.topology import Topology
+from soap.strategy.classical import hybrid
 from soap.zoo.gpt import GPT, GPTConfig
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@
 Estimated costs (data sheets), 64 samples per device as in the paper (AlexNet 256), or half as many, until data parallelism fits into
 memory. "best start": the quickest other start that fits. "bytes" cross links, per iteration. "99% after": when the best strategy so far had
 99% of the gain over the best start. "full / delta": the time to lower and simulate a strategy from the ground up, over that of a delta
-simulation in a random walk. "at best": the lower bound of ``soap.search.bounds``, where it can be worked out quickly.
+simulation in a random walk. "at best": the lower bound of ``soap.search.oracles.bounds``, where it can be worked out quickly.
 
 With ``--informed``, compiled chains from data parallelism: blind ones take candidates as they are drawn, informed ones weigh them by rough
 costs (``soap.search.compiled.moves``). The last column says when an informed one was as good as the blind one of the same seed in the end.
@@ -26,14 +26,14 @@ from benchmarks.end_to_end import machine
 from benchmarks.simulator import load_net, measure
 from soap import api
 from soap.cli.options import positive
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.options import SearchOptions
 from soap.search.space import build_space
 from soap.search.starts import BASELINE, Start, reference_strategies, starting_strategies
 from soap.search.tempering import FOCUS
-from soap.topology import Topology
 from soap.units import format_bytes
 
 NETS = ("alexnet", "inception_v3", "resnet101", "rnntc", "rnnlm", "nmt")

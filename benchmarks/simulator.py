@@ -33,13 +33,13 @@ import soap
 from benchmarks.end_to_end import machine
 from soap import api, zoo
 from soap.cli.options import positive
-from soap.cluster_yaml import parse_cluster
-from soap.graph import FactorKind, Operator, OperatorGraph
+from soap.cluster.topology import Topology
+from soap.cluster.yaml_file import parse_cluster
+from soap.model.graph import FactorKind, Operator, OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.space import build_space
 from soap.simulator.engine import Engine
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.zoo.gpt import GPT, GPTConfig
 
 SAMPLES = 64

@@ -22,13 +22,13 @@ from soap.cli.run import start
 from soap.cli.training import Job
 from soap.cli.turns import in_turns, turns_of
 from soap.cli.updating import states_of
-from soap.presets import device_types, local_topology
+from soap.cluster.presets import device_types, local_topology
+from soap.cluster.topology import Topology
 from soap.profiles.lookup import ProfiledCosts
 from soap.profiles.shares import corrected, shares, text
 from soap.simulator.costs import CostSource
 from soap.simulator.simulate import Simulation, Simulator
-from soap.strategies import CLASSICAL
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL
 
 CLUSTER = "local:1"
 STRATEGY = "single_device"

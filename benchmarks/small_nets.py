@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import soap
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 
 
 class LeNet(nn.Module):

@@ -25,9 +25,9 @@ from soap.cli.options import not_negative, positive
 from soap.cli.updating import states_of
 from soap.cli.verification import verify
 from soap.search.options import SearchOptions
-from soap.strategies import SYNCHRONIZED
-from soap.strategy import Strategy
-from soap.synchronization import usual_server
+from soap.strategy.classical import SYNCHRONIZED
+from soap.strategy.config import Strategy
+from soap.strategy.sync import usual_server
 
 CLUSTER = "emulated:4x1@200Mbit/s"
 MODELS = ("lm1b:emulation", "dlrm:emulation")

@@ -25,7 +25,7 @@ from soap.cli.options import positive
 from soap.cli.run import text
 from soap.errors import INTERRUPTED_EXIT_CODE, SoapError
 from soap.files import write_text_atomically
-from soap.profiles.measure_machine import cpu_cores, cpu_model
+from soap.measure.this_machine import cpu_cores, cpu_model
 
 RESULTS = ("model.pt2", "strategy.json", "timeline.json", "run.json", "summary.md")
 COMMANDS = {"soap-search": "soap.cli.search", "soap-run": "soap.cli.run"}

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from soap.api import SearchOutcome, classical, export, find, load, load_cluster, load_strategy, measure_rows, save_strategy, simulate
+    from soap.cluster.topology import Topology
     from soap.errors import InfeasibleError, ModelError, ProfileError, RuntimeFailure, SoapError, StrategyError, TopologyError
-    from soap.graph import OperatorGraph
+    from soap.model.graph import OperatorGraph
     from soap.runner.config import RunnerConfig
     from soap.runner.partitioner import partitioner
     from soap.runner.runner import get_runner
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from soap.runner.tuning import tune
     from soap.runtime.trainer import Trainer
     from soap.search.options import SearchOptions
-    from soap.strategy import OpConfig, Strategy, SyncConfig
-    from soap.topology import Topology
+    from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 __version__ = "0.1.0"
 
@@ -43,11 +43,11 @@ _HOME = {
     "RunnerConfig": "soap.runner.config",
     "Trainer": "soap.runtime.trainer",
     "SearchOptions": "soap.search.options",
-    "OperatorGraph": "soap.graph",
-    "OpConfig": "soap.strategy",
-    "Strategy": "soap.strategy",
-    "SyncConfig": "soap.strategy",
-    "Topology": "soap.topology",
+    "OperatorGraph": "soap.model.graph",
+    "OpConfig": "soap.strategy.config",
+    "Strategy": "soap.strategy.config",
+    "SyncConfig": "soap.strategy.config",
+    "Topology": "soap.cluster.topology",
     "InfeasibleError": "soap.errors",
     "ModelError": "soap.errors",
     "ProfileError": "soap.errors",

@@ -14,12 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from soap import cluster_yaml, row_shares, strategy_json
+from soap.cluster import yaml_file
+from soap.cluster.presets import family
+from soap.cluster.topology import Topology
 from soap.errors import ModelError, ProfileError, SoapWarning, StrategyError
 from soap.files import read_text, write_bytes_atomically, write_text_atomically
-from soap.graph import OperatorGraph
-from soap.paired import Gain
-from soap.presets import family
+from soap.measure.paired import Gain
+from soap.model import sparse_shares
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search as search_graph
 from soap.search.constraints import Pairs, pairs_of, parse
@@ -32,10 +34,10 @@ from soap.search.record import SearchResult
 from soap.search.starts import BASELINE, DYNAMIC
 from soap.simulator.costs import CostModel, CostSource
 from soap.simulator.simulate import Simulation, Simulator
-from soap.strategies import NAMED
-from soap.strategy import Strategy
-from soap.strategy_json import StrategyContents, StrategyHeader
-from soap.topology import Topology
+from soap.strategy import json_file
+from soap.strategy.classical import NAMED
+from soap.strategy.config import Strategy
+from soap.strategy.json_file import StrategyContents, StrategyHeader
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from soap.profiles.corrections import Correction
     from soap.profiles.entries import Entry
     from soap.profiles.store import Store
-    from soap.search.bounds import LowerBound
+    from soap.search.oracles.bounds import LowerBound
     from soap.simulator.tasks import TaskGraph
     from soap.tracing.model import TracedModel
 
@@ -132,9 +134,9 @@ def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any
 
 def load_cluster(spec: str | Path) -> Topology:
     """The cluster of a YAML file or a preset; ``local:N`` and ``emulated:HxD@RATE`` are this machine, measured once and then remembered."""
-    topology = cluster_yaml.load_cluster(spec)
+    topology = yaml_file.load_cluster(spec)
     if isinstance(spec, str) and topology.name == spec and family(spec) is not None:
-        from soap.profiles.measure_machine import measured_topology
+        from soap.measure.this_machine import measured_topology
 
         return measured_topology(topology)
     return topology
@@ -287,7 +289,7 @@ class SearchOutcome:
     @cached_property
     def bound(self) -> LowerBound | None:
         """What no strategy of the space, as far as it is allowed, can be below; None if working it out would take too long."""
-        from soap.search.bounds import is_quickly_bounded, lower_bound  # imports numba
+        from soap.search.oracles.bounds import is_quickly_bounded, lower_bound  # imports numba
         from soap.search.space import build_space
 
         simulator = self.simulator
@@ -317,7 +319,7 @@ class SearchOutcome:
             },
         }
         if self.simulator.graph.sparse:
-            record["sparse"] = row_shares.document(self.simulator.graph)
+            record["sparse"] = sparse_shares.document(self.simulator.graph)
         for name, pairs in (("pins", self.pins), ("forbidden", self.forbidden)):
             if pairs:
                 record["search"][name] = [f"{pattern}={spec}" for pattern, spec in pairs]
@@ -531,12 +533,12 @@ def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_clust
     ``any_cluster``: it may have been made for another cluster of as many devices.
     """
     graph, topology = _graph(model), _topology(cluster)
-    return _read_strategy(path, lambda text: strategy_json.loads(text, graph, topology, any_cluster=any_cluster)[0])
+    return _read_strategy(path, lambda text: json_file.loads(text, graph, topology, any_cluster=any_cluster)[0])
 
 
 def load_strategy_header(path: str | Path) -> StrategyHeader:
     """What a strategy file says about itself, without its model and cluster."""
-    return _read_strategy(path, strategy_json.load_header)
+    return _read_strategy(path, json_file.load_header)
 
 
 def with_recorded_rows(graph: OperatorGraph, path: str | Path) -> OperatorGraph:
@@ -545,21 +547,21 @@ def with_recorded_rows(graph: OperatorGraph, path: str | Path) -> OperatorGraph:
     if not isinstance(found, Mapping):
         raise StrategyError(f"{path}: the record of sparse parameters is no object; search again")
     try:
-        return row_shares.with_document(graph, found)
+        return sparse_shares.with_document(graph, found)
     except StrategyError as error:
         raise StrategyError(f"{path}: {error}") from None
 
 
 def load_strategy_contents(path: str | Path) -> StrategyContents:
     """All that a strategy file says, without its model and cluster."""
-    return _read_strategy(path, strategy_json.load_contents)
+    return _read_strategy(path, json_file.load_contents)
 
 
 def save_strategy(
     path: str | Path, strategy: Strategy, model: Model, cluster: Cluster, record: Mapping[str, Any] | None = None
 ) -> None:
     """Write a strategy for ``load_strategy``; ``record``: plain values to remember with it."""
-    write_text_atomically(path, strategy_json.dumps(strategy, _graph(model), _topology(cluster), record))
+    write_text_atomically(path, json_file.dumps(strategy, _graph(model), _topology(cluster), record))
 
 
 def _announce_compiling() -> None:

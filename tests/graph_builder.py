@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from soap.graph import KEEP_STATE, NEXT_STATE, WHOLE, DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
-from soap.row_access import Lookup, scaled, uniform
+from soap.model.graph import KEEP_STATE, NEXT_STATE, WHOLE, DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
+from soap.model.sparse_access import Lookup, scaled, uniform
 
 SAMPLE, ATTRIBUTE = FactorKind.SAMPLE, FactorKind.ATTRIBUTE
 PARAMETER, REDUCTION = FactorKind.PARAMETER, FactorKind.REDUCTION

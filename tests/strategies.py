@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from soap.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
-from soap.interference import NO_CROWDING, Crowding, Handling, Port, Restart, Share
-from soap.regions import Box
-from soap.strategy import OpConfig, Strategy, SyncConfig, settled_config
-from soap.topology import Device, DeviceType, Host, Link, Topology
+from soap.cluster.overheads import NO_CROWDING, Crowding, Handling, Port, Restart, Share
+from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
+from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
+from soap.model.regions import Box
+from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
 CPU = DeviceType("test-cpu", "cpu", {"float32": 1e10}, 1e10, 2**30, 1e-6, "made up for tests")

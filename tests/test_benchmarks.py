@@ -16,7 +16,7 @@ from benchmarks.partitions import Swept, report
 from benchmarks.quiet import Watch
 from benchmarks.sparse import different
 from soap import api
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 
 RESULTS = [
     Result("lm", "data_parallel", 100_000_000, 200_000_000, 190_000_000, 0.05),

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from soap.chains import Chain, Dense, Table, dense, find_chains, table
-from soap.graph import WHOLE, DimMap, Factor, OperatorGraph
+from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
+from soap.strategy.tensor_parallel_chains import Chain, Dense, Table, dense, find_chains, table
 from tests.graph_builder import PARAMETER, SAMPLE, GraphBuilder, convnet, mlp, transformer
 from tests.strategies import graphs
 

@@ -11,15 +11,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap import cluster_yaml
-from soap.cluster_yaml import dump_cluster, load_cluster, parse_cluster
+from soap.cluster import yaml_file
+from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
+from soap.cluster.yaml_file import dump_cluster, load_cluster, parse_cluster
 from soap.errors import TopologyError
-from soap.topology import Device, DeviceType, Host, Link, Topology
 
 
 def example() -> str:
     """The example in the module's docstring, so that it stays true."""
-    text = (cluster_yaml.__doc__ or "").split("code-block:: yaml", 1)[1].split("Bandwidths are", 1)[0]
+    text = (yaml_file.__doc__ or "").split("code-block:: yaml", 1)[1].split("Bandwidths are", 1)[0]
     return textwrap.dedent(text)
 
 

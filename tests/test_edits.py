@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
-from soap.graph import NEXT_STATE, OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import NEXT_STATE, OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.runner.config import RunnerConfig
 from soap.runner.planning import adapted
 from soap.runner.tuning import with_partitions
-from soap.runtime.resizing import resized_plan
+from soap.runtime.program.resizing import resized_plan
 from soap.search import starts
 from soap.search.alignment import aligned_with
 from soap.search.chains import search
@@ -40,10 +41,9 @@ from soap.simulator.folding import Folding, fold
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
-from soap.strategies import CLASSICAL, NAMED, data_parallel, random_strategy
-from soap.strategy import OpConfig, Strategy, SyncConfig, settled
-from soap.synchronization import in_one_partition
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, random_strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled
+from soap.strategy.sync import in_one_partition
 from tests.graph_builder import GraphBuilder, mlp
 from tests.strategies import CPU, cluster
 
@@ -335,10 +335,11 @@ ROOT = Path(__file__).parent.parent
 CLASSES = {"OpConfig": OpConfig, "SyncConfig": SyncConfig, "Strategy": Strategy}
 MADE_ANEW = {
     "cli.explanation", "cli.options", "cli.report", "cli.wanted",  # read from a document, an option or a table
-    "grids", "strategies", "strategy", "synchronization", "strategy_json",
-    "runtime.look_ups", "runtime.neighbours", "runtime.step_chains", "runtime.tail", "runtime.tile_operands", "runtime.upkeep_timing",
-    "search.compiled.estimates", "search.dynamic", "search.exhaustive", "search.space",
-    "simulator.compiled.sync_codes", "tracing.footprints",
+    "measure.neighbours", "measure.step_chains", "measure.tile_operands", "measure.upkeep_timing",
+    "runtime.step.loss_epilogue", "runtime.sync.look_ups",
+    "search.compiled.estimates", "search.dynamic", "search.oracles.exhaustive", "search.space",
+    "simulator.compiled.sync_codes",
+    "strategy.classical", "strategy.config", "strategy.grids", "strategy.json_file", "strategy.sync", "tracing.footprints",
 }  # fmt: skip
 """Modules that make configurations from nothing: classical strategies, files, the space, and single tiles to measure or to ask about."""
 
@@ -394,7 +395,7 @@ def test_configurations_are_made_anew_in_few_modules_only() -> None:
 
 @pytest.mark.parametrize("edit", [
     "def f(config, devices):\n    return OpConfig(config.degrees, devices, config.replicas)",
-    "def f(strategy, name, config):\n    return soap.strategy.Strategy({**strategy.operators, name: config}, strategy.parameters)",
+    "def f(strategy, name, config):\n    return soap.strategy.config.Strategy({**strategy.operators, name: config}, strategy.parameters)",
     "def f(config):\n    degrees = config.degrees\n    return OpConfig(degrees=degrees, devices=(0,))",
     "def f(sync):\n    return SyncConfig(sync.method, 2)",
 ])  # fmt: skip

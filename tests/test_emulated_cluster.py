@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.cluster_yaml import load_cluster
-from soap.emulated_cluster import emulated_topology, parse_emulated
+from soap.cluster.emulated import emulated_topology, parse_emulated
+from soap.cluster.presets import family, local_topology, preset, says_all
+from soap.cluster.yaml_file import load_cluster
 from soap.errors import TopologyError
-from soap.presets import family, local_topology, preset, says_all
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 40_000))

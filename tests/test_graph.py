@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from soap.errors import ModelError
-from soap.graph import WHOLE, DimMap, Factor, FactorKind, Operand, OperatorGraph, Tensor, TensorKind
+from soap.model.graph import WHOLE, DimMap, Factor, FactorKind, Operand, OperatorGraph, Tensor, TensorKind
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.strategies import graphs
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from soap.cluster.overheads import NO_HANDLING, NO_RESTART, Crowding, Handling, Port, Restart, Share
 from soap.errors import TopologyError
-from soap.interference import NO_HANDLING, NO_RESTART, Crowding, Handling, Port, Restart, Share
 
 
 def test_a_share_is_rounded_down() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from soap.json_text import parse_json
+from soap.strategy.json_text import parse_json
 
 
 def test_plain_values() -> None:

@@ -15,22 +15,27 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "soap"
 
 GROUND_FLOOR = tuple(sorted(f"soap.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "api")))
-"""Every module beside the packages, except the composition root."""
+"""Errors, units, files and logs."""
+PLANNING = ("soap.model", "soap.cluster", "soap.strategy", "soap.plan", *GROUND_FLOOR)
+RUNTIME = ("soap.runtime", "soap.tracing", "soap.simulator", *PLANNING)
 EVERYTHING = ("soap",)
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(GROUND_FLOOR, GROUND_FLOOR),
-    "soap.simulator": ("soap.simulator", *GROUND_FLOOR),
-    "soap.tracing": ("soap.tracing", "soap.simulator.tiling", *GROUND_FLOOR),
-    "soap.tracing.footprints": ("soap.tracing", "soap.simulator.footprint", "soap.simulator.tiling", *GROUND_FLOOR),  # adds what that lacks
-    "soap.tracing.load": ("soap.tracing", "soap.zoo", *GROUND_FLOOR),  # the one place where model names meet models
-    "soap.search": ("soap.search", "soap.simulator", *GROUND_FLOOR),
-    "soap.profiles": ("soap.profiles", "soap.simulator", *GROUND_FLOOR),
-    "soap.emulation": ("soap.emulation", *GROUND_FLOOR),
-    "soap.runtime": ("soap.runtime", "soap.simulator", "soap.tracing", *GROUND_FLOOR),
-    "soap.runtime.link_timing": ("soap.runtime", "soap.profiles.link_probes", *GROUND_FLOOR),  # it measures under the real launch
-    "soap.runtime.step_chains": ("soap.runtime", "soap.profiles.link_probes", "soap.simulator", "soap.tracing.model", *GROUND_FLOOR),
-    "soap.runtime.step_timing": ("soap.runtime", "soap.profiles.link_probes", "soap.simulator", "soap.tracing.model", *GROUND_FLOOR),
+    "soap.model": ("soap.model", *GROUND_FLOOR),
+    "soap.cluster": ("soap.cluster", *GROUND_FLOOR),
+    "soap.strategy": ("soap.strategy", "soap.cluster", "soap.model", *GROUND_FLOOR),
+    "soap.plan": PLANNING,
+    "soap.simulator": ("soap.simulator", *PLANNING),
+    "soap.search": ("soap.search", "soap.simulator", *PLANNING),
     "soap.zoo": ("soap.zoo", "soap.errors"),
+    "soap.tracing": ("soap.tracing", "soap.model", "soap.plan.tiling", *GROUND_FLOOR),
+    "soap.tracing.footprints": ("soap.tracing", "soap.simulator.memory.footprint", *PLANNING),  # adds what that lacks
+    "soap.tracing.load": ("soap.tracing", "soap.model", "soap.zoo", *GROUND_FLOOR),  # the one place where model names meet models
+    "soap.runtime": RUNTIME,
+    "soap.runtime.system": ("soap.runtime.system", *GROUND_FLOOR),
+    "soap.emulation": ("soap.emulation", "soap.runtime.system", "soap.cluster", *GROUND_FLOOR),
+    "soap.measure": ("soap.measure", "soap.emulation.reference_work", *RUNTIME),
+    "soap.profiles": ("soap.profiles", "soap.measure", "soap.emulation.reference_work", "soap.simulator", *PLANNING),
     "soap.api": EVERYTHING,
     "soap.runner": EVERYTHING,
     "soap.cli": EVERYTHING,
@@ -39,7 +44,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 """Prefix of module names -> prefixes of our modules that they may import. The longest prefix counts."""
 
 COMMANDS = tuple(f"soap.cli.{name}" for name in ("search", "run", "simulate", "diff", "compare", "profile", "tune"))
-WITHOUT_TORCH = (*GROUND_FLOOR, "soap.simulator", "soap.search", "soap.emulation")
+WITHOUT_TORCH = (*PLANNING, "soap.simulator", "soap.search", "soap.emulation", "soap.runtime.system.clock")
 
 
 def _modules() -> dict[str, Path]:

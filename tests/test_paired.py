@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from soap.paired import CONFIDENCE, gain
+from soap.measure.paired import CONFIDENCE, gain
 
 
 def test_the_interval_of_a_median_is_that_of_the_sign_test() -> None:

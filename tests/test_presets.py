@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from soap import presets
+from soap.cluster import presets
+from soap.cluster.presets import device_types, local_topology, preset, preset_names
+from soap.cluster.topology import DeviceType
 from soap.errors import TopologyError
-from soap.presets import device_types, local_topology, preset, preset_names
-from soap.topology import DeviceType
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import soap
-from soap.cluster_yaml import parse_cluster
-from soap.runtime.optimizer_trial import Scope, try_optimizer
+from soap.cluster.yaml_file import parse_cluster
+from soap.runtime.updates.trial import Scope, try_optimizer
 
 TEXT = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 

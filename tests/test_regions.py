@@ -6,7 +6,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.regions import Box, balanced, cells, contains, in_one_piece, intersect, lengths, relative, subtract, volume, whole
+from soap.model.regions import Box, balanced, cells, contains, in_one_piece, intersect, lengths, relative, subtract, volume, whole
 from tests.strategies import boxes
 
 DIMENSIONS = st.integers(0, 3)

@@ -6,8 +6,8 @@ import networkx as nx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.routes import PICOSECONDS, REFERENCE_MESSAGE_BYTES, Router
-from soap.topology import Link
+from soap.cluster.routes import PICOSECONDS, REFERENCE_MESSAGE_BYTES, Router
+from soap.cluster.topology import Link
 
 NODES = [f"n{i}" for i in range(7)]
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from soap.errors import ModelError
-from soap.row_access import HALVINGS, Lookup, RowAccess, scaled, uniform
+from soap.model.sparse_access import HALVINGS, Lookup, RowAccess, scaled, uniform
 
 
 def lookups(*indices: int) -> tuple[Lookup, ...]:

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.graph import OperatorGraph
-from soap.regions import volume
-from soap.simulator.planning import build_plan
-from soap.strategies import (
+from soap.model.graph import OperatorGraph
+from soap.model.regions import volume
+from soap.plan.planning import build_plan
+from soap.strategy.classical import (
     CLASSICAL,
     data_parallel,
     hybrid,
@@ -25,8 +26,7 @@ from soap.strategies import (
     single_device,
     uniform_config,
 )
-from soap.strategy import OpConfig, Strategy
-from soap.topology import Topology
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import GraphBuilder, convnet, mlp, transformer
 from tests.strategies import cluster, graphs, topologies
 

@@ -6,10 +6,10 @@ import pickle
 import pytest
 from hypothesis import given, settings
 
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.graph import OperatorGraph
-from soap.strategy import OpConfig, Strategy, SyncConfig, check_config
-from soap.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
 from tests.graph_builder import mlp
 from tests.strategies import cases
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.errors import StrategyError
-from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.strategy_comparison import Comparison, compare, grouped, masked, pattern_of
-from soap.strategy_json import dumps, load_contents
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.diff import Comparison, compare, grouped, masked, pattern_of
+from soap.strategy.json_file import dumps, load_contents
 from tests.graph_builder import mlp, transformer
 from tests.strategies import cluster
 

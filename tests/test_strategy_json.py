@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.graph import OperatorGraph
-from soap.strategies import CLASSICAL, data_parallel, random_strategy
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.strategy_json import StrategyHeader, compact_devices, dumps, expand_devices, load_header, loads
-from soap.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.strategy.classical import CLASSICAL, data_parallel, random_strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.json_file import StrategyHeader, compact_devices, dumps, expand_devices, load_header, loads
 from tests.graph_builder import GraphBuilder, mlp
 from tests.strategies import cases, cluster
 

@@ -9,8 +9,8 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
+from soap.cluster.topology import Crowding, Device, DeviceType, Host, Link, Topology
 from soap.errors import TopologyError
-from soap.topology import Crowding, Device, DeviceType, Host, Link, Topology
 
 CPU = DeviceType("core", "cpu", {"float32": 32e9}, 8e9, 2**32, 5e-6, "a test")
 HOST = Host("h", 4, 2**34)
@@ -171,7 +171,7 @@ def test_parallel_links_are_refused():
 
 
 def test_import_is_light():
-    code = "import sys, soap.cluster_yaml; print([m for m in ('torch', 'networkx', 'numpy') if m in sys.modules])"
+    code = "import sys, soap.cluster.yaml_file; print([m for m in ('torch', 'networkx', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from soap import yardstick
+from soap.emulation import reference_work
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux sends signals by a thread's processor time")
 REFERENCE_NS = 20_000.0
@@ -20,7 +20,7 @@ REFERENCE_NS = 20_000.0
 @pytest.fixture(autouse=True)
 def stopped() -> Iterator[None]:
     yield
-    yardstick.stop()
+    reference_work.stop()
 
 
 def _compute(seconds: float) -> None:
@@ -43,33 +43,33 @@ def _mapping_flags(address: int) -> set[str]:
 
 
 def test_time_is_the_processors_unless_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yardstick.time, "thread_time_ns", lambda: 123)
-    assert yardstick.thread_time_ns() == 123 and yardstick.reference_ns() is None
-    yardstick.start(REFERENCE_NS)
-    assert yardstick.reference_ns() == REFERENCE_NS
-    yardstick.stop()
-    yardstick.stop()
-    assert yardstick.thread_time_ns() == 123
+    monkeypatch.setattr(reference_work.time, "thread_time_ns", lambda: 123)
+    assert reference_work.thread_time_ns() == 123 and reference_work.reference_ns() is None
+    reference_work.start(REFERENCE_NS)
+    assert reference_work.reference_ns() == REFERENCE_NS
+    reference_work.stop()
+    reference_work.stop()
+    assert reference_work.thread_time_ns() == 123
 
 
 def test_what_is_computed_while_the_yardstick_takes_twice_as_long_counts_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = yardstick._Yardstick(REFERENCE_NS)
+    own = reference_work._Yardstick(REFERENCE_NS)
     own.close()
     kernel, state = own._kernel, own.state
     state[[kernel.EVEN_NS, kernel.MARK_NS, kernel.TAKES_NS]] = 1e9, 5e9, 2 * REFERENCE_NS
-    monkeypatch.setattr(yardstick.time, "thread_time_ns", lambda: 5_008_000_000)
+    monkeypatch.setattr(reference_work.time, "thread_time_ns", lambda: 5_008_000_000)
     assert own.even_ns() == 1_004_000_000
     state[kernel.TAKES_NS] = REFERENCE_NS
     assert own.even_ns() == 1_008_000_000
 
 
 def test_samples_are_taken_while_a_thread_computes_and_only_then() -> None:
-    yardstick.start(REFERENCE_NS)
-    own = yardstick._yardstick
+    reference_work.start(REFERENCE_NS)
+    own = reference_work._yardstick
     assert own is not None
     kernel, state = own._kernel, own.state
-    yardstick.start(REFERENCE_NS)  # for the same thread: nothing new
-    assert yardstick._yardstick is own
+    reference_work.start(REFERENCE_NS)  # for the same thread: nothing new
+    assert reference_work._yardstick is own
     while state[kernel.COUNT] < 20:
         _compute(0.01)
     assert 0 < state[kernel.TAKES_NS] < state[kernel.SPENT_NS]
@@ -79,14 +79,14 @@ def test_samples_are_taken_while_a_thread_computes_and_only_then() -> None:
 
 
 def test_even_time_leaves_samples_out_and_never_goes_back() -> None:
-    yardstick.start(REFERENCE_NS)
-    own = yardstick._yardstick
+    reference_work.start(REFERENCE_NS)
+    own = reference_work._yardstick
     assert own is not None
     kernel, state = own._kernel, own.state
-    before = yardstick.thread_time_ns()
+    before = reference_work.thread_time_ns()
     while state[kernel.COUNT] < 30:
         sum(range(100))
-        now = yardstick.thread_time_ns()
+        now = reference_work.thread_time_ns()
         assert now >= before
         before = now
     state[kernel.SPENT_NS] = 0
@@ -97,10 +97,10 @@ def test_even_time_leaves_samples_out_and_never_goes_back() -> None:
 
 
 def test_another_thread_has_its_own_processor_time() -> None:
-    yardstick.start(REFERENCE_NS)
+    reference_work.start(REFERENCE_NS)
     _compute(0.05)
     found: list[int | None] = []
-    thread = threading.Thread(target=lambda: found.extend([yardstick.thread_time_ns(), yardstick.reference_ns()]))
+    thread = threading.Thread(target=lambda: found.extend([reference_work.thread_time_ns(), reference_work.reference_ns()]))
     thread.start()
     thread.join()
     time_ns, reference_ns = found
@@ -108,27 +108,27 @@ def test_another_thread_has_its_own_processor_time() -> None:
 
 
 def test_memory_begins_a_huge_page_and_is_used_again() -> None:
-    yardstick.start(REFERENCE_NS)
-    own = yardstick._yardstick
+    reference_work.start(REFERENCE_NS)
+    own = reference_work._yardstick
     assert own is not None
     kernel, first = own._kernel, own.state.ctypes.data
     assert first % kernel.HUGE_BYTES == 0
     flags = _mapping_flags(first)
     assert "sh" not in flags and ("hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists())
     _compute(0.05)
-    yardstick.stop()
-    yardstick.start(REFERENCE_NS / 2)
-    again = yardstick._yardstick
+    reference_work.stop()
+    reference_work.start(REFERENCE_NS / 2)
+    again = reference_work._yardstick
     assert again is not None and again.state.ctypes.data == first
     assert again.state[kernel.REFERENCE_NS] == REFERENCE_NS / 2 and again.state[kernel.SPENT_NS] < 50_000_000
 
 
 def test_the_reference_is_what_samples_take() -> None:
-    found = yardstick.measured_reference_ns()
+    found = reference_work.measured_reference_ns()
     assert found is not None and 1_000 < found < 10_000_000
 
 
 def test_a_process_ends_with_its_timer_running() -> None:
-    program = "from soap import yardstick; yardstick.start(2e4)\nfor _ in range(200): sum(range(10000))"
+    program = "from soap import yardstick; reference_work.start(2e4)\nfor _ in range(200): sum(range(10000))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

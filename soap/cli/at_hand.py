@@ -18,13 +18,13 @@ from soap.cli.first_measuring import Measured
 from soap.cli.options import Reading
 from soap.cli.stopping import Stopping
 from soap.cli.updating import Updating
-from soap.emulated_cluster import FAMILY as EMULATED
+from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.presets import family
+from soap.cluster.topology import Topology
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure, StoppedBySignal
-from soap.graph import OperatorGraph
-from soap.presets import family
+from soap.model.graph import OperatorGraph
 from soap.simulator.costs import CostSource
-from soap.topology import Topology
 
 ESTIMATE: CostSource = "estimate"
 

@@ -10,7 +10,7 @@ import torch
 
 from soap import zoo
 from soap.errors import SoapError
-from soap.imports import from_here
+from soap.tracing.imports import from_here
 from soap.tracing.model import TracedModel
 
 Batches = Callable[[int], Sequence[torch.Tensor]]

@@ -9,19 +9,19 @@ from typing import Any
 
 from soap import api
 from soap.cli.tables import aligned, milliseconds
+from soap.cluster.presets import says_all
+from soap.cluster.topology import Topology
 from soap.errors import TimelineError
-from soap.presets import says_all
 from soap.profiles.corrections import Correction, named
 from soap.profiles.entries import update_family
 from soap.profiles.keys import Environment, environments, torch_version
 from soap.profiles.store import Store
-from soap.simulator.communication import Communication
-from soap.simulator.comparison import Pair, matched
+from soap.simulator.analysis.comparison import Pair, matched
+from soap.simulator.analysis.timeline_file import Description, Timeline
+from soap.simulator.communication.prices import Communication
 from soap.simulator.simulate import costs_hash
 from soap.simulator.tasks import TaskKind
-from soap.simulator.timeline_file import Description, Timeline
-from soap.strategy_differences import one_line, short
-from soap.topology import Topology
+from soap.strategy.mismatch import one_line, short
 
 LEAST_TASKS = 8
 """Measured tasks of one kind and direction, those of every traced iteration counted, below which nothing is corrected."""

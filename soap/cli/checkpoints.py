@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from soap.cli.command import Parser, UsageError
 from soap.cli.options import positive
-from soap.runtime.checkpoint_folder import check_place, resolve
-from soap.runtime.checkpoint_manifest import read_manifest
+from soap.runtime.checkpoint.folder import check_place, resolve
+from soap.runtime.checkpoint.manifest import read_manifest
 
 if TYPE_CHECKING:
     from soap.runtime.trainer import Trainer

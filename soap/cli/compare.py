@@ -15,10 +15,10 @@ from soap.cli.options import add_cluster, refuse_overwriting
 from soap.cli.tables import aligned, milliseconds
 from soap.errors import TimelineError
 from soap.files import check_writable, read_text, write_text_atomically
-from soap.simulator import timeline_file
-from soap.simulator.comparison import Comparison, Group, Pair, compare
-from soap.simulator.timeline_file import MAX_BYTES, Origin, Timeline
-from soap.strategy_differences import one_line, short
+from soap.simulator.analysis import timeline_file
+from soap.simulator.analysis.comparison import Comparison, Group, Pair, compare
+from soap.simulator.analysis.timeline_file import MAX_BYTES, Origin, Timeline
+from soap.strategy.mismatch import one_line, short
 from soap.units import format_bytes
 
 PROG = "soap-compare"

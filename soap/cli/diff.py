@@ -14,9 +14,9 @@ from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_reading, re
 from soap.cli.tables import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
-from soap.strategy_comparison import Comparison, compare, grouped
-from soap.strategy_differences import one_line, short
-from soap.strategy_json import OperatorEntry, StrategyContents
+from soap.strategy.diff import Comparison, compare, grouped
+from soap.strategy.json_file import OperatorEntry, StrategyContents
+from soap.strategy.mismatch import one_line, short
 from soap.units import format_bytes
 
 PROG = "soap-diff"

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from soap.cli.command import Parser, UsageError
 from soap.cli.tables import aligned
+from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.hosts import Card, HostLimits, host_limits
 from soap.emulation.network import HEADER_BYTES, MTU_BYTES
 from soap.emulation.placement import Placement
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
-from soap.profiles.core_speed import yardstick_ns
-from soap.profiles.measure_machine import cpu_cores
+from soap.measure.core_speed import yardstick_ns
+from soap.measure.this_machine import cpu_cores
+from soap.simulator.analysis.timeline import link_bytes
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import TaskKind
-from soap.simulator.timeline import link_bytes
-from soap.topology import DeviceKind, Topology
 
 if TYPE_CHECKING:
-    from soap.runtime.measure import StepTimes
+    from soap.measure.iteration import StepTimes
 
 WAYS = ("sent", "received")
 

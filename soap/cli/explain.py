@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from soap import row_shares
 from soap.cli import rows
 from soap.cli.tables import listed
-from soap.graph import Operand, Operator, OperatorGraph
+from soap.model import sparse_shares
+from soap.model.graph import Operand, Operator, OperatorGraph
 from soap.units import format_bytes, format_count
 
 LEGEND = "factors: S sample, A attribute, P parameter, R reduction; +: parts give partial results, which are summed"
@@ -30,7 +30,7 @@ def document(graph: OperatorGraph) -> dict[str, Any]:
             "flops": sum(op.flops for op in graph.operators),
         },
         "operators": operators,
-        "sparse": row_shares.document(graph),
+        "sparse": sparse_shares.document(graph),
     }
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap.cli.tables import aligned, devices, layers, listed, milliseconds, split, sync_document, sync_text
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.search.explanation import Line, Synchronized
-from soap.simulator.attribution import Activity
-from soap.strategy import OpConfig, SyncConfig
-from soap.topology import Topology
+from soap.simulator.analysis.attribution import Activity
+from soap.strategy.config import OpConfig, SyncConfig
 from soap.units import format_bytes
 
 MOST_ROWS = 60

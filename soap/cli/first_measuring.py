@@ -19,17 +19,17 @@ from soap.cli.command import one_line
 from soap.cli.options import Reading
 from soap.cli.profile import NAMED_GROUP
 from soap.cli.wanted import Wanted, wanted
-from soap.emulated_cluster import FAMILY as EMULATED
+from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.presets import family
+from soap.cluster.topology import Topology
 from soap.errors import StoppedBySignal
-from soap.graph import OperatorGraph
-from soap.presets import family
+from soap.measure.link_probes import NEEDED, Probe, probes_for
+from soap.model.graph import OperatorGraph
 from soap.profiles.keys import Environment, environments
 from soap.profiles.link_places import link_place
-from soap.profiles.link_probes import NEEDED, Probe, probes_for
 from soap.profiles.measured_links import known_links
 from soap.profiles.store import Store
-from soap.strategies import CLASSICAL, NAMED
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL, NAMED
 
 DEFAULT_S = 60.0
 LINKS_SHARE = 2 / 3

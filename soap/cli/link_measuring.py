@@ -11,12 +11,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from soap.cluster.topology import DeviceKind
 from soap.emulation.placement import run_evenly
+from soap.measure.link_probes import LinkTiming, Probe
+from soap.measure.link_timing import SECONDS_PER_PROBE, measure_links
 from soap.profiles.link_places import LinkPlace
-from soap.profiles.link_probes import LinkTiming, Probe
 from soap.profiles.store import Store
-from soap.runtime.link_timing import SECONDS_PER_PROBE, measure_links
-from soap.topology import DeviceKind
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ from soap.cli import emulation, report
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.options import add_cluster, positive_number
 from soap.cli.tables import aligned
+from soap.cluster.presets import family
+from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, ProfileError
-from soap.presets import family
-from soap.profiles.link_figures import modelled_seconds, with_measured_links
-from soap.profiles.link_places import LinkPlace, link_place
-from soap.profiles.link_probes import (
+from soap.measure.link_probes import (
     IN_STEPS,
     LinkTiming,
     Probe,
@@ -29,11 +28,12 @@ from soap.profiles.link_probes import (
     probes_for,
     scales_of,
 )
+from soap.profiles.link_figures import modelled_seconds, with_measured_links
+from soap.profiles.link_places import LinkPlace, link_place
 from soap.profiles.measured_links import known_links
 from soap.profiles.store import Store
-from soap.simulator.communication import Communication
-from soap.strategy_json import compact_devices
-from soap.topology import Topology
+from soap.simulator.communication.prices import Communication
+from soap.strategy.json_file import compact_devices
 from soap.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
 
 def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, todo: Sequence[Probe], store: Store) -> int | None:
     """How many probes were measured; None on ranks that do not report. Under torchrun all ranks come along: rank 0 knows what is left."""
-    from soap.runtime.world import under_launcher
+    from soap.runtime.comm.world import under_launcher
 
     if not todo and not under_launcher(os.environ):
         return 0
@@ -138,8 +138,8 @@ def measure(
     """Measure probes on ranks of their own, each kept as soon as it is known; how many, None on ranks that do not report. ``hosts``: to be
     emulated, at this scale. ``seconds_per_probe`` None: as usual. ``stop_at``: as ``LinkJob`` has it."""
     from soap.cli.link_measuring import LinkJob, measure_and_keep
-    from soap.runtime.launch import launch
-    from soap.runtime.world import choose_backend
+    from soap.runtime.comm.launch import launch
+    from soap.runtime.comm.world import choose_backend
 
     kind = topology.devices[0].type.kind
     choose_backend(place.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))  # refuses what is not here

@@ -14,27 +14,27 @@ from math import inf
 import torch
 
 from soap import api
-from soap.allocation import keep_freed_memory
 from soap.cli.options import Reading
 from soap.cli.wanted import MAY_BE_NEEDED, Wanted
-from soap.emulated_cluster import FAMILY as EMULATED
-from soap.emulated_cluster import device_cores
+from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.emulated import device_cores
+from soap.cluster.presets import family
+from soap.cluster.topology import Topology
 from soap.emulation.hosts import host_limits
 from soap.errors import SoapWarning
-from soap.presets import family
-from soap.profiles.core_speed import yardstick_ns
+from soap.measure.core_speed import yardstick_ns
+from soap.measure.neighbours import Neighbours
+from soap.measure.this_machine import cpu_cores
+from soap.measure.tile_timing import TileTimer, TileTimes
+from soap.measure.timing import Sample
+from soap.measure.upkeep_timing import time_copy, time_runtime, time_update
+from soap.plan.tiling import Tile, tiles_of
 from soap.profiles.entries import COPY, RUNTIME, Entry, Timing, apart, typical
 from soap.profiles.keys import Environment, TileKey
-from soap.profiles.measure_machine import cpu_cores
 from soap.profiles.store import Store
 from soap.profiles.work import backward_work, forward_work
-from soap.runtime.neighbours import Neighbours
-from soap.runtime.tile_timing import TileTimer, TileTimes
-from soap.runtime.timing import Sample
-from soap.runtime.upkeep_timing import time_copy, time_runtime, time_update
-from soap.simulator.tiling import Tile, tiles_of
-from soap.strategies import CLASSICAL
-from soap.topology import Topology
+from soap.runtime.system.malloc import keep_freed_memory
+from soap.strategy.classical import CLASSICAL
 
 Progress = Callable[[Wanted], None]
 APART = 0.05

@@ -12,7 +12,7 @@ from soap.cli.command import Parser, UsageError
 from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
-from soap.strategy import SYNC_METHODS, SyncConfig
+from soap.strategy.config import SYNC_METHODS, SyncConfig
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:SIZE][@BATCH]"
 CLUSTER_HELP = (

@@ -15,10 +15,10 @@ from soap import api
 from soap.cli.training import Job, batches_of, make_trainer
 from soap.errors import SoapWarning
 from soap.runner.tuning import Observer, Range, first_batches, sample_runs
+from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
-from soap.runtime.world import close_world, open_world
 from soap.search.partition_tuning import MOST_SAMPLES, Sample, Tuning
-from soap.strategy import Strategy
+from soap.strategy.config import Strategy
 
 
 @dataclass(frozen=True)

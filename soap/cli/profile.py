@@ -17,10 +17,11 @@ from soap.cli.options import add_cluster, add_model, positive_number, reading, r
 from soap.cli.stopping import Stopping
 from soap.cli.tables import aligned, milliseconds
 from soap.cli.wanted import Wanted, wanted
+from soap.cluster.presets import family
+from soap.cluster.topology import Topology
 from soap.errors import ProfileError, StoppedBySignal
 from soap.files import check_writable
-from soap.graph import OperatorGraph
-from soap.presets import family
+from soap.model.graph import OperatorGraph
 from soap.profiles.corrections import CORRECTED, Correction
 from soap.profiles.exchange import export_profiles, import_profiles, shipped_profiles
 from soap.profiles.keys import environments
@@ -29,10 +30,9 @@ from soap.profiles.shares import corrected, shares
 from soap.profiles.shares import text as shares_text
 from soap.profiles.store import Store
 from soap.simulator.simulate import Simulator, tile_count
-from soap.strategies import CLASSICAL, NAMED
-from soap.strategy import Strategy
-from soap.strategy_differences import one_line
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL, NAMED
+from soap.strategy.config import Strategy
+from soap.strategy.mismatch import one_line
 
 PROG = "soap-profile"
 NAMED_GROUP = "classical strategies"

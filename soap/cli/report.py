@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from soap import row_shares
 from soap.api import SearchOutcome, costs_record
 from soap.cli import rows
 from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model import sparse_shares
+from soap.model.graph import OperatorGraph
 from soap.profiles import shares
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator, is_large, tile_count
-from soap.strategies import CLASSICAL, NAMED, SYNCHRONIZED
-from soap.strategy import Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED
+from soap.strategy.config import Strategy, SyncConfig
 from soap.units import format_bytes
 
 BASELINE = "data_parallel"
@@ -56,7 +56,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "data_parallel_bytes_moved": simulator.predict(baseline).bytes_moved,
         "busy_ns": simulation.busy_ns,
         "unlike_data_parallel": _differences(graph, strategy, baseline),
-        "sparse": row_shares.document(graph),
+        "sparse": sparse_shares.document(graph),
         "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
     }
 

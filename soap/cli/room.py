@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
-from soap.graph import OperatorGraph
-from soap.profiles.measure_machine import free_memory_bytes
+from soap.measure.this_machine import free_memory_bytes
+from soap.model.graph import OperatorGraph
 from soap.search.starts import BASELINE
-from soap.simulator.memory import MemoryUse
+from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.simulate import Simulation
-from soap.topology import Topology
 from soap.units import format_bytes
 
 

@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from soap import api, row_shares
+from soap import api
 from soap.cli.options import reading
 from soap.cli.tables import aligned
-from soap.graph import OperatorGraph
+from soap.model import sparse_shares
+from soap.model.graph import OperatorGraph
 
 LEGEND = "sparse parameters: a batch looks up rows of them, some of them repeatedly; alpha: share of the rows that it touches"
 HEADER = ("parameter", "rows", "look-ups", "touched", "by 1/2, 1/4, 1/8", "alpha", "")
@@ -26,11 +27,11 @@ def load_graph(args: argparse.Namespace) -> OperatorGraph:
 
         batches = UserBatches(args.data)
         graph = api.measure_rows(model, (batches(step) for step in range(args.alpha_batches)))
-    return row_shares.with_alphas(graph, args.alpha)
+    return sparse_shares.with_alphas(graph, args.alpha)
 
 
 def text(sparse: Mapping[str, Mapping[str, Any]]) -> str:
-    """What ``row_shares.document`` has, as a table."""
+    """What ``sparse_shares.document`` has, as a table."""
     rows = [HEADER]
     for name, own in list(sparse.items())[:MOST_ROWS]:
         whole, *parts = map(str, own["touched"])

@@ -31,9 +31,9 @@ from soap.cli.report import crowded, resting, shared_cores
 from soap.cli.tables import aligned, listed, milliseconds, speed_up
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating
+from soap.cluster.presets import says_all
 from soap.errors import RuntimeFailure, SoapWarning, StrategyError
 from soap.files import check_writable, write_text_atomically
-from soap.presets import says_all
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
 from soap.units import format_bytes
@@ -140,8 +140,8 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
         graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
     graph = api.with_recorded_rows(graph, args.strategy)
     updating = Updating.of(args)
-    from soap.runtime.optimizer_trial import optimizer_states  # from here on torch is needed anyway
-    from soap.runtime.parts import require_possible
+    from soap.runtime.updates.parts import require_possible
+    from soap.runtime.updates.trial import optimizer_states  # from here on torch is needed anyway
 
     tried = updating.tried(graph)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
@@ -190,8 +190,8 @@ def on_ranks(
     job: Job, hosts: Sequence[HostLimits], entry: Callable[[Argument], Result], argument: Argument, limit_s: float | None = None
 ) -> Result | None:
     """The same with what each rank is to do, and the job for whose devices it is."""
-    from soap.runtime.launch import launch
-    from soap.runtime.world import under_launcher, world_size
+    from soap.runtime.comm.launch import launch
+    from soap.runtime.comm.world import under_launcher, world_size
 
     devices = job.topology.device_count
     require_devices(job)
@@ -206,7 +206,7 @@ def require_devices(job: Job) -> None:
     """RuntimeFailure, before any rank is started, if this machine lacks the GPUs that the job asks for."""
     import torch
 
-    from soap.runtime.world import choose_backend
+    from soap.runtime.comm.world import choose_backend
 
     kind = job.device_kind or job.topology.devices[0].type.kind
     if kind == "cuda" and not torch.cuda.is_available():

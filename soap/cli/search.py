@@ -33,15 +33,15 @@ from soap.cli.options import (
 from soap.cli.stopping import Stopping
 from soap.cli.timelines import predicted_text
 from soap.cli.updating import Updating, add_optimizer
+from soap.cluster.presets import family
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.files import check_writable, write_text_atomically
-from soap.graph import OperatorGraph
-from soap.presets import family
+from soap.model.graph import OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.options import DEFAULT_BUDGET, SearchOptions
 from soap.search.plot import check_plot
 from soap.search.starts import DYNAMIC, RANDOM
-from soap.strategies import CLASSICAL, NAMED
+from soap.strategy.classical import CLASSICAL, NAMED
 
 PROG = "soap-search"
 PATIENCE = 0.5
@@ -273,7 +273,7 @@ def search_options(args: argparse.Namespace, updating: Updating, graph: Operator
     )
     if not args.optimizer:
         return options
-    from soap.runtime.optimizer_trial import optimizer_states
+    from soap.runtime.updates.trial import optimizer_states
 
     tried = updating.tried(graph)
     states = optimizer_states(tried, sparse=bool(graph.sparse))

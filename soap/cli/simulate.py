@@ -12,15 +12,15 @@ from soap.cli import explanation, iteration, report, rows
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import EXPLAIN_HELP, add_cluster, add_costs, add_model, add_outputs, add_rows, refuse_overwriting
 from soap.cli.timelines import predicted_text
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import check_writable, write_text_atomically
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
-from soap.strategies import NAMED
-from soap.strategy import Strategy
-from soap.strategy_differences import short
-from soap.topology import Topology
+from soap.strategy.classical import NAMED
+from soap.strategy.config import Strategy
+from soap.strategy.mismatch import short
 
 PROG = "soap-simulate"
 

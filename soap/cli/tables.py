@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from soap.graph import Operator
-from soap.strategy import OpConfig, SyncConfig
-from soap.strategy_comparison import pattern_of
-from soap.strategy_json import compact_devices
+from soap.model.graph import Operator
+from soap.strategy.config import OpConfig, SyncConfig
+from soap.strategy.diff import pattern_of
+from soap.strategy.json_file import compact_devices
 
 
 def aligned(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:

@@ -8,16 +8,16 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import soap
-from soap.emulated_cluster import FAMILY as EMULATED
-from soap.graph import OperatorGraph
-from soap.presets import family
+from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.presets import family
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.simulator.analysis.timeline import MeasuredEvent, chrome_trace, measured_trace, middle_iteration, task_details
+from soap.simulator.analysis.timeline_file import Description, Origin, dumps
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
-from soap.simulator.timeline import MeasuredEvent, chrome_trace, measured_trace, middle_iteration, task_details
-from soap.simulator.timeline_file import Description, Origin, dumps
-from soap.strategy import Strategy
-from soap.strategy_json import strategy_hash
-from soap.topology import Topology
+from soap.strategy.config import Strategy
+from soap.strategy.json_file import strategy_hash
 
 if TYPE_CHECKING:
     from soap.cli.training import Job

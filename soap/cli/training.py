@@ -11,22 +11,23 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from soap import api, pace
+from soap import api
 from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, JoinedBatches, UserBatches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
 from soap.cli.updating import Updating
+from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.placement import card_counters, run_evenly
 from soap.errors import RuntimeFailure, SoapWarning
+from soap.measure.iteration import WARM_UP_STEPS, StepTimes, measure_steps
+from soap.measure.memory import peak_memory
 from soap.runtime.check import CheckResult, check
-from soap.runtime.measure import WARM_UP_STEPS, StepTimes, measure_steps
-from soap.runtime.memory import peak_memory
+from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
-from soap.runtime.world import close_world, open_world
+from soap.simulator.analysis.timeline import MeasuredEvent
 from soap.simulator.tasks import ExecutionOrder
-from soap.simulator.timeline import MeasuredEvent
-from soap.strategy import Strategy
-from soap.topology import DeviceKind, Topology
+from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
 from soap.tracing.record import ExportRecord
 
@@ -190,7 +191,7 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     """A trainer of the model's own parameters by the strategy of this name."""
     strategy, order = job.strategies[name]
     recipe = job.updating.recipe()
-    with pace.paused():  # it is made at this machine's speed
+    with clock.paused():  # it is made at this machine's speed
         trainer = Trainer(
             model,
             (strategy, job.topology),

@@ -22,10 +22,10 @@ from soap import api
 from soap.cli.tables import milliseconds
 from soap.cli.training import Job, batches_of, make_trainer
 from soap.errors import SoapWarning
+from soap.measure.iteration import measure_steps
 from soap.runner.tuning import first_batches
-from soap.runtime.measure import measure_steps
+from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
-from soap.runtime.world import close_world, open_world
 
 BATCHES = 4
 """That are trained on, again and again."""
@@ -37,7 +37,7 @@ ROUNDS = 4
 DUELS = 20
 """Rounds of the fastest and data parallelism alone, at most."""
 LEAST_DUELS = 5
-"""Fewer tell nothing (``soap.paired``): so many are fought even if time is over meanwhile."""
+"""Fewer tell nothing (``soap.measure.paired``): so many are fought even if time is over meanwhile."""
 TRIED_SHARE = 0.5
 """Of the time, in which trainers are made and all strategies take turns; the rest is for the fastest and data parallelism."""
 TOO_LATE = 1.5

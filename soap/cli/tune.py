@@ -122,7 +122,7 @@ def sample(trial: Trial, hosts: Sequence[HostLimits] = ()) -> Tuning | None:
     """All runs, in one launch of ranks; None under torchrun on all but rank 0. A run for which a server has not enough memory ends its
     launch, and counts as one that failed: another launch goes on behind it."""
     from soap.cli.partition_runs import measure, read_notes
-    from soap.runtime.world import under_launcher
+    from soap.runtime.comm.world import under_launcher
 
     known: tuple[Sample, ...] = ()
     while True:

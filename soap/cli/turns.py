@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import ExecutionOrder
-from soap.strategy import Strategy
+from soap.strategy.config import Strategy
 
 if TYPE_CHECKING:
-    from soap.runtime.measure import StepTimes  # torch
+    from soap.measure.iteration import StepTimes  # torch
 
 
 def in_turns(

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from soap.cli.command import Parser, UsageError
 from soap.cli.named_calls import NamedCall, named_call
 from soap.cli.options import not_negative_number
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 
 if TYPE_CHECKING:
     import torch
 
-    from soap.runtime.optimizer_trial import Tried
-    from soap.runtime.optimizers import Recipe
+    from soap.runtime.updates.optimizers import Recipe
+    from soap.runtime.updates.trial import Tried
 
 OPTIM, SCHEDULES = "torch.optim.", "torch.optim.lr_scheduler."
 LEARNING_RATE = 0.01
@@ -97,7 +97,7 @@ class Updating:
 
     def recipe(self) -> Recipe:
         """What trainers take. UsageError in one line for names, options and values that torch does not have."""
-        from soap.runtime.optimizers import Recipe
+        from soap.runtime.updates.optimizers import Recipe
 
         pairs = [_pattern_and_call(text) for text in self.optimizers]
         general = [call for pattern, call in pairs if pattern is None]
@@ -114,7 +114,7 @@ class Updating:
 
     def tried(self, graph: OperatorGraph) -> Tried:
         """What the optimizer needs of this model's parameters, found by trying it."""
-        from soap.runtime.optimizer_trial import try_optimizer
+        from soap.runtime.updates.trial import try_optimizer
 
         trainable = {tensor.name: tensor.shape for tensor in graph.parameters if tensor.requires_grad}
         for pattern in self.no_decay:
@@ -157,7 +157,7 @@ class Updating:
 
 def states_of(optimizer: str) -> int:
     """Tensors of a parameter's size that an optimizer, as ``--optimizer`` has it, keeps for each."""
-    from soap.runtime.optimizer_trial import try_optimizer
+    from soap.runtime.updates.trial import try_optimizer
 
     shapes = {"weight": (2, 3)}
     return try_optimizer(Updating((optimizer,)).recipe().layout(shapes), shapes).states
@@ -237,7 +237,7 @@ def _call_and_end(text: str) -> tuple[NamedCall, int | None]:
 def _making(call: NamedCall, learning_rate: float | None) -> Making:
     import torch
 
-    from soap.runtime.optimizers import OPTIMIZERS
+    from soap.runtime.updates.optimizers import OPTIMIZERS
 
     own = OPTIMIZERS.get(call.name)
     target: Any = own or _class(call, OPTIM, torch.optim, torch.optim.Optimizer, [*OPTIMIZERS], "--optimizer")

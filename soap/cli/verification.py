@@ -1,7 +1,7 @@
 """``soap-search --verify``: run the best few strategies and data parallelism for real on this machine, and keep what is fastest.
 
 All take turns, and the fastest then meets data parallelism in further turns, which alone decide: it replaces data parallelism if the
-interval in which its gain lies (``soap.paired``) is above 1.
+interval in which its gain lies (``soap.measure.paired``) is above 1.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from soap.cli.command import UsageError
 from soap.cli.options import Reading
 from soap.cli.tables import aligned, milliseconds
 from soap.cli.updating import Updating
-from soap.emulated_cluster import FAMILY as EMULATED
+from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.presets import family
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
-from soap.paired import CONFIDENCE, gain
-from soap.presets import family
+from soap.measure.paired import CONFIDENCE, gain
 from soap.search.starts import BASELINE
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation
-from soap.strategy import Strategy
+from soap.strategy.config import Strategy
 
 DEFAULT_FINALISTS = 3
 DEFAULT_S = 60.0

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.row_counts import operators_on_rows
+from soap.plan.tiling import Tile, tiles_of
 from soap.profiles.entries import COPY, RUNTIME, UPDATE, copy_key, runtime_key, update_key
 from soap.profiles.keys import TileKey, TileKeys, tile_kind
 from soap.profiles.roofline import RooflineCosts
 from soap.search.space import grids_of
-from soap.simulator.row_counts import operators_on_rows
-from soap.simulator.tiling import Tile, tiles_of
-from soap.strategy import OpConfig, Strategy
-from soap.topology import Topology
+from soap.strategy.config import OpConfig, Strategy
 
 SPACE = "search space"
 UPKEEP = "runtime and updates"

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from soap.emulated_cluster import FAMILY as EMULATED
-from soap.emulated_cluster import device_cores
+from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.emulated import device_cores
+from soap.cluster.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND, family
+from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, SoapWarning
-from soap.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND, family
-from soap.topology import Topology
 from soap.units import format_rate, format_seconds
 
 MOST_HOSTS = 250

@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from soap import pace, yardstick
+from soap.emulation import reference_work, virtual_clock
 from soap.emulation.names import INTERFACE, NAMESPACES
 from soap.emulation.quota import join, move_thread, own_group
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
-from soap.scheduling import GLOO_WORKERS, THREADS, be_prompt, thread_name
+from soap.runtime.system.gloo_threads import GLOO_WORKERS, THREADS, be_prompt, thread_name
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
@@ -41,7 +41,7 @@ class Placement:
     ``hosts``: (namespace, control group) of each rank. ``cores``: numbers of those that each may use; empty: all. ``free_group``: a group
     without a quota, in which a rank is until ``run_evenly``: it reads its model at this machine's speed. ``shares``: how many cores the
     device of each rank has. ``communication_cores``: on which no device computes. ``yardstick_ns``: what the yardstick takes on a core as
-    fast as a device's (``soap.yardstick``); None: it is as fast as its core is just then.
+    fast as a device's (``soap.emulation.reference_work``); None: it is as fast as its core is just then.
     """
 
     hosts: tuple[tuple[str, str], ...]
@@ -76,7 +76,7 @@ class Placement:
 
 
 def run_evenly() -> None:
-    """From now on the calling thread computes at its device's even rate (``soap.pace``), and this process's other threads, which
+    """From now on the calling thread computes at its device's even rate (``virtual_clock``), and this process's other threads, which
     communicate, get what they need.
 
     A device computes and communicates at once, as the simulator has it, and evenly. Under a quota both would stand still together as soon
@@ -105,8 +105,8 @@ def run_evenly() -> None:
                 if sums:
                     be_prompt(thread)
     if os.environ.get(YARDSTICK):
-        yardstick.start(float(os.environ[YARDSTICK]))
-    pace.set_share(share)
+        reference_work.start(float(os.environ[YARDSTICK]))
+    virtual_clock.set_share(share)
 
 
 def communication_cores() -> set[int]:
@@ -125,10 +125,10 @@ def working_as_rank(place: Placement) -> Iterator[None]:
         if place.cores:
             os.sched_setaffinity(0, place.cores[0])
         if place.yardstick_ns is not None:
-            yardstick.start(place.yardstick_ns)
+            reference_work.start(place.yardstick_ns)
         yield
     finally:
-        yardstick.stop()
+        reference_work.stop()
         join(group_before, os.getpid())
         os.sched_setaffinity(0, cores_before)
 

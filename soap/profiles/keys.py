@@ -15,19 +15,19 @@ from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from soap.emulated_cluster import FAMILY as EMULATED
-from soap.graph import DimMap, Operand, Operator, OperatorGraph
-from soap.presets import family
-from soap.profiles.measure_machine import cpu_cores
-from soap.regions import lengths
-from soap.simulator.row_counts import parameters_held
-from soap.simulator.tiling import Tile, is_widened, iteration_points
-from soap.topology import DeviceType, Topology
+from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.presets import family
+from soap.cluster.topology import DeviceType, Topology
+from soap.measure.this_machine import cpu_cores
+from soap.model.graph import DimMap, Operand, Operator, OperatorGraph
+from soap.model.regions import lengths
+from soap.plan.row_counts import parameters_held
+from soap.plan.tiling import Tile, is_widened, iteration_points
 
 VERSIONS = {"cpu": 8, "cuda": 2}
 """Of what is measured and how it is written down, by kind of device; part of every environment. Since 2 with freed memory kept
-(``allocation``), since 3 with Adam's updates in one pass (``runtime.optimizers``), since 4 on
-emulated hosts without a quota of one's own, since 5 there by even time (``soap.yardstick``), since 6 with tiles in turns
+(``malloc``), since 3 with Adam's updates in one pass (``runtime.optimizers``), since 4 on
+emulated hosts without a quota of one's own, since 5 there by even time (``soap.emulation.reference_work``), since 6 with tiles in turns
 (``runtime.tile_timing``), since 7 by a yardstick that is the same in all processes, since 8 with updates of what is not in
 the caches."""
 

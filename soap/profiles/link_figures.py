@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import permutations
 from typing import NamedTuple
 
+from soap.cluster.overheads import Crowding, Handling, Port, Restart, Share
+from soap.cluster.topology import Topology
 from soap.errors import ProfileError
-from soap.interference import Crowding, Handling, Port, Restart, Share
-from soap.profiles.alpha_beta import AlphaBeta
-from soap.profiles.link_probes import Lines, LinkTiming, Operation, Probe, cpu_fits, devices_by_host, fits
-from soap.simulator.communication import Communication
-from soap.topology import Topology
+from soap.measure.alpha_beta import AlphaBeta
+from soap.measure.link_probes import Lines, LinkTiming, Operation, Probe, cpu_fits, devices_by_host, fits
+from soap.simulator.communication.prices import Communication
 
 LARGE_BYTES = 2**30
 """Beside which latencies are nothing."""

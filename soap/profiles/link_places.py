@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from soap.cluster.topology import Topology
+from soap.measure.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
+from soap.measure.this_machine import cpu_cores, cpu_model
 from soap.profiles.keys import digest, torch_version
-from soap.profiles.link_probes import MOST_TIMES, LinkTiming, Operation, Probe
-from soap.profiles.measure_machine import cpu_cores, cpu_model
-from soap.topology import Topology
 
 VERSION = 11
-"""Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``allocation``); since 3 collectives
-behind a computation, and with ``scheduling.calm_gloo``; since 4 emulated hosts' sums are prompt; since 5 with the scale; since 6
-restarts apart; since 7 devices compute by even time (``soap.yardstick``); since 8 exchanges within steps, restarts of three sizes,
+"""Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``malloc``); since 3 collectives
+behind a computation, and with ``gloo_threads.calm_gloo``; since 4 emulated hosts' sums are prompt; since 5 with the scale; since 6
+restarts apart; since 7 devices compute by even time (``reference_work``); since 8 exchanges within steps, restarts of three sizes,
 and chains that read two values; since 9 by a yardstick that is the same in all processes; since 10 messages and exchanges of two
 sizes within steps, which send the last of theirs while gradients are summed; since 11 emulated hosts have one congestion control."""
 MOST_SECONDS = 10**6

@@ -23,18 +23,18 @@ from enum import StrEnum
 from math import exp, log
 from statistics import median
 
-from soap.graph import OperatorGraph
+from soap.cluster.topology import DeviceType, Topology
+from soap.model.graph import OperatorGraph
+from soap.model.regions import Box
+from soap.plan.row_counts import parameters_held
+from soap.plan.tiling import Tile
 from soap.profiles.corrections import CORRECTED, Correction
 from soap.profiles.entries import LAUNCH, UPDATE, Entry, encode, runtime_key, update_family, update_key
 from soap.profiles.keys import Environment, TileKey, TileKeys, environments, tile_kind
 from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.store import Store
 from soap.profiles.work import Kernel, backward_work, forward_work
-from soap.regions import Box
 from soap.simulator.costs import nanoseconds
-from soap.simulator.row_counts import parameters_held
-from soap.simulator.tiling import Tile
-from soap.topology import DeviceType, Topology
 
 LEAST_KINDS = 3
 CACHE_ENTRIES = 2**18

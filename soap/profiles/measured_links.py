@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
+from soap.measure.link_probes import LinkTiming, is_enough, probes_for, scales_of
 from soap.profiles.link_figures import with_measured_links
 from soap.profiles.link_places import LinkPlace, link_places
-from soap.profiles.link_probes import LinkTiming, is_enough, probes_for, scales_of
 from soap.profiles.store import Store
-from soap.topology import Topology
 
 
 def known_links(topology: Topology, place: LinkPlace, store: Store) -> list[LinkTiming]:

@@ -1,7 +1,7 @@
 """Costs from a few figures of a device: its compute rate, its memory bandwidth, the overhead of a kernel call.
 
 A kernel takes the longer of *operations / rate* and *bytes / bandwidth* (Williams, Waterman & Patterson, "Roofline", 2009), plus the
-overhead of its calls. With figures of a data sheet this is an estimate; with ``measure_machine`` they are rates that this machine reached.
+overhead of its calls. With figures of a data sheet this is an estimate; with ``this_machine`` they are rates that this machine reached.
 
 What the kernels of a pass do is counted in ``work``. On a CPU, where nothing hides it, the Python of the runtime and the calls inside
 recurrent layers are priced as further calls.
@@ -13,19 +13,16 @@ import hashlib
 import json
 from collections.abc import Iterable
 
-from soap.graph import OperatorGraph
+from soap.cluster.topology import DeviceType, Topology
+from soap.model.graph import OperatorGraph
+from soap.model.regions import Box
+from soap.plan.row_counts import parameters_held
+from soap.plan.tiling import Tile
 from soap.profiles.work import Kernel, backward_work, constants, forward_work
-from soap.regions import Box
 from soap.simulator.costs import nanoseconds
-from soap.simulator.row_counts import parameters_held
-from soap.simulator.tiling import Tile
-from soap.topology import DeviceType, Topology
 
 PEAK_SHARE = 0.75
 """Part of a data sheet's peak rate that operators reach: what PyTorch's own estimator assumes (``torch.utils._runtime_estimation``)."""
-
-MEASURED = "measured"
-"""A device type whose ``source`` begins with this word holds rates that were reached, not peaks of a data sheet."""
 
 TILE_CALLS = 12
 """What the runtime's Python adds to a tile in each direction on a CPU, in calls (``kernel_seconds``), so that it follows the machine.
@@ -46,11 +43,6 @@ CACHE_ENTRIES = 2**18
 AnswerKey = tuple[str, int, tuple[tuple[int, int], ...], DeviceType, bool, tuple[Box, ...]]
 
 
-def is_measured(device: DeviceType) -> bool:
-    """Whether the device type's figures were measured."""
-    return device.source.startswith(MEASURED)
-
-
 class RooflineCosts:
     """A ``CostModel`` from the figures of a topology's device types."""
 
@@ -64,7 +56,7 @@ class RooflineCosts:
     @property
     def description(self) -> str:
         """One line for people: measured or estimated."""
-        measured = sum(is_measured(device) for device in self._types)
+        measured = sum(device.is_measured for device in self._types)
         if measured == len(self._types):
             return "measured rates of this machine"
         if measured == 0:
@@ -79,7 +71,7 @@ class RooflineCosts:
     @property
     def hash(self) -> str:
         """16 hex digits over every figure and constant that enters an answer."""
-        figures = [[device.identity, is_measured(device)] for device in self._types]
+        figures = [[device.identity, device.is_measured] for device in self._types]
         known = [PEAK_SHARE, *constants(), self.optimizer_states, TILE_CALLS, UPDATE_CALLS_PER_STATE]
         text = json.dumps(["roofline", 6, known, figures])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -122,6 +114,6 @@ def runtime_seconds(device: DeviceType) -> float:
 
 
 def _kernel_seconds(kernel: Kernel, device: DeviceType) -> float:
-    peak = device.flops(kernel.dtype) * (1.0 if is_measured(device) else PEAK_SHARE)
+    peak = device.flops(kernel.dtype) * (1.0 if device.is_measured else PEAK_SHARE)
     calls = kernel.calls + (kernel.inner_calls if device.kind == "cpu" else 0)
     return max(kernel.flops / peak, kernel.traffic_bytes / device.memory_bandwidth_bytes_per_second) + calls * device.kernel_seconds

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from soap.profiles.corrections import CORRECTED
 from soap.profiles.lookup import Answer, ProfiledCosts, Source
+from soap.simulator.communication.synchronizing import device_updates
 from soap.simulator.costs import CostModel
-from soap.simulator.synchronizing import device_updates
 from soap.simulator.tasks import TaskGraph, TaskKind
 
 SIGNIFICANT = 4

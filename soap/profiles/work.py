@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from soap.dtypes import is_differentiable
-from soap.graph import Operand, Operator, OperatorGraph
-from soap.regions import Box, volume
-from soap.simulator.row_counts import all_lookups, parameters_held
-from soap.simulator.tiling import Tile, is_widened, iteration_points
+from soap.model.dtypes import is_differentiable
+from soap.model.graph import Operand, Operator, OperatorGraph
+from soap.model.regions import Box, volume
+from soap.plan.row_counts import all_lookups, parameters_held
+from soap.plan.tiling import Tile, is_widened, iteration_points
 
 LOOKUP_KINDS = frozenset({"embedding", "embedding_bag", "equal_bags"})
 """Operators that read only the rows of their parameter that the input names, at most as much as they write."""

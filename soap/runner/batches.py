@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from soap.errors import RuntimeFailure
-from soap.runtime.packing import plain
+from soap.runtime.comm.packing import plain
 
 
 def joined(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

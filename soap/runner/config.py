@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.runtime.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
+from soap.runtime.updates.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
 from soap.search.options import DEFAULT_BUDGET
 from soap.simulator.costs import CostSource
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from soap import api
-from soap.graph import OperatorGraph
-from soap.row_shares import with_alphas
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.model.sparse_shares import with_alphas
 from soap.runner.config import RunnerConfig
-from soap.runtime.optimizer_trial import optimizer_states, try_optimizer
+from soap.runtime.updates.trial import optimizer_states, try_optimizer
 from soap.search.options import SearchOptions
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import ExecutionOrder
-from soap.strategy import Strategy, SyncConfig
-from soap.synchronization import in_one_partition
-from soap.topology import Topology
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import in_one_partition
 
 SERVED = "parameter_server"
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from soap import api
+from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, SoapError
 from soap.runner.batches import joined
 from soap.runner.config import RunnerConfig
@@ -20,13 +21,12 @@ from soap.runner.partitioner import groups
 from soap.runner.planning import planned
 from soap.runner.sharding import rank_and_count
 from soap.runner.tuning import served_sparse, tune
-from soap.runtime.checkpoint_folder import complete
+from soap.runtime.checkpoint.folder import complete
+from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.eager import eager_judge
 from soap.runtime.trainer import Trainer
-from soap.runtime.world import close_world, open_world
 from soap.simulator.tasks import ExecutionOrder
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 from soap.tracing.example import Example
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import exported_program

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from soap.errors import RuntimeFailure
-from soap.runtime.world import under_launcher
+from soap.runtime.comm.world import under_launcher
 
 
 class Shard(Dataset[Any]):

@@ -14,18 +14,18 @@ from itertools import islice
 import torch
 
 from soap import api
+from soap.cluster.topology import DeviceKind, Topology
 from soap.errors import RuntimeFailure, StrategyError
-from soap.graph import OperatorGraph
+from soap.measure.iteration import measure_steps
+from soap.model.graph import OperatorGraph
 from soap.runner.planning import SERVED
-from soap.runtime.measure import measure_steps
-from soap.runtime.optimizers import GroupOptions, Optimizers, ScheduleFactory, plain_sgd
+from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
-from soap.runtime.world import close_world, open_world
+from soap.runtime.updates.optimizers import GroupOptions, Optimizers, ScheduleFactory, plain_sgd
 from soap.search.partition_tuning import BATCHES, ITERATIONS, Sample, Tuning, choose, next_partitions, settled_ns
 from soap.simulator.tasks import ExecutionOrder
-from soap.strategy import MAX_PARTITIONS, Strategy
-from soap.synchronization import server_count
-from soap.topology import DeviceKind, Topology
+from soap.strategy.config import MAX_PARTITIONS, Strategy
+from soap.strategy.sync import server_count
 from soap.tracing.model import TracedModel
 
 Batches = Callable[[int], Sequence[torch.Tensor]]

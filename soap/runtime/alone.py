@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from soap.dtypes import replaced
+from soap.model.dtypes import replaced
 from soap.runtime.inputs import micro_batches
 from soap.runtime.trainer import Trainer
 from soap.tracing.model import TileContext, TracedModel

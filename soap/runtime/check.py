@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from soap.dtypes import part_of
 from soap.errors import RuntimeFailure
-from soap.regions import whole
+from soap.model.dtypes import part_of
+from soap.model.regions import whole
 from soap.runtime.alone import Alone, step_alone
-from soap.runtime.optimizers import Optimizers
-from soap.runtime.parts import trainable_shapes
-from soap.runtime.row_update import Updater
-from soap.runtime.schedules import Schedule
 from soap.runtime.sizes import run_dtype
+from soap.runtime.sync.row_update import Updater
 from soap.runtime.trainer import Trainer
+from soap.runtime.updates.optimizers import Optimizers
+from soap.runtime.updates.parts import trainable_shapes
+from soap.runtime.updates.schedules import Schedule
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest difference per tensor, relative to its largest element: rounding, amplified by a deep model's backward pass."""

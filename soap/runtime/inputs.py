@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.graph import OperatorGraph
-from soap.runtime.redistribute import Communicator
+from soap.model.graph import OperatorGraph
+from soap.runtime.comm.redistribute import Communicator
 
 Tensors = Sequence[torch.Tensor]
 

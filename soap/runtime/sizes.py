@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from soap.dtypes import replaced
+from soap.cluster.topology import Topology
 from soap.errors import ModelError, RuntimeFailure
-from soap.graph import OperatorGraph
-from soap.runtime.gradients import Gradients
+from soap.model.dtypes import replaced
+from soap.model.graph import OperatorGraph
 from soap.runtime.inputs import Tensors, check_types, other_shape, shapes_of
-from soap.runtime.program import Program, compile_program
-from soap.runtime.resizing import resized_program
-from soap.runtime.segment import StepRunner
-from soap.runtime.shards import ShardStore
+from soap.runtime.program.program import Program, compile_program
+from soap.runtime.program.resizing import resized_program
+from soap.runtime.step.gradients import Gradients
+from soap.runtime.step.step import StepRunner
+from soap.runtime.sync.shards import ShardStore
 from soap.runtime.trace import Recorder
-from soap.topology import Topology
 from soap.tracing.model import TracedModel
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from time import perf_counter_ns
 
 import torch
 
-from soap import pace
-from soap.runtime.redistribute import Communicator, Pending
+from soap.runtime.comm.redistribute import Communicator, Pending
+from soap.runtime.system import clock
 from soap.simulator.tasks import TaskKind
 
 WAITING_THREADS = 256
@@ -59,10 +59,10 @@ class Recorder:
     @contextmanager
     def task(self, name: str, kind: TaskKind) -> Iterator[None]:
         """Time what this rank computes itself."""
-        start = pace.now_ns()
+        start = clock.now_ns()
         yield
         self._synchronize()
-        self.events.append(Event(self.comm.rank, name, kind, start - self._origin, pace.now_ns() - self._origin))
+        self.events.append(Event(self.comm.rank, name, kind, start - self._origin, clock.now_ns() - self._origin))
 
     def watch(self, name: str, kind: TaskKind, pending: Pending) -> None:
         """Time a communication without waiting for it here."""

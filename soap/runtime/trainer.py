@@ -12,36 +12,36 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from soap.dtypes import has_complex, is_complex, name_of, replaced
+from soap.cluster.presets import local_topology
+from soap.cluster.topology import DeviceKind, Topology
 from soap.errors import RuntimeFailure, SoapWarning
-from soap.presets import local_topology
-from soap.regions import whole
+from soap.model.dtypes import has_complex, is_complex, name_of, replaced
+from soap.model.regions import whole
+from soap.plan.plan import Plan
+from soap.runtime.comm.position import HERE
+from soap.runtime.comm.redistribute import Communicator, Traffic
+from soap.runtime.comm.world import TIMEOUT_S, close_world, open_world
 from soap.runtime.inputs import compare_ranks, micro_batches
-from soap.runtime.look_ups import note_rows
-from soap.runtime.micro_batch import MicroBatch
-from soap.runtime.optimizer_trial import try_optimizer
-from soap.runtime.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
-from soap.runtime.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
-from soap.runtime.position import HERE
-from soap.runtime.program import compile_program
-from soap.runtime.redistribute import Communicator, Traffic
-from soap.runtime.schedules import Schedule
-from soap.runtime.shards import ShardStore, gather_regions
+from soap.runtime.program.fused_tiles import missing_compiler
+from soap.runtime.program.program import compile_program
 from soap.runtime.sizes import BatchSizes, run_dtype
-from soap.runtime.step_end import StepEnd
-from soap.runtime.tail import find_tail
+from soap.runtime.step.loss_epilogue import find_tail
+from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.step.step_end import StepEnd
+from soap.runtime.sync.look_ups import note_rows
+from soap.runtime.sync.shards import ShardStore, gather_regions
 from soap.runtime.trace import Event, Recorder, join_events
-from soap.runtime.units import missing_compiler
-from soap.runtime.world import TIMEOUT_S, close_world, open_world
+from soap.runtime.updates.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
+from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
+from soap.runtime.updates.schedules import Schedule
+from soap.runtime.updates.trial import try_optimizer
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Plan
 from soap.simulator.tasks import ExecutionOrder
-from soap.strategy import Strategy
-from soap.topology import DeviceKind, Topology
+from soap.strategy.config import Strategy
 from soap.tracing.model import TileContext, TracedModel
 
 if TYPE_CHECKING:
-    from soap.runtime.checkpoint import Training
+    from soap.runtime.checkpoint.checkpoint import Training
 
 
 class Trainer:
@@ -50,7 +50,7 @@ class Trainer:
     ``plan``: a plan, or (strategy, topology). ``order``: all tiles in the order in which they start, from the simulator; the graph's order
     if None, and backward the other way round if that is not said. ``optimizer``: makes any torch optimizer from a list of tensors, the
     parts of parameters that a rank keeps; or pattern of names -> what makes it. If its update is not elementwise (found by trying it,
-    see ``optimizer_trial``), the plan must keep its parameters whole. ``groups``: from a parameter's name and whole shape to what is
+    see ``trial``), the plan must keep its parameters whole. ``groups``: from a parameter's name and whole shape to what is
     different for it, such as ``{"weight_decay": 0.0}``; ``optimizer`` is then given torch's parameter groups. ``schedule``: makes a
     schedule of ``torch.optim.lr_scheduler`` from the optimizer; it steps behind each update, with the loss if it asks for a metric.
     ``seed`` is that of dropout. ``dtype``: compute in this floating-point type instead of the model's own. ``accumulate``: micro-batches
@@ -257,7 +257,7 @@ class Trainer:
 
         ``keep``: how many steps' checkpoints stay in the folder, this one included; None for all. Another one of the same step is replaced.
         """
-        from soap.runtime.checkpoint import save_checkpoint  # loads much of torch that training does not need
+        from soap.runtime.checkpoint.checkpoint import save_checkpoint  # loads much of torch that training does not need
 
         return save_checkpoint(folder, self._training(), self.steps, self.seed, self._gather_buffers(), keep)
 
@@ -266,7 +266,7 @@ class Trainer:
 
         Parameters, buffers, the optimizer's state and hyperparameters, ``steps`` and ``seed`` become those of the checkpoint.
         """
-        from soap.runtime.checkpoint import load_checkpoint
+        from soap.runtime.checkpoint.checkpoint import load_checkpoint
 
         found = load_checkpoint(path, self._training(), self.buffers)
         self._refresh_copies()
@@ -292,7 +292,7 @@ class Trainer:
         self.close()
 
     def _training(self) -> Training:
-        from soap.runtime.checkpoint import Training
+        from soap.runtime.checkpoint.checkpoint import Training
 
         return Training(self.model, self.plan, self.comm, self.shards, self.parts, self.optimizer, self.schedule, self.place)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from soap.search.chains import search
-from soap.search.exhaustive import exhaustive_search
 from soap.search.metropolis import DEFAULT_BETA, Evaluator
+from soap.search.oracles.exhaustive import exhaustive_search
 from soap.search.record import MoveCount, SearchResult
 from soap.search.starts import Start
 

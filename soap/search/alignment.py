@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from soap.graph import Operand, OperatorGraph
-from soap.strategy import OpConfig, Strategy, settled_config
+from soap.model.graph import Operand, OperatorGraph
+from soap.strategy.config import OpConfig, Strategy, settled_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from typing import Any, Protocol, cast
 
 from tqdm import tqdm
 
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.search.constraints import Pairs, brought_inside, parse
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
@@ -39,9 +40,8 @@ from soap.search.space import Space, build_space
 from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
 from soap.search.uncut import with_uncut
 from soap.simulator.costs import CostModel
-from soap.strategy import Strategy, SyncConfig
-from soap.synchronization import in_one_partition, sync_choices
-from soap.topology import Topology
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import in_one_partition, sync_choices
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
 TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
@@ -80,7 +80,7 @@ def search(
     "random"), all classical ones by default; data parallelism is always among them. ``patience``: a chain ends early once this share of
     its budget has brought it no improvement. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns the best so far.
     ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey. ``syncs``: how all parameters may
-    be synchronized besides by all-reduce; by default sparse ones in any way (``synchronization.sync_choices``). ``uncut``: parameters of
+    be synchronized besides by all-reduce; by default sparse ones in any way (``sync.sync_choices``). ``uncut``: parameters of
     which no device is to keep a part; ``together``: those that every device has if it has one (see ``soap.search.uncut``).
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
     ``seconds``: proposals end after so much time, whatever is left of the budget. ``cores``: for compiled chains; all by default.

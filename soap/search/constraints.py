@@ -19,10 +19,10 @@ from fnmatch import fnmatchcase
 from math import log2, prod
 
 from soap.errors import StrategyError
-from soap.graph import Operator, OperatorGraph
+from soap.model.graph import Operator, OperatorGraph
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
-from soap.strategy import OpConfig, Strategy, settled_config
-from soap.strategy_differences import short
+from soap.strategy.config import OpConfig, Strategy, settled_config
+from soap.strategy.mismatch import short
 
 REPLICAS = "replicas"
 """Name of the axis that is no factor."""

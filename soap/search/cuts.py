@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from soap.search.alignment import Edge, aligned_with
 from soap.search.proposals import changed
 from soap.search.space import Space
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 
 MAX_COMPARED = 30_000
 """What a search compares at cuts, at most, in whole rounds: that takes 2 to 5 seconds."""

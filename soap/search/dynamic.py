@@ -18,15 +18,15 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.graph import Operand, OperatorGraph
-from soap.regions import Box, volume
+from soap.cluster.topology import Topology
+from soap.model.graph import Operand, OperatorGraph
+from soap.model.regions import Box, volume
+from soap.plan.tiling import Tile, tiles_of
 from soap.search.durations import TileDurations
 from soap.search.space import OperatorSpace, Space
-from soap.simulator.communication import Communication
+from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostModel
-from soap.simulator.tiling import Tile, tiles_of
-from soap.strategy import OpConfig, Strategy
-from soap.topology import Topology
+from soap.strategy.config import OpConfig, Strategy
 
 Costs = NDArray[np.float64]
 

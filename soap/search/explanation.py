@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.search.groups import repeated_groups
 from soap.search.metropolis import Evaluator
-from soap.simulator.attribution import Activity, Shares, activity, task_shares
+from soap.simulator.analysis.attribution import Activity, Shares, activity, task_shares
+from soap.simulator.analysis.slack import slack_ns
+from soap.simulator.analysis.timeline import critical_path, path_parts_ns, resource_names
 from soap.simulator.simulate import Simulation
-from soap.simulator.slack import slack_ns
-from soap.simulator.timeline import critical_path, path_parts_ns, resource_names
-from soap.strategy import OpConfig, Strategy, SyncConfig
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 Costs = Mapping[Activity, int]
 """Nanoseconds on the device, or link, that is busiest with it."""
@@ -76,7 +76,7 @@ def explain(
 ) -> list[Line]:
     """One line per operator or group of repeated layers, in the order of the graph.
 
-    ``simulation`` and ``baseline`` are those of ``strategies``: the one to explain, and data parallelism. ``evaluator`` prices the others.
+    ``simulation`` and ``baseline`` are those of ``classical``: the one to explain, and data parallelism. ``evaluator`` prices the others.
     """
     own, usual = _Shared(simulation), _Shared(baseline)
     strategy, compared = strategies

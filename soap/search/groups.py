@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 
-from soap.graph import Operator, OperatorGraph
+from soap.model.graph import Operator, OperatorGraph
 
 _NUMBER = re.compile(r"\d+")
 

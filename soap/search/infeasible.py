@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.search.metropolis import Evaluator
 from soap.search.starts import Start
-from soap.topology import Topology
 from soap.units import format_bytes
 
 

@@ -20,7 +20,7 @@ from math import inf, log
 from typing import Protocol
 
 from soap.search.proposals import Proposal
-from soap.strategy import Strategy
+from soap.strategy.config import Strategy
 
 DEFAULT_BETA = 1000.0
 """FlexFlow's published simulator uses 5 per millisecond, which is this for an iteration of 200 ms."""

@@ -11,7 +11,7 @@ from soap.errors import ProfileError, StrategyError
 from soap.search.constraints import pairs_of
 from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.costs import COST_SOURCES, CostSource
-from soap.strategy import Strategy, SyncConfig
+from soap.strategy.config import Strategy, SyncConfig
 
 DEFAULT_BUDGET = 10_000
 """Proposals: seconds to a few minutes for the models of the zoo."""

@@ -19,7 +19,7 @@ from soap.search.metropolis import Evaluator
 from soap.search.proposals import Proposal, changed
 from soap.search.record import Recorder
 from soap.search.space import Space
-from soap.strategy import OpConfig, Strategy, SyncConfig
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 MAX_POLISHED = 10_000
 """Structured configurations of all operators together up to which a search polishes its result: a round of so many takes 1 to 4 seconds."""

@@ -33,7 +33,7 @@ from math import exp, inf, log
 
 from soap.search.alignment import aligned_configs
 from soap.search.space import Space, grid_of
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 
 INFORMED_SHARE = 0.5
 """Part of the informed move's draws that come from the candidates."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from soap.search.proposals import Proposal
 from soap.search.starts import BASELINE, Start
-from soap.strategy import Strategy
+from soap.strategy.config import Strategy
 
 if TYPE_CHECKING:
     import pandas as pd

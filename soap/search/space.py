@@ -26,10 +26,10 @@ from math import inf, log, perm, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from soap.graph import Operator, OperatorGraph
+from soap.model.graph import Operator, OperatorGraph
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups
-from soap.strategy import OpConfig, Strategy, SyncConfig, settled_config
+from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
 
 if TYPE_CHECKING:
     from soap.search.constraints import Allowed

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.graph import OperatorGraph
-from soap.strategies import CLASSICAL, NAMED, SYNCHRONIZED, random_strategy, sample_factor, uniform_config
-from soap.strategy import Strategy, SyncConfig, settled
-from soap.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED, random_strategy, sample_factor, uniform_config
+from soap.strategy.config import Strategy, SyncConfig, settled
 
 BASELINE = "data_parallel"
 """The start that is always evaluated, since every result is compared with it."""
@@ -54,7 +54,7 @@ def starting_strategies(
     """Name -> strategy in the order of evaluation: data parallelism, then ``names``, then ``initial``.
 
     If no names are given, all classical ones, and those that synchronize parameters otherwise and as ``syncs`` allows
-    (``synchronization.sync_choices``).
+    (``sync.sync_choices``).
     """
     wanted = [*CLASSICAL, *_synchronized(graph, topology, syncs)] if names is None else list(names)
     for name in wanted:

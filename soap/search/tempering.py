@@ -23,7 +23,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace, Logged
-from soap.strategy import Strategy
+from soap.strategy.config import Strategy
 
 ROUND = 100
 """Proposals of each chain between two exchanges."""

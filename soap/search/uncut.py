@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.graph import Operand, Operator, OperatorGraph
-from soap.regions import whole
+from soap.model.graph import Operand, Operator, OperatorGraph
+from soap.model.regions import whole
 from soap.search.constraints import Allowed
 from soap.search.space import grid_of
-from soap.strategies import data_parallel
-from soap.topology import Topology
+from soap.strategy.classical import data_parallel
 
 
 def with_uncut(

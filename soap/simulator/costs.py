@@ -8,9 +8,9 @@ from __future__ import annotations
 from math import ceil
 from typing import Literal, Protocol, runtime_checkable
 
-from soap.graph import OperatorGraph
-from soap.simulator.tiling import Tile
-from soap.topology import DeviceType
+from soap.cluster.topology import DeviceType
+from soap.model.graph import OperatorGraph
+from soap.plan.tiling import Tile
 
 CostSource = Literal["auto", "estimate"]
 """``auto``: what ``soap-profile`` has measured for the cluster's devices, as far as it goes; ``estimate``: only their figures."""

@@ -8,9 +8,11 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from soap.cluster.topology import Topology
 from soap.errors import ModelError
-from soap.graph import OperatorGraph
-from soap.simulator.communication import Communication
+from soap.model.graph import OperatorGraph
+from soap.simulator.communication.prices import Communication
+from soap.simulator.communication.servers import core_names
 from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit, Undo, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
@@ -37,10 +39,8 @@ from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
 from soap.simulator.costs import CostModel
-from soap.simulator.servers import core_names
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
-from soap.strategy import OpConfig, Strategy, SyncConfig, check_config
-from soap.topology import Topology
+from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
 
 Result = TypeVar("Result")
 Handles = tuple[GraphTables, VariantTables, ClusterTables, Groups, ShardTables, State, Scratch, Undo, Trial, Trial, History, Edit]

@@ -10,15 +10,15 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.simulator.allreduce import Algorithm, allreduce_bytes, link_shares
-from soap.simulator.copies import LEFT
+from soap.cluster.topology import Topology
+from soap.plan.copies import LEFT
+from soap.simulator.analysis.timeline import critical_path_ns, sum_groups, task_links
+from soap.simulator.communication.allreduce import Algorithm, allreduce_bytes, link_shares
 from soap.simulator.folding import Folding
-from soap.simulator.memory import MemoryUse, memory_use, overflow_bytes
-from soap.simulator.memory_ledger import MemoryCurve
-from soap.simulator.residency import expected_peaks, memory_over_time
+from soap.simulator.memory.ledger import MemoryCurve
+from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
+from soap.simulator.memory.residency import expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
-from soap.simulator.timeline import critical_path_ns, sum_groups, task_links
-from soap.topology import Topology
 
 T = TypeVar("T")
 Longs = NDArray[np.int64]

@@ -32,16 +32,16 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.graph import OperatorGraph
-from soap.simulator.allreduce import AllReduceOption, allreduce_bytes, allreduce_options
-from soap.simulator.communication import Communication
-from soap.simulator.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
+from soap.cluster.topology import Device, DeviceType, Host, Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
+from soap.plan.plan import Plan
+from soap.plan.planning import PlanBuilder
+from soap.plan.tiling import Tile
+from soap.simulator.communication.allreduce import AllReduceOption, allreduce_bytes, allreduce_options
+from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostModel, launch_ns
-from soap.simulator.plan import Plan
-from soap.simulator.planning import PlanBuilder
-from soap.simulator.tiling import Tile
-from soap.strategy import Strategy
-from soap.topology import Device, DeviceType, Host, Topology
+from soap.strategy.config import Strategy
 
 Ints = NDArray[np.int64]
 

@@ -11,10 +11,10 @@ from soap.simulator.compiled.memory_tables import FITS
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
-from soap.simulator.memory_bound import MemoryBound
+from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.simulate import CACHED_STRATEGIES, Simulation, Simulator, is_large
-from soap.strategies import CLASSICAL
-from soap.strategy import OpConfig, Strategy, SyncConfig
+from soap.strategy.classical import CLASSICAL
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 MOST_CHANGES = 16
 """A strategy that differs in more from what an engine holds is lowered anew."""

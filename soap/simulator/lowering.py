@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from soap.regions import Box
-from soap.simulator.communication import Communication
-from soap.simulator.costs import CostModel, launch_ns
-from soap.simulator.flows import box_bytes, exchange_rounds, partial_bytes, reduced_tensor, scatter_rounds
-from soap.simulator.places import PlanPlaces
-from soap.simulator.plan import (
+from soap.cluster.topology import Topology
+from soap.model.regions import Box
+from soap.plan.flows import box_bytes, exchange_rounds, partial_bytes, reduced_tensor, scatter_rounds
+from soap.plan.places import PlanPlaces
+from soap.plan.plan import (
     Exchange,
     Fetch,
     Message,
@@ -38,12 +37,13 @@ from soap.simulator.plan import (
     reduce_name,
     remote_parts,
 )
-from soap.simulator.planning import PlanBuilder, build_plan
-from soap.simulator.synchronizing import Synchronization
+from soap.plan.planning import PlanBuilder, build_plan
+from soap.plan.tiling import Tile
+from soap.simulator.communication.prices import Communication
+from soap.simulator.communication.synchronizing import Synchronization
+from soap.simulator.costs import CostModel, launch_ns
 from soap.simulator.task_list import BACKWARD, FORWARD, TaskList
 from soap.simulator.tasks import TaskGraph, TaskKind
-from soap.simulator.tiling import Tile
-from soap.topology import Topology
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
 

@@ -8,21 +8,21 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from soap.graph import OperatorGraph
-from soap.simulator.communication import Communication
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.plan import Plan
+from soap.simulator.analysis.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
+from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostModel
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import fold
 from soap.simulator.lowering import PlanBuilder, lower
-from soap.simulator.memory import MemoryUse, memory_use, overflow_bytes, peak_bytes
-from soap.simulator.memory_ledger import MemoryCurve
-from soap.simulator.plan import Plan
+from soap.simulator.memory.ledger import MemoryCurve
+from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes, peak_bytes
+from soap.simulator.memory.residency import expected_peaks, memory_over_time
 from soap.simulator.reference import simulate
-from soap.simulator.residency import expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
-from soap.simulator.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 
 CACHED_STRATEGIES = 4096
 """Answers of ``Simulator.cost`` that are kept; each is two numbers and a key."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from soap.simulator.collectives import Flow, busiest_messages, flow_links
-from soap.simulator.communication import Communication
-from soap.simulator.flows import Round
+from soap.plan.collectives import Flow, busiest_messages, flow_links
+from soap.plan.flows import Round
+from soap.simulator.communication.prices import Communication
 from soap.simulator.task_ids import check_id
 from soap.simulator.tasks import Task, TaskKind
 

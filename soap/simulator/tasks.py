@@ -8,9 +8,9 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.simulator.collectives import Flow
-from soap.simulator.plan import Plan
-from soap.topology import Topology
+from soap.cluster.topology import Topology
+from soap.plan.collectives import Flow
+from soap.plan.plan import Plan
 
 
 class TaskKind(StrEnum):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from soap.errors import ModelError
-from soap.regions import Box, contains, lengths, relative, volume, whole
-from soap.simulator.tiling import Tile
+from soap.model.regions import Box, contains, lengths, relative, volume, whole
+from soap.plan.tiling import Tile
 from soap.tracing.calls import Call, Ref, Value, argument, is_random, substitute, with_argument
 from soap.tracing.model import TileContext
 from soap.tracing.on_rows import look_up, rows_asked_for

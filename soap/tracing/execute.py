@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from soap.errors import ModelError
-from soap.graph import OperatorGraph
-from soap.regions import Box, Interval, lengths, relative, volume, whole
-from soap.simulator.tiling import Tile
+from soap.model.graph import OperatorGraph
+from soap.model.regions import Box, Interval, lengths, relative, volume, whole
+from soap.plan.tiling import Tile
 from soap.tracing.calls import BufferRef, Call, Program, Ref, is_random, on_whole, substitute, walk
 from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.drawing import element_inputs

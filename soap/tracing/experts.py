@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from soap.graph import DimMap
+from soap.model.graph import DimMap
 from soap.tracing.calls import Call, Program, Ref, Value, argument, is_random, renamed
 from soap.tracing.fold import needed
 from soap.tracing.rules import tiled

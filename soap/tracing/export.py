@@ -18,10 +18,10 @@ from torch.export import ExportedProgram
 
 from soap.errors import ModelError
 from soap.files import check_writable, write_bytes_atomically
-from soap.imports import import_all
 from soap.tracing.adapted import adapted
 from soap.tracing.assertions import passed_assertions, without_assertions
 from soap.tracing.containers import plain_arguments, plainly
+from soap.tracing.imports import import_all
 from soap.tracing.operators import refuse_custom_operators
 from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, dumps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from soap.errors import ModelError
-from soap.graph import KEEP_STATE, NEXT_STATE
+from soap.model.graph import KEEP_STATE, NEXT_STATE
 from soap.tracing.calls import Call, Program, Ref, is_random, on_whole, substitute
 
 

@@ -12,11 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from soap.graph import RECURRENT_KINDS, Footprint, Operator
-from soap.regions import lengths, relative, whole
-from soap.simulator.footprint import Use, tile_bytes
-from soap.simulator.tiling import Tile, iteration_points, tiles_of, windows
-from soap.strategy import OpConfig
+from soap.model.graph import RECURRENT_KINDS, Footprint, Operator
+from soap.model.regions import lengths, relative, whole
+from soap.plan.tiling import Tile, iteration_points, tiles_of, windows
+from soap.simulator.memory.footprint import Use, tile_bytes
+from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.given import given
 from soap.tracing.model import TileContext

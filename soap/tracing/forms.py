@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from soap.dtypes import has_complex, name_of
 from soap.errors import ModelError
+from soap.model.dtypes import has_complex, name_of
 from soap.tracing.calls import BufferRef, Call, Ref, Value, argument
 from soap.tracing.rules.experts import expert_mm
 from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, batch_norm_statistics

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from soap.graph import DimMap
+from soap.model.graph import DimMap
 from soap.tracing.calls import Call, Program
 from soap.tracing.match import Group, Match, copy, match, merge, without_repeats
 from soap.tracing.rules import tiled

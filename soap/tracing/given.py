@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from soap.dtypes import part_of
+from soap.model.dtypes import part_of
 
 
 class _Given(torch.autograd.Function):

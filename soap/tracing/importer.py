@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch.export import ExportedProgram
 
-from soap.dtypes import replaced
 from soap.errors import ModelError, SoapWarning
-from soap.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
+from soap.model.dtypes import replaced
+from soap.model.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
 from soap.tracing.bags import find_equal_bags
 from soap.tracing.buffers import canonical_buffers
 from soap.tracing.calls import Program

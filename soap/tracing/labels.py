@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from soap.dtypes import is_differentiable
 from soap.errors import ModelError
-from soap.graph import NEXT_STATE
+from soap.model.dtypes import is_differentiable
+from soap.model.graph import NEXT_STATE
 from soap.tracing.calls import Program
 from soap.tracing.match import Group
 

@@ -16,12 +16,12 @@ from torch.export import ExportedProgram
 
 from soap import zoo
 from soap.errors import ModelError
-from soap.imports import import_all
 from soap.logs import TRIALS, silenced
 from soap.tracing.archive import plain_archive
 from soap.tracing.execute import ExecutableModel, Source
 from soap.tracing.export import traced
 from soap.tracing.importer import BatchNorm, import_program
+from soap.tracing.imports import import_all
 from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.row_counting import measure_rows

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from soap.graph import OperatorGraph
-from soap.regions import Interval
-from soap.simulator.tiling import Tile
+from soap.model.graph import OperatorGraph
+from soap.model.regions import Interval
+from soap.plan.tiling import Tile
 
 
 @dataclass

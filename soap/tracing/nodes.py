@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from soap.dtypes import is_differentiable
 from soap.errors import ModelError
+from soap.model.dtypes import is_differentiable
 from soap.tracing.aliasing import Aliasing, changed_by, changed_together, functional
 from soap.tracing.autocast import Caster, concerns
 from soap.tracing.buffers import BufferChanges, about

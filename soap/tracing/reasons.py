@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from soap.graph import DimMap, Unsplit
+from soap.model.graph import DimMap, Unsplit
 from soap.tracing.calls import Call, Program
 from soap.tracing.compiled import ProgramStep
 from soap.tracing.match import Group, Step

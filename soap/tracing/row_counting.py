@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from soap.errors import ModelError
-from soap.graph import FactorKind
-from soap.row_access import HALVINGS, Lookup, RowAccess, halvings
+from soap.model.graph import FactorKind
+from soap.model.sparse_access import HALVINGS, Lookup, RowAccess, halvings
 from soap.tracing.calls import Program, Ref, on_whole, substitute
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.execute import ExecutableModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from soap.graph import OperatorGraph, TensorKind
-from soap.row_access import Lookup, RowAccess, uniform
+from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.sparse_access import Lookup, RowAccess, uniform
 from soap.tracing.calls import Value
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from soap.dtypes import has_complex, is_differentiable, name_of, replaced
 from soap.errors import ModelError
+from soap.model.dtypes import has_complex, is_differentiable, name_of, replaced
 from soap.tracing.calls import Call, Ref, Value, argument, parameters_of, renamed, with_argument
 
 aten = torch.ops.aten

@@ -21,14 +21,14 @@ from soap.cli.first_measuring import DEFAULT_S, LINKS_SHARE, measure_first
 from soap.cli.search import main
 from soap.cli.verification import ASKED_S, DEFAULT_FINALISTS
 from soap.cli.wanted import Wanted
+from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StoppedBySignal
+from soap.measure.link_probes import NEEDED, Probe, probes_for
 from soap.profiles.keys import environments
 from soap.profiles.link_places import link_place
-from soap.profiles.link_probes import NEEDED, Probe, probes_for
 from soap.profiles.store import Store, default_path
 from soap.search.options import SearchOptions
 from soap.simulator.costs import CostSource
-from soap.topology import Topology
 from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 from tests.cli.test_links import keep

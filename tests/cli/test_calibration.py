@@ -16,17 +16,17 @@ from soap.cli.calibration import LEAST_TASKS, calibrate
 from soap.cli.compare import main
 from soap.cli.timelines import not_as_priced
 from soap.cli.training import Job
-from soap.emulated_cluster import emulated_topology, parse_emulated
+from soap.cluster.emulated import emulated_topology, parse_emulated
+from soap.cluster.presets import local_topology
+from soap.cluster.topology import Topology
 from soap.errors import TimelineError
-from soap.presets import local_topology
 from soap.profiles.keys import environments, torch_version
 from soap.profiles.store import Store, default_path
-from soap.simulator.communication import Communication
+from soap.simulator.analysis.timeline_file import Description, TimedTask, Timeline, dumps
+from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostSource
 from soap.simulator.simulate import Simulation, costs_hash
 from soap.simulator.tasks import TaskKind
-from soap.simulator.timeline_file import Description, TimedTask, Timeline, dumps
-from soap.topology import Topology
 from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 

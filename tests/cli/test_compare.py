@@ -13,8 +13,8 @@ from soap import api
 from soap.cli.compare import main
 from soap.cli.simulate import main as simulate
 from soap.cli.timelines import measured_text
+from soap.simulator.analysis.timeline import MeasuredEvent
 from soap.simulator.simulate import Simulation
-from soap.simulator.timeline import MeasuredEvent
 from tests.cli.refusals import assert_refused
 
 MODEL, CLUSTER = "zoo:gpt:tiny", "p100-4x4"

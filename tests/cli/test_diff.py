@@ -10,7 +10,7 @@ import pytest
 import soap
 from soap import api
 from soap.cli.diff import main
-from soap.strategy import OpConfig
+from soap.strategy.config import OpConfig
 from tests.cli.refusals import assert_refused
 
 MODEL, CLUSTER = "zoo:gpt:tiny", "p100-4x4"

@@ -22,8 +22,8 @@ from soap.cli.training import Outcome
 from soap.emulation import leftovers
 from soap.emulation.hosts import host_limits
 from soap.emulation.quota import CpuGroups
-from soap.runtime.measure import StepTimes
-from soap.simulator.timeline import link_bytes
+from soap.measure.iteration import StepTimes
+from soap.simulator.analysis.timeline import link_bytes
 from tests.cli.refusals import assert_refused
 from tests.emulation.conftest import abandoned, groups
 

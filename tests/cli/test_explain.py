@@ -12,7 +12,7 @@ import soap
 from soap.cli.explain import LEGEND, document, text
 from soap.cli.rows import LEGEND as SPARSE_LEGEND
 from soap.cli.search import main
-from soap.graph import Unsplit
+from soap.model.graph import Unsplit
 from tests.cli.refusals import assert_refused
 
 

@@ -11,7 +11,7 @@ import pytest
 import soap
 from soap import api
 from soap.cli.search import main
-from soap.cluster_yaml import parse_cluster
+from soap.cluster.yaml_file import parse_cluster
 from soap.profiles.margins import ESTIMATED_ERROR
 from soap.search.options import SearchOptions
 from tests.cli.refusals import assert_refused

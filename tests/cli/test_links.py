@@ -20,12 +20,12 @@ import soap
 from soap import api
 from soap.cli import link_measuring, links, simulate
 from soap.cli.profile import main
+from soap.cluster.topology import Topology
 from soap.emulation.network import burst_bytes
 from soap.emulation.quota import CpuGroups
+from soap.measure.link_probes import IN_STEPS, LinkTiming, Operation, Probe, probes_for
 from soap.profiles.link_places import link_place
-from soap.profiles.link_probes import IN_STEPS, LinkTiming, Operation, Probe, probes_for
 from soap.profiles.store import Store, default_path
-from soap.topology import Topology
 from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 from tests.emulation.conftest import groups
@@ -152,7 +152,7 @@ def test_what_was_measured_at_another_scale_is_measured_again(capsys: Capsys, mo
         asked.append((args[0].scale, tuple(args[0].probes)))
         return {0: len(args[0].probes)}
 
-    monkeypatch.setattr("soap.runtime.launch.launch", measured)
+    monkeypatch.setattr("soap.runtime.comm.launch.launch", measured)
     monkeypatch.setattr(links.emulation, "check_possible", lambda args: None)
     monkeypatch.setattr(links.emulation, "cluster", lambda hosts: nullcontext(links.emulation.Placed()))
     common = ["--cluster", EMULATED, "--emulate"]

@@ -22,9 +22,13 @@ from soap import api
 from soap.cli import measuring, search, simulate
 from soap.cli.profile import main
 from soap.cli.wanted import MAY_BE_NEEDED, wanted
-from soap.emulated_cluster import emulated_topology, parse_emulated
+from soap.cluster.emulated import emulated_topology, parse_emulated
+from soap.cluster.presets import local_topology
 from soap.errors import ProfileError, SoapWarning
-from soap.presets import local_topology
+from soap.measure import tile_timing, upkeep_timing
+from soap.measure.neighbours import Neighbours
+from soap.measure.tile_operands import whole_tile
+from soap.measure.timing import Sample
 from soap.profiles import keys
 from soap.profiles.corrections import Correction
 from soap.profiles.entries import Entry, Timing
@@ -32,11 +36,7 @@ from soap.profiles.keys import environments
 from soap.profiles.lookup import ProfiledCosts
 from soap.profiles.roofline import RooflineCosts
 from soap.profiles.store import Store, default_path
-from soap.runtime import tile_timing, upkeep_timing
-from soap.runtime.neighbours import Neighbours
-from soap.runtime.tile_operands import whole_tile
-from soap.runtime.timing import Sample
-from soap.strategies import CLASSICAL, NAMED, SYNCHRONIZED
+from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED
 from tests.cli.own_store import use_own_store
 from tests.cli.refusals import assert_refused
 

@@ -8,7 +8,7 @@ import pytest
 
 from soap import api
 from soap.cli import report
-from soap.presets import preset
+from soap.cluster.presets import preset
 from soap.simulator import simulate
 
 MODEL = "zoo:gpt:tiny"

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import soap
-from soap import row_shares
 from soap.cli.search import main as search
 from soap.cli.simulate import main as simulate
 from soap.errors import ModelError, StrategyError
+from soap.model import sparse_shares
 from tests.cli.refusals import assert_refused
 
 MODEL, TABLE = "zoo:lm:tiny", "embedding.weight"  # 101 rows, 40 look-ups
@@ -81,7 +81,7 @@ def test_strategies_keep_what_they_were_made_for(tmp_path: Path, capsys: pytest.
     assert search([*common, "-o", str(path), "--alpha", "*=0.05", "--budget", "5", "--verify", "0"]) == 0
     out = capsys.readouterr().out
     assert f"{TABLE}   101        40        5" in out and "given" in out
-    expected = row_shares.document(row_shares.with_alphas(soap.load(MODEL, plan_only=True).graph, [("*", 0.05)]))
+    expected = sparse_shares.document(sparse_shares.with_alphas(soap.load(MODEL, plan_only=True).graph, [("*", 0.05)]))
     assert json.loads(path.read_text())["record"]["sparse"] == expected
 
     def shown(*options: str) -> Any:
@@ -96,13 +96,13 @@ def test_strategies_keep_what_they_were_made_for(tmp_path: Path, capsys: pytest.
 def test_malformed_record(wrong: Any) -> None:
     graph = soap.load(MODEL, plan_only=True).graph
     with pytest.raises(StrategyError, match=r"^the strategy's record of sparse parameter 'embedding\.weight' is malformed; search again$"):
-        row_shares.with_document(graph, {TABLE: wrong})
+        sparse_shares.with_document(graph, {TABLE: wrong})
 
 
 def test_record_of_another_size_is_left_out() -> None:
     graph = soap.load(MODEL, plan_only=True).graph
     other = {TABLE: {"rows": 50, "lookups": 40, "touched": [3], "source": "given"}, "head.weight": {}}
-    assert row_shares.with_document(graph, other) == graph
+    assert sparse_shares.with_document(graph, other) == graph
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_refused_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("soap.runtime.launch.launch", lambda **_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("soap.runtime.comm.launch.launch", lambda **_: pytest.fail("ranks were started"))
     assert_refused(capsys, main, [str(strategy_file), "--model", MODEL, *arguments], code, *words)
 
 
@@ -207,7 +207,7 @@ def test_timeline_may_not_overwrite_the_strategy(strategy_file: Path, capsys: py
 def test_idle_processes_are_told_of(strategy_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "18", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "18"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("soap.runtime.launch.launch", lambda **_: {})
+    monkeypatch.setattr("soap.runtime.comm.launch.launch", lambda **_: {})
     assert main([str(strategy_file), "--model", MODEL, "--device", "cpu"]) == 0
     assert capsys.readouterr().err == "soap-run: 18 processes for 16 devices: 2 stay idle\n"
 
@@ -254,7 +254,7 @@ def test_parameters_get_the_groups_and_optimizers_that_were_asked_for(tmp_path: 
 def test_a_plan_that_cuts_what_the_optimizer_needs_whole_is_refused(
     strategy_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("soap.runtime.launch.launch", lambda **_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("soap.runtime.comm.launch.launch", lambda **_: pytest.fail("ranks were started"))
     command = [str(strategy_file), "--model", MODEL, "--device", "cpu", "--optimizer"]
     words = ["optimizer Adafactor updates '", "' as a whole", "search with soap-search --optimizer"]
     assert_refused(capsys, main, [*command, "torch.optim.Adafactor"], 8, *words)

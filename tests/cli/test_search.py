@@ -16,9 +16,9 @@ import pytest
 import soap
 from soap import api
 from soap.cli.search import main
-from soap.regions import whole
+from soap.model.regions import whole
 from soap.simulator.lowering import build_plan
-from soap.strategy import SyncConfig
+from soap.strategy.config import SyncConfig
 from tests.cli.refusals import assert_refused
 
 MODEL = "zoo:gpt:tiny"

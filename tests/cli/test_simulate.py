@@ -11,11 +11,11 @@ import soap
 from soap import api
 from soap.cli import report
 from soap.cli.simulate import main
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.simulator import simulate
-from soap.simulator.timeline import critical_path_ns, link_bytes
-from soap.strategies import SYNCHRONIZED
-from soap.topology import Topology
+from soap.simulator.analysis.timeline import critical_path_ns, link_bytes
+from soap.strategy.classical import SYNCHRONIZED
 from soap.units import format_bytes
 from tests.cli.refusals import assert_refused
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split
-from soap.graph import Factor, FactorKind, Operator
-from soap.strategy import OpConfig
+from soap.model.graph import Factor, FactorKind, Operator
+from soap.strategy.config import OpConfig
 
 LINEAR = Operator(
     name="fc",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from soap.cli.turns import in_turns, turns_of
-from soap.runtime.measure import StepTimes
+from soap.measure.iteration import StepTimes
 from soap.simulator.simulate import Simulator
-from soap.strategies import CLASSICAL
+from soap.strategy.classical import CLASSICAL
 from tests.graph_builder import mlp
 from tests.simulator.examples import PointCosts
 from tests.strategies import cluster

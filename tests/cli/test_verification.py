@@ -18,11 +18,11 @@ from soap.cli import verification
 from soap.cli.options import Reading
 from soap.cli.search import main
 from soap.errors import RuntimeFailure
-from soap.paired import Gain
+from soap.measure.paired import Gain
 from soap.search.chains import search as search_graph
 from soap.search.record import SearchResult
 from soap.simulator.simulate import Simulator
-from soap.strategies import NAMED
+from soap.strategy.classical import NAMED
 from tests.cli.refusals import assert_refused
 from tests.graph_builder import mlp
 from tests.search.toys import TableCosts

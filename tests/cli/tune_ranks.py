@@ -10,8 +10,8 @@ import torch
 
 import soap
 from soap import zoo
+from soap.measure.iteration import StepTimes, measure_steps
 from soap.runner import tuning
-from soap.runtime.measure import StepTimes, measure_steps
 from soap.runtime.trainer import Trainer
 from soap.search.partition_tuning import Curve
 from tests.runner.ranks import sgd

@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from soap.cluster.presets import preset
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
-from soap.presets import preset
 
 PLACED = """
 import sys, time

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from soap import yardstick
-from soap.emulation import leftovers, network, quota
+from soap.cluster.presets import preset
+from soap.emulation import leftovers, network, quota, reference_work
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
 from soap.emulation.names import NAMESPACES, group_name, host_address
@@ -27,8 +27,7 @@ from soap.emulation.network import HEADER_BYTES, MTU_BYTES
 from soap.emulation.placement import Placement, card_counters, run_evenly, working_as_rank
 from soap.emulation.quota import CpuGroups
 from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
-from soap.presets import preset
-from soap.scheduling import GLOO_LOOPS, GLOO_WORKERS, THREADS
+from soap.runtime.system.gloo_threads import GLOO_LOOPS, GLOO_WORKERS, THREADS
 from tests.emulation.conftest import abandoned, traces
 from tests.emulation.test_hosts import boxes
 
@@ -89,11 +88,11 @@ def test_this_process_may_work_as_a_rank_and_leaves_again(groups: CpuGroups) -> 
     before = os.sched_getaffinity(0)
     interrupted = pytest.raises(KeyboardInterrupt)
     with emulated(SLOW_PAIR, YARDSTICK_NS) as emulation, interrupted, working_as_rank(emulation.place):
-        assert yardstick.reference_ns() == YARDSTICK_NS
+        assert reference_work.reference_ns() == YARDSTICK_NS
         members = (groups.free_group(emulation.number) / "cgroup.procs").read_text().split()
         assert os.sched_getaffinity(0) == set(emulation.place.cores[0])
         raise KeyboardInterrupt
-    assert yardstick.reference_ns() is None
+    assert reference_work.reference_ns() is None
     assert members == [str(os.getpid())]
     assert traces(groups, emulation.number) == [] and os.sched_getaffinity(0) == before
 
@@ -118,7 +117,7 @@ def with_three_threads(place: Placement, pipe: Connection) -> None:
         started.wait()
     run_evenly()
     pipe.send([(number, os.sched_getaffinity(number), os.sched_getscheduler(number)) for number in numbers])
-    pipe.send(yardstick.reference_ns())
+    pipe.send(reference_work.reference_ns())
     pipe.recv()
     over.set()
     for other in others:

@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 
-from soap.cluster_yaml import parse_cluster
+from soap.cluster.presets import preset
+from soap.cluster.topology import Topology
+from soap.cluster.yaml_file import parse_cluster
 from soap.emulation.hosts import HostLimits, host_limits
 from soap.errors import RuntimeFailure, SoapWarning
-from soap.presets import preset
-from soap.topology import Topology
 
 CORE = "{core: {kind: cpu, flops: {float32: 50 GFLOP/s}, memory_bandwidth: 10 GB/s, memory: 4 GiB, kernel_overhead: 5 us}}"
 

@@ -17,19 +17,19 @@ from functools import cache
 from math import prod
 
 import soap
-from soap.graph import RECURRENT_KINDS, OperatorGraph
-from soap.megatron import hybrid
+from soap.cluster.topology import Topology
+from soap.model.graph import RECURRENT_KINDS, OperatorGraph
+from soap.plan.plan import Plan, remote_parts
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.communication import Communication
+from soap.simulator.communication.prices import Communication
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.plan import Plan, remote_parts
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.simulate import Simulation, Simulator, costs_hash
 from soap.simulator.tasks import Task, TaskGraph
-from soap.strategies import CLASSICAL, SYNCHRONIZED
-from soap.strategy import OpConfig, Strategy, SyncConfig, settled
-from soap.strategy_json import strategy_hash
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL, SYNCHRONIZED
+from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled
+from soap.strategy.json_file import strategy_hash
+from soap.strategy.megatron import hybrid
 
 Box = Sequence[tuple[int, int]]
 DIGITS = 6
@@ -94,7 +94,7 @@ MOST_DRAWN_TILES = 16
 def drawn(graph: OperatorGraph, device_count: int, seed: str, *, synchronized: bool) -> Strategy:
     """A legal strategy drawn at random; with ``synchronized`` also how each parameter is kept in step.
 
-    It is drawn here, not by ``soap.strategies``, so that it stays the same when that draws otherwise.
+    It is drawn here, not by ``soap.strategy.classical``, so that it stays the same when that draws otherwise.
     """
     rng = random.Random(seed)  # of its numbers only random()'s are the same with every version of Python
 

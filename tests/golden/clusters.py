@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import soap
-from soap.interference import Crowding, Handling, Port, Restart, Share
-from soap.topology import DeviceType, Topology
+from soap.cluster.overheads import Crowding, Handling, Port, Restart, Share
+from soap.cluster.topology import DeviceType, Topology
 
 DEVICE_TYPES: dict[str, Any] = {
     "old-gpu": {

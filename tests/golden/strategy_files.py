@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import soap
-from soap.graph import OperatorGraph
-from soap.strategy import Strategy, SyncConfig
+from soap.model.graph import OperatorGraph
+from soap.strategy.config import Strategy, SyncConfig
 from tests.golden import adapter, figures
 from tests.golden.clusters import golden_cluster
 

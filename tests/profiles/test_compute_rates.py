@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from soap.profiles import compute_rates
-from soap.profiles.compute_rates import cpu_rates
+from soap.measure import compute_rates
+from soap.measure.compute_rates import cpu_rates
 
 
 @pytest.fixture(autouse=True)

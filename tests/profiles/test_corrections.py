@@ -13,7 +13,7 @@ from soap.profiles.lookup import ProfiledCosts, Source
 from soap.profiles.roofline import RooflineCosts
 from soap.profiles.shares import corrected, text
 from soap.simulator.simulate import Simulator
-from soap.strategies import CLASSICAL
+from soap.strategy.classical import CLASSICAL
 from tests.profiles.test_lookup import GRAPH, LINEAR, RUNTIME, TOPOLOGY, correction, costs, cut, entry, sample_degrees
 from tests.strategies import CPU
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from soap.graph import OperatorGraph
-from soap.presets import local_topology, preset
+from soap.cluster.presets import local_topology, preset
+from soap.model.graph import OperatorGraph
+from soap.plan.tiling import Tile, tiles_of
 from soap.profiles.keys import Environment, TileKey, TileKeys, call_kind, distinct, environment, environments, tile_kind
-from soap.simulator.tiling import Tile, tiles_of
-from soap.strategy import OpConfig
+from soap.strategy.config import OpConfig
 from tests.graph_builder import GraphBuilder, mlp, transformer
 
 

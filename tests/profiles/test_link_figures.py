@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from soap.cluster.overheads import NO_HANDLING, NO_RESTART, Restart, Share
+from soap.cluster.presets import preset
+from soap.cluster.topology import Topology
 from soap.errors import ProfileError
-from soap.interference import NO_HANDLING, NO_RESTART, Restart, Share
-from soap.presets import preset
-from soap.profiles.link_figures import modelled_seconds, with_measured_links
-from soap.profiles.link_probes import (
+from soap.measure.link_probes import (
     RESTART_BYTES,
     STEP_BYTES,
     STEP_SIZES_BYTES,
@@ -20,8 +20,8 @@ from soap.profiles.link_probes import (
     fits,
     probes_for,
 )
-from soap.simulator.communication import Communication
-from soap.topology import Topology
+from soap.profiles.link_figures import modelled_seconds, with_measured_links
+from soap.simulator.communication.prices import Communication
 from tests.strategies import CPU, cluster, topologies
 
 

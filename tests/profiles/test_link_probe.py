@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from soap.errors import ProfileError
-from soap.profiles.link_probe import LinkRates, measure_link
+from soap.measure.link_probe import LinkRates, measure_link
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from soap.errors import ProfileError
-from soap.profiles.link_probes import IN_STEPS, RESTART_BYTES, LinkTiming, Operation, Probe, cpu_fits, is_enough, probes_for
+from soap.measure.link_probes import IN_STEPS, RESTART_BYTES, LinkTiming, Operation, Probe, cpu_fits, is_enough, probes_for
 from tests.profiles.test_link_figures import timed
 from tests.strategies import CPU, cluster
 

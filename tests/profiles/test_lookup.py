@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.tiling import Tile, tiles_of
 from soap.profiles.corrections import Correction
 from soap.profiles.entries import Entry, Timing, runtime_key, update_key
 from soap.profiles.keys import TileKeys, environments, tile_kind
@@ -22,10 +24,8 @@ from soap.profiles.store import Store
 from soap.profiles.work import backward_work, forward_work
 from soap.simulator.costs import launch_ns, nanoseconds
 from soap.simulator.simulate import Simulator
-from soap.simulator.tiling import Tile, tiles_of
-from soap.strategies import CLASSICAL
-from soap.strategy import OpConfig, Strategy
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.strategies import CPU, GPU, cases, cluster
 

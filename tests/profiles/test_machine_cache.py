@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from soap.profiles import machine_cache
-from soap.profiles.link_probe import LinkRates
-from soap.profiles.machine_cache import Measurement, cache_folder, cache_path, load, save
+from soap.measure import machine_cache
+from soap.measure.link_probe import LinkRates
+from soap.measure.machine_cache import Measurement, cache_folder, cache_path, load, save
 from tests.strategies import CPU
 
 KEY = {"cpu": "some processor", "devices": 2}

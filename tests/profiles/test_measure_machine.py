@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from soap.cluster.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND, preset
+from soap.cluster.topology import Topology
 from soap.errors import ProfileError, TopologyError
-from soap.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND, preset
-from soap.profiles import compute_rates, measure_machine
-from soap.profiles.compute_rates import Rates
-from soap.profiles.link_probe import LinkRates
-from soap.profiles.measure_machine import measure_device, measured_local_topology, measured_topology, threads_per_process
-from soap.profiles.roofline import RooflineCosts, is_measured
-from soap.topology import Topology
+from soap.measure import compute_rates, this_machine
+from soap.measure.compute_rates import Rates
+from soap.measure.link_probe import LinkRates
+from soap.measure.this_machine import measure_device, measured_local_topology, measured_topology, threads_per_process
+from soap.profiles.roofline import RooflineCosts
 
 
 class Machine:
@@ -41,11 +41,11 @@ class Machine:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measure_machine, "cpu_cores", lambda: 4)
-    monkeypatch.setattr(measure_machine, "memory_bytes", lambda: 2**30)
-    monkeypatch.setattr(measure_machine, "_gpu_count", lambda: 0)
-    monkeypatch.setattr(measure_machine, "cpu_rates", made.rates)
-    monkeypatch.setattr(measure_machine, "measure_link", made.link)
+    monkeypatch.setattr(this_machine, "cpu_cores", lambda: 4)
+    monkeypatch.setattr(this_machine, "memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(this_machine, "_gpu_count", lambda: 0)
+    monkeypatch.setattr(this_machine, "cpu_rates", made.rates)
+    monkeypatch.setattr(this_machine, "measure_link", made.link)
     return made
 
 
@@ -125,7 +125,7 @@ def test_emulated_hosts_have_nearly_the_devices_of_so_many_processes(machine: Ma
     local = measured_topology(preset("local:4"))
     assert local == measured_local_topology(4)
     asked = list(machine.asked)
-    monkeypatch.setattr(measure_machine, "_gpu_count", lambda: 8)  # emulated hosts have none
+    monkeypatch.setattr(this_machine, "_gpu_count", lambda: 8)  # emulated hosts have none
     emulated = measured_topology(preset("emulated:2x2@200Mbit/s"))
     rates = {device.type.memory_bandwidth_bytes_per_second for device in emulated.devices}
     assert rates == {0.75 * local.devices[0].type.memory_bandwidth_bytes_per_second}
@@ -150,12 +150,12 @@ def test_impossible_numbers_are_refused_before_measuring(machine: Machine, count
 def test_this_machine_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute_rates, "SECONDS_PER_RATE", 0.0)
     device = measure_device("cpu", 2)
-    assert is_measured(device)
+    assert device.is_measured
     assert device.flops("float32") > 1e6
     assert device.flops("float64") > 1e6
     assert 1e6 < device.memory_bandwidth_bytes_per_second < 1e13
     assert 0 < device.kernel_seconds < 1
-    assert 2**20 < device.memory_bytes <= measure_machine.memory_bytes() // 2
+    assert 2**20 < device.memory_bytes <= this_machine.memory_bytes() // 2
 
 
 def test_measured_topologies_say_so(machine: Machine) -> None:
@@ -163,9 +163,9 @@ def test_measured_topologies_say_so(machine: Machine) -> None:
 
 
 def test_this_machine_has_cores_memory_and_a_name() -> None:
-    assert measure_machine.cpu_cores() >= 1
-    assert measure_machine.cpu_model()
-    size = measure_machine.memory_bytes()
+    assert this_machine.cpu_cores() >= 1
+    assert this_machine.cpu_model()
+    size = this_machine.memory_bytes()
     assert size > 2**20
     assert size < 2**30 or size % 2**30 == 0
 
@@ -180,24 +180,24 @@ def test_of_two_that_measure_at_once_the_first_counts(machine: Machine, monkeypa
             others[0] = measured_local_topology(2)
         return machine.link()
 
-    monkeypatch.setattr(measure_machine, "measure_link", link)
+    monkeypatch.setattr(this_machine, "measure_link", link)
     found = measured_local_topology(2)
     assert machine.probed == 2 and found == others[0] == measured_local_topology(2)
 
 
 def test_free_memory_is_what_the_system_or_the_container_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_machine, "memory_bytes", lambda: 8 * 2**30)
+    monkeypatch.setattr(this_machine, "memory_bytes", lambda: 8 * 2**30)
     files = {name: tmp_path / name for name in ("meminfo", "max", "stat")}
-    monkeypatch.setattr(measure_machine, "MEMINFO", files["meminfo"])
-    monkeypatch.setattr(measure_machine, "CGROUP_LIMITS", (str(files["max"]), str(tmp_path / "none")))
-    monkeypatch.setattr(measure_machine, "CGROUP_USES", ((str(files["stat"]), "anon"), (str(tmp_path / "none"), "total_rss")))
-    assert measure_machine.free_memory_bytes() == 8 * 2**30  # nobody tells
+    monkeypatch.setattr(this_machine, "MEMINFO", files["meminfo"])
+    monkeypatch.setattr(this_machine, "CGROUP_LIMITS", (str(files["max"]), str(tmp_path / "none")))
+    monkeypatch.setattr(this_machine, "CGROUP_USES", ((str(files["stat"]), "anon"), (str(tmp_path / "none"), "total_rss")))
+    assert this_machine.free_memory_bytes() == 8 * 2**30  # nobody tells
     files["meminfo"].write_text("MemTotal: 8388608 kB\nMemFree: 1024 kB\nMemAvailable:    4096 kB\n")
-    assert measure_machine.free_memory_bytes() == 4 * 2**20
+    assert this_machine.free_memory_bytes() == 4 * 2**20
     files["max"].write_text("max\n")
     files["stat"].write_text("anon 1048576\nfile 5000000\n")
-    assert measure_machine.free_memory_bytes() == 4 * 2**20
+    assert this_machine.free_memory_bytes() == 4 * 2**20
     files["max"].write_text("3145728\n")
-    assert measure_machine.free_memory_bytes() == 2 * 2**20  # caches of files go when there is need
+    assert this_machine.free_memory_bytes() == 2 * 2**20  # caches of files go when there is need
     files["stat"].write_text("anon 9048576\n")
-    assert measure_machine.free_memory_bytes() == 0
+    assert this_machine.free_memory_bytes() == 0

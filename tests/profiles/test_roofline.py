@@ -9,15 +9,15 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 
-from soap.graph import WHOLE, DimMap, Factor, FactorKind, OperatorGraph
-from soap.presets import device_types, preset
+from soap.cluster.presets import device_types, preset
+from soap.cluster.topology import DeviceType, Topology
+from soap.model.graph import WHOLE, DimMap, Factor, FactorKind, OperatorGraph
+from soap.plan.tiling import Tile, tiles_of
 from soap.profiles import roofline, work
 from soap.profiles.roofline import PEAK_SHARE, TILE_CALLS, RooflineCosts
 from soap.profiles.work import LSTM_CALLS, PLACE_TRAFFIC, ROW_CALLS, STEP_CALLS
 from soap.simulator.simulate import Simulator
-from soap.simulator.tiling import Tile, tiles_of
-from soap.strategy import OpConfig, Strategy
-from soap.topology import DeviceType, Topology
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.simulator.examples import batch_split
 from tests.strategies import cases, cluster

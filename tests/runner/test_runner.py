@@ -17,10 +17,10 @@ import soap
 from soap.errors import RuntimeFailure
 from soap.runner.partitioner import groups
 from soap.runner.planning import adapted, alike
-from soap.runtime.optimizer_trial import optimizer_states, try_optimizer
-from soap.runtime.optimizers import Recipe
+from soap.runtime.updates.optimizers import Recipe
+from soap.runtime.updates.trial import optimizer_states, try_optimizer
 from soap.simulator.simulate import Simulator
-from soap.strategy import Strategy, SyncConfig
+from soap.strategy.config import Strategy, SyncConfig
 from tests.runner import ranks
 from tests.runner.ranks import ITEMS, Model, Stream, Words, sgd
 from tests.runtime.pool import Pool

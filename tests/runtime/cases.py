@@ -8,11 +8,11 @@ from math import inf
 
 import torch
 
-from soap.graph import OperatorGraph
-from soap.runtime.redistribute import Traffic
+from soap.model.graph import OperatorGraph
+from soap.plan.plan import Plan
+from soap.runtime.comm.redistribute import Traffic
 from soap.runtime.trace import Event
 from soap.runtime.trainer import Trainer
-from soap.simulator.plan import Plan
 from soap.tracing.model import TileContext
 from tests.runtime.handmade import HandModel
 

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from soap.runtime.checkpoint import read_state_dict
-from soap.runtime.checkpoint_folder import complete
+from soap.cluster.topology import Topology
+from soap.plan.plan import Plan
+from soap.runtime.checkpoint.checkpoint import read_state_dict
+from soap.runtime.checkpoint.folder import complete
 from soap.runtime.trainer import Trainer
-from soap.simulator.plan import Plan
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 from tests.runtime.handmade import HandModel
 from tests.runtime.traced import traced
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from soap.regions import balanced
+from soap.model.regions import balanced
 
 Batch = tuple[torch.Tensor, ...]
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from soap.errors import ModelError
-from soap.graph import Operator, OperatorGraph, TensorKind
-from soap.regions import relative
-from soap.simulator.tiling import Tile, tiles_of
-from soap.strategy import OpConfig
+from soap.model.graph import Operator, OperatorGraph, TensorKind
+from soap.model.regions import relative
+from soap.plan.tiling import Tile, tiles_of
+from soap.strategy.config import OpConfig
 from soap.tracing.model import TileContext, TracedModel
 
 Tensors = Sequence[torch.Tensor]

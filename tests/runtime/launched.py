@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from soap.errors import ModelError
+from soap.plan.plan import Plan
+from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
-from soap.runtime.world import close_world, open_world
-from soap.simulator.plan import Plan
 from tests.runtime.cases import Outcome, optimizer, train
 from tests.runtime.handmade import HandModel
 

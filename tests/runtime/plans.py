@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from soap.graph import OperatorGraph
-from soap.regions import volume
+from soap.model.graph import OperatorGraph
+from soap.model.regions import volume
+from soap.plan.plan import Plan
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Plan
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 from tests.strategies import CPU, cluster
 
 Split = tuple[Mapping[str, int], Sequence[int], int]

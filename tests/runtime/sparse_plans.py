@@ -6,10 +6,10 @@ import random
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from soap.graph import FactorKind, OperatorGraph
-from soap.strategies import random_config
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Topology
+from soap.cluster.topology import Topology
+from soap.model.graph import FactorKind, OperatorGraph
+from soap.strategy.classical import random_config
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.strategies import CPU, cluster
 
 

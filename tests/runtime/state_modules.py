@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.utils import spectral_norm as hooked_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from soap.presets import local_topology
+from soap.cluster.presets import local_topology
 from soap.runtime.check import CheckResult, check
 from soap.runtime.trainer import Trainer
-from soap.strategy import Strategy
+from soap.strategy.config import Strategy
 from soap.tracing.load import load_model
 from tests.runtime.exact_modules import Example, Trained, converted, sgd
 

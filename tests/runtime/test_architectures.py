@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from soap.presets import local_topology
+from soap.cluster.presets import local_topology
 from soap.runtime.check import TOLERANCES
-from soap.strategies import CLASSICAL, random_strategy
+from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.tracing.load import DTYPES
 from tests.runtime.exporting import EXPECTED, WAYS, Exporter, compared
 from tests.runtime.pool import Pool

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from soap.presets import local_topology
+from soap.cluster.presets import local_topology
 from soap.runtime.check import CheckResult, Difference, check
 from soap.runtime.trainer import Trainer
-from soap.strategies import CLASSICAL
+from soap.strategy.classical import CLASSICAL
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.runtime.exact_modules import batches, converted, module_of, sgd

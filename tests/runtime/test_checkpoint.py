@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from soap.cluster.presets import local_topology
 from soap.errors import CheckpointError, SoapWarning
-from soap.presets import local_topology
-from soap.runtime.checkpoint import read_state_dict
-from soap.runtime.checkpoint_folder import complete
+from soap.plan.plan import Plan
+from soap.runtime.checkpoint.checkpoint import read_state_dict
+from soap.runtime.checkpoint.folder import complete
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Plan
-from soap.strategies import CLASSICAL
+from soap.strategy.classical import CLASSICAL
 from tests.graph_builder import mlp, transformer
 from tests.runtime.checkpointing import (
     TiedLanguage,
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_no_step_has_no_state(tmp_path: Path) -> None:
 
 
 def test_chunks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("soap.runtime.checkpoint_storage.halved.__defaults__", (600,))
+    monkeypatch.setattr("soap.runtime.checkpoint.storage.halved.__defaults__", (600,))
     plan = alone_plan(transformer(layers=1))
     with trainer_of(plan) as trainer:
         path = trainer.save(tmp_path)

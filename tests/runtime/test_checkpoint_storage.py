@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.regions import contains, intersect, volume
-from soap.runtime.checkpoint_storage import halved
+from soap.model.regions import contains, intersect, volume
+from soap.runtime.checkpoint.storage import halved
 from tests.strategies import boxes
 
 

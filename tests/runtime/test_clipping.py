@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from soap.runtime.clipping import clip
+from soap.plan.plan import Plan
 from soap.runtime.trainer import Trainer
-from soap.simulator.plan import Plan
+from soap.runtime.updates.clipping import clip
 from tests.graph_builder import mlp
 from tests.runtime.handmade import HandModel
 from tests.runtime.plans import plan_of, split

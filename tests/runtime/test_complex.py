@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from soap.cluster.presets import local_topology
 from soap.errors import RuntimeFailure
-from soap.graph import OperatorGraph, TensorKind
-from soap.presets import local_topology
+from soap.measure.tile_operands import TileOperands, whole_tile
+from soap.measure.tile_timing import TileTimer
+from soap.model.graph import OperatorGraph, TensorKind
 from soap.runtime.check import CheckResult, check
-from soap.runtime.checkpoint import read_state_dict
-from soap.runtime.optimizers import OPTIMIZERS as OFFERED
-from soap.runtime.packing import pack, plain
-from soap.runtime.tile_operands import TileOperands, whole_tile
-from soap.runtime.tile_timing import TileTimer
+from soap.runtime.checkpoint.checkpoint import read_state_dict
+from soap.runtime.comm.packing import pack, plain
 from soap.runtime.trainer import Trainer
-from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import OpConfig, Strategy, SyncConfig
+from soap.runtime.updates.optimizers import OPTIMIZERS as OFFERED
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
-from soap.runtime.actions import ActionKind
-from soap.runtime.early_start import EarlyStart, Key, SyncSchedule
-from soap.runtime.micro_batch import WHOLE_STEP, MicroBatch
-from soap.runtime.program import compile_program
+from soap.runtime.program.actions import ActionKind
+from soap.runtime.program.program import compile_program
+from soap.runtime.step.early_start import EarlyStart, Key, SyncSchedule
+from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, split
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from soap.cluster.presets import local_topology
 from soap.errors import RuntimeFailure
-from soap.graph import OperatorGraph
-from soap.presets import local_topology
+from soap.model.graph import OperatorGraph
 from soap.runtime.check import check
 from soap.runtime.trainer import Trainer
-from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import Strategy
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import Strategy
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from soap.graph import DimMap, Factor, FactorKind, OperatorGraph
-from soap.regions import volume
-from soap.runtime.forward import ForwardPass
-from soap.runtime.program import compile_program
+from soap.model.graph import DimMap, Factor, FactorKind, OperatorGraph
+from soap.model.regions import volume
+from soap.plan.plan import Pattern, Plan, remote_parts
+from soap.runtime.program.program import compile_program
+from soap.runtime.step.forward import ForwardPass
 from soap.runtime.trainer import Trainer
-from soap.simulator.plan import Pattern, Plan, remote_parts
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.runtime.cases import train
 from tests.runtime.handmade import HandModel

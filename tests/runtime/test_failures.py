@@ -15,12 +15,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from soap.errors import ModelError
 from soap.profiles.roofline import RooflineCosts
-from soap.runtime import position
-from soap.runtime.actions import ActionKind
-from soap.runtime.failures import MOST_CHARACTERS, Desk, Folder, Kind, kind_of, message_of, told_positions
-from soap.runtime.position import HERE, LIBRARIES, PACKAGE
-from soap.runtime.program import Program, compile_program
-from soap.runtime.task_names import task_name
+from soap.runtime.comm import position
+from soap.runtime.comm.failures import MOST_CHARACTERS, Desk, Folder, Kind, kind_of, message_of, told_positions
+from soap.runtime.comm.position import HERE, LIBRARIES, PACKAGE
+from soap.runtime.program.actions import ActionKind
+from soap.runtime.program.program import Program, compile_program
+from soap.runtime.program.task_names import task_name
 from soap.simulator.lowering import build_plan, lower
 from tests.graph_builder import convnet, mlp, transformer
 from tests.runtime.sparse_plans import random_synchronized
@@ -201,7 +201,7 @@ def test_a_rank_answers_while_it_waits(tmp_path: Path, monkeypatch: pytest.Monke
     assert [folder.ask() for _ in range(3)] == 3 * [{1: "step 2, update @1"}]  # rank 0 has not begun
     HERE.enter(0)
     (where,) = folder.ask().values()
-    assert where.startswith("soap/runtime/failures.py:") and where.endswith(" in ask")
+    assert where.startswith("soap/runtime/comm/failures.py:") and where.endswith(" in ask")
 
 
 def test_a_rank_says_its_first_error_once_unless_another_has_nothing_to_do_with_it(tmp_path: Path) -> None:

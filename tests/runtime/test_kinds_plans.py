@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from soap.api import export
-from soap.presets import local_topology
-from soap.strategies import CLASSICAL, random_strategy
+from soap.cluster.presets import local_topology
+from soap.strategy.classical import CLASSICAL, random_strategy
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
 from tests.tracing.kinds import KINDS

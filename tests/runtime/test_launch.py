@@ -13,10 +13,10 @@ from types import ModuleType
 import pytest
 
 from soap.errors import ModelError, RuntimeFailure
-from soap.runtime.launch import launch
+from soap.plan.plan import Plan
+from soap.runtime.comm.launch import launch
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Plan
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp
 from tests.runtime.launched import (
     Mark,
@@ -102,7 +102,7 @@ def test_after_a_time_out_all_ranks_say_in_which_task_they_are() -> None:
 
 
 def test_ranks_of_another_launcher_tell_their_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("soap.runtime.launch.AFTERMATH_S", 0)
+    monkeypatch.setattr("soap.runtime.comm.launch.AFTERMATH_S", 0)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeFailure, match=r"^rank 3 failed: ValueError: x \(\S*launched\.py:\d+ in raise_this\)$"):
@@ -132,7 +132,7 @@ import multiprocessing.util as util, os, signal, sys, time
 from pathlib import Path
 from types import ModuleType
 from soap.errors import RuntimeFailure
-from soap.runtime.launch import launch
+from soap.runtime.comm.launch import launch
 from tests.runtime.launched import wait_forever
 
 spawn, started = util.spawnv_passfds, []
@@ -184,7 +184,7 @@ def test_a_time_limit_that_is_not_reached_changes_nothing() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_interrupt_ends_all_ranks_and_a_pause_none(tmp_path: Path) -> None:
     program = (
-        "from soap.runtime.launch import launch\nfrom tests.runtime.launched import wait_forever\n"
+        "from soap.runtime.comm.launch import launch\nfrom tests.runtime.launched import wait_forever\n"
         f"if __name__ == '__main__':\n    try:\n        launch(2, wait_forever, ({str(tmp_path)!r},))\n"
         "    except KeyboardInterrupt:\n        raise SystemExit(130)\n"
     )

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from soap.presets import local_topology
-from soap.profiles.link_probes import BLOCK_BYTES, IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
+from soap.cluster.presets import local_topology
+from soap.measure.link_probes import BLOCK_BYTES, IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
+from soap.measure.link_timing import LEAST_ROUNDS, measure_links
+from soap.measure.step_chains import chain_model, chain_strategy
+from soap.measure.step_timing import RESTART_TURNS, STEPS, TURNS
+from soap.plan.flows import exchange_rounds
 from soap.profiles.roofline import RooflineCosts
-from soap.runtime.link_timing import LEAST_ROUNDS, measure_links
-from soap.runtime.step_chains import chain_model, chain_strategy
-from soap.runtime.step_timing import RESTART_TURNS, STEPS, TURNS
-from soap.simulator.flows import exchange_rounds
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.tasks import TaskKind
 from tests.runtime.pool import Pool

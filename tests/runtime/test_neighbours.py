@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from soap.errors import RuntimeFailure
-from soap.runtime.neighbours import Neighbours
+from soap.measure.neighbours import Neighbours
 from soap.tracing.load import load_model
 
 MODEL = "zoo:rnnlm:tiny"

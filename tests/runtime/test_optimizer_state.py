@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from soap.errors import CheckpointError
-from soap.runtime.checkpoint_manifest import ParameterState
-from soap.runtime.optimizer_state import Known, join, known_here, restore
-from soap.runtime.parts import Part
+from soap.runtime.checkpoint.manifest import ParameterState
+from soap.runtime.updates.parts import Part
+from soap.runtime.updates.state import Known, join, known_here, restore
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, split
 

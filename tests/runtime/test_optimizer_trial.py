@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.runtime import optimizer_trial
-from soap.runtime.optimizer_trial import ELEMENTWISE, Scope, Tried, optimizer_states, try_optimizer
-from soap.runtime.optimizers import Recipe
-from soap.runtime.several import Several
+from soap.runtime.updates import trial
+from soap.runtime.updates.optimizers import Recipe
+from soap.runtime.updates.several import Several
+from soap.runtime.updates.trial import ELEMENTWISE, Scope, Tried, optimizer_states, try_optimizer
 
 SHAPES = {"matrix": (8, 4), "vector": (4,), "kernel": (2, 3, 3, 3), "scalar": ()}
 
@@ -82,13 +82,13 @@ class Noisy(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
 def test_those_that_are_known_are_elementwise(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_trial, "ELEMENTWISE", frozenset())
+    monkeypatch.setattr(trial, "ELEMENTWISE", frozenset())
     assert set(tried(kind).scopes.values()) == {Scope.ELEMENT}
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, amsgrad=True), lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True)])
 def test_elementwise_whatever_the_options(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_trial, "ELEMENTWISE", frozenset())
+    monkeypatch.setattr(trial, "ELEMENTWISE", frozenset())
     assert set(tried(make).scopes.values()) == {Scope.ELEMENT}
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from soap.runtime.optimizer_trial import ELEMENTWISE
-from soap.runtime.optimizers import OPTIMIZERS, Recipe, adam
-from soap.runtime.schedules import Schedule
+from soap.runtime.updates.optimizers import OPTIMIZERS, Recipe, adam
+from soap.runtime.updates.schedules import Schedule
+from soap.runtime.updates.trial import ELEMENTWISE
 
 USUAL = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 

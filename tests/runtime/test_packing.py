@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.regions import Box, lengths, relative
-from soap.runtime.packing import are_adjacent, land, pack
+from soap.model.regions import Box, lengths, relative
+from soap.runtime.comm.packing import are_adjacent, land, pack
 from tests.strategies import boxes
 
 

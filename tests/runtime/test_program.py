@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
-from soap.graph import OperatorGraph
-from soap.runtime.actions import ActionKind, part_of
-from soap.runtime.early_start import SyncSchedule
-from soap.runtime.program import Program, compile_program
-from soap.runtime.tail import find_tail
+from soap.model.graph import OperatorGraph
+from soap.plan.plan import Bucket
+from soap.runtime.program.actions import ActionKind, part_of
+from soap.runtime.program.program import Program, compile_program
+from soap.runtime.step.early_start import SyncSchedule
+from soap.runtime.step.loss_epilogue import find_tail
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Bucket
 from soap.simulator.tasks import ExecutionOrder
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.graph_builder import GraphBuilder, convnet, mlp
 from tests.runtime.plans import plan_of, random_order, split
 from tests.runtime.traced import traced
@@ -185,7 +185,7 @@ def test_shards_for_what_no_tile_reads() -> None:
     table = g.parameter("table", 5, 4)
     x = g.input("x", 2, 5, 4)
     rows = g.slice(g.elementwise(x), 1, 0, 3)
-    from soap.graph import DimMap, Factor, FactorKind
+    from soap.model.graph import DimMap, Factor, FactorKind
 
     factors = [Factor("s", 3, FactorKind.ATTRIBUTE), Factor("d", 4, FactorKind.ATTRIBUTE)]
     copy = g.operator("copy", factors, [], [(table, [DimMap(0), DimMap(1)])], [((3, 4), [DimMap(0), DimMap(1)])])[0]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from soap.presets import local_topology
-from soap.strategies import random_strategy
+from soap.cluster.presets import local_topology
+from soap.strategy.classical import random_strategy
 from tests.runtime.pool import Pool
 from tests.runtime.random_modules import random_model
 from tests.runtime.traced import checked, traced

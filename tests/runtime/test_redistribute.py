@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.errors import RuntimeFailure
-from soap.regions import Box, intersect, lengths, relative, subtract
-from soap.runtime.redistribute import SENT_TENSORS, Communicator, assemble, cut
-from soap.runtime.world import choose_backend, choose_device, open_world
-from soap.scheduling import GLOO_LOOPS
+from soap.model.regions import Box, intersect, lengths, relative, subtract
+from soap.runtime.comm.redistribute import SENT_TENSORS, Communicator, assemble, cut
+from soap.runtime.comm.world import choose_backend, choose_device, open_world
+from soap.runtime.system.gloo_threads import GLOO_LOOPS
 from tests.runtime.pool import Pool
 from tests.strategies import boxes
 

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from soap.cluster.presets import local_topology
+from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
-from soap.graph import FactorKind, OperatorGraph
-from soap.presets import local_topology
+from soap.model.graph import FactorKind, OperatorGraph
+from soap.model.regions import volume
+from soap.plan.plan import Plan
 from soap.profiles.roofline import RooflineCosts
-from soap.regions import volume
-from soap.runtime.program import compile_program
-from soap.runtime.resizing import resized_plan, resized_program
+from soap.runtime.program.program import compile_program
+from soap.runtime.program.resizing import resized_plan, resized_program
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.plan import Plan
-from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import Strategy, SyncConfig
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.runtime.plans import plan_of, split
 from tests.strategies import cases

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from soap.cluster.topology import Topology
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from soap.runtime.redistribute import Traffic
+from soap.cluster.topology import Topology
+from soap.runtime.comm.redistribute import Traffic
 from soap.runtime.trainer import Trainer
-from soap.strategy import Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.config import Strategy, SyncConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model

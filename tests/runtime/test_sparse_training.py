@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from soap.cluster.topology import Topology
 from soap.errors import ModelError, RuntimeFailure
 from soap.runtime.check import CheckResult, check
 from soap.runtime.trace import Event
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.simulator.tasks import TaskKind
-from soap.strategies import CLASSICAL
-from soap.strategy import Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL
+from soap.strategy.config import Strategy, SyncConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from soap.cluster.presets import local_topology
 from soap.errors import StrategyError
-from soap.graph import KEEP_STATE, NEXT_STATE, OperatorGraph
-from soap.presets import local_topology
+from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph
 from soap.search.constraints import parse
 from soap.search.descent import propose_descent
 from soap.search.space import build_space
-from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import OpConfig, Strategy, settled, settled_config
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.extent import so_many

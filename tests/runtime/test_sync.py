@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.regions import lengths
-from soap.runtime.actions import ActionKind, part_of
-from soap.runtime.early_start import SyncSchedule
-from soap.runtime.micro_batch import MicroBatch
-from soap.runtime.program import Program, compile_program
-from soap.runtime.redistribute import Communicator, Pending, Traffic
-from soap.runtime.sync import GradientSync
-from soap.simulator.plan import Bucket, Plan
+from soap.model.regions import lengths
+from soap.plan.plan import Bucket, Plan
+from soap.runtime.comm.redistribute import Communicator, Pending, Traffic
+from soap.runtime.program.actions import ActionKind, part_of
+from soap.runtime.program.program import Program, compile_program
+from soap.runtime.step.early_start import SyncSchedule
+from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.sync.all_reduce import GradientSync
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, split
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from soap.graph import TensorKind
-from soap.runtime import tile_operands, tile_timing
-from soap.runtime.tile_operands import whole_tile
-from soap.runtime.tile_timing import TOGETHER, TileTimer, TileTimes
-from soap.simulator.tiling import Tile, tiles_of
-from soap.strategy import OpConfig
+from soap.measure import tile_operands, tile_timing
+from soap.measure.tile_operands import whole_tile
+from soap.measure.tile_timing import TOGETHER, TileTimer, TileTimes
+from soap.model.graph import TensorKind
+from soap.plan.tiling import Tile, tiles_of
+from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.model import TileContext
 from tests.runtime.traced import traced

@@ -9,8 +9,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from soap.runtime import timing
-from soap.runtime.timing import LEAST_REPETITIONS, MOST_REPETITIONS, CpuClock, clock_for, is_settled, repeat, sample
+from soap.measure import timing
+from soap.measure.timing import LEAST_REPETITIONS, MOST_REPETITIONS, CpuClock, clock_for, is_settled, repeat, sample
 
 
 def test_every_step_runs_once_and_has_a_time() -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from soap.presets import local_topology
-from soap.strategies import CLASSICAL, random_strategy
+from soap.cluster.presets import local_topology
+from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.zoo import names
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from soap.errors import RuntimeFailure, SoapWarning
+from soap.measure.iteration import StepTimes, measure_steps
+from soap.plan.plan import Plan, backward_name, forward_name, sync_name, update_name
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.check import CheckResult, Difference, check
-from soap.runtime.measure import StepTimes, measure_steps
-from soap.runtime.program import compile_program
+from soap.runtime.program.program import compile_program
 from soap.runtime.trace import Event, join_events
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import lower
-from soap.simulator.plan import Plan, backward_name, forward_name, sync_name, update_name
 from soap.simulator.tasks import TaskKind
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from tests.graph_builder import GraphBuilder, mlp, transformer

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from soap.graph import OperatorGraph
-from soap.regions import volume
-from soap.runtime.program import Program, compile_program
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.model.regions import volume
+from soap.plan.plan import Exchange, Message, Part, Pattern, Plan, remote_parts
+from soap.runtime.program.program import Program, compile_program
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Exchange, Message, Part, Pattern, Plan, remote_parts
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 from tests.extent import so_many
 from tests.graph_builder import GraphBuilder, convnet, mlp, transformer
 from tests.runtime.cases import Outcome, train

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from soap.presets import local_topology
+from soap.cluster.presets import local_topology
 from soap.runtime.check import TOLERANCES
-from soap.strategies import CLASSICAL, random_strategy
+from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.tracing.export import export_model
 from soap.tracing.load import DTYPES
 from tests.extent import so_many

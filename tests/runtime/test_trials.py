@@ -9,7 +9,7 @@ import pytest
 from soap import api
 from soap.cli.training import Job
 from soap.cli.trials import DUELS, ROUNDS, Times, Trial, run_trial
-from soap.presets import local_topology
+from soap.cluster.presets import local_topology
 from soap.simulator.reference import execution_order
 from tests.runtime.pool import Pool
 

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from soap.graph import OperatorGraph
-from soap.presets import local_topology
+from soap.cluster.presets import local_topology
+from soap.model.graph import OperatorGraph
+from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
 from soap.runtime.alone import step_alone
 from soap.runtime.trainer import Trainer
-from soap.simulator.flows import box_bytes, partial_bytes, reduced_tensor
-from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import OpConfig, Strategy
 from soap.tracing.export import export_model
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, sgd, traced

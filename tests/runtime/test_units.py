@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from soap import api
-from soap.runtime import units
-from soap.runtime.program import compile_program
+from soap.runtime.program import fused_tiles
+from soap.runtime.program.program import compile_program
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
-from soap.strategies import CLASSICAL
+from soap.strategy.classical import CLASSICAL
 
 CONFIGS = ("gpt:tiny", "resnet50:tiny", "rnnlm:tiny", "dlrm:tiny")
 
@@ -23,7 +23,7 @@ def _units(spec: str, name: str, devices: int, rank: int) -> list[list[str]]:
     model, topology = api.load(f"zoo:{spec}"), api.load_cluster(f"local:{devices}")
     plan = build_plan(model.graph, CLASSICAL[name](model.graph, topology), topology)
     program = compile_program(plan)
-    return [[plan.operator(plan.tiles[tile]).name for tile in unit.tiles] for unit in units.units_of(program, model, rank).values()]
+    return [[plan.operator(plan.tiles[tile]).name for tile in unit.tiles] for unit in fused_tiles.units_of(program, model, rank).values()]
 
 
 def test_data_parallelism_is_one_unit() -> None:
@@ -74,6 +74,6 @@ def test_flat_programs_compute_the_same(spec: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_compiled_programs_compute_the_same() -> None:
-    if units.missing_compiler():
-        pytest.skip(f"{units.missing_compiler()}")
+    if fused_tiles.missing_compiler():
+        pytest.skip(f"{fused_tiles.missing_compiler()}")
     _same("dlrm:tiny")

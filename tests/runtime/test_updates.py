@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from soap.graph import OperatorGraph
-from soap.presets import local_topology
+from soap.cluster.presets import local_topology
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.simulator.lowering import build_plan
-from soap.strategies import CLASSICAL
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL
+from soap.strategy.config import Strategy
 from tests.runtime.pool import Pool
 from tests.runtime.traced import traced
 from tests.runtime.updating import RECIPES, Together, Updated, checked_recipe, cutting, refusal, save_module, train_plain, train_recipe

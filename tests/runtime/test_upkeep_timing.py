@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from soap.runtime import upkeep_timing
-from soap.runtime.upkeep_timing import BY_STATES, time_copy, time_runtime, time_update
+from soap.measure import upkeep_timing
+from soap.measure.upkeep_timing import BY_STATES, time_copy, time_runtime, time_update
 
 CPU = torch.device("cpu")
 

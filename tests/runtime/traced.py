@@ -7,10 +7,10 @@ import warnings
 
 import torch
 
+from soap.cluster.topology import Topology
 from soap.runtime.check import CheckResult, check
 from soap.runtime.trainer import Trainer
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.load import load_model
 

@@ -13,13 +13,13 @@ from torch import nn
 from torch import optim as T
 from torch.optim import lr_scheduler as S
 
+from soap.cluster.topology import Topology
 from soap.errors import SoapError
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.runtime.check import check
-from soap.runtime.optimizers import Recipe
 from soap.runtime.trainer import Trainer
-from soap.strategy import OpConfig, Strategy
-from soap.topology import Topology
+from soap.runtime.updates.optimizers import Recipe
+from soap.strategy.config import OpConfig, Strategy
 from tests.runtime.checkpointing import batch
 from tests.runtime.traced import traced
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from soap import zoo
-from soap.graph import OperatorGraph
-from soap.presets import local_topology
+from soap.cluster.presets import local_topology
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.runtime.check import SMALL
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
-from soap.strategies import CLASSICAL, random_config, random_strategy
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL, random_config, random_strategy
+from soap.strategy.config import Strategy
 from soap.tracing.load import DTYPES
 from tests.runtime.cases import error
 from tests.runtime.plans import random_order

@@ -3,9 +3,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.search.alignment import Edge, aligned_configs, aligned_with, edges_of
-from soap.strategy import OpConfig, check_config
+from soap.strategy.config import OpConfig, check_config
 from tests.graph_builder import mlp
 from tests.strategies import graphs, strategies_for
 

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.api import load_cluster, simulator_for
-from soap.graph import DimMap, Factor
+from soap.cluster.topology import Device, DeviceType, Topology
+from soap.model.graph import DimMap, Factor
+from soap.plan.tiling import tiles_of
 from soap.profiles.roofline import RooflineCosts
-from soap.search.bounds import always_covered, always_touched, certain_gradients, lower_bound
 from soap.search.durations import TileDurations
+from soap.search.oracles.bounds import always_covered, always_touched, certain_gradients, lower_bound
 from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
-from soap.simulator.tiling import tiles_of
-from soap.strategies import data_parallel
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Device, DeviceType, Topology
+from soap.strategy.classical import data_parallel
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.graph_builder import SAMPLE, GraphBuilder, convnet, mlp, transformer
 from tests.simulator.compiled.agreement import synchronized
 from tests.simulator.examples import UNIT_NS, PointCosts, chain, pairwise_cluster

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from soap.errors import InfeasibleError, StrategyError
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.search import exhaustive_search, search
 from soap.search.chains import chain_budgets
 from soap.simulator.simulate import Simulator
-from soap.strategies import CLASSICAL
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.classical import CLASSICAL
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import TableCosts, TileCosts, layers
 from tests.simulator.examples import PointCosts, chain

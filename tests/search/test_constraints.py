@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.errors import StrategyError
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.search.chains import search
 from soap.search.constraints import Pairs, brought_inside, nearest, pairs_of, parse
 from soap.search.descent import CHANGES, propose_descent
 from soap.search.proposals import MOVES
 from soap.search.space import Space, build_space, grid_of, make_config
 from soap.search.starts import reference_strategies, starting_strategies
-from soap.strategies import CLASSICAL
-from soap.strategy import OpConfig, Strategy, check_config
+from soap.strategy.classical import CLASSICAL
+from soap.strategy.config import OpConfig, Strategy, check_config
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import TableCosts, layers
 from tests.strategies import cluster

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.optimality import small_cluster
 from benchmarks.small_nets import lenet
 from soap import api
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search import search
 from soap.search.alignment import aligned_configs
@@ -30,8 +30,8 @@ from soap.search.space import build_space
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
-from soap.strategies import random_strategy
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.classical import random_strategy
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import GraphBuilder, transformer
 from tests.search.toys import layers
 from tests.strategies import cluster

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from soap.search.descent import CHANGES, adopt, align, borrow, borrow_kind, propose_descent, spread
 from soap.search.space import build_space
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp
 from tests.search.toys import layers
 from tests.strategies import graphs, strategies_for

@@ -13,8 +13,8 @@ from soap.profiles.roofline import RooflineCosts
 from soap.search.dynamic import MAX_CANDIDATES, Additive, additive_costs, candidates, dynamic_strategy, minimise, pair_count
 from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
-from soap.strategies import data_parallel
-from soap.strategy import OpConfig
+from soap.strategy.classical import data_parallel
+from soap.strategy.config import OpConfig
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import layers
 from tests.strategies import cluster, graphs

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from soap.errors import InfeasibleError, StrategyError
 from soap.profiles.roofline import RooflineCosts
-from soap.search.exhaustive import all_strategies, branch_and_bound, exhaustive_search, strategy_count
+from soap.search.oracles.exhaustive import all_strategies, branch_and_bound, exhaustive_search, strategy_count
 from soap.search.polish import best_neighbour
 from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
-from soap.strategies import single_device
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.classical import single_device
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import TableCosts, TileCosts, key_of, layers
 from tests.simulator.examples import PointCosts, chain

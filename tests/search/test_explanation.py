@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.search.explanation import Line, explain
-from soap.simulator.attribution import Activity
+from soap.simulator.analysis.attribution import Activity
+from soap.simulator.analysis.timeline import busy_time_ns, critical_path_ns
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
-from soap.simulator.timeline import busy_time_ns, critical_path_ns
-from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp, transformer
 from tests.simulator.examples import PointCosts
 from tests.strategies import cluster

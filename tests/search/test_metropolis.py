@@ -7,11 +7,11 @@ from math import exp, inf
 
 import pytest
 
-from soap.search.exhaustive import all_strategies
 from soap.search.metropolis import ChainState, step
+from soap.search.oracles.exhaustive import all_strategies
 from soap.search.proposals import Kernel, Proposal
 from soap.search.space import build_space
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 from tests.search.toys import Both, TableCosts, key_of, layers
 
 BETA = 10.0

@@ -14,7 +14,7 @@ from soap.cli.search import main, make_parser, search_options
 from soap.cli.updating import Updating
 from soap.errors import ProfileError, SoapError, StrategyError
 from soap.search.options import DEFAULT_BUDGET, SearchOptions
-from soap.strategy import SyncConfig
+from soap.strategy.config import SyncConfig
 from tests.cli.refusals import assert_refused
 from tests.graph_builder import mlp
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.profiles.roofline import RooflineCosts
-from soap.search.partial import UNDECIDED, PartialBound
+from soap.search.oracles.partial import UNDECIDED, PartialBound
 from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
-from soap.strategy import Strategy
+from soap.strategy.config import Strategy
 from tests.graph_builder import mlp
 from tests.simulator.examples import PointCosts
 from tests.strategies import cluster, graphs, topologies

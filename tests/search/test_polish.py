@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from benchmarks.optimality import locally_optimal, small_cluster
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search import search
 from soap.search.polish import MOVE, Neighbour, best_neighbour, polish, structured_count
@@ -15,8 +15,8 @@ from soap.search.space import build_space
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
-from soap.strategies import random_strategy, single_device
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.classical import random_strategy, single_device
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import convnet, mlp, transformer
 from tests.search.toys import TileCosts, layers
 from tests.simulator.examples import PointCosts

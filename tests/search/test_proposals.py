@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.search.constraints import parse
-from soap.search.exhaustive import all_strategies
+from soap.search.oracles.exhaustive import all_strategies
 from soap.search.proposals import MOVES, Kernel, Move, Proposal, informed_candidates, move_weights
 from soap.search.space import Space, build_space
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp
 from tests.search.toys import Key, key_of, layers
 from tests.strategies import graphs, strategies_for

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.search.space import OperatorSpace, build_space, degree_choices, grid_of, grids_of, make_config, placements
-from soap.strategy import OpConfig, check_config
+from soap.strategy.config import OpConfig, check_config
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import layers
 

@@ -4,8 +4,8 @@ import pytest
 
 from soap.errors import StrategyError
 from soap.search.starts import Start, best_starts, narrowed, reference_strategies, starting_strategies
-from soap.strategies import CLASSICAL, data_parallel
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.classical import CLASSICAL, data_parallel
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import layers
 from tests.strategies import cluster

@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.descent import synchronize
@@ -18,10 +19,9 @@ from soap.search.space import build_space
 from soap.search.starts import starting_strategies
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
-from soap.strategies import SYNCHRONIZED, data_parallel
-from soap.strategy import SyncConfig
-from soap.synchronization import partition_counts, sync_choices, usual_server
-from soap.topology import Topology
+from soap.strategy.classical import SYNCHRONIZED, data_parallel
+from soap.strategy.config import SyncConfig
+from soap.strategy.sync import partition_counts, sync_choices, usual_server
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, GPU, cluster
 

@@ -14,7 +14,7 @@ from soap.search.space import build_space
 from soap.search.starts import reference_strategies, starting_strategies
 from soap.search.tempering import ROUND, Tempering
 from soap.simulator.incremental import IncrementalSimulator
-from soap.strategy_json import dumps
+from soap.strategy.json_file import dumps
 
 
 def test_equal_seeds_give_equal_files_on_one_core_and_on_two() -> None:

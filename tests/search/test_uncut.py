@@ -6,17 +6,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StrategyError
-from soap.graph import OperatorGraph
-from soap.runtime.optimizer_trial import Scope, Tried
-from soap.runtime.parts import require_possible
+from soap.model.graph import OperatorGraph
+from soap.runtime.updates.parts import require_possible
+from soap.runtime.updates.trial import Scope, Tried
 from soap.search.chains import search
 from soap.search.uncut import with_uncut
 from soap.simulator.lowering import build_plan
-from soap.strategies import CLASSICAL
-from soap.strategy import Strategy, SyncConfig
-from soap.synchronization import sync_choices
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import sync_choices
 from tests.graph_builder import transformer
 from tests.search.toys import TableCosts
 from tests.strategies import cluster, graphs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from soap.graph import OperatorGraph
-from soap.strategy import OpConfig, Strategy
+from soap.model.graph import OperatorGraph
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import SAMPLE, DimMap, Factor, GraphBuilder
 
 Key = tuple[tuple[str, OpConfig], ...]

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from soap.graph import FactorKind, Operator, OperatorGraph
-from soap.strategies import sample_factor
-from soap.strategy import OpConfig, Strategy
-from soap.topology import Topology
+from soap.cluster.topology import Topology
+from soap.model.graph import FactorKind, Operator, OperatorGraph
+from soap.strategy.classical import sample_factor
+from soap.strategy.config import OpConfig, Strategy
 from tests.simulator.examples import pairwise_cluster
 from tests.strategies import MOVES, cluster, graphs
 

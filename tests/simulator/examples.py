@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from soap.graph import WHOLE, DimMap, Factor, OperatorGraph
+from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
+from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
+from soap.plan.tiling import Tile
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
-from soap.simulator.tiling import Tile
-from soap.strategy import OpConfig, Strategy
-from soap.topology import Device, DeviceType, Host, Link, Topology
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import ATTRIBUTE, SAMPLE, GraphBuilder
 
 UNIT_NS = 1_953_125

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.simulator import allreduce
-from soap.simulator.allreduce import (
+from soap.cluster.topology import Topology
+from soap.simulator.communication import allreduce
+from soap.simulator.communication.allreduce import (
     Algorithm,
     AllReduceOption,
     allreduce_bytes,
@@ -19,7 +20,6 @@ from soap.simulator.allreduce import (
     link_bytes,
     steps,
 )
-from soap.topology import Topology
 from tests.simulator.examples import pairwise_cluster
 from tests.strategies import CPU, cluster, topologies
 

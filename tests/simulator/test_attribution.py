@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.simulator.attribution import Activity, activity, task_shares
+from soap.simulator.analysis.attribution import Activity, activity, task_shares
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
-from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import SyncConfig
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import SyncConfig
 from tests.graph_builder import mlp, transformer
 from tests.simulator.examples import PointCosts
 from tests.strategies import cluster

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.graph import DimMap, Factor, OperatorGraph
-from soap.simulator import buckets
-from soap.simulator.buckets import bucket_bytes, idle_shards, shard_bytes
+from soap.cluster.topology import Topology
+from soap.model.graph import DimMap, Factor, OperatorGraph
+from soap.plan import buckets
+from soap.plan.buckets import bucket_bytes, idle_shards, shard_bytes
+from soap.plan.plan import Bucket, Plan
 from soap.simulator.lowering import build_plan
-from soap.simulator.plan import Bucket, Plan
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 from tests.simulator.examples import batch_split, chain, finish, on, pairwise_cluster, strategy
 from tests.strategies import cases

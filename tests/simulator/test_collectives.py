@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from soap.simulator.allreduce import Algorithm, allreduce_options
-from soap.simulator.collectives import exchange_seconds, flow_links, tree_rounds
+from soap.plan.collectives import exchange_seconds, flow_links, tree_rounds
+from soap.simulator.communication.allreduce import Algorithm, allreduce_options
 from tests.strategies import cluster
 
 

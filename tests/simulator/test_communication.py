@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.interference import Handling, Port, Share
-from soap.simulator import communication
-from soap.simulator.allreduce import allreduce_options, fastest
-from soap.simulator.collectives import exchange_seconds, tree_rounds
-from soap.simulator.communication import Communication
+from soap.cluster.overheads import Handling, Port, Share
+from soap.cluster.topology import Topology
+from soap.plan.collectives import exchange_seconds, tree_rounds
+from soap.simulator.communication import prices
+from soap.simulator.communication.allreduce import allreduce_options, fastest
+from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import nanoseconds
 from soap.simulator.task_list import TaskList
 from soap.simulator.tasks import TaskKind
-from soap.topology import Topology
 from tests.strategies import cluster, topologies
 
 
@@ -44,7 +44,7 @@ def test_kept_answers_are_the_formulas(topology: Topology, sizes: list[int], dat
 
 
 def test_exchanges_are_forgotten_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communication, "CACHE_ENTRIES", 1)
+    monkeypatch.setattr(prices, "CACHE_ENTRIES", 1)
     made = Communication(cluster([2]))
     before = [made.exchange_ns([(0, 1, size)]) for size in (10, 20_000_000)]
     assert [made.exchange_ns([(0, 1, size)]) for size in (10, 20_000_000)] == before

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from soap.cluster.topology import Topology
 from soap.errors import TimelineError
-from soap.graph import OperatorGraph
-from soap.simulator.comparison import Group, LinkUse, compare, relative_error
+from soap.model.graph import OperatorGraph
+from soap.simulator.analysis.comparison import Group, LinkUse, compare, relative_error
+from soap.simulator.analysis.timeline import chrome_trace, resource_names
+from soap.simulator.analysis.timeline_file import Description, TimedTask, Timeline, dumps, loads
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import TaskKind
-from soap.simulator.timeline import chrome_trace, resource_names
-from soap.simulator.timeline_file import Description, TimedTask, Timeline, dumps, loads
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 from tests.simulator.examples import PointCosts
 from tests.strategies import cases
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.errors import ModelError
-from soap.regions import Box, contains, intersect, volume
-from soap.simulator.coverage import HolderIndex
-from soap.simulator.plan import Holding
+from soap.model.regions import Box, contains, intersect, volume
+from soap.plan.coverage import HolderIndex
+from soap.plan.plan import Holding
 from tests.strategies import boxes
 
 

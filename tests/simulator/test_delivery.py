@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from soap.graph import OperatorGraph
-from soap.simulator.plan import Exchange, Message, Pattern, Plan
-from soap.simulator.planning import build_plan
-from soap.strategy import OpConfig
+from soap.model.graph import OperatorGraph
+from soap.plan.plan import Exchange, Message, Pattern, Plan
+from soap.plan.planning import build_plan
+from soap.strategy.config import OpConfig
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import chain, finish, on, pairwise_cluster, stencil, strategy
 

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 
 from soap import api
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.copies import LEFT
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.copies import LEFT
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import Folding, fold
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import Task, TaskKind
-from soap.strategies import data_parallel, hybrid, megatron
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.classical import data_parallel, hybrid, megatron
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.copied import Case, copied
 from tests.simulator.examples import LaunchedCosts, pairwise_cluster

@@ -8,16 +8,16 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from soap.graph import OperatorGraph, TensorKind
-from soap.regions import volume
-from soap.simulator.allreduce import allreduce_bytes
-from soap.simulator.buckets import bucket_bytes, idle_shards
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.regions import volume
+from soap.plan.buckets import bucket_bytes, idle_shards
+from soap.plan.plan import sync_name, update_name
+from soap.simulator.communication.allreduce import allreduce_bytes
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
-from soap.simulator.plan import sync_name, update_name
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import (
     PointCosts,

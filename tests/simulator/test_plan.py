@@ -7,10 +7,11 @@ import pickle
 import pytest
 from hypothesis import given, settings
 
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.graph import OperatorGraph, TensorKind
-from soap.regions import contains, intersect, volume, whole
-from soap.simulator.plan import (
+from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.regions import contains, intersect, volume, whole
+from soap.plan.plan import (
     Fetch,
     Holding,
     Pattern,
@@ -23,9 +24,8 @@ from soap.simulator.plan import (
     sync_name,
     update_name,
 )
-from soap.simulator.planning import PlanBuilder, build_plan
-from soap.strategy import Strategy, settled
-from soap.topology import Topology
+from soap.plan.planning import PlanBuilder, build_plan
+from soap.strategy.config import Strategy, settled
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.simulator.examples import batch_split, chain, finish, on, pairwise_cluster, stencil, strategy
 from tests.strategies import cases

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from soap.interference import Port, Restart
-from soap.simulator.communication import Communication
+from soap.cluster.overheads import Port, Restart
+from soap.simulator.communication.prices import Communication
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import ExecutionOrder, Schedule, Task, TaskGraph, TaskKind

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from soap.graph import OperatorGraph
-from soap.simulator import transit
-from soap.simulator.flows import box_bytes
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.flows import box_bytes
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory import MemoryUse, kept_bytes, peak_bytes
-from soap.simulator.memory_ledger import MemoryCurve
-from soap.simulator.parameter_memory import kept_shards, reader_bytes
+from soap.simulator.memory import transit
+from soap.simulator.memory.ledger import MemoryCurve
+from soap.simulator.memory.parameters import kept_shards, reader_bytes
+from soap.simulator.memory.peaks import MemoryUse, kept_bytes, peak_bytes
+from soap.simulator.memory.residency import expected_peaks, memory_over_time
+from soap.simulator.memory.transit import Send, packed_by_source, send_spans
 from soap.simulator.reference import simulate
-from soap.simulator.residency import expected_peaks, memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph
-from soap.simulator.transit import Send, packed_by_source, send_spans
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 from tests.strategies import cases

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.regions import Box, contains, intersect, volume
-from soap.simulator.scattering import choose_cells
+from soap.model.regions import Box, contains, intersect, volume
+from soap.plan.scattering import choose_cells
 from tests.strategies import boxes
 
 WHOLE: Box = ((0, 8), (0, 6))

@@ -7,23 +7,23 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from soap.cluster.topology import DeviceType, Topology
 from soap.errors import StrategyError
-from soap.graph import WHOLE, DimMap, Factor, OperatorGraph
-from soap.row_access import Lookup
-from soap.simulator.buckets import shard_bytes
+from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
+from soap.model.sparse_access import Lookup
+from soap.plan.buckets import shard_bytes
+from soap.plan.plan import ASK_NAME, gather_name, pull_name, push_name, serve_name, update_name
+from soap.plan.row_counts import DeviceLookups, operators_on_rows, row_bytes, touched_rows
+from soap.plan.serving import INDEX_BYTES
+from soap.plan.tiling import Tile
+from soap.simulator.analysis.timeline import busy_time_ns, chrome_trace, link_bytes, resource_names
+from soap.simulator.communication.servers import HOST_CORE, core_names, first_cores, server_resources, server_type
+from soap.simulator.communication.synchronizing import device_updates
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory import memory_use
-from soap.simulator.plan import ASK_NAME, gather_name, pull_name, push_name, serve_name, update_name
+from soap.simulator.memory.peaks import memory_use
 from soap.simulator.reference import simulate
-from soap.simulator.row_counts import DeviceLookups, operators_on_rows, row_bytes, touched_rows
-from soap.simulator.servers import HOST_CORE, core_names, first_cores, server_resources, server_type
-from soap.simulator.serving import INDEX_BYTES
-from soap.simulator.synchronizing import device_updates
 from soap.simulator.tasks import TaskGraph, TaskKind
-from soap.simulator.tiling import Tile
-from soap.simulator.timeline import busy_time_ns, chrome_trace, link_bytes, resource_names
-from soap.strategy import Strategy, SyncConfig
-from soap.topology import DeviceType, Topology
+from soap.strategy.config import Strategy, SyncConfig
 from tests.graph_builder import REDUCTION, SAMPLE, GraphBuilder
 from tests.simulator.examples import (
     UNIT_NS,

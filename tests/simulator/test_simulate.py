@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.simulator import simulate
-from soap.simulator.memory import memory_use
+from soap.simulator.memory.peaks import memory_use
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.simulator.examples import UNIT_NS, PointCosts, chain, on, pairwise_cluster, strategy
 from tests.strategies import cases
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.graph import OperatorGraph
-from soap.interference import Port
+from soap.cluster.overheads import Port
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.analysis.slack import service_order, slack_ns
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
-from soap.simulator.slack import service_order, slack_ns
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 from tests.simulator.examples import LaunchedCosts, chain, on, pairwise_cluster
 from tests.simulator.examples import strategy as strategy_of
 from tests.strategies import cases

@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soap.errors import ModelError
-from soap.graph import WHOLE, DimMap, Factor, OperatorGraph
+from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.communication import Communication
+from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.fragment import task_key
 from soap.simulator.engine import Engine
 from soap.simulator.task_ids import CHUNKS, LIMITS, MICRO_BATCHES, check_id
 from soap.simulator.task_list import TaskList
 from soap.simulator.tasks import TaskKind
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import SAMPLE, GraphBuilder, mlp
 from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks
 from tests.strategies import cluster

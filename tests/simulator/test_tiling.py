@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.regions import intersect, volume
-from soap.simulator.tiling import iteration_points, tiles_of
-from soap.strategy import OpConfig
+from soap.model.regions import intersect, volume
+from soap.plan.tiling import iteration_points, tiles_of
+from soap.strategy.config import OpConfig
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import chain, finish, on, stencil
 

@@ -9,15 +9,15 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator import timeline
+from soap.simulator.analysis import timeline
 from soap.simulator.lowering import build_plan, lower
+from soap.simulator.memory.residency import memory_over_time
 from soap.simulator.reference import simulate
-from soap.simulator.residency import memory_over_time
 from soap.simulator.tasks import Schedule, TaskGraph
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.strategy.config import Strategy
 from tests.simulator.examples import UNIT_NS, LaunchedCosts, PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 from tests.strategies import cases
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from soap.errors import TimelineError
-from soap.simulator import timeline_file
+from soap.simulator.analysis import timeline_file
+from soap.simulator.analysis.timeline import chrome_trace, measured_trace
+from soap.simulator.analysis.timeline_file import Description, aligned, dumps, loads
 from soap.simulator.lowering import build_plan, lower
+from soap.simulator.memory.residency import memory_over_time
 from soap.simulator.reference import simulate
-from soap.simulator.residency import memory_over_time
-from soap.simulator.timeline import chrome_trace, measured_trace
-from soap.simulator.timeline_file import Description, aligned, dumps, loads
 from tests.simulator.examples import UNIT_NS, PointCosts, chain, on, pairwise_cluster, strategy
 
 TWO = pairwise_cluster(1, 1)

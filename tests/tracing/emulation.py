@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from soap.dtypes import is_differentiable
-from soap.graph import Operator, OperatorGraph, TensorKind
-from soap.regions import relative, whole
-from soap.simulator.tiling import tiles_of
-from soap.strategy import OpConfig
+from soap.model.dtypes import is_differentiable
+from soap.model.graph import Operator, OperatorGraph, TensorKind
+from soap.model.regions import relative, whole
+from soap.plan.tiling import tiles_of
+from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.model import TileContext
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from soap.graph import Operator
+from soap.model.graph import Operator
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import import_program
 

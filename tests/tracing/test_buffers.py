@@ -19,7 +19,7 @@ from torch.ao.quantization import (
 from torch.nn.utils.parametrizations import spectral_norm
 
 from soap.errors import ModelError, SoapWarning
-from soap.graph import KEEP_STATE, NEXT_STATE, TensorKind
+from soap.model.graph import KEEP_STATE, NEXT_STATE, TensorKind
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from soap.dtypes import is_differentiable, part_of, replaced
 from soap.errors import ModelError
-from soap.strategy import OpConfig
+from soap.model.dtypes import is_differentiable, part_of, replaced
+from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.importer import import_program

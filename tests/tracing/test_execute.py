@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from soap import zoo
-from soap.simulator.tiling import tiles_of
-from soap.strategy import OpConfig
+from soap.plan.tiling import tiles_of
+from soap.strategy.config import OpConfig
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext

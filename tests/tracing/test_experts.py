@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from soap.cluster.presets import local_topology
 from soap.errors import ModelError, SoapWarning
-from soap.graph import FactorKind
-from soap.presets import local_topology
-from soap.strategies import data_parallel
-from soap.strategy import OpConfig
+from soap.model.graph import FactorKind
+from soap.strategy.classical import data_parallel
+from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.importer import import_program

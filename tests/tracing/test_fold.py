@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soap.graph import TensorKind
+from soap.model.graph import TensorKind
 from soap.tracing.importer import import_program
 from tests.tracing.programs import Lambda, export, imported
 

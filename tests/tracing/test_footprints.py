@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from soap.graph import RECURRENT_KINDS, Footprint
-from soap.simulator.footprint import Use, kept_share
-from soap.simulator.tiling import tiles_of
-from soap.strategy import OpConfig
+from soap.model.graph import RECURRENT_KINDS, Footprint
+from soap.plan.tiling import tiles_of
+from soap.simulator.memory.footprint import Use, kept_share
+from soap.strategy.config import OpConfig
 from soap.tracing.footprints import find_footprints
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model

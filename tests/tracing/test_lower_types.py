@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soap.simulator.tiling import tiles_of
-from soap.strategy import OpConfig
+from soap.plan.tiling import tiles_of
+from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import BatchNorm, import_program
 from soap.tracing.model import TileContext

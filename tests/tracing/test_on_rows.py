@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from soap.errors import ModelError
-from soap.graph import Operator, OperatorGraph
-from soap.regions import relative, whole
-from soap.simulator.tiling import Tile, tiles_of
-from soap.strategies import random_config
-from soap.strategy import OpConfig
+from soap.model.graph import Operator, OperatorGraph
+from soap.model.regions import relative, whole
+from soap.plan.tiling import Tile, tiles_of
+from soap.strategy.classical import random_config
+from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.errors import ModelError, SoapWarning
-from soap.graph import TensorKind
+from soap.model.graph import TensorKind
 from soap.tracing.importer import import_program
 from soap.tracing.model import TileContext
 from soap.tracing.reader import Reader

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import soap
 from soap.errors import ModelError
-from soap.row_access import uniform
+from soap.model.sparse_access import uniform
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import import_program
 from soap.tracing.row_counting import measure_rows

@@ -13,8 +13,8 @@ import torch
 from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 
-from soap.graph import Operator, OperatorGraph
-from soap.strategy import OpConfig
+from soap.model.graph import Operator, OperatorGraph
+from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import import_program
 from tests.tracing.cases import CASES, RECURRENT, Case, Probe, weighed

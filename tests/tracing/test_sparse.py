@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from tests.tracing.programs import Lambda, imported
 
 ROWS, WIDTH = 50, 4

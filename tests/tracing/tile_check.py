@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soap.dtypes import is_differentiable
-from soap.graph import DimMap
-from soap.regions import Box, Interval, balanced, lengths, relative, whole
+from soap.model.dtypes import is_differentiable
+from soap.model.graph import DimMap
+from soap.model.regions import Box, Interval, balanced, lengths, relative, whole
 from soap.tracing.calls import Call, Ref, Value, is_random, substitute, walk
 from soap.tracing.model import TileContext
 from soap.tracing.rules import tiled

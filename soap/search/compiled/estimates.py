@@ -10,13 +10,13 @@ from math import prod
 
 import numpy as np
 
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.tiling import tiles_of
 from soap.search.space import Grid
 from soap.simulator.compiled.tables import Floats
 from soap.simulator.costs import CostModel
-from soap.simulator.tiling import tiles_of
-from soap.strategy import OpConfig
-from soap.topology import Topology
+from soap.strategy.config import OpConfig
 
 
 def rough_ns(graph: OperatorGraph, position: int, grids: Sequence[Grid], topology: Topology, costs: CostModel) -> Floats:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from soap.cluster.topology import Topology
 from soap.search.compiled.chain import DONE, advance, begin_chain
 from soap.search.compiled.edits import UNKNOWN
 from soap.search.compiled.memory import (
@@ -34,9 +35,8 @@ from soap.simulator.compiled.change import OPERATORS, PARAMETERS
 from soap.simulator.compiled.handles import handle
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
-from soap.simulator.memory_bound import NO_TABLES, MemoryBound
-from soap.strategy import Strategy
-from soap.topology import Topology
+from soap.simulator.memory.bound import NO_TABLES, MemoryBound
+from soap.strategy.config import Strategy
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {
     "redraw": 1.0, "place": 1.0, "swap": 1.0, "informed": 4.0, "group": 2.0, "segment": 1.0, "run": 1.0, "sync": 1.0,

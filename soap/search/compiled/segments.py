@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from soap.search.space import Space
-from soap.strategy import OpConfig
+from soap.strategy.config import OpConfig
 
 _NUMBER = re.compile(r"\d+")
 LONGEST = 512

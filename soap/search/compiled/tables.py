@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.cluster.topology import Topology
 from soap.search.compiled.estimates import rough_ns
 from soap.search.compiled.segments import find_segments
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.simulator.compiled.sync_codes import sync_code
 from soap.simulator.compiled.tables import Floats, Ints, Longs
 from soap.simulator.costs import CostModel
-from soap.strategy import OpConfig
-from soap.topology import Topology
+from soap.strategy.config import OpConfig
 
 Tables = TypeVar("Tables", bound=NamedTuple)
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.simulator.communication import Communication
+from soap.cluster.topology import Topology
+from soap.simulator.communication.prices import Communication
+from soap.simulator.communication.servers import core_names
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import Groups
 from soap.simulator.compiled.tables import ClusterTables, Ints
-from soap.simulator.servers import core_names
-from soap.topology import Topology
 
 
 class DeviceGroups:

@@ -7,7 +7,7 @@ count one by one), of buckets, and of what servers keep. The lower bound leaves 
 
 from __future__ import annotations
 
-from soap.simulator.buckets import BUCKET_BYTES
+from soap.plan.buckets import BUCKET_BYTES
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.jit import compiled, entry

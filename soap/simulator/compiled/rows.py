@@ -1,4 +1,4 @@
-"""Rows of sparse parameters that devices touch (compiled). The counterpart of ``row_access.RowAccess`` and ``row_counts``."""
+"""Rows of sparse parameters that devices touch (compiled). The counterpart of ``sparse_access.RowAccess`` and ``row_counts``."""
 
 from __future__ import annotations
 

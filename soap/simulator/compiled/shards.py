@@ -10,15 +10,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from soap.graph import OperatorGraph
-from soap.regions import Box, cells, contains, subtract, volume, whole
+from soap.cluster.topology import DeviceType, Topology
+from soap.model.graph import OperatorGraph
+from soap.model.regions import Box, cells, contains, subtract, volume, whole
+from soap.plan.placement import server_devices
+from soap.simulator.communication.servers import server_type
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import LOW_BITS, ShardTables
 from soap.simulator.costs import CostModel, table_update_ns, updates_rows_alone
-from soap.simulator.placement import server_devices
-from soap.simulator.servers import server_type
-from soap.topology import DeviceType, Topology
 
 Need = tuple[int, int, Box]
 """(user, tile of one replica or shard of the user's own geometry, region that it needs)."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.tables import Ints
-from soap.strategy import Strategy, SyncConfig
+from soap.strategy.config import Strategy, SyncConfig
 
 ALL_REDUCED, GATHERED = 0, 1
 

@@ -21,7 +21,7 @@ from soap.simulator.compiled.state import State
 from soap.simulator.compiled.sync_codes import GATHERED, has_server, is_local, partitions_of
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.variants import CELLS, VariantTables
-from soap.simulator.parameter_memory import COPIES, COUNT_BYTES
+from soap.simulator.memory.parameters import COPIES, COUNT_BYTES
 
 
 @compiled

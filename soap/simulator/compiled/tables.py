@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.graph import OperatorGraph, TensorKind
-from soap.row_access import RowAccess
-from soap.simulator.communication import Communication
-from soap.simulator.placement import first_servers, server_devices
-from soap.simulator.servers import first_cores, row_seconds, server_type
-from soap.topology import Topology
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.sparse_access import RowAccess
+from soap.plan.placement import first_servers, server_devices
+from soap.simulator.communication.prices import Communication
+from soap.simulator.communication.servers import first_cores, row_seconds, server_type
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]

@@ -10,7 +10,7 @@ from soap.simulator.compiled.memory_tables import ACTIVATIONS, LARGEST_ADDED, LA
 from soap.simulator.compiled.scratch import CARRIERS, FETCHES, FULL, HOLDINGS, REDUCTIONS, Scratch
 from soap.simulator.compiled.tables import GraphTables
 from soap.simulator.compiled.variants import VariantTables
-from soap.simulator.memory import ADDING_COPIES
+from soap.simulator.memory.peaks import ADDING_COPIES
 
 
 @compiled
@@ -97,7 +97,7 @@ def add_sums(G: GraphTables, V: VariantTables, S: Scratch, M: MemoryTables, op: 
 
 @compiled
 def add_holdings(G: GraphTables, V: VariantTables, S: Scratch, M: MemoryTables, op: int) -> None:
-    """Gradients that wait between operators, as ``memory._frontier_bytes``, and additions of two."""
+    """Gradients that wait between operators, as ``peaks._frontier_bytes``, and additions of two."""
     width = len(G.backward) + 2
     if S.count[HOLDINGS] + S.count[REDUCTIONS] > len(S.work):
         raise MemoryError(FULL)

@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soap.graph import Operand, Operator, OperatorGraph, TensorKind
-from soap.regions import Box, balanced, volume
+from soap.cluster.topology import DeviceType, Topology
+from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
+from soap.model.regions import Box, balanced, volume
+from soap.plan.row_counts import tile_lookups
+from soap.plan.tiling import Tile
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.shards import Geometries, Need
 from soap.simulator.compiled.tables import Ints, Longs, device_types
 from soap.simulator.costs import CostModel, launch_ns
-from soap.simulator.row_counts import tile_lookups
-from soap.simulator.tiling import Tile
-from soap.topology import DeviceType, Topology
 
 CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES, LOOKUPS = range(11)
 ROW_COSTS = 11

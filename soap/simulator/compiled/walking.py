@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.walk import ACCEPTED, BEST, COST, LOG, PLAYED, QUEUED, STEP, UNCHANGED, WITHOUT_PLAY, Choices
-from soap.strategy import OpConfig
+from soap.strategy.config import OpConfig
 
 
 class Walk:

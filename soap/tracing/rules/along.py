@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from soap.graph import WHOLE
+from soap.model.graph import WHOLE
 from soap.tracing.rules.notation import Scope, Tiled, View, broadcast
 from soap.tracing.rules.registry import rule
 

@@ -7,7 +7,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from soap.graph import WHOLE, DimMap
+from soap.model.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast
 from soap.tracing.rules.random import keep_mask
 from soap.tracing.rules.registry import rule

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from soap.graph import WHOLE
+from soap.model.graph import WHOLE
 from soap.tracing.calls import as_complex, as_real
 from soap.tracing.rules.notation import Local, Scope, Tiled, View
 from soap.tracing.rules.registry import pointwise, rule

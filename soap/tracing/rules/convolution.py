@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from soap.graph import WHOLE, DimMap
+from soap.model.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Scope, Tiled, View
 from soap.tracing.rules.registry import rule
 from soap.tracing.rules.transposed import transposed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from soap.graph import WHOLE
+from soap.model.graph import WHOLE
 from soap.tracing.rules.notation import Scope, Tiled, View
 from soap.tracing.rules.registry import rule
 

@@ -7,7 +7,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from soap.graph import WHOLE
+from soap.model.graph import WHOLE
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, einsum
 from soap.tracing.rules.registry import rule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import log2, prod
 
-from soap.graph import WHOLE, DimMap
+from soap.model.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Scope, Tiled, View
 from soap.tracing.rules.registry import rule
 

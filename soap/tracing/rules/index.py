@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from soap.graph import WHOLE, DimMap
+from soap.model.graph import WHOLE, DimMap
 from soap.tracing.calls import Ref
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast, broadcast_shape
 from soap.tracing.rules.registry import rule

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from soap.graph import WHOLE
-from soap.regions import Interval
+from soap.model.graph import WHOLE
+from soap.model.regions import Interval
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, einsum
 from soap.tracing.rules.registry import rule
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from soap.graph import WHOLE, DimMap
-from soap.regions import Box, Interval, lengths
+from soap.model.graph import WHOLE, DimMap
+from soap.model.regions import Box, Interval, lengths
 from soap.tracing.calls import Call, Ref, Value, argument, parameters_of, substitute, walk
 from soap.tracing.model import TileContext
 

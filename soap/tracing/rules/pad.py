@@ -8,7 +8,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from soap.graph import WHOLE, DimMap
+from soap.model.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Scope, Tiled, View
 from soap.tracing.rules.registry import rule
 

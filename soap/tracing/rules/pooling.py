@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from soap.graph import WHOLE
-from soap.regions import Box
+from soap.model.graph import WHOLE
+from soap.model.regions import Box
 from soap.tracing.rules.notation import Local, Scope, Tiled, View, blocks
 from soap.tracing.rules.registry import rule
 from soap.tracing.rules.windows import SPACE, Window, each, pad_windows, padded_bytes

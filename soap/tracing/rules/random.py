@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from soap.graph import DimMap
-from soap.regions import Box, balanced, lengths
+from soap.model.graph import DimMap
+from soap.model.regions import Box, balanced, lengths
 from soap.tracing.calls import Ref, argument, substitute
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View
 from soap.tracing.rules.registry import pointwise, rule

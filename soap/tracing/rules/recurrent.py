@@ -8,7 +8,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from soap.graph import WHOLE
+from soap.model.graph import WHOLE
 from soap.tracing.calls import is_random
 from soap.tracing.rules.notation import Local, Scope, Tiled, View, einsum
 from soap.tracing.rules.random import keep_mask

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from soap.dtypes import COMPLEX_PRODUCT, is_complex
-from soap.graph import WHOLE, DimMap
+from soap.model.dtypes import COMPLEX_PRODUCT, is_complex
+from soap.model.graph import WHOLE, DimMap
 from soap.tracing.calls import Call, Value, is_random
 from soap.tracing.rules.notation import Rule, Scope, Tiled, View, broadcast, broadcast_shape, einsum
 

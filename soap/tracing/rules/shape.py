@@ -7,8 +7,8 @@ from math import gcd
 
 import torch
 
-from soap.dtypes import is_differentiable
-from soap.graph import WHOLE, DimMap
+from soap.model.dtypes import is_differentiable
+from soap.model.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast
 from soap.tracing.rules.registry import rule
 

@@ -1,7 +1,7 @@
 """State: buffers that the forward pass itself moves. A program that has any ends with two calls of our own.
 
 ``next_state`` takes the values that the buffers have at the end of the step, whole and in one place; ``keep_state`` puts them where the
-next step finds them, on every device. ``soap.strategy.settled_config`` says where both run: the first on one device, so that all copies are
+next step finds them, on every device. ``settled_config`` says where both run: the first on one device, so that all copies are
 equal to the bit, whatever order sums were made in elsewhere.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from soap.graph import WHOLE
+from soap.model.graph import WHOLE
 from soap.tracing.calls import BufferRef
 from soap.tracing.rules.notation import Local, Maps, Tiled, View
 from soap.tracing.rules.registry import rule

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from soap.graph import WHOLE, DimMap
+from soap.model.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks
 from soap.tracing.rules.registry import rule
 from soap.tracing.rules.windows import SPACE, apart_bytes, convolve, each

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from soap.graph import WHOLE, DimMap
+from soap.model.graph import WHOLE, DimMap
 from soap.tracing.rules.notation import Local, View
 
 SPACE = {1: ("l",), 2: ("h", "w"), 3: ("d", "h", "w")}

@@ -13,20 +13,20 @@ from typing import NamedTuple
 import pytest
 
 from soap import api
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.compiled.memory import MOVES, STEP
 from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace
 from soap.search.constraints import brought_inside, parse
-from soap.search.exhaustive import all_strategies
+from soap.search.oracles.exhaustive import all_strategies
 from soap.search.space import OperatorSpace, Space, build_space, make_config
 from soap.search.starts import different, reference_strategies, starting_strategies
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import build_plan
-from soap.simulator.memory import peak_bytes
+from soap.simulator.memory.peaks import peak_bytes
 from soap.simulator.simulate import Simulator
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.graph_builder import GraphBuilder
 from tests.search.toys import Key, key_of
 from tests.strategies import CPU, cluster

@@ -17,7 +17,7 @@ from soap.search.compiled.suggestions import list_candidates
 from soap.search.space import build_space
 from soap.search.starts import reference_strategies, starting_strategies
 from soap.simulator.compiled.jit import entry
-from soap.strategy import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy
 
 
 @entry

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.simulator.compiled.fragment import task_key
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
-from soap.strategy import Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.config import Strategy, SyncConfig
 
 Played = tuple[int, int, frozenset[int], int, int]
 """(duration, start, resources, end, bytes)."""

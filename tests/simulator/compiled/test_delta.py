@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 import benchmarks.simulator
 from benchmarks.agreement import compare
 from soap import api, zoo
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.model.sparse_access import scaled
 from soap.profiles.roofline import RooflineCosts
-from soap.row_access import scaled
 from soap.simulator.compiled.events import NO_BOUND
 from soap.simulator.compiled.fragment import FORWARD, task_key
 from soap.simulator.engine import Engine
-from soap.strategies import random_config
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.classical import random_config
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.extent import ALL, so_many
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks, synchronized

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from soap import api, zoo
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.engine import Engine
-from soap.strategies import CLASSICAL, random_strategy
-from soap.strategy import Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.classical import CLASSICAL, random_strategy
+from soap.strategy.config import Strategy, SyncConfig
 from soap.tracing.importer import import_program
 from tests.complex_modules import batches, module_of
 from tests.extent import so_many

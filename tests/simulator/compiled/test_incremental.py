@@ -8,15 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator import simulate
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
-from soap.strategies import data_parallel, random_config, random_strategy
-from soap.strategy import Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.classical import data_parallel, random_config, random_strategy
+from soap.strategy.config import Strategy, SyncConfig
 from tests.graph_builder import transformer
 from tests.strategies import cases, cluster
 

@@ -10,18 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from soap import api
-from soap.graph import OperatorGraph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.memory_tables import FITS, LACKING, UNKNOWN
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
-from soap.simulator.memory import peak_bytes
-from soap.simulator.memory_bound import MemoryBound
+from soap.simulator.memory.bound import MemoryBound
+from soap.simulator.memory.peaks import peak_bytes
 from soap.simulator.simulate import Simulator
-from soap.strategies import random_config, random_strategy
-from soap.strategy import OpConfig, Strategy, SyncConfig
-from soap.topology import Topology
+from soap.strategy.classical import random_config, random_strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cases, cluster
 

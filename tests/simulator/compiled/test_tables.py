@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from soap import api
-from soap.simulator.communication import Communication
+from soap.cluster.topology import Topology
+from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.tables import cluster_tables
-from soap.topology import Topology
 from tests.strategies import topologies
 
 

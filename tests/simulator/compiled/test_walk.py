@@ -7,10 +7,10 @@ from math import log
 import pytest
 
 from soap import api
-from soap.graph import OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.engine import Engine
-from soap.strategy import OpConfig
+from soap.strategy.config import OpConfig
 from tests.simulator.examples import pairwise_cluster
 
 pytestmark = pytest.mark.slow

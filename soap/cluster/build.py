@@ -1,0 +1,190 @@
+"""From the description of a cluster (nested mappings, see ``yaml_file``) to a ``Topology``: hosts are unrolled and wired.
+
+Node names: devices ``HOST/gpu0`` or ``HOST/cpu0``, a host's switch ``HOST/switch``, the switch between hosts ``network``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import permutations
+
+from soap.cluster.fields import Fields
+from soap.cluster.topology import DEVICE_KINDS, Device, DeviceType, Host, Link, Topology
+from soap.errors import TopologyError
+
+CLUSTER_KEYS = ("name", "device_types", "hosts", "network", "switches", "links")
+TYPE_KEYS = ("kind", "flops", "memory_bandwidth", "memory", "kernel_overhead", "source")
+HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links")
+LINK_KEYS = ("name", "from", "to", "bandwidth", "latency", "duplex")
+INTRA_KINDS = ("switch", "full", "ring", "pairs")
+DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+"""Names under which a compute rate may be given: torch's, without the prefix."""
+
+MAX_DEVICES = 65536
+MAX_FULL_MESH = 256
+"""Above these a count is rather a slip of the pen: a full mesh has n² links."""
+
+NETWORK = "network"
+
+
+def build_cluster(description: object, known_types: Mapping[str, DeviceType], where: str) -> Topology:
+    """The described topology. ``where`` (a file's or a preset's name) begins every error message."""
+    try:
+        fields = Fields(description, f"{where}: ", CLUSTER_KEYS)
+        wiring = _Wiring(fields, {**known_types, **own_types(fields)})
+        for item, path in fields.items("hosts", required=True):
+            wiring.add_hosts(Fields(item, path, HOST_KEYS))
+        wiring.add_free_links()
+        return Topology(fields.text("name", "cluster"), tuple(wiring.devices), tuple(wiring.hosts), tuple(wiring.links))
+    except TopologyError as error:  # what the topology's own parts refuse doesn't know the file yet
+        raise TopologyError(str(error) if str(error).startswith(f"{where}: ") else f"{where}: {error}") from None
+
+
+def own_types(fields: Fields) -> dict[str, DeviceType]:
+    """The device types that a description brings along."""
+    if "device_types" not in fields:
+        return {}
+    section = fields.section("device_types")
+    return {name: device_type(name, section.section(name, TYPE_KEYS)) for name in section.keys}
+
+
+def device_type(name: str, fields: Fields) -> DeviceType:
+    """One device type from its figures with units."""
+    rates = fields.section("flops", DTYPES)
+    if "float32" not in rates:
+        raise TopologyError(f"{rates.at('float32')}: missing; expected a compute rate such as '9.3 TFLOP/s': other dtypes fall back to it")
+    kind = fields.choice("kind", DEVICE_KINDS)
+    return DeviceType(
+        name=name,
+        kind="cuda" if kind == "cuda" else "cpu",
+        flops_per_second={dtype: rates.flops(dtype) for dtype in rates.keys},
+        memory_bandwidth_bytes_per_second=fields.bandwidth("memory_bandwidth"),
+        memory_bytes=fields.size_bytes("memory"),
+        kernel_seconds=fields.seconds("kernel_overhead"),
+        source=fields.text("source", "given in the cluster description"),
+    )
+
+
+class _Wiring:
+    """Collects hosts, devices and links while a description is read."""
+
+    def __init__(self, fields: Fields, types: Mapping[str, DeviceType]) -> None:
+        self.fields, self.types = fields, types
+        self.hosts: list[Host] = []
+        self.devices: list[Device] = []
+        self.links: list[Link] = []
+        self.network: tuple[float, float] | None = None
+        if "network" in fields:
+            network = fields.section("network", ("bandwidth", "latency", "kind"))
+            network.choice("kind", ("switch",), "switch")
+            self.network = network.bandwidth("bandwidth"), network.seconds("latency")
+
+    def add_hosts(self, fields: Fields) -> None:
+        base, count = fields.text("name", "host"), fields.whole("count", 1, most=MAX_DEVICES)
+        numbered = "count" in fields or "name" not in fields
+        for number in range(count):
+            name = f"{base}{number}" if numbered else base
+            self.hosts.append(Host(name, fields.whole("cpu_cores"), fields.size_bytes("memory")))
+            names = self._add_devices(fields, name)
+            self._wire_host(fields, name, names)
+
+    def _add_devices(self, fields: Fields, host: str) -> list[str]:
+        """Devices by type and count, or one by one with names of their own."""
+        if isinstance(fields.value("devices"), list):
+            listed = [Fields(item, path, ("name", "type")) for item, path in fields.items("devices")]
+            named = [(one.text("name"), self._type(one)) for one in listed]
+        else:
+            section = fields.section("devices", ("type", "count"))
+            chosen, count = self._type(section), section.whole("count", 1, most=MAX_DEVICES)
+            prefix = "gpu" if chosen.kind == "cuda" else "cpu"
+            named = [(f"{host}/{prefix}{i}", chosen) for i in range(count)]
+        if len(self.devices) + len(named) > MAX_DEVICES:
+            raise TopologyError(f"{fields.at('devices')}: more than {MAX_DEVICES} devices in all; lower the counts")
+        self.devices += [Device(len(self.devices) + i, name, len(self.hosts) - 1, chosen) for i, (name, chosen) in enumerate(named)]
+        return [name for name, _ in named]
+
+    def _type(self, fields: Fields) -> DeviceType:
+        name = fields.text("type")
+        if name not in self.types:
+            known = ", ".join(sorted(self.types))
+            raise TopologyError(f"{fields.at('type')}: unknown device type {name!r}; expected one of {known}: or add it to device_types")
+        return self.types[name]
+
+    def _wire_host(self, fields: Fields, host: str, names: list[str]) -> None:
+        """Links inside the host, and its network card. The latency of a switch counts from end to end: half on each of the two links."""
+        hub = f"{host}/switch"
+        if "links" in fields:
+            section = fields.section("links", ("intra", "host"))
+            self._wire_inside(section, hub, names)
+        elif self.network is not None and len(names) == 1:
+            hub = names[0]  # a single device sits at the network card itself
+        elif self.network is not None and names:
+            raise TopologyError(f"{fields.at('links')}: missing; expected links.intra, by which {len(names)} devices reach the network")
+        if self.network is not None and names:
+            self._add_pair(hub, NETWORK, self.network[0], self.network[1] / 2)
+
+    def _wire_inside(self, section: Fields, hub: str, names: list[str]) -> None:
+        intra = section.section("intra", ("bandwidth", "latency", "kind"))
+        kind = intra.choice("kind", INTRA_KINDS, "switch")
+        bandwidth, latency = intra.bandwidth("bandwidth"), intra.seconds("latency")
+        if kind == "switch":
+            self._star(hub, names, bandwidth, latency / 2)
+        elif kind == "pairs":
+            self._pairs(hub, names, bandwidth, latency / 2)
+        else:
+            self._direct(intra, kind, names, bandwidth, latency)
+        if "host" in section and kind in ("switch", "pairs"):
+            raise TopologyError(f"{section.at('host')}: not used with kind {kind!r}, whose switch has the network card; remove it")
+        if kind in ("full", "ring") and (self.network is not None or "host" in section):
+            if "host" in section:
+                to_card = section.section("host", ("bandwidth", "latency"))
+                bandwidth, latency = to_card.bandwidth("bandwidth"), 2 * to_card.seconds("latency")
+            self._star(hub, names, bandwidth, latency / 2)
+
+    def _star(self, hub: str, names: list[str], bandwidth: float, latency: float) -> None:
+        for name in names:
+            self._add_pair(name, hub, bandwidth, latency)
+
+    def _pairs(self, hub: str, names: list[str], bandwidth: float, latency: float) -> None:
+        """Two neighbours on a switch of their own (a PCIe tree): they don't burden the host's switch."""
+        for first in range(0, len(names), 2):
+            local = f"{hub}{first // 2}"
+            self._star(local, names[first : first + 2], bandwidth, latency)
+            self._add_pair(local, hub, bandwidth, latency)
+
+    def _direct(self, intra: Fields, kind: str, names: list[str], bandwidth: float, latency: float) -> None:
+        if kind == "full" and len(names) > MAX_FULL_MESH:
+            raise TopologyError(f"{intra.at('kind')}: a full mesh of {len(names)} devices; expected at most {MAX_FULL_MESH}: use switch")
+        count = len(names)
+        ring = {(i, (i + step) % count) for i in range(count) for step in (1, -1) if count > 1}
+        for i, j in sorted(ring) if kind == "ring" else permutations(range(count), 2):
+            self._add(names[i], names[j], bandwidth, latency)
+
+    def add_free_links(self) -> None:
+        """The links that the description lists one by one, between devices, declared switches and the switches made here."""
+        nodes = {device.name for device in self.devices} | {end for link in self.links for end in (link.source, link.target)}
+        for item, path in self.fields.items("switches"):
+            if not isinstance(item, str) or not item or item in nodes:
+                raise TopologyError(f"{path}: {item!r}; expected the name of a further switch, used by nothing else")
+            nodes.add(item)
+        for item, path in self.fields.items("links"):
+            link = Fields(item, path, LINK_KEYS)
+            for end in ("from", "to"):
+                if link.text(end) not in nodes:
+                    raise TopologyError(f"{link.at(end)}: unknown node {link.text(end)!r}; expected a device or a listed switch")
+            source, target = link.text("from"), link.text("to")
+            bandwidth, latency = link.bandwidth("bandwidth"), link.seconds("latency")
+            self._add(source, target, bandwidth, latency, link.text("name", f"{source}->{target}"))
+            if link.flag("duplex", True):
+                back = f"{link.text('name')} back" if "name" in link else f"{target}->{source}"
+                self._add(target, source, bandwidth, latency, back)
+
+    def _add_pair(self, a: str, b: str, bandwidth: float, latency: float) -> None:
+        self._add(a, b, bandwidth, latency)
+        self._add(b, a, bandwidth, latency)
+
+    def _add(self, source: str, target: str, bandwidth: float, latency: float, name: str | None = None) -> None:
+        self.links.append(Link(len(self.links), name or f"{source}->{target}", source, target, bandwidth, latency))

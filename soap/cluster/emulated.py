@@ -1,0 +1,95 @@
+"""``emulated:HxD@RATE``: H hosts with D devices each, all on this machine, whose cores they have among themselves but for a rest.
+
+``soap-run --emulate`` makes what it describes. The links between hosts have the rate that the name states; all else is this machine's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
+from soap.errors import TopologyError
+from soap.units import parse_bandwidth
+
+FAMILY = "emulated"
+DEFAULT_RATE = "1 Gbit/s"
+SWITCH = "network"
+REST = 0.25
+"""Part of the cores that no device gets: what communicates (``emulation.placement``), the kernel's network and all else on the box need
+some, which a device that was promised it would lack."""
+_SHAPE = re.compile(r"emulated:([1-9][0-9]{0,5})x([1-9][0-9]{0,5})(?:@(.*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedShape:
+    """What such a name says."""
+
+    name: str
+    hosts: int
+    devices_per_host: int
+    bytes_per_second: float
+
+    @property
+    def device_count(self) -> int:
+        """Devices in all."""
+        return self.hosts * self.devices_per_host
+
+
+def parse_emulated(name: str, most_devices: int) -> EmulatedShape:
+    """The parts of a name; TopologyError if it has others."""
+    found = _SHAPE.fullmatch(name)
+    if found is None or int(found[1]) * int(found[2]) > most_devices:
+        raise TopologyError(
+            f"cluster {name!r}: expected emulated:HOSTSxDEVICES or emulated:HOSTSxDEVICES@RATE with at most {most_devices} devices, "
+            "such as 'emulated:4x1@200Mbit/s'"
+        )
+    rate = parse_bandwidth(DEFAULT_RATE if found[3] is None else found[3], f"cluster {name!r}: rate")
+    return EmulatedShape(name, int(found[1]), int(found[2]), rate)
+
+
+def device_cores(cores: int, devices: int) -> float:
+    """Cores that each emulated device gets of a machine's."""
+    return (1 - REST) * cores / devices
+
+
+def emulated_topology(shape: EmulatedShape, local: Topology) -> Topology:
+    """The cluster of this shape out of the devices of ``local:N``, which has as many: what one of them reaches while all work, less a rest.
+
+    A message between hosts takes as long as one within the machine, plus its bytes at the stated rate. Of the figures only that rate
+    is part of the cluster's identity.
+    """
+    device_type, machine = _slowed(local.devices[0].type), local.hosts[0]
+    hosts = [
+        Host(f"host{i}", max(1, machine.cpu_cores // shape.hosts), max(1, machine.memory_bytes // shape.hosts)) for i in range(shape.hosts)
+    ]
+    devices = [Device(i, f"host{i // shape.devices_per_host}/cpu{i % shape.devices_per_host}", i // shape.devices_per_host, device_type)
+               for i in range(shape.device_count)]  # fmt: skip
+    links: list[Link] = []
+    stated: list[int] = []
+
+    def connect(a: str, b: str, bytes_per_second: float, seconds: float) -> None:
+        for source, target in ((a, b), (b, a)):
+            links.append(Link(len(links), f"{source}->{target}", source, target, bytes_per_second, seconds))
+
+    for number, host in enumerate(hosts if local.links else ()):
+        own = [device.name for device in devices if device.host == number]
+        hub, seconds = (own[0], local.links[0].latency_seconds) if len(own) == 1 else (f"{host.name}/switch", 0.0)
+        for name in own if hub not in own else ():
+            connect(name, hub, local.links[0].bandwidth_bytes_per_second, local.links[0].latency_seconds)
+        if shape.hosts > 1:
+            stated += [len(links), len(links) + 1]
+            connect(hub, SWITCH, shape.bytes_per_second, seconds)
+    return Topology(shape.name, tuple(devices), tuple(hosts), tuple(links), measured=True, stated=tuple(stated))
+
+
+def _slowed(local: DeviceType) -> DeviceType:
+    """A process of this machine that gets ``device_cores``. It has a name of its own: what is measured on it holds for no other."""
+    part = 1 - REST
+    return replace(
+        local,
+        name=f"{local.name}, emulated",
+        flops_per_second={dtype: rate * part for dtype, rate in local.flops_per_second.items()},
+        memory_bandwidth_bytes_per_second=local.memory_bandwidth_bytes_per_second * part,
+        kernel_seconds=local.kernel_seconds / part,
+    )

@@ -1,0 +1,150 @@
+"""Clusters known by name, and the data of the devices in them.
+
+The figures lie in ``soap/profiles/data``: there every number stands beside its source, as ``{"value": …, "source": …}``, and assumptions
+say that they are some. ``local:N`` and ``emulated:HxD@RATE`` are made from this machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+from soap.cluster.build import build_cluster, own_types
+from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.emulated import emulated_topology, parse_emulated
+from soap.cluster.fields import Fields
+from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
+from soap.errors import TopologyError
+
+LOCAL_BANDWIDTH_BYTES_PER_SECOND = 1e9
+"""Between two processes of one machine: gloo over loopback copies through the kernel. A conservative assumption, not measured."""
+
+LOCAL_LATENCY_SECONDS = 50e-6
+"""One message between two processes: two system calls and a wake-up, with Python around them. An assumption, not measured."""
+
+MAX_LOCAL_DEVICES = 1024
+LOCAL = "local"
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that ``preset`` takes; ``local:N`` stands for any number N, ``emulated:HxD@RATE`` for H hosts with D devices each."""
+    return (f"{LOCAL}:N", f"{EMULATED}:HxD@RATE", *_data("clusters.json"))
+
+
+def family(name: str) -> str | None:
+    """``local`` or ``emulated`` if the name is one of these families', which are made from this machine; else None."""
+    first = name.partition(":")[0]
+    return first if first in (LOCAL, EMULATED) else None
+
+
+def says_all(name: str) -> bool:
+    """Whether a cluster's name is a preset's, so that it needs no file."""
+    return family(name) is not None or name in _data("clusters.json")
+
+
+def preset(name: str) -> Topology:
+    """The cluster of this name; TopologyError with all names if there is none."""
+    if family(name) == LOCAL:
+        return local_topology(_local_count(name, name.partition(":")[2]))
+    if family(name) == EMULATED:
+        shape = parse_emulated(name, MAX_LOCAL_DEVICES)
+        return emulated_topology(shape, local_topology(shape.device_count))
+    clusters = _data("clusters.json")
+    if name not in clusters:
+        near = difflib.get_close_matches(name, clusters, 1)
+        remedy = f"did you mean {near[0]!r}?" if near else "or give the path of a YAML file"
+        raise TopologyError(f"unknown cluster {name!r}; expected one of {', '.join(preset_names())}: {remedy}")
+    description = _plain(clusters[name], name)
+    description.pop("source")
+    return build_cluster({"name": name, **description}, device_types(), f"preset {name}")
+
+
+@cache
+def device_types() -> Mapping[str, DeviceType]:
+    """The devices whose data comes with this package, by name."""
+    description = {"device_types": _plain(_data("device_types.json"), "device_types")}
+    return MappingProxyType(own_types(Fields(description, "device_types.json: ")))
+
+
+def local_topology(
+    n: int,
+    device_type: DeviceType | None = None,
+    bandwidth_bytes_per_second: float | None = None,
+    latency_seconds: float | None = None,
+) -> Topology:
+    """N processes of this machine, each a device, joined by one switch (shared memory or loopback).
+
+    ``device_type``: what one of N processes attains while all compute, measured or assumed; if it is left out, a conservative core, of
+    which more processes than cores get a share each. Bandwidth and latency are those between two processes.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_LOCAL_DEVICES:
+        raise TopologyError(f"local:{n}: expected a number of devices from 1 to {MAX_LOCAL_DEVICES}, such as 'local:4'")
+    cores, memory_bytes = os.cpu_count() or 1, _machine_memory_bytes()
+    chosen = device_type or _share_of_machine(n, cores, memory_bytes)
+    bandwidth = LOCAL_BANDWIDTH_BYTES_PER_SECOND if bandwidth_bytes_per_second is None else bandwidth_bytes_per_second
+    latency = LOCAL_LATENCY_SECONDS if latency_seconds is None else latency_seconds
+    prefix = "gpu" if chosen.kind == "cuda" else "cpu"
+    devices = tuple(Device(i, f"local/{prefix}{i}", 0, chosen) for i in range(n))
+    links: list[Link] = []
+    for device in devices if n > 1 else ():
+        for source, target in ((device.name, "local/switch"), ("local/switch", device.name)):
+            links.append(Link(len(links), f"{source}->{target}", source, target, bandwidth, latency / 2))
+    return Topology(f"local:{n}", devices, (Host("local", cores, memory_bytes),), tuple(links), measured=True)
+
+
+def _local_count(name: str, number: str) -> int:
+    plain = number.isascii() and number.isdigit() and len(number) <= 6 and str(int(number)) == number
+    if not plain or not 1 <= int(number) <= MAX_LOCAL_DEVICES:
+        raise TopologyError(f"cluster {name!r}: {number!r} is no number of devices; expected 1 to {MAX_LOCAL_DEVICES}, such as 'local:4'")
+    return int(number)
+
+
+def _share_of_machine(n: int, cores: int, memory_bytes: int) -> DeviceType:
+    core = device_types()["cpu-core"]
+    share = min(1.0, cores / n)
+    return replace(
+        core,
+        flops_per_second={dtype: rate * share for dtype, rate in core.flops_per_second.items()},
+        memory_bandwidth_bytes_per_second=core.memory_bandwidth_bytes_per_second * share,
+        memory_bytes=memory_bytes // n,
+    )
+
+
+def _machine_memory_bytes() -> int:
+    """Main memory in whole GiB: the exact figure changes with every kernel, and the topology's hash must not."""
+    try:
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not on this system
+        physical = 0
+    return max(1, physical // 2**30) * 2**30
+
+
+@cache
+def _data(name: str) -> dict[str, Any]:
+    text = files("soap").joinpath("profiles", "data", name).read_text(encoding="utf-8")
+    loaded = json.loads(text)
+    if not isinstance(loaded, dict):
+        raise TopologyError(f"{name}: expected an object by name; reinstall the package")
+    return loaded
+
+
+def _plain(node: Any, path: str) -> Any:
+    """The description without the sources beside its numbers; a number without source is refused."""
+    if isinstance(node, dict):
+        if "value" in node:
+            if set(node) != {"value", "source"} or not str(node["source"]).strip():
+                raise TopologyError(f"{path}: a value without its source; expected 'value' and 'source'")
+            return node["value"]
+        return {key: _plain(item, f"{path}.{key}") for key, item in node.items()}
+    if isinstance(node, list):
+        return [_plain(item, f"{path}[{i}]") for i, item in enumerate(node)]
+    if not isinstance(node, str) or node[:1].isdigit():
+        raise TopologyError(f"{path}: {node!r} stands alone; expected 'value' and 'source'")
+    return node

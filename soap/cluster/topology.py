@@ -1,0 +1,352 @@
+"""The cluster as data: device types, hosts, devices and the directed links between them, with their routes.
+
+Pure data, no torch; ``yaml_file`` and ``presets`` make topologies. A full-duplex cable is two ``Link``s. The nodes of the
+network are devices and switches; a switch is any link end that is no device's name, and costs nothing itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+from soap.cluster.overheads import (
+    NO_CROWDING,
+    NO_HANDLING,
+    NO_RESTART,
+    Crowding,
+    Handling,
+    Port,
+    Restart,
+    check_not_negative,
+)
+from soap.cluster.routes import Router
+from soap.errors import TopologyError
+
+if TYPE_CHECKING:
+    import networkx as nx
+    import numpy as np
+    from numpy.typing import NDArray
+
+DeviceKind = Literal["cpu", "cuda"]
+DEVICE_KINDS: tuple[DeviceKind, ...] = ("cpu", "cuda")
+
+_FALLBACK_SHARES = {"float64": 0.5, "complex128": 0.5}
+"""Rate of a dtype without figure, relative to float32: half as many lanes fit into a vector register."""
+
+
+MEASURED = "measured"
+"""The ``source`` of a device type whose rates were reached begins with this word."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceType:
+    """A kind of device and its figures, as a data sheet or a measurement gives them (``source`` says which).
+
+    ``flops_per_second``: peak rate by dtype name; ``float32`` must be among them. ``kernel_seconds``: time that every kernel call
+    costs on top.
+    """
+
+    name: str
+    kind: DeviceKind
+    flops_per_second: Mapping[str, float]
+    memory_bandwidth_bytes_per_second: float
+    memory_bytes: int
+    kernel_seconds: float
+    source: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flops_per_second", MappingProxyType(dict(self.flops_per_second)))
+        where = f"device type {self.name!r}"
+        if self.kind not in DEVICE_KINDS:
+            raise TopologyError(f"{where}: kind {self.kind!r}; expected one of {', '.join(DEVICE_KINDS)}")
+        if "float32" not in self.flops_per_second:
+            raise TopologyError(f"{where}: no compute rate for float32; add it: other dtypes fall back to it")
+        for dtype, rate in self.flops_per_second.items():
+            _check_positive(where, f"rate for {dtype}", rate)
+        _check_positive(where, "memory bandwidth", self.memory_bandwidth_bytes_per_second)
+        _check_positive(where, "memory", self.memory_bytes)
+        check_not_negative(where, "kernel time", self.kernel_seconds)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.kind, self.memory_bytes, tuple(sorted(self.flops_per_second.items()))))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rates = dict(self.flops_per_second)  # a mapping proxy cannot be pickled
+        rest = (self.memory_bandwidth_bytes_per_second, self.memory_bytes, self.kernel_seconds, self.source)
+        return (DeviceType, (self.name, self.kind, rates, *rest))
+
+    def flops(self, dtype: str) -> float:
+        """Peak rate for a dtype in FLOP/s.
+
+        A dtype without figure gets float32's rate (float64 and complex128: half of it). So narrow types never look faster than
+        they are known to be.
+        """
+        rate = self.flops_per_second.get(dtype)
+        return rate if rate is not None else self.flops_per_second["float32"] * _FALLBACK_SHARES.get(dtype, 1.0)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the rates were reached on such a device, and are no peaks of a data sheet."""
+        return self.source.startswith(MEASURED)
+
+    @property
+    def identity(self) -> list[Any]:
+        """All figures as plain JSON values; the source text is left out, because rewording it changes nothing."""
+        rates = sorted((dtype, float(rate)) for dtype, rate in self.flops_per_second.items())
+        seconds, bandwidth = float(self.kernel_seconds), float(self.memory_bandwidth_bytes_per_second)
+        return [self.name, self.kind, rates, bandwidth, self.memory_bytes, seconds]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine: its CPU cores and main memory, which its devices share. Where they are known: ``core``, figures of one of the cores;
+    ``row_seconds``, what one takes to find a row's place among others."""
+
+    name: str
+    cpu_cores: int
+    memory_bytes: int
+    core: DeviceType | None = None
+    row_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive(f"host {self.name!r}", "number of CPU cores", self.cpu_cores)
+        _check_positive(f"host {self.name!r}", "memory", self.memory_bytes)
+        if self.row_seconds is not None:
+            check_not_negative(f"host {self.name!r}", "time per row", self.row_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One place where tiles run. ``host`` is a position in ``Topology.hosts``; the rank of the same number drives it."""
+
+    index: int
+    name: str
+    host: int
+    type: DeviceType
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a connection between two nodes (device or switch names)."""
+
+    index: int
+    name: str
+    source: str
+    target: str
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+
+    def __post_init__(self) -> None:
+        where = f"link {self.name!r}"
+        if self.source == self.target:
+            raise TopologyError(f"{where} leads from {self.source!r} to itself; expected two different nodes")
+        _check_positive(where, "bandwidth", self.bandwidth_bytes_per_second)
+        check_not_negative(where, "latency", self.latency_seconds)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices, hosts and links of a cluster. Immutable and checked: every device reaches every other.
+
+    A route is the path with the fewest seconds for a reference message; ``routes`` says what that means. ``measured``: the
+    figures come from measuring the machine at hand, so that they are no part of the cluster's identity: measuring again must not
+    make its strategies another cluster's. ``stated``: numbers of the links of such a cluster whose bandwidth is part of it all the same,
+    because whoever asked for the cluster named it. ``described``: the links as the cluster was described, where ``links`` have figures that
+    were measured between its ranks: it is still that cluster, and its identity follows from these. ``links_source``: where such figures
+    come from, in one line. ``ports``, at most one per link, ``handling``, ``crowding`` and ``restart``: what communication does to
+    computation and to other communication (``soap.cluster.overheads``), where that was measured; no part of the identity.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    hosts: tuple[Host, ...]
+    links: tuple[Link, ...]
+    measured: bool = False
+    stated: tuple[int, ...] = ()
+    described: tuple[Link, ...] = ()
+    links_source: str = ""
+    ports: tuple[Port, ...] = ()
+    handling: Handling = NO_HANDLING
+    crowding: Crowding = NO_CROWDING
+    restart: Restart = NO_RESTART
+
+    def __post_init__(self) -> None:
+        for attribute in ("devices", "hosts", "links", "described", "ports"):
+            object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
+        if not self.devices:
+            raise TopologyError(f"cluster {self.name!r} has no devices; expected at least one")
+        _check_unique("host", (host.name for host in self.hosts))
+        _check_unique("device", (device.name for device in self.devices))
+        _check_unique("link", (link.name for link in self.links))
+        self._check_indices()
+        self._check_described()
+        self._check_parallel_links()
+        self._check_connected()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        measured = (self.measured, self.stated, self.described, self.links_source)
+        between = (self.ports, self.handling, self.crowding, self.restart)
+        return (Topology, (self.name, self.devices, self.hosts, self.links, *measured, *between))
+
+    @property
+    def device_count(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    @cached_property
+    def switches(self) -> tuple[str, ...]:
+        """Names of the nodes that are no devices, sorted."""
+        ends = {end for link in self.links for end in (link.source, link.target)}
+        return tuple(sorted(ends - {device.name for device in self.devices}))
+
+    def device(self, name: str) -> Device:
+        """The device with this name; TopologyError if there is none."""
+        for device in self.devices:
+            if device.name == name:
+                return device
+        names = ", ".join(device.name for device in self.devices[:4]) + (", …" if self.device_count > 4 else "")
+        raise TopologyError(f"device {name!r} does not exist on cluster {self.name!r}; expected one of {names}")
+
+    def route(self, source: int, target: int) -> tuple[int, ...]:
+        """Link numbers from device ``source`` to device ``target``, in order; () if they are the same."""
+        path = self._router.path(self.devices[source].name, self.devices[target].name)
+        assert path is not None  # every device reaches every other
+        return path
+
+    def routes(self, sources: Sequence[int], targets: Sequence[int]) -> NDArray[np.int64]:
+        """Routes of many pairs at once: [pair, place], with -1 for places that a route does not need."""
+        names = self._names
+        return self._router.paths([names[source] for source in sources], [names[target] for target in targets])
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether there is only one path from each node to each other."""
+        return self._router.is_tree
+
+    def route_latency_seconds(self, source: int, target: int) -> float:
+        """The latencies of a route's links, added up in their order; 0 on the same device."""
+        seconds = 0.0
+        for link in self.route(source, target):  # ``sum`` rounds in other ways from Python 3.12 on
+            seconds += self.links[link].latency_seconds
+        return seconds
+
+    def distance(self, source: int, target: int) -> int:
+        """0 on the same device, 1 on the same host, 2 between hosts."""
+        if source == target:
+            return 0
+        return 1 if self.devices[source].host == self.devices[target].host else 2
+
+    @cached_property
+    def hash(self) -> str:
+        """Identity of devices, hosts and links (not of the cluster's name): 16 hex digits of SHA-256."""
+        described = self.described or self.links
+        if self.measured:
+            parts: list[Any] = [[[d.name, d.host, d.type.kind] for d in self.devices], [[x.source, x.target] for x in described]]
+            if self.stated:
+                parts.append([[link, float(described[link].bandwidth_bytes_per_second)] for link in self.stated])
+            return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        devices = [[d.name, d.host, d.type.identity] for d in self.devices]
+        hosts = [[h.name, h.cpu_cores, h.memory_bytes, *_stated(h)] for h in self.hosts]
+        links = [[x.name, x.source, x.target, float(x.bandwidth_bytes_per_second), float(x.latency_seconds)] for x in described]
+        return hashlib.sha256(json.dumps([devices, hosts, links]).encode()).hexdigest()[:16]
+
+    @cached_property
+    def graph(self) -> nx.DiGraph[str]:
+        """The network for graph algorithms and pictures: nodes with attribute ``device`` (number or None), edges with ``link`` (number)."""
+        import networkx as nx  # slow to import, and planning does without it
+
+        graph: nx.DiGraph[str] = nx.DiGraph(name=self.name)
+        graph.add_nodes_from((device.name, {"device": device.index}) for device in self.devices)
+        graph.add_nodes_from((switch, {"device": None}) for switch in self.switches)
+        for link in self.links:
+            figures = {"bandwidth_bytes_per_second": link.bandwidth_bytes_per_second, "latency_seconds": link.latency_seconds}
+            graph.add_edge(link.source, link.target, link=link.index, **figures)
+        return graph
+
+    @cached_property
+    def link_figures(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(bandwidths in bytes per second, latencies in seconds) of all links."""
+        import numpy as np  # slow to import, and what reads a cluster does without it
+
+        bandwidths = np.array([link.bandwidth_bytes_per_second for link in self.links], np.float64)
+        return bandwidths, np.array([link.latency_seconds for link in self.links], np.float64)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [device.name for device in self.devices]
+
+    @cached_property
+    def _router(self) -> Router:
+        return Router(self.links)
+
+    def _check_indices(self) -> None:
+        for position, device in enumerate(self.devices):
+            if device.index != position:
+                raise TopologyError(f"device {device.name!r} has index {device.index}; expected its position {position}")
+            if not 0 <= device.host < len(self.hosts):
+                raise TopologyError(f"device {device.name!r} is on host {device.host}; expected 0 to {len(self.hosts) - 1}")
+        for position, link in enumerate(self.links):
+            if link.index != position:
+                raise TopologyError(f"link {link.name!r} has index {link.index}; expected its position {position}")
+
+    def _check_described(self) -> None:
+        if self.described and [(x.source, x.target) for x in self.described] != [(x.source, x.target) for x in self.links]:
+            raise TopologyError(f"cluster {self.name!r}: links as described lead elsewhere than its links; expected other figures only")
+
+    def _check_parallel_links(self) -> None:
+        seen: dict[tuple[str, str], str] = {}
+        for link in self.links:
+            other = seen.setdefault((link.source, link.target), link.name)
+            if other != link.name:
+                raise TopologyError(
+                    f"links {other!r} and {link.name!r} both lead from {link.source!r} to {link.target!r}; "
+                    "give one link with the sum of their bandwidths"
+                )
+
+    def _check_connected(self) -> None:
+        """Every device reaches every other exactly if the first reaches all and all reach the first."""
+        first = self.devices[0].name
+        ahead = _reachable(first, ((link.source, link.target) for link in self.links))
+        back = _reachable(first, ((link.target, link.source) for link in self.links))
+        for device in self.devices:
+            if device.name not in ahead or device.name not in back:
+                pair = (first, device.name) if device.name not in ahead else (device.name, first)
+                raise TopologyError(f"no route from {pair[0]!r} to {pair[1]!r} on cluster {self.name!r}; add links that connect them")
+
+
+def _reachable(start: str, edges: Iterable[tuple[str, str]]) -> set[str]:
+    following: dict[str, list[str]] = {}
+    for source, target in edges:
+        following.setdefault(source, []).append(target)
+    found, todo = {start}, [start]
+    while todo:
+        for node in following.get(todo.pop(), ()):
+            if node not in found:
+                found.add(node)
+                todo.append(node)
+    return found
+
+
+def _check_unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise TopologyError(f"{what} name {name!r} occurs twice; expected unique names")
+        seen.add(name)
+
+
+def _check_positive(where: str, what: str, value: float) -> None:
+    if not (isfinite(value) and value > 0):
+        raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number above 0")
+
+
+def _stated(host: Host) -> list[Any]:
+    """What is known of a host's cores."""
+    core = None if host.core is None else host.core.identity
+    return [] if core is None and host.row_seconds is None else [core, host.row_seconds]

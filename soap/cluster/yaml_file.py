@@ -1,0 +1,160 @@
+"""``cluster.yaml``: a cluster as people describe it, read into a ``Topology``, and written back.
+
+.. code-block:: yaml
+
+    name: two-boxes
+    device_types:                # own types; p100, k80, titanxp, h200 and cpu-core are known without
+      small-gpu:
+        kind: cuda               # or cpu
+        flops: {float32: 9.3 TFLOP/s, bfloat16: 18 TFLOP/s}   # float32 at least; other dtypes fall back to it
+        memory_bandwidth: 732 GB/s
+        memory: 16 GiB
+        kernel_overhead: 5 us
+        source: the vendor's data sheet                       # optional
+    hosts:
+      - name: box                # with a count: box0, box1, …
+        count: 2
+        devices: {type: small-gpu, count: 4}                  # box0/gpu0 … box1/gpu3; or a list of {name, type}
+        cpu_cores: 20
+        memory: 256 GiB
+        links:
+          intra: {bandwidth: 20 GB/s, latency: 5 us, kind: full}   # switch (default), full, ring, pairs
+          host: {bandwidth: 16 GB/s, latency: 2 us}           # optional, full and ring: each device's way to the network card
+    network: {bandwidth: 100 Gbit/s, latency: 3 us}           # one card per host into one switch; its devices share the card
+    switches: [spine]            # optional, with links: any other network
+    links:
+      - {from: box0/gpu0, to: spine, bandwidth: 10 GB/s, latency: 1 us}   # both directions, unless duplex: false
+      - {from: box1/gpu0, to: spine, bandwidth: 10 GB/s, latency: 1 us}
+
+Bandwidths are per direction. A latency of ``intra`` or ``network`` counts from end to end; that of a listed link, for that link.
+``pairs`` is a PCIe tree: two neighbours on a switch of their own, these switches on the host's.
+Generated nodes that ``links`` may name: ``HOST/switch`` (where the host has one) and ``network``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from soap.cluster.build import build_cluster
+from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.presets import device_types, preset
+from soap.cluster.topology import DeviceType, Topology
+from soap.errors import TopologyError
+from soap.files import read_text
+from soap.units import exact_bandwidth, exact_bytes, exact_flops, exact_seconds
+
+LIMIT_BYTES = 16 * 2**20
+
+
+def load_cluster(spec: str | Path) -> Topology:
+    """The cluster that a YAML file or a preset name (``local:4``, ``p100-4x4``, …) stands for; TopologyError in one line.
+
+    A name that ends in ``.yaml``, ``.yml`` or ``.json``, has a folder in it or is an existing file's is a file; others are presets.
+    """
+    if isinstance(spec, str) and not _is_file_name(spec):
+        return _preset(spec)
+    text = read_text(spec, what="cluster file", error=TopologyError, limit_bytes=LIMIT_BYTES)
+    return parse_cluster(text, Path(spec).name)
+
+
+def parse_cluster(text: str, where: str = "cluster.yaml") -> Topology:
+    """The topology that a YAML text describes. ``where`` begins error messages."""
+    try:
+        description = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        problem = " ".join(str(error.problem).split())
+        raise TopologyError(f"{where}: no valid YAML{line} ({problem}); mend it there") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise TopologyError(f"{where}: no valid YAML ({' '.join(str(error).split())}); expected a cluster description") from None
+    if description is None:
+        raise TopologyError(f"{where}: the file is empty; expected a cluster description with name and hosts")
+    return build_cluster(description, device_types(), where)
+
+
+def dump_cluster(topology: Topology) -> str:
+    """YAML text with every device and link listed; ``parse_cluster`` of it gives a topology of the same hash.
+
+    TopologyError if the devices are not listed host by host, which YAML cannot say.
+    """
+    order = [device.host for device in topology.devices]
+    if order != sorted(order) or set(order) != set(range(len(topology.hosts))):
+        raise TopologyError(f"cluster {topology.name!r}: its devices are not in the order of its hosts; list them host by host")
+    types = _distinct_types(topology)
+    hosts = [
+        {
+            "name": host.name,
+            "devices": [{"name": d.name, "type": d.type.name} for d in topology.devices if d.host == i],
+            "cpu_cores": host.cpu_cores,
+            "memory": exact_bytes(host.memory_bytes),
+        }
+        for i, host in enumerate(topology.hosts)
+    ]
+    links = [
+        {
+            "name": link.name,
+            "from": link.source,
+            "to": link.target,
+            "bandwidth": exact_bandwidth(link.bandwidth_bytes_per_second),
+            "latency": exact_seconds(link.latency_seconds),
+            "duplex": False,
+        }
+        for link in topology.links
+    ]
+    description: dict[str, Any] = {"name": topology.name, "device_types": {t.name: _type_fields(t) for t in types}, "hosts": hosts}
+    if links:
+        description |= {"switches": list(topology.switches), "links": links}
+    return yaml.safe_dump(description, sort_keys=False, default_flow_style=None, width=140, allow_unicode=True)
+
+
+def _preset(name: str) -> Topology:
+    """The preset of this name, even if a folder has it too."""
+    try:
+        return preset(name)
+    except TopologyError:
+        if name and Path(name).is_dir():
+            raise TopologyError(f"cluster {name!r} is a folder; expected a cluster.yaml or a preset: name the file in it") from None
+        raise
+
+
+def _is_file_name(spec: str) -> bool:
+    if spec.startswith(f"{EMULATED}:"):  # whose rates have a slash
+        return False
+    return spec.endswith((".yaml", ".yml", ".json")) or "/" in spec or "\\" in spec or Path(spec).is_file()
+
+
+def _distinct_types(topology: Topology) -> list[DeviceType]:
+    types: dict[str, DeviceType] = {}
+    for device in topology.devices:
+        if types.setdefault(device.type.name, device.type) != device.type:
+            raise TopologyError(f"cluster {topology.name!r}: two device types are named {device.type.name!r}; rename one")
+    return list(types.values())
+
+
+def _type_fields(device_type: DeviceType) -> dict[str, Any]:
+    return {
+        "kind": device_type.kind,
+        "flops": {dtype: exact_flops(rate) for dtype, rate in device_type.flops_per_second.items()},
+        "memory_bandwidth": exact_bandwidth(device_type.memory_bandwidth_bytes_per_second),
+        "memory": exact_bytes(device_type.memory_bytes),
+        "kernel_overhead": exact_seconds(device_type.kernel_seconds),
+        "source": device_type.source,
+    }
+
+
+class _Loader(yaml.SafeLoader):
+    """safe_load that refuses a key given twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if isinstance(key, str) and key != "<<":
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"key {key!r} occurs twice", key_node.start_mark)
+                seen.add(key)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,162 @@
+"""A thread's processor time as it would be on a core that is always equally fast.
+
+What a virtual machine calls a core is often half of one. While a neighbour computes on the other half, or fills the caches that both use,
+everything here takes 10% to 30% longer, for milliseconds or for minutes (a product of matrices on a box with nothing else to do: 1.5 to
+2.0 ms in the medians of following seconds). An emulated device is to compute at an even rate, and what is measured of it today is to hold
+tomorrow. So a fixed piece of work, the *yardstick*, is timed now and then, on the thread itself and only while it computes: a timer that
+runs with the thread's processor time sends a signal, whose handler takes the sample (``reference_kernel``). Processor time counts by
+how long the yardstick should take, divided by how long it does. Half of it is multiplications, half reads what is not in a core's own
+cache. Of a box that was busy so, products, convolutions, additions and tanh together varied by 9% from second to second, and by 3%
+when divided by it. What it reads lies in huge pages, or each process would have a yardstick of its own.
+
+Only on Linux; elsewhere, and before ``start``, ``thread_time_ns`` is the thread's processor time as it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from soap.errors import RuntimeFailure
+
+if TYPE_CHECKING:
+    from soap.emulation.reference_kernel import State
+
+VERSION = 2
+"""Of the piece of work; since 2 its memory is in huge pages."""
+INTERVAL_NS = 2_000_000
+"""Of processor time between two samples; most kernels look at their next tick, which is every 1 to 10 ms."""
+REFERENCE_SECONDS = 0.5
+LEAST_SAMPLES = 20
+SIGNAL_ABOVE_FIRST = 5
+"""Which of the signals that mean nothing by themselves."""
+TO_THREAD = 4
+"""SIGEV_THREAD_ID."""
+SA_SIGINFO, SA_RESTART = 0x4, 0x10000000
+
+
+class _Action(ctypes.Structure):
+    """The C library's struct sigaction."""
+
+    _fields_ = (("handler", ctypes.c_void_p), ("mask", ctypes.c_ulong * 16), ("flags", ctypes.c_int), ("restorer", ctypes.c_void_p))
+
+
+class _Event(ctypes.Structure):
+    """The kernel's struct sigevent."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("thread", ctypes.c_int),
+        ("rest", ctypes.c_int * 11),
+    )
+
+
+class _Yardstick:
+    """Of the calling thread, from now on until ``close``. ``reference_ns``: what it should take; 0: what the first sample takes."""
+
+    def __init__(self, reference_ns: float) -> None:
+        from soap.emulation import reference_kernel as kernel
+
+        self._kernel = kernel
+        self.thread = threading.get_ident()
+        self.state: State = kernel.clear(_spare.pop() if _spare else kernel.new_memory())
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        number = signal.SIGRTMIN + SIGNAL_ABOVE_FIRST
+        action = _Action(kernel.sample.address, (ctypes.c_ulong * 16)(), SA_SIGINFO | SA_RESTART, None)
+        event = _Event(self.state.ctypes.data, number, TO_THREAD, threading.get_native_id())
+        self._timer = ctypes.c_void_p()
+        interval = (ctypes.c_long * 4)(0, INTERVAL_NS, 0, INTERVAL_NS)
+        self._call("sigaction", number, ctypes.byref(action), None)
+        self._call("timer_create", kernel.THREAD_CLOCK, ctypes.byref(event), ctypes.byref(self._timer))
+        self.state[kernel.REFERENCE_NS] = self.state[kernel.TAKES_NS] = reference_ns
+        self.state[kernel.EVEN_NS] = self.state[kernel.MARK_NS] = time.thread_time_ns()
+        self._call("timer_settime", self._timer, 0, ctypes.byref(interval), None)
+
+    def close(self) -> None:
+        """No more samples."""
+        self._call("timer_delete", self._timer)
+        _spare.append(self.state)
+
+    def even_ns(self) -> int:
+        """The thread's even time."""
+        kernel, state = self._kernel, self.state
+        while True:
+            count = state[kernel.COUNT]
+            since, takes = time.thread_time_ns() - state[kernel.MARK_NS], state[kernel.TAKES_NS]
+            even = state[kernel.EVEN_NS] + (since * state[kernel.REFERENCE_NS] / takes if takes > 0 else since)
+            if state[kernel.COUNT] == count:  # or a sample was taken meanwhile
+                return int(even)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if getattr(self._libc, name)(*arguments):
+            raise RuntimeFailure(f"{name}: error {ctypes.get_errno()}; expected that a thread may have a timer of its processor time")
+
+
+_spare: list[State] = []
+"""Memory of yardsticks that are closed, for others. None is given back: when a timer is deleted, a signal may still be under way."""
+_yardstick: _Yardstick | None = None
+
+
+def _own() -> _Yardstick | None:
+    """The calling thread's, if it has one."""
+    return _yardstick if _yardstick is not None and _yardstick.thread == threading.get_ident() else None
+
+
+def start(reference_ns: float) -> None:
+    """From now on the calling thread's time is even. ``reference_ns``: what the yardstick takes on a core as fast as it should be.
+
+    For one thread of a process at a time. RuntimeFailure if the system refuses.
+    """
+    global _yardstick
+    if _own() is not None:
+        return
+    stop()
+    _yardstick = _Yardstick(reference_ns)
+
+
+@atexit.register
+def stop() -> None:
+    """From now on it is the processor's again."""
+    global _yardstick
+    ended, _yardstick = _yardstick, None
+    if ended is not None:
+        ended.close()
+
+
+def reference_ns() -> float | None:
+    """What the calling thread's yardstick should take; None if its time is not even."""
+    own = _own()
+    return None if own is None else float(own.state[own._kernel.REFERENCE_NS])
+
+
+def thread_time_ns() -> int:
+    """The calling thread's processor time, even if that was asked for; only differences mean something."""
+    own = _own()
+    return time.thread_time_ns() if own is None else own.even_ns()
+
+
+def measured_reference_ns() -> float | None:
+    """What the yardstick takes now and then while the calling thread computes for half a second; None where there are no such timers."""
+    if sys.platform != "linux":
+        return None
+    import numpy as np
+
+    yardstick, numbers, found = _Yardstick(0.0), np.ones(1 << 19), list[float]()
+    kernel, state = yardstick._kernel, yardstick.state
+    try:
+        stop_s, count = time.thread_time() + REFERENCE_SECONDS, 0.0
+        while time.thread_time() < stop_s:
+            numbers.sum()
+            if state[kernel.COUNT] > count:
+                count = state[kernel.COUNT]
+                found.append(float(state[kernel.TAKES_NS]))
+    finally:
+        yardstick.close()
+    return float(np.median(found)) if len(found) >= LEAST_SAMPLES else None

@@ -1,0 +1,1 @@
+"""Whatever times something: tiles, steps, updates and links between ranks, and this machine."""

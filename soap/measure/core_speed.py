@@ -1,0 +1,37 @@
+"""How fast a core of this machine is taken to be where hosts are emulated (``reference_work``), kept in the user's cache folder.
+
+Measured once: what has been measured of emulated devices, and what is measured of them later, counts by the same core.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+from soap.emulation.reference_work import VERSION, measured_reference_ns
+from soap.errors import ProfileError, SoapError
+from soap.files import read_text, write_text_atomically
+from soap.measure.machine_cache import cache_folder
+from soap.measure.this_machine import cpu_model
+
+FILE = "core-speed.json"
+
+
+def yardstick_ns() -> float | None:
+    """What the yardstick takes on a core of this machine; None where it cannot be measured."""
+    folder, key = cache_folder(), f"{cpu_model()}, yardstick {VERSION}"
+    path = None if folder is None else folder / FILE
+    try:
+        known = json.loads(read_text(path, what="cache file")) if path is not None and path.exists() else {}
+        if isinstance(known.get(key), float) and known[key] > 0:
+            return float(known[key])
+    except (SoapError, ValueError, AttributeError, RecursionError):
+        known = {}
+    found = measured_reference_ns()
+    if found is not None and path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(path, json.dumps({**known, key: found}, indent=1) + "\n", error=ProfileError)
+        except (OSError, ProfileError) as cause:
+            warnings.warn(f"the speed of this machine's cores is not kept: {cause}; repeated runs will differ slightly", stacklevel=2)
+    return found

@@ -1,0 +1,83 @@
+"""Time per training iteration, as all ranks together experience it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter_ns
+
+import torch
+
+from soap.runtime.system import clock
+from soap.runtime.trainer import Trainer
+
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Nanoseconds of each step after the warm-up, of the slowest rank, and each step's loss (warm-up included).
+
+    ``card_counts``: by rank, bytes (sent, received) and frames (sent, received) that its host's network card counted in these timed
+    steps; empty if nobody asked.
+    """
+
+    times_ns: tuple[int, ...]
+    losses: tuple[float, ...]
+    card_counts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def median_ns(self) -> int:
+        """The middle time; 0 if there was no step after the warm-up."""
+        return int(median(self.times_ns)) if self.times_ns else 0
+
+
+def measure_steps(
+    trainer: Trainer,
+    batch: Callable[[int], Sequence[torch.Tensor]],
+    steps: int,
+    warm_up: int = WARM_UP_STEPS,
+    on_step: Callable[[int, float], None] | None = None,
+    card: Callable[[], tuple[int, ...]] | None = None,
+) -> StepTimes:
+    """Train ``warm_up + steps`` steps on ``batch(trainer.steps)`` each; on all ranks. ``on_step`` hears each step's number and loss.
+
+    ``card``: tells what ``StepTimes.card_counts`` has, so far; it is asked while no step is under way. What a timed step has beside its
+    own traffic are the two barriers around it, and what ``on_step`` sends.
+    """
+    times: list[int] = []
+    losses: list[float] = []
+    moved: list[tuple[int, ...]] = [(), ()]
+
+    def count(place: int) -> None:
+        if card is not None:
+            trainer.comm.barrier()
+            moved[place] = card()
+            trainer.comm.barrier()  # or another rank's next step would count
+
+    for number in range(trainer.steps, trainer.steps + warm_up + steps):
+        inputs = [trainer.place(tensor) for tensor in batch(number)]  # as input pipelines do while the step before goes on
+        if len(times) == warm_up:
+            count(0)
+        trainer.comm.barrier()
+        start = perf_counter_ns()
+        losses.append(trainer.step(*inputs))
+        _finish(trainer)
+        times.append(perf_counter_ns() - start)
+        trainer.comm.barrier()
+        if on_step is not None:
+            on_step(number, losses[-1])
+    count(1)
+    slowest = [max(own) for own in zip(*trainer.comm.gather(times), strict=True)]
+    counts = trainer.comm.gather(moved) if card is not None else []
+    crossed = tuple(tuple(now - then for then, now in zip(before, after, strict=True)) for before, after in counts)
+    return StepTimes(tuple(slowest[warm_up:]), tuple(losses), crossed)
+
+
+def _finish(trainer: Trainer) -> None:
+    """Return when what this rank has begun is done. A barrier would tell as well, but takes milliseconds itself."""
+    trainer.comm.finish_sends()
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)
+    clock.catch_up()

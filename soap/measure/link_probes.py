@@ -1,0 +1,167 @@
+"""What to measure of a cluster's links, and what came out.
+
+``probes_for`` chooses messages and collectives between every kind of devices; ``soap.measure.link_timing`` runs them between the real
+ranks; ``fits`` makes a line of each kind's times, and ``link_figures`` a topology whose links have what the lines say.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+from soap.cluster.topology import Topology
+from soap.errors import ProfileError
+from soap.measure.alpha_beta import AlphaBeta, fit
+from soap.plan.delivery import SMALLEST_EXCHANGE
+
+SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
+GROUP_SIZES = (2, 4, 8, 16, 32, 64)
+MOST_TIMES = 10**4
+"""That a timing has."""
+LEAST_CPU_SECONDS = 1e-9
+
+
+class Operation(StrEnum):
+    """``message``: from the first device to the second. ``exchange``: both ways at once. ``all_to_all``: from each to each.
+
+    ``step_message``, ``step_sum`` and ``step_exchange``: bytes from one tile to the next, or summed behind each tile, or from each to each,
+    as a training step meets them (``soap.measure.step_timing``). ``step_restart``: what a tile that reads so many bytes takes
+    longer behind a sum.
+    """
+
+    MESSAGE = "message"
+    EXCHANGE = "exchange"
+    ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    STEP_MESSAGE = "step_message"
+    STEP_SUM = "step_sum"
+    STEP_EXCHANGE = "step_exchange"
+    STEP_RESTART = "step_restart"
+
+
+IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_EXCHANGE, Operation.STEP_RESTART)
+NEEDED = (Operation.MESSAGE, Operation.EXCHANGE, *IN_STEPS)
+"""Those that must have been measured before predictions take any."""
+STEP_BYTES = 4
+"""Of what is sent or summed within steps."""
+STEP_SIZES_BYTES = (STEP_BYTES, 64 * 1024)
+"""Of messages, and of what each device sends each other one, within steps: tensors of some size are packed, and put together."""
+LAYERS, ROWS, WIDTH = 1, 64, 192
+SAMPLES, CHANNELS, SIDE, WINDOW = 2, 24, 16, 3
+BLOCK_BYTES = 4 * (LAYERS * WIDTH**2 + SAMPLES * CHANNELS * SIDE**2 + (CHANNELS * WINDOW) ** 2)
+"""Weights of so many layers (on so many rows), and what a convolution reads: a block of a tile's work."""
+RESTART_BYTES = (BLOCK_BYTES, 4 * BLOCK_BYTES, 12 * BLOCK_BYTES)
+"""Of what a tile reads that is timed behind sums: about a millisecond on a device with 0.4 cores, four, and twelve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One operation over these devices with so many bytes: of a message, of each device's buffer that is summed, or read by a tile."""
+
+    operation: Operation
+    devices: tuple[int, ...]
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        between_two = self.operation in (Operation.MESSAGE, Operation.EXCHANGE, Operation.STEP_MESSAGE)
+        if len(self.devices) < 2 or (between_two and len(self.devices) > 2):
+            raise ProfileError(f"{self.operation} of devices {self.devices}: expected {'two' if between_two else 'at least two'} devices")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTiming:
+    """How long a probe took, each time, in seconds of the slowest rank (of a collective: on average over the ranks, each from when it was
+    ready itself); a message's one way. ``cpu_seconds``: processor time of one of its devices for one of it, which its computation does not
+    get; of a restart the tile's, by itself. ``measured_at``: ISO 8601, UTC. ``scale``: of the emulation in which it was
+    measured; times are the cluster's."""
+
+    probe: Probe
+    seconds: tuple[float, ...]
+    cpu_seconds: float
+    measured_at: str = ""
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.seconds or min(self.seconds) <= 0:
+            raise ProfileError(f"times {self.seconds} of {self.probe}: expected some above 0; measure again")
+
+    @property
+    def typical_seconds(self) -> float:
+        """The median: what other programs do now and then counts little, but what happens in every other round of training counts."""
+        return median(self.seconds)
+
+
+Lines = Mapping[tuple[Operation, tuple[int, ...]], AlphaBeta]
+"""By operation and devices."""
+
+
+def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> list[Probe]:
+    """Messages and exchanges of one pair of each kind (on one host, on two); collectives over devices of one host, over one device of each
+    host, and over all, in groups of 2, 4, 8, … and whole. Of processors also those within steps, over a pair's devices and over
+    all."""
+    hosts = [own for own in devices_by_host(topology) if own]
+    inside = max(hosts, key=len)
+    across = [own[0] for own in hosts]
+    pairs = [tuple(own[:2]) for own in (inside, across) if len(own) > 1]
+    groups: dict[tuple[int, ...], None] = {}
+    for own in (inside, across, list(range(topology.device_count))):
+        for count in (*GROUP_SIZES, len(own)):
+            if 2 <= count <= len(own):
+                groups[tuple(sorted(own[:count]))] = None
+    wanted = [(operation, pair) for operation in (Operation.MESSAGE, Operation.EXCHANGE) for pair in pairs]
+    wanted += [(operation, group) for operation in (Operation.ALL_REDUCE, Operation.ALL_TO_ALL) for group in groups]
+    probes = [Probe(operation, devices, size) for operation, devices in wanted for size in sizes_bytes]
+    if pairs and all(device.type.kind == "cpu" for device in topology.devices):
+        everyone = tuple(range(topology.device_count))
+        probes += [Probe(Operation.STEP_MESSAGE, pairs[-1], size) for size in STEP_SIZES_BYTES]
+        probes.append(Probe(Operation.STEP_SUM, everyone, STEP_BYTES))
+        exchanged = STEP_SIZES_BYTES if len(everyone) >= SMALLEST_EXCHANGE else ()
+        probes += [Probe(Operation.STEP_EXCHANGE, everyone, size) for size in exchanged]
+        probes += [Probe(Operation.STEP_RESTART, everyone, size) for size in RESTART_BYTES]
+    return probes
+
+
+def fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], AlphaBeta]:
+    """By operation and devices, in the order of the measurements; of what has several sizes."""
+    return {key: fit([t.probe.size_bytes for t in own], [t.typical_seconds for t in own]) for key, own in by_kind(timings).items()}
+
+
+def cpu_fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], AlphaBeta]:
+    """The same of the processor time of one device."""
+    return {
+        key: fit([t.probe.size_bytes for t in own], [max(t.cpu_seconds, LEAST_CPU_SECONDS) for t in own])
+        for key, own in by_kind(timings).items()
+    }
+
+
+def by_kind(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], list[LinkTiming]]:
+    """The timings of each operation over the same devices, but for those within steps."""
+    found: dict[tuple[Operation, tuple[int, ...]], list[LinkTiming]] = defaultdict(list)
+    for timing in timings:
+        if timing.probe.operation not in IN_STEPS:
+            found[timing.probe.operation, timing.probe.devices].append(timing)
+    return dict(found)
+
+
+def scales_of(timings: Sequence[LinkTiming]) -> list[float]:
+    """The scales at which these were measured, the smallest first."""
+    return sorted({timing.scale for timing in timings})
+
+
+def is_enough(topology: Topology, timings: Sequence[LinkTiming]) -> bool:
+    """Whether all messages and exchanges were measured, from which the links' figures follow, and what they are within steps; at one
+    scale."""
+    known = {timing.probe for timing in timings}
+    complete = all(probe in known for probe in probes_for(topology) if probe.operation in NEEDED)
+    return complete and len(scales_of(timings)) == 1
+
+
+def devices_by_host(topology: Topology) -> list[list[int]]:
+    """Numbers of each host's devices, ascending."""
+    hosts: list[list[int]] = [[] for _ in topology.hosts]
+    for device in topology.devices:
+        hosts[device.host].append(device.index)
+    return hosts

@@ -1,0 +1,159 @@
+"""Running probes of links between the real ranks, through the communicator that training uses.
+
+Collectives are timed as they come in training: behind a computation, when caches are cold and some ranks are later than others. What each
+waits for the last one belongs to them, since a simulation has equal tiles end at the same time. (A small sum over four emulated hosts takes
+2 ms in a tight loop, and 3 ms so.) Messages and exchanges are timed in a loop: who is late is told by the simulation there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from soap.cluster.topology import DeviceKind
+from soap.measure.link_probes import IN_STEPS, MOST_TIMES, LinkTiming, Operation, Probe
+from soap.measure.step_timing import measure_in_steps
+from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.system import clock
+
+LEAST_ROUNDS, MOST_ROUNDS = 5, 400
+SECONDS_PER_PROBE = 0.3
+"""For which there are at most ``MOST_ROUNDS``; who takes more time gets more rounds."""
+FLOAT_BYTES = 4
+COMPUTED_SECONDS = 1e-3
+"""Processor time of what each rank computes before a collective."""
+COMPUTED_FLOATS = 2**19
+
+
+def measure_links(
+    probes: Sequence[Probe],
+    device_count: int,
+    kind: DeviceKind = "cpu",
+    backend: str = "auto",
+    seconds_per_probe: float = SECONDS_PER_PROBE,
+    on_probe: Callable[[LinkTiming], None] | None = None,
+    when_open: Callable[[], None] = lambda: None,
+    enough: Callable[[], bool] = lambda: False,
+) -> list[LinkTiming]:
+    """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
+
+    Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's are measured, whatever the others' are,
+    which may know of other measurements. ``on_probe`` hears on rank 0 of each probe that is done. ``when_open``: called on every rank as
+    soon as all groups have their threads. ``enough``: asked on rank 0 before each probe, whether the rest is left.
+    """
+    world = open_world(device_count, kind, backend)
+    comm = Communicator(world.device, (), world.timeout)
+    try:
+        todo: tuple[Probe, ...] = comm.gather(tuple(probes))[0]
+        comm.open_groups({probe.devices for probe in todo})
+        when_open()
+        found: list[LinkTiming] = []
+        for probe in todo:
+            if comm.gather(comm.rank == 0 and enough())[0]:
+                break
+            in_steps = probe.operation in IN_STEPS
+            found.append(measure_in_steps(comm, probe, _busy_seconds, found) if in_steps else _measure(comm, probe, seconds_per_probe))
+            if on_probe is not None and comm.rank == 0:
+                on_probe(found[-1])
+        return found
+    finally:
+        comm.close()
+        close_world(world)
+
+
+def _measure(comm: Communicator, probe: Probe, seconds_per_probe: float) -> LinkTiming:
+    """All ranks take the same number of rounds, which follows from the slowest one's second."""
+    here = comm.rank in probe.devices
+    once = _round(comm, probe) if here else None
+    collective = probe.operation in (Operation.ALL_REDUCE, Operation.ALL_TO_ALL)
+    before = _compute_on(torch.zeros(COMPUTED_FLOATS)) if collective and comm.device.type == "cpu" else None
+    comm.barrier()
+    trial = max(_timed(comm, once, before)[0] for _ in range(2)) if once else 0.0
+    slowest = max(comm.gather(trial))
+    most = min(MOST_TIMES, MOST_ROUNDS * max(1, round(seconds_per_probe / SECONDS_PER_PROBE)))
+    rounds = min(most, max(LEAST_ROUNDS, int(seconds_per_probe / max(slowest, 1e-9))))
+    comm.barrier()
+    own_rounds = [_timed(comm, once, before) for _ in range(rounds)] if once else [(0.0, 0.0)] * rounds
+    comm.barrier()
+    gathered = comm.gather(([wall for wall, _ in own_rounds], median(busy for _, busy in own_rounds)))
+    ways = 2 if probe.operation is Operation.MESSAGE else 1  # there and back
+    walls = zip(*(gathered[rank][0] for rank in probe.devices), strict=True)  # by round
+    seconds = tuple(sum(own) / len(own) if collective else max(own) / ways for own in walls)
+    return LinkTiming(probe, seconds, median(gathered[rank][1] for rank in probe.devices) / ways)
+
+
+def _compute_on(values: torch.Tensor) -> Callable[[], None]:
+    """Additions to all of these values, for ``COMPUTED_SECONDS``."""
+
+    def compute() -> None:
+        end = time.thread_time() + COMPUTED_SECONDS
+        while time.thread_time() < end:
+            values.add_(1.0)
+        clock.catch_up()
+
+    return compute
+
+
+def _timed(comm: Communicator, once: Callable[[], None], before: Callable[[], None] | None) -> tuple[float, float]:
+    """Seconds of a round, and for how many of them this device could not compute; ``before`` is no part of it."""
+    if before is not None:
+        before()
+    busy, start = _busy_seconds(), time.perf_counter()
+    once()
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
+    busy = _busy_seconds() - busy
+    return max(time.perf_counter() - start, 1e-9), busy
+
+
+def _busy_seconds() -> float:
+    """What this process has computed so far, the backend's threads included; of a device of an emulated cluster without them, which work
+    beside it."""
+    paced = clock.busy_ns()
+    return time.process_time() if paced is None else paced / 1e9
+
+
+def _round(comm: Communicator, probe: Probe) -> Callable[[], None]:
+    """One round of a probe, as this rank takes part in it."""
+    devices, count = probe.devices, max(1, probe.size_bytes // FLOAT_BYTES)
+    data, landing = (torch.zeros(count, device=comm.device) for _ in range(2))
+    place = devices.index(comm.rank)
+    other = devices[1 - place] if len(devices) == 2 else comm.rank
+
+    def message() -> None:
+        for sender in (0, 1):
+            if place == sender:
+                comm.send(data, other, tag=sender)
+                comm.finish_sends()
+            else:
+                comm.receive(landing, other, tag=sender).wait()
+
+    def exchange() -> None:
+        coming = comm.receive(landing, other, tag=1 - place)  # first, as a step's program has it: see Communicator.all_to_all
+        comm.send(data, other, tag=place)
+        coming.wait()
+        comm.finish_sends()
+
+    def all_reduce() -> None:
+        comm.all_reduce(data, devices).wait()
+
+    peers = len(devices) - 1
+    parcels = [[] if device == comm.rank else [data] for device in devices]
+    sizes = [0 if device == comm.rank else count for device in devices]
+    gathered = torch.zeros(count * peers, device=comm.device) if probe.operation is Operation.ALL_TO_ALL else landing
+
+    def all_to_all() -> None:
+        comm.all_to_all(parcels, gathered, sizes, devices).wait()
+        comm.finish_sends()
+
+    rounds = {
+        Operation.MESSAGE: message,
+        Operation.EXCHANGE: exchange,
+        Operation.ALL_REDUCE: all_reduce,
+        Operation.ALL_TO_ALL: all_to_all,
+    }
+    return rounds[probe.operation]

@@ -1,0 +1,196 @@
+"""A quick measurement of this machine: what ``local:N`` costs. A few seconds, once; then from the cache.
+
+The rates are those that one of N processes reaches while the others work as well (``compute_rates``). A process has
+``threads_per_process(N)`` threads; where there are more processes than cores, each gets its part of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from soap.cluster.emulated import FAMILY as EMULATED
+from soap.cluster.emulated import emulated_topology, parse_emulated
+from soap.cluster.presets import family, local_topology
+from soap.cluster.topology import MEASURED, DeviceType, Topology
+from soap.errors import ProfileError
+from soap.measure import machine_cache
+from soap.measure.compute_rates import Rates, cpu_rates, cuda_rates, gpu_copy_seconds
+from soap.measure.link_probe import LinkRates, measure_link
+from soap.measure.machine_cache import Key
+
+SIGNIFICANT_DIGITS = 4
+"""More than the measurement means; short numbers in the cache file and in what people see."""
+GPU_COPY_BYTES = 256 * 2**20
+GIB = 2**30
+GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+CGROUP_USES = (("/sys/fs/cgroup/memory.stat", "anon"), ("/sys/fs/cgroup/memory/memory.stat", "total_rss"))
+"""Files, and what processes hold in them; caches of files go when there is need."""
+MEMINFO = Path("/proc/meminfo")
+
+
+def measured_topology(preset: Topology, cache: bool = True) -> Topology:
+    """A preset of this machine's families (``presets.family``) with what it reaches. Emulated hosts have processes on its cores."""
+    if family(preset.name) != EMULATED:
+        return measured_local_topology(preset.device_count, cache)
+    return emulated_topology(
+        parse_emulated(preset.name, preset.device_count), measured_local_topology(preset.device_count, cache, gpus=False)
+    )
+
+
+def measured_local_topology(count: int, cache: bool = True, gpus: bool = True) -> Topology:
+    """``local:count`` with what this machine reaches: GPUs if it has as many (and ``gpus``), else processes on its cores joined by gloo.
+
+    With ``cache`` the first measurement is kept in the user's cache folder and used from then on: equal questions, equal answers.
+    """
+    local_topology(count)  # refuses an impossible number before anything is measured
+    kind = "cuda" if gpus and _gpu_count() >= count else "cpu"
+    key = _key(kind, count)
+    known = machine_cache.load(key) if cache else None
+    device, link = known or (measure_device(kind, count), None)
+    if link is None and count > 1:
+        link = _measure_link(kind, count)
+    if cache and (device, link) != known:
+        other = machine_cache.load(key)  # somebody else's, who has measured at the same time and was first
+        if other is not None and other != known:
+            device, link = other[0], other[1] or link
+        if (device, link) != other:
+            machine_cache.save(key, (device, link))
+    if link is None:
+        return local_topology(count, device)
+    return local_topology(count, device, link.bandwidth_bytes_per_second, link.latency_seconds)
+
+
+def measure_device(kind: str, count: int) -> DeviceType:
+    """Rates of one of ``count`` equal devices of this machine while all of them work. ``kind``: "cpu" or "cuda"."""
+    if kind == "cuda":
+        import torch
+
+        properties = torch.cuda.get_device_properties(0)
+        return _device_type(kind, properties.name, int(properties.total_memory), cuda_rates(), 1.0, 1.0)
+    cores, threads = cpu_cores(), threads_per_process(count)
+    share = min(1.0, cores / (count * threads))
+    rates = cpu_rates(min(cores, count * threads))
+    return _device_type(kind, f"{cpu_model()} / {count}", memory_bytes() // count, rates, threads * share, share)
+
+
+def threads_per_process(count: int) -> int:
+    """Threads that each of ``count`` processes on this machine uses."""
+    return max(1, cpu_cores() // count)
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def memory_bytes() -> int:
+    """Main memory of this machine, or of the container that this process runs in.
+
+    In whole GiB if there is as much: the exact figure changes with every kernel, and the topology's hash must not.
+    """
+    limits = []
+    try:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError, OSError):  # not on every system
+        limits.append(8 * GIB)
+    for path in CGROUP_LIMITS:
+        try:
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    size = min(limit for limit in limits if limit > 0)
+    return size if size < GIB else size // GIB * GIB
+
+
+def free_memory_bytes() -> int:
+    """What processes can still take of this machine's memory, or of the container's; all of it where the system does not tell."""
+    left = [memory_bytes()]
+    try:
+        for line in MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                left.append(int(line.split()[1]) * 1024)
+    except (OSError, ValueError):  # not on every system
+        pass
+    for limit, (stat, key) in zip(CGROUP_LIMITS, CGROUP_USES, strict=True):
+        try:
+            held = dict(line.split() for line in Path(stat).read_text(encoding="ascii").splitlines())
+            left.append(int(Path(limit).read_text(encoding="ascii")) - int(held[key]))
+        except (OSError, ValueError, KeyError):  # no such group, or "max"
+            continue
+    return max(0, min(left))
+
+
+def _gpu_count() -> int:
+    """Number of CUDA devices; does not import torch where there can be none, so that planning starts quickly."""
+    if not any(os.path.exists(node) for node in GPU_NODES) and platform.system() != "Windows":
+        return 0
+    import torch
+
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def _key(kind: str, count: int) -> Key:
+    try:
+        torch_version = version("torch")
+    except PackageNotFoundError:
+        torch_version = "unknown"
+    key: dict[str, str | int] = {"kind": kind, "torch": torch_version, "devices": count, "cpu": cpu_model(), "cores": cpu_cores()}
+    if kind == "cuda":
+        import torch
+
+        return {**key, "gpu": torch.cuda.get_device_name(0)}
+    return {**key, "threads": threads_per_process(count), "memory_bytes": memory_bytes()}
+
+
+def _measure_link(kind: str, count: int) -> LinkRates | None:
+    try:
+        link = _measure_gpu_link() if kind == "cuda" else _shared(measure_link(), count)
+    except (ProfileError, RuntimeError) as cause:
+        warnings.warn(f"{cause}; going on with the usual figures for links of one machine", stacklevel=3)
+        return None
+    return LinkRates(_rounded(link.bandwidth_bytes_per_second), _rounded(link.latency_seconds))
+
+
+def _shared(link: LinkRates, count: int) -> LinkRates:
+    """The cores copy what processes send each other: two kept two cores busy, more processes share what there are."""
+    share = min(1.0, max(2, cpu_cores()) / count)
+    return LinkRates(link.bandwidth_bytes_per_second * share, link.latency_seconds / share)
+
+
+def _measure_gpu_link() -> LinkRates:
+    latency_seconds = gpu_copy_seconds(1)
+    return LinkRates(GPU_COPY_BYTES / max(gpu_copy_seconds(GPU_COPY_BYTES) - latency_seconds, 1e-9), latency_seconds)
+
+
+def _device_type(kind: str, name: str, size_bytes: int, rates: Rates, cores: float, share: float) -> DeviceType:
+    """A device of so many cores (or 1 GPU), which gets ``share`` of their time."""
+    return DeviceType(
+        name=name,
+        kind="cuda" if kind == "cuda" else "cpu",
+        flops_per_second={dtype: _rounded(rate * cores) for dtype, rate in rates.flops_per_second.items()},
+        memory_bandwidth_bytes_per_second=_rounded(rates.memory_bytes_per_second * cores),
+        memory_bytes=size_bytes,
+        kernel_seconds=_rounded(rates.kernel_seconds / share),
+        source=f"{MEASURED} on this machine by soap.measure.this_machine",
+    )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

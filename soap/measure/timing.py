@@ -1,0 +1,171 @@
+"""Clocks for what a device does, and when a median is known well enough.
+
+On a CPU with one thread per process what counts is the thread's processor time (even, where ``reference_work`` makes it so): other
+programs, which take turns with ours, do not spoil a figure that is kept for long. Several threads are timed by the clock on the wall, since
+the processor time of a thread that waits for others is no less. On a GPU events on its stream are timed, and beside it how long the
+processor takes to launch the kernels: it runs ahead of the GPU as in a long step, so that neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import sqrt
+from statistics import median, quantiles
+from typing import Protocol
+
+import torch
+
+from soap.emulation import reference_work
+
+FINE_CLOCK_SECONDS = 1e-4
+"""A thread's processor time is used where the system counts it at least this finely."""
+PRECISION = 0.02
+"""A median is known well enough when its 95% confidence interval is no wider than this on either side."""
+LEAST_REPETITIONS, MOST_REPETITIONS = 7, 300
+FEW_REPETITIONS = 2
+"""Of what takes longer than the time that is allowed for it."""
+MOST_SECONDS = 0.5
+
+LOOKS = 99
+"""At the clock, to see how long one takes."""
+
+MOST_AHEAD_NS = 10**9
+"""A GPU is kept waiting for no longer than this, so that the processor is ahead of it."""
+
+Step = Callable[[], object]
+
+
+class Clock(Protocol):
+    """Times steps that follow each other."""
+
+    def times_ns(self, steps: Sequence[Step]) -> list[float]:
+        """Run the steps; nanoseconds of each. On a GPU, then, nanoseconds that the processor took to launch each."""
+
+
+@dataclass(slots=True)
+class CpuClock:
+    """``share``: the part of the time that each process gets, less than 1 if there are more of them than cores. What looking at the clock
+    takes is not counted."""
+
+    threads: int = 1
+    share: float = 1.0
+    _own_ns: float | None = None
+
+    def times_ns(self, steps: Sequence[Step]) -> list[float]:
+        """Run the steps; nanoseconds of each."""
+        if self._own_ns is None:
+            self._own_ns = median(self._read([_nothing] * LOOKS))
+        return [max(found - self._own_ns, 1.0) / self.share for found in self._read(steps)]
+
+    def _read(self, steps: Sequence[Step]) -> list[int]:
+        fine = time.get_clock_info("thread_time").resolution <= FINE_CLOCK_SECONDS
+        now = reference_work.thread_time_ns if self.threads == 1 and fine else time.perf_counter_ns
+        marks = [now()]
+        for step in steps:
+            step()
+            marks.append(now())
+        return [end - start for start, end in pairwise(marks)]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(slots=True)
+class CudaClock:
+    """Times on the current stream of the current GPU.
+
+    ``ahead``: the GPU is given something to wait for first, for as long as launching took the last time; the first few times of a step are
+    too long, then. Else kernels wait for the processor where that is slower.
+    """
+
+    ahead: bool = True
+    _wait_ns: float = 1e6
+    _cycles_per_ns: float = 0.0
+
+    def times_ns(self, steps: Sequence[Step]) -> list[float]:
+        """Run the steps; nanoseconds of each, then those of launching each."""
+        marks = [_event() for _ in range(len(steps) + 1)]
+        if self.ahead:
+            self._keep_waiting()
+        marks[0].record()
+        launched = [time.perf_counter_ns()]
+        for mark, step in zip(marks[1:], steps, strict=True):
+            step()
+            mark.record()
+            launched.append(time.perf_counter_ns())
+        torch.cuda.synchronize()
+        self._wait_ns = min(MOST_AHEAD_NS, max(1e5, 1.5 * (launched[-1] - launched[0])))
+        times = [max(start.elapsed_time(end) * 1e6, 1.0) for start, end in pairwise(marks)]
+        return [*times, *(float(end - start) for start, end in pairwise(launched))]
+
+    def _keep_waiting(self) -> None:
+        if not self._cycles_per_ns:
+            marks, cycles = (_event(), _event()), 10**7
+            for mark in marks:
+                _wait(cycles)
+                mark.record()
+            torch.cuda.synchronize()
+            self._cycles_per_ns = cycles / (1e6 * marks[0].elapsed_time(marks[1]))
+        _wait(int(self._wait_ns * self._cycles_per_ns))
+
+
+def _wait(cycles: int) -> None:
+    """Keep the GPU's stream from going on for so many cycles."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Median and interquartile range of what was repeated so often, in nanoseconds."""
+
+    ns: float
+    spread_ns: float
+    repetitions: int
+
+
+def sample(times_ns: Sequence[float], parts: int = 1) -> Sample:
+    """What these times say; each is of so many equal parts, and the sample is of one."""
+    low, _, high = quantiles(times_ns, n=4, method="inclusive") if len(times_ns) > 1 else (times_ns[0],) * 3
+    return Sample(median(times_ns) / parts, (high - low) / parts, len(times_ns))
+
+
+def is_settled(times_ns: Sequence[float]) -> bool:
+    """Whether the median's 95% confidence interval is within ``PRECISION``: 1.57 interquartile ranges over the root of the number of times
+    (McGill, Tukey & Larsen, "Variations of Box Plots", 1978)."""
+    if len(times_ns) < LEAST_REPETITIONS:
+        return False
+    found = sample(times_ns)
+    return 1.57 * found.spread_ns / sqrt(len(times_ns)) <= PRECISION * found.ns
+
+
+def repeat(run: Callable[[], Sequence[float]], most_seconds: float = MOST_SECONDS) -> list[list[float]]:
+    """Times of each step of ``run``, which is repeated until all medians are settled or the time is over. It should be warm."""
+    rows: list[list[float]] = []
+    stop = time.perf_counter() + most_seconds
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        while len(rows) < MOST_REPETITIONS:
+            rows.append(list(run()))
+            if time.perf_counter() > stop and len(rows) >= FEW_REPETITIONS:
+                break
+            if len(rows) >= LEAST_REPETITIONS and all(is_settled(column) for column in zip(*rows, strict=True)):
+                break
+    finally:
+        if enabled:
+            gc.enable()
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def clock_for(device: torch.device, threads: int = 1, share: float = 1.0, *, ahead: bool = True) -> Clock:
+    """The clock of a device. ``ahead``: see ``CudaClock``."""
+    return CudaClock(ahead) if device.type == "cuda" else CpuClock(threads, share)

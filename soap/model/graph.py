@@ -1,0 +1,292 @@
+"""The operator graph: what a model computes, and along which factors each operator may be split.
+
+Pure data, no torch. Terms: an operator iterates over named *factors*; each dimension of each operand follows at most one
+factor through a ``DimMap``; a *tile* of an operator is one interval per factor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+
+from soap.errors import ModelError
+from soap.model.regions import Box, Interval
+from soap.model.sparse_access import RowAccess
+
+RECURRENT_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Kinds of operators that are recurrent layers."""
+
+
+NEXT_STATE = "next_state"
+"""Kind of the operator that takes the buffers' values at the end of the forward pass, on one device."""
+KEEP_STATE = "keep_state"
+"""Kind of the operator that keeps them for the next step, on every device. Graphs whose buffers do not move have neither."""
+
+
+class FactorKind(StrEnum):
+    """What splitting a factor means (FlexFlow's S, A, P, and reduction as an extension)."""
+
+    SAMPLE = "sample"
+    ATTRIBUTE = "attribute"
+    PARAMETER = "parameter"
+    REDUCTION = "reduction"
+
+
+class TensorKind(StrEnum):
+    """Where a tensor comes from. Inputs and constants are available on every device.
+
+    What a buffer holds when a step begins counts as a constant, be it moved by the step or not; batch norm's belong to their operator.
+    """
+
+    INPUT = "input"
+    CONSTANT = "constant"
+    PARAMETER = "parameter"
+    ACTIVATION = "activation"
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One iteration dimension of an operator.
+
+    ``summed``: no output is indexed by it, so that splitting it gives partial results to be added up (a matmul's inner
+    dimension; the batch of a loss). A factor can be of kind *sample* and summed.
+    """
+
+    name: str
+    size: int
+    kind: FactorKind
+    summed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ModelError(f"factor {self.name!r} has size {self.size}; expected at least 1: export with non-empty inputs")
+
+
+@dataclass(frozen=True, slots=True)
+class DimMap:
+    """Interval map of one tensor dimension: the factor's tile ``[a, b)`` touches ``[a*scale + lo, (b-1)*scale + hi)``, clipped.
+
+    ``factor`` is an index into the operator's factors. Without a factor the whole dimension is needed, or, if ``scale`` is 0, the
+    constant interval ``[lo, hi)``.
+    """
+
+    factor: int | None = None
+    scale: int = 1
+    lo: int = 0
+    hi: int = 1
+
+    def interval(self, tile: Sequence[Interval], size: int) -> Interval:
+        """The part of a dimension of ``size`` elements that the tile touches; start == stop if it is empty."""
+        if self.factor is None:
+            return (0, size) if self.scale else (max(self.lo, 0), min(self.hi, size))
+        a, b = tile[self.factor]
+        start = min(max(a * self.scale + self.lo, 0), size)
+        return (start, max(start, min((b - 1) * self.scale + self.hi, size)))
+
+    @property
+    def exact(self) -> bool:
+        """Whether tiles of the factor partition the dimension (no halo, no offset)."""
+        return self.factor is not None and self.lo == 0 and self.hi == self.scale
+
+
+WHOLE = DimMap()
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor as an operator reads or writes it: one ``DimMap`` per dimension."""
+
+    tensor: str
+    dims: tuple[DimMap, ...]
+
+    def box(self, tile: Sequence[Interval], shape: Sequence[int]) -> Box:
+        """The region of the tensor that the tile touches."""
+        return tuple(dim.interval(tile, size) for dim, size in zip(self.dims, shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the graph. ``itemsize`` in bytes; ``dtype`` is torch's name without the prefix, e.g. ``float32``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    kind: TensorKind
+    requires_grad: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole tensor in bytes."""
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def partial_itemsize(self) -> int:
+        """Bytes per element of partial results of which it is the sum: those of lower types are made, sent and added up in float32."""
+        return 4 if self.dtype in ("bfloat16", "float16") else self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One anchor call with the light calls fused into it.
+
+    ``flops``: floating-point operations of the whole forward pass (a multiply-add counts two, of complex numbers eight).
+    ``saved_bytes``: upper bound of what all tiles together keep for the backward pass besides inputs, parameters and outputs.
+    ``calls``: names of the traced calls. ``partitionable`` is False for operators kept whole because no rule is known (or proven) for them.
+    """
+
+    name: str
+    kind: str
+    factors: tuple[Factor, ...]
+    inputs: tuple[Operand, ...]
+    parameters: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    flops: int = 0
+    saved_bytes: int = 0
+    calls: tuple[str, ...] = ()
+    partitionable: bool = True
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """Indices of the factors over which the outputs are sums."""
+        return tuple(i for i, factor in enumerate(self.factors) if factor.summed)
+
+    def factor_index(self, name: str) -> int:
+        """Position of the factor with this name; raises KeyError."""
+        for i, factor in enumerate(self.factors):
+            if factor.name == name:
+                return i
+        raise KeyError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Unsplit:
+    """A dimension of one of an operator's tensors along which it cannot be split, and why, in words."""
+
+    tensor: str
+    dim: int
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What an operator takes of memory beside its inputs, parameters and outputs and the gradients of all these, in bytes.
+
+    ``kept``: what autograd keeps for the backward pass. ``forward``, ``backward``: the most that its calls pass to each other at once
+    beyond that; ``backward`` is below 0 where not all of the others are there at any time. ``fixed``: of these three, in this order, what
+    is there however little a tile has of what is cut. ``keeps``: which of its operands autograd keeps, by their places among inputs,
+    parameters and outputs.
+    """
+
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    keeps: frozenset[int]
+    fixed_bytes: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def sizes_bytes(self) -> tuple[int, int, int]:
+        """Kept, forward, backward."""
+        return self.kept_bytes, self.forward_bytes, self.backward_bytes
+
+
+@dataclass(frozen=True)
+class OperatorGraph:
+    """Operators in topological order with the tensors between them. ``loss`` is the scalar that training minimises.
+
+    ``aliases`` maps further state-dict names of a tied parameter to its canonical name. ``unsplit``: by operator, what the import knows
+    of dimensions that no factor follows; for people, and no part of the graph's identity. Neither are ``footprints``: by operator, what
+    it takes of memory: whole; with one factor cut, by factor; with all cut, by factor, if that adds something. What a tile takes stands
+    there as if it had all points. If only the first is there, it is so for all. For operators left out, ``saved_bytes`` is the bound. Nor
+    is ``sparse``: by parameter, which of its rows a step touches; all others are dense.
+    """
+
+    name: str
+    operators: tuple[Operator, ...]
+    tensors: Mapping[str, Tensor]
+    loss: str
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    unsplit: Mapping[str, tuple[Unsplit, ...]] = field(default_factory=dict)
+    footprints: Mapping[str, tuple[Footprint, ...]] = field(default_factory=dict)
+    sparse: Mapping[str, RowAccess] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names: set[str] = set()
+        available = {t.name for t in self.tensors.values() if t.kind is not TensorKind.ACTIVATION}
+        for op in self.operators:
+            if op.name in names:
+                raise ModelError(f"operator name {op.name!r} occurs twice; expected unique names")
+            names.add(op.name)
+            for operand in (*op.inputs, *op.parameters):
+                if operand.tensor not in available:
+                    raise ModelError(f"operator {op.name!r} reads {operand.tensor!r} before it is produced")
+            available.update(operand.tensor for operand in op.outputs)
+        if self.loss not in available:
+            raise ModelError(f"loss {self.loss!r} is produced by no operator")
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Operator name -> position in ``operators``."""
+        return {op.name: i for i, op in enumerate(self.operators)}
+
+    @cached_property
+    def producers(self) -> Mapping[str, tuple[int, int]]:
+        """Activation name -> (operator position, output position)."""
+        return {out.tensor: (i, k) for i, op in enumerate(self.operators) for k, out in enumerate(op.outputs)}
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
+        """Tensor name -> (operator position, input position) of every reader, in order."""
+        readers: dict[str, list[tuple[int, int]]] = {}
+        for i, op in enumerate(self.operators):
+            for k, operand in enumerate(op.inputs):
+                readers.setdefault(operand.tensor, []).append((i, k))
+        return {name: tuple(places) for name, places in readers.items()}
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Trainable and frozen parameters, in definition order."""
+        return tuple(t for t in self.tensors.values() if t.kind is TensorKind.PARAMETER)
+
+    @cached_property
+    def parameter_users(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
+        """Parameter name -> (operator position, parameter position) of every use, in order."""
+        users: dict[str, list[tuple[int, int]]] = {}
+        for i, op in enumerate(self.operators):
+            for k, operand in enumerate(op.parameters):
+                users.setdefault(operand.tensor, []).append((i, k))
+        return {name: tuple(places) for name, places in users.items()}
+
+    @cached_property
+    def backward_operators(self) -> frozenset[int]:
+        """Positions of the operators to which a gradient of the loss may flow."""
+        wanted, found = {self.loss}, set()
+        for position in range(len(self.operators) - 1, -1, -1):
+            op = self.operators[position]
+            if any(out.tensor in wanted and self.tensors[out.tensor].requires_grad for out in op.outputs):
+                found.add(position)
+                wanted.update(operand.tensor for operand in op.inputs)
+        return frozenset(found)
+
+    @cached_property
+    def next_state_bytes(self) -> int:
+        """What buffers become at the end of the step, which each device holds beside what they are."""
+        return sum(self.tensors[operand.tensor].bytes for op in self.operators if op.kind == KEEP_STATE for operand in op.inputs)
+
+    def needs_backward(self, op: Operator) -> bool:
+        """Whether any output of the operator carries a gradient."""
+        return any(self.tensors[out.tensor].requires_grad for out in op.outputs)
+
+    @cached_property
+    def hash(self) -> str:
+        """Identity of the model's structure (not of its weights): 16 hex digits of SHA-256."""
+        text = json.dumps(
+            [[asdict(op) for op in self.operators], [asdict(t) for t in self.tensors.values()], self.loss], sort_keys=True
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

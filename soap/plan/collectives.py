@@ -1,0 +1,69 @@
+"""Closed forms for exchanges between devices of a topology: how long they take, and on which links. All-reduces: ``allreduce``.
+
+All-to-all, all-gather, reduce-scatter: the direct exchange, which is gloo's and NCCL's all-to-all. Every device sends each other one its
+part, all at once. With m messages on the busiest port, the load of each link, and R bytes that a device adds up:
+
+    seconds = m * latency * c  +  max over links (bytes / bandwidth)  +  R * REDUCE_TRAFFIC / memory bandwidth
+
+in this order of operations, with the latency of the slowest flow, the memory of the slowest target, and c from ``Topology.crowding`` (1
+where nothing was measured). On one switch a reduce-scatter takes exactly a ring all-reduce's first half, and an all-gather its second.
+
+Broadcast: a binomial tree (gloo's, and Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
+for short messages), whose ceil(log2 n) rounds are direct exchanges one after the other, with c as of a sum, since all is one call of a
+library (``Crowding.of_tree``). Its transpose, a sum at one device, is the tree the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from soap.cluster.topology import Topology
+
+REDUCE_TRAFFIC = 3
+"""Bytes of memory traffic to add one byte: two operands are read, one sum is written."""
+
+Flow = tuple[int, int, int]
+"""What one device sends another in a collective: (source, target, bytes)."""
+
+
+def flow_links(topology: Topology, flows: Iterable[Flow]) -> dict[int, int]:
+    """Link number -> bytes that the flows put on it, by link number."""
+    carried: dict[int, int] = {}
+    for source, target, size in flows:
+        for link in topology.route(source, target):
+            carried[link] = carried.get(link, 0) + size
+    return dict(sorted(carried.items()))
+
+
+def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: int = 0, crowding: float | None = None) -> float:
+    """Duration of flows that run at once; the targets then add up at most ``reduced_bytes`` each. ``crowding``: c, if they are a round of
+    something else."""
+    if not flows:
+        return 0.0
+    messages = busiest_messages(flows)
+    latency = max(topology.route_latency_seconds(source, target) for source, target, _ in flows)
+    carried = flow_links(topology, flows)
+    moving = max((size / topology.links[link].bandwidth_bytes_per_second for link, size in carried.items()), default=0.0)
+    memory = min(topology.devices[target].type.memory_bandwidth_bytes_per_second for _, target, _ in flows)
+    crowding = topology.crowding.of_exchange(messages + 1) if crowding is None else crowding
+    return messages * latency * crowding + moving + reduced_bytes * REDUCE_TRAFFIC / memory
+
+
+def busiest_messages(flows: Iterable[Flow]) -> int:
+    """How many messages the device sends, or receives, that has most of them."""
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+    for source, target, _ in flows:
+        sent[source] = sent.get(source, 0) + 1
+        received[target] = received.get(target, 0) + 1
+    return max((*sent.values(), *received.values()), default=0)
+
+
+def tree_rounds(devices: Sequence[int], size: int) -> list[list[Flow]]:
+    """A binomial tree from the first device to the others: in every round each that has the ``size`` bytes sends them to one more."""
+    rounds: list[list[Flow]] = []
+    reached = 1
+    while reached < len(devices):
+        rounds.append([(devices[i], devices[i + reached], size) for i in range(min(reached, len(devices) - reached))])
+        reached *= 2
+    return rounds

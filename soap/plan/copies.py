@@ -1,0 +1,182 @@
+"""Data-parallel copies in a strategy: which device of one copy stands where in another, and the same strategy with two copies left.
+
+A *copy* computes one of D equal parts of the samples, on devices of its own. An operator is
+
+- *split*: one of its factors is cut into a multiple of D equal parts, of which the j-th D-th runs in copy j. Its operands either follow
+  that factor exactly in one dimension (their *folded* dimension, in which producers and readers agree) or are the same for all copies.
+  If the factor is summed, the sum goes over all copies;
+- *repeated*: a multiple of D replicas, of which the j-th D-th runs in copy j;
+- *alone*: what only copy 0 does (what follows a summed loss, on one device).
+
+The devices of a copy are those of copy 0 by one and the same map for all operators, which keeps their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
+from soap.strategy.config import OpConfig, Strategy
+
+LEFT = 2
+"""Copies of the small strategy: 0, which may differ from the others, and 1, which stands for all of these."""
+
+Ints = NDArray[np.int64]
+
+
+class UnfoldableError(Exception):
+    """Why something cannot be folded, in one line."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """``images[j, i]``: the device of copy j that stands where device ``images[0, i]`` does; rows ascend. ``graph``, ``strategy``: of two
+    copies, on devices numbered by their rank among both copies' (``devices``, ascending). ``folded``: activation -> its folded dimension,
+    for those that have one. ``everywhere``: positions of the operators whose sums go over all copies.
+    """
+
+    images: Ints
+    graph: OperatorGraph
+    strategy: Strategy
+    devices: tuple[int, ...]
+    folded: Mapping[str, int]
+    everywhere: frozenset[int]
+
+
+def candidates(strategy: Strategy) -> list[int]:
+    """Numbers of copies that may be tried, largest first: divisors of the number of devices in use."""
+    rows = {id(config.devices): config.devices for config in strategy.operators.values()}
+    used = len(set().union(*rows.values()))
+    return [count for count in range(used, LEFT, -1) if used % count == 0]
+
+
+def find_copies(graph: OperatorGraph, strategy: Strategy, count: int) -> Copies:
+    """The strategy as ``count`` copies. UnfoldableError if it is something else."""
+    return _Finding(graph, count).find(strategy)
+
+
+class _Finding:
+    """One attempt. ``_columns``: device of copy 0 -> its images."""
+
+    def __init__(self, graph: OperatorGraph, count: int) -> None:
+        self._graph, self._count = graph, count
+        self._folded: dict[str, int] = {}
+        self._everywhere: set[int] = set()
+        self._columns: dict[int, Ints] = {}
+        self._alone: set[int] = set()
+        self._seen: dict[tuple[int, tuple[int, ...]], Ints] = {}
+        self._sizes: dict[str, Operator] = {}
+
+    def find(self, strategy: Strategy) -> Copies:
+        rows = [self._operator(position, op, strategy.operators[op.name]) for position, op in enumerate(self._graph.operators)]
+        images = self._images()
+        devices = tuple(sorted(images[:LEFT].ravel().tolist()))
+        rank = {device: i for i, device in enumerate(devices)}
+        configs = {}
+        for op, (degrees, replicas, own) in zip(self._graph.operators, rows, strict=True):
+            configs[op.name] = strategy.operators[op.name].placed(degrees, tuple([rank[int(device)] for device in own]), replicas)
+        operators = tuple(self._sizes.get(op.name, op) for op in self._graph.operators)
+        tensors = dict(self._graph.tensors)
+        for name, dim in self._folded.items():
+            shape = list(tensors[name].shape)
+            shape[dim] = shape[dim] // self._count * LEFT
+            tensors[name] = replace(tensors[name], shape=tuple(shape))
+        graph = OperatorGraph(self._graph.name, operators, tensors, self._graph.loss, self._graph.aliases)
+        return Copies(images, graph, replace(strategy, operators=configs), devices, self._folded, frozenset(self._everywhere))
+
+    def _operator(self, position: int, op: Operator, config: OpConfig) -> tuple[tuple[int, ...], int, Sequence[int] | Ints]:
+        """Degrees, replicas and devices with two copies."""
+        for factor in self._splits(op, config):
+            shape = (config.replicas * prod(config.degrees[:factor]), self._count, prod(config.degrees[factor:]) // self._count)
+            own = self._own(config, shape)
+            if own is None:
+                continue
+            degrees = list(config.degrees)
+            degrees[factor] = degrees[factor] // self._count * LEFT
+            self._note_split(position, op, factor)
+            return tuple(degrees), config.replicas, own
+        common = not any(operand.tensor in self._folded for operand in op.inputs)
+        if common and config.replicas % self._count == 0:
+            own = self._own(config, (1, self._count, len(config.devices) // self._count))
+            if own is not None:
+                return config.degrees, config.replicas // self._count * LEFT, own
+        if common:
+            self._alone.update(config.devices)
+            return config.degrees, config.replicas, config.devices
+        raise UnfoldableError(f"operator {op.name!r} is not split into {self._count} equal copies")
+
+    def _splits(self, op: Operator, config: OpConfig) -> Iterator[int]:
+        """Factors along which the copies may lie."""
+        for factor, degree in enumerate(config.degrees):
+            size = op.factors[factor].size
+            if degree % self._count or size % degree:
+                continue
+            inputs = all(self._follows(operand, factor, size) for operand in op.inputs)
+            parameters = not any(dim.factor == factor for operand in op.parameters for dim in operand.dims)
+            if inputs and parameters and all(self._leaves(operand, factor, size, op.factors[factor].summed) for operand in op.outputs):
+                yield factor
+
+    def _follows(self, operand: Operand, factor: int, size: int) -> bool:
+        """Whether an operand that is read follows the factor in its folded dimension, and else in none."""
+        tensor = self._graph.tensors[operand.tensor]
+        dims = [d for d, dim in enumerate(operand.dims) if dim.factor == factor]
+        if any(not operand.dims[d].exact or tensor.shape[d] != size * operand.dims[d].scale for d in dims):
+            return False
+        if tensor.kind is not TensorKind.ACTIVATION:  # inputs and constants are everywhere
+            return True
+        return dims == ([self._folded[operand.tensor]] if operand.tensor in self._folded else [])
+
+    def _leaves(self, operand: Operand, factor: int, size: int, summed: bool) -> bool:
+        """Whether an output follows the factor in exactly one dimension, or in none if it is a sum over it."""
+        dims = [d for d, dim in enumerate(operand.dims) if dim.factor == factor]
+        if summed:
+            return not dims
+        shape = self._graph.tensors[operand.tensor].shape
+        return len(dims) == 1 and operand.dims[dims[0]].exact and shape[dims[0]] == size * operand.dims[dims[0]].scale
+
+    def _note_split(self, position: int, op: Operator, factor: int) -> None:
+        factors = list(op.factors)
+        factors[factor] = replace(factors[factor], size=factors[factor].size // self._count * LEFT)
+        self._sizes[op.name] = replace(op, factors=tuple(factors))
+        if op.factors[factor].summed:
+            self._everywhere.add(position)
+            return
+        for operand in op.outputs:
+            self._folded[operand.tensor] = next(d for d, dim in enumerate(operand.dims) if dim.factor == factor)
+
+    def _own(self, config: OpConfig, shape: tuple[int, int, int]) -> Ints | None:
+        """The devices of copies 0 and 1, in the order of tiles, if those of all copies agree with what is known of them.
+
+        ``shape``: (tiles outside of the copies' axis, copies, tiles inside).
+        """
+        key = (id(config.devices), shape)
+        if key not in self._seen:
+            tiles = np.array(config.devices, np.int64).reshape(shape)
+            copies = np.moveaxis(tiles, 1, 0).reshape(self._count, -1)
+            devices, first, inverse = np.unique(copies[0], return_index=True, return_inverse=True)
+            columns = copies[:, first]
+            if not np.array_equal(columns[:, inverse.ravel()], copies):
+                return None
+            known = [self._columns.get(int(device)) for device in devices]
+            if any(column is not None and not np.array_equal(column, columns[:, i]) for i, column in enumerate(known)):
+                return None
+            self._columns.update((int(device), columns[:, i]) for i, device in enumerate(devices))
+            self._seen[key] = tiles[:, :LEFT].ravel()
+        return self._seen[key]
+
+    def _images(self) -> Ints:
+        if not self._columns:
+            raise UnfoldableError("no operator has copies")
+        images = np.stack([self._columns[device] for device in sorted(self._columns)], axis=1)
+        if len(np.unique(images)) < images.size:
+            raise UnfoldableError(f"{self._count} copies share devices")
+        if not self._alone <= set(images[0].tolist()):
+            raise UnfoldableError(f"device {min(self._alone - set(images[0].tolist()))} works outside of {self._count} equal copies")
+        if (np.diff(images, axis=1) <= 0).any():
+            raise UnfoldableError(f"{self._count} copies have their devices in different orders")
+        return images

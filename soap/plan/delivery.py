@@ -1,0 +1,144 @@
+"""What travels from one operator's tiles to their readers: fetches, and the messages and collectives that carry them. No costs, no torch.
+
+Positions count from the operator's own first holding and fetch, so that an answer can be kept as long as the configurations of the operator
+and of its readers stay.
+
+Which collective? Only those that cannot be slower than messages when every device has one port in each direction: an all-gather or
+all-to-all among n devices takes n-1 rounds on every port either way, but is one call, and lets no message wait behind another; so it is
+one from three devices on. A broadcast along a tree takes ceil(log2 n) rounds, messages n-1. Halos between neighbours are messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from soap.model.graph import Tensor
+from soap.model.regions import Box
+from soap.plan.collectives import tree_rounds
+from soap.plan.coverage import LocalPiece
+from soap.plan.plan import Exchange, Holding, Message, Part, Pattern, Reduction
+
+SMALLEST_EXCHANGE = 3
+"""Devices from which a collective is used; two give each other messages."""
+
+Reader = tuple[int, int, int]
+"""(operator, tile, input position) of what a fetch is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFetch:
+    """A ``plan.Fetch`` before positions are known: pieces name holdings of the operator, consumers tiles of theirs."""
+
+    tensor: str
+    box: Box
+    device: int
+    pieces: tuple[LocalPiece, ...]
+    consumers: tuple[Reader, ...]
+
+
+class Carriers:
+    """Divides the pieces that must move among collectives and messages."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], fetches: Sequence[LocalFetch], holdings: Sequence[Holding], reductions: Sequence[Reduction]
+    ) -> None:
+        self._tensors, self._fetches, self._holdings, self._reductions = tensors, fetches, holdings, reductions
+        self.exchanges: list[Exchange] = []
+        self.messages: list[Message] = []
+        remote: dict[str, list[Part]] = {}
+        for number, fetch in enumerate(fetches):
+            for place, (_, holding) in enumerate(fetch.pieces):
+                if holdings[holding].device != fetch.device:
+                    remote.setdefault(fetch.tensor, []).append((number, place))
+        rest: list[Part] = []
+        for tensor, parts in remote.items():
+            if len(parts) >= SMALLEST_EXCHANGE - 1:
+                parts = self._gathers(tensor, parts)
+                parts = self._all_to_alls(tensor, parts)
+                parts = self._broadcasts(tensor, parts)
+            rest += parts
+        self._make_messages(sorted(rest))
+
+    def _ends(self, part: Part) -> tuple[int, int]:
+        """(source, target)."""
+        fetch = self._fetches[part[0]]
+        return self._holdings[fetch.pieces[part[1]][1]].device, fetch.device
+
+    def _gathers(self, tensor: str, parts: Sequence[Part]) -> list[Part]:
+        """One region on several devices, of which each holds a part, goes to all. Returns what is left."""
+        by_box: dict[Box, list[Part]] = {}
+        for part in parts:
+            by_box.setdefault(self._fetches[part[0]].box, []).append(part)
+        rest: list[Part] = []
+        for own in by_box.values():
+            if not (len(own) > SMALLEST_EXCHANGE and self._is_complete(own) and self._all_get_the_same(own)):
+                rest += own
+            else:
+                self._add(Pattern.ALL_GATHER, tensor, own)
+        return rest
+
+    def _all_to_alls(self, tensor: str, parts: Sequence[Part]) -> list[Part]:
+        rest: list[Part] = []
+        for own in self._components(parts):
+            if len(own) > SMALLEST_EXCHANGE and self._is_complete(own):
+                self._add(Pattern.ALL_TO_ALL, tensor, sorted(own))
+            else:
+                rest += own
+        return rest
+
+    def _broadcasts(self, tensor: str, parts: Sequence[Part]) -> list[Part]:
+        """One piece goes to many. A device that needs it for two regions gets it by a message the second time."""
+        by_piece: dict[LocalPiece, dict[int, Part]] = {}
+        rest: list[Part] = []
+        for part in sorted(parts):
+            fetch = self._fetches[part[0]]
+            targets = by_piece.setdefault(fetch.pieces[part[1]], {})
+            if targets.setdefault(fetch.device, part) != part:
+                rest.append(part)
+        for targets in by_piece.values():
+            rounds = len(tree_rounds(range(len(targets) + 1), 0))
+            if len(targets) + 1 >= SMALLEST_EXCHANGE and rounds < len(targets):
+                self._add(Pattern.BROADCAST, tensor, list(targets.values()))
+            else:
+                rest += targets.values()
+        return rest
+
+    def _add(self, pattern: Pattern, tensor: str, parts: Sequence[Part]) -> None:
+        devices = tuple(sorted({device for part in parts for device in self._ends(part)}))
+        self.exchanges.append(Exchange(pattern, tensor, devices, tuple(parts)))
+
+    def _make_messages(self, parts: Iterable[Part]) -> None:
+        batches: dict[object, list[Part]] = {}
+        for part in parts:
+            fetch = self._fetches[part[0]]
+            holding = self._holdings[fetch.pieces[part[1]][1]]
+            ready = holding.tile if holding.reduction is None else self._reductions[holding.reduction].tiles
+            batches.setdefault((self._ends(part), ready, self._tensors[fetch.tensor].dtype), []).append(part)
+        for batch in batches.values():
+            source, target = self._ends(batch[0])
+            self.messages.append(Message(source, target, tuple(batch)))
+
+    def _is_complete(self, parts: Sequence[Part]) -> bool:
+        """Whether at least three devices take part, and each gives something to each other one."""
+        pairs = {self._ends(part) for part in parts}
+        members = len({device for pair in pairs for device in pair})
+        return members >= SMALLEST_EXCHANGE and len(pairs) == members * (members - 1)
+
+    def _all_get_the_same(self, parts: Sequence[Part]) -> bool:
+        return len({frozenset(self._fetches[number].pieces) for number, _ in parts}) == 1
+
+    def _components(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Parts whose devices hang together."""
+        groups: list[tuple[set[int], list[Part]]] = []
+        for part in parts:
+            devices, joined = set(self._ends(part)), [part]
+            apart = []
+            for group in groups:
+                if group[0] & devices:
+                    devices |= group[0]
+                    joined = group[1] + joined
+                else:
+                    apart.append(group)
+            groups = [*apart, (devices, joined)]
+        return [joined for _, joined in groups]

@@ -1,0 +1,336 @@
+"""From a strategy to a plan: which tile runs where, what travels, what is summed, who keeps which shard. No costs, no torch.
+
+What depends on one operator's configuration alone (an ``OperatorPart``), on its and its readers' configurations (a ``Delivery``), or on
+those of one parameter's users, is computed once and kept, with positions counted from the operator's first tile; building a plan
+then is mostly adding offsets. A search should therefore keep one ``PlanBuilder`` for its graph and cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.regions import Box, cells, contains, subtract, volume, whole
+from soap.plan.buckets import find_gathered, make_buckets
+from soap.plan.coverage import HolderIndex
+from soap.plan.delivery import Carriers, LocalFetch, Reader
+from soap.plan.placement import cut_rows, first_servers, server_devices, server_of
+from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction, Served, Shard
+from soap.plan.row_counts import operators_on_rows
+from soap.plan.scattering import choose_cells
+from soap.plan.tiling import Tile, tiles_of
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
+
+Use = tuple[int, int]
+"""(tile, operand position)."""
+Read = tuple[str, Box, int, tuple[Use, ...]]
+"""A region of an activation that tiles of one operator need on one device: (tensor, box, device, its readers)."""
+Region = tuple[str, Box, int]
+"""A region of an activation that is needed on one device: (tensor, box, device)."""
+Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
+"""A shard before positions are known: (box, devices, uses as (operator, tile, parameter position))."""
+
+
+@dataclass(frozen=True)
+class OperatorPart:
+    """What one operator under one configuration does, whoever reads its outputs. Positions count from its own first tile.
+
+    ``reductions``: its sums as all-reduces, with what is held then and where.
+    """
+
+    tiles: tuple[Tile, ...]
+    reductions: tuple[Reduction, ...]
+    holdings: tuple[Holding, ...]
+    holders: Mapping[str, HolderIndex]
+    reads: tuple[Read, ...]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What one operator leaves on devices for its readers, and how it reaches them. Positions count from its own first."""
+
+    tiles: tuple[Tile, ...]
+    reductions: tuple[Reduction, ...]
+    holdings: tuple[Holding, ...]
+    fetches: tuple[LocalFetch, ...]
+    messages: tuple[Message, ...]
+    exchanges: tuple[Exchange, ...]
+
+
+class PlanBuilder:
+    """Builds plans for one graph on one cluster, keeping what consecutive strategies have in common."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology) -> None:
+        self.graph = graph
+        self.topology = topology
+        size = max(1024, 8 * len(graph.operators))
+        self._part = lru_cache(size)(self._make_part)
+        self._delivery = lru_cache(size)(self._make_delivery)
+        self._cells = lru_cache(size)(self._make_cells)
+        self._distances = lru_cache(None)(self._make_distances)
+        self._accelerators = frozenset(number for number, device in enumerate(topology.devices) if device.type.kind != "cpu")
+        self._servers = server_devices(topology)
+        self._first_servers = first_servers(graph, len(self._servers))
+        self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (PlanBuilder, (self.graph, self.topology))  # another process starts with empty caches
+
+    def build(self, strategy: Strategy, *, empty_tiles: bool = False) -> Plan:
+        """The plan of a strategy; raises StrategyError if it does not fit the graph or the cluster (``empty_tiles``: see there)."""
+        strategy.validate(self.graph, self.topology.device_count, empty_tiles=empty_tiles)
+        configs = [strategy.operators[op.name] for op in self.graph.operators]
+        found = [
+            self._delivery(position, config, tuple([configs[reader] for reader in self._readers[position]]))
+            for position, config in enumerate(configs)
+        ]
+        first_tile = _offsets([len(own.tiles) for own in found])
+        first_holding = _offsets([len(own.holdings) for own in found])
+        first_reduction = _offsets([len(own.reductions) for own in found])
+        first_fetch = _offsets([len(own.fetches) for own in found])
+        tiles = tuple(tile for own in found for tile in own.tiles)
+        shards, served = self._keep(configs, first_tile, strategy.parameters)
+        gathered = find_gathered(self.graph, tiles, shards, strategy.parameters)
+        return Plan(
+            strategy=strategy,
+            graph=self.graph,
+            device_count=self.topology.device_count,
+            accelerators=self._accelerators,
+            tiles=tiles,
+            first_tile=first_tile,
+            holdings=tuple(
+                holding
+                for own, tile, reduction in zip(found, first_tile, first_reduction, strict=True)
+                for holding in _shifted_holdings(own, tile, reduction)
+            ),
+            fetches=tuple(
+                fetch for own, holding in zip(found, first_holding, strict=True) for fetch in _shifted_fetches(own, holding, first_tile)
+            ),
+            messages=tuple(
+                Message(m.source, m.target, _shifted_parts(m.parts, first))
+                for own, first in zip(found, first_fetch, strict=True)
+                for m in own.messages
+            ),
+            exchanges=tuple(
+                Exchange(e.pattern, e.tensor, e.devices, _shifted_parts(e.parts, first))
+                for own, first in zip(found, first_fetch, strict=True)
+                for e in own.exchanges
+            ),
+            reductions=tuple(
+                Reduction(r.operator, r.output, r.replica, r.box, tuple([first + t for t in r.tiles]), r.devices, r.cells)
+                for own, first in zip(found, first_tile, strict=True)
+                for r in own.reductions
+            ),
+            shards=shards,
+            buckets=make_buckets(self.graph, tiles, shards, elsewhere=(*gathered, *(i for own in served for i in own.shards))),
+            gathered=gathered,
+            served=served,
+            on_rows=operators_on_rows(self.graph, strategy.parameters),
+        )
+
+    def _make_part(self, position: int, config: OpConfig) -> OperatorPart:
+        tiles = tuple(tiles_of(self.graph, position, config))
+        reductions = tuple(_reductions(self.graph, position, config, tiles))
+        holdings = tuple(_holdings(self.graph, position, tiles, reductions))
+        holders = _holders(self.graph, position, holdings)
+        return OperatorPart(tiles, reductions, holdings, holders, _reads(self.graph, position, tiles))
+
+    def _make_delivery(self, position: int, config: OpConfig, readers: tuple[OpConfig, ...]) -> Delivery:
+        """``readers``: configurations of the operators that read its outputs, in the graph's order."""
+        part = self._part(position, config)
+        reads = self._gather_reads(position, readers)
+        reductions = part.reductions
+        if config.replicas == 1:  # else a device's readers may be served by another replica's sum
+            reductions = tuple([self._scattered(reduction, reads) for reduction in part.reductions])
+        holdings, holders = part.holdings, part.holders
+        if any(reduction.cells for reduction in reductions):
+            holdings = tuple(_holdings(self.graph, position, part.tiles, reductions))
+            holders = _holders(self.graph, position, holdings)
+        fetches = tuple(
+            LocalFetch(tensor, box, device, holders[tensor].cover(box, device, self._distances(device)), tuple(consumers))
+            for (tensor, box, device), consumers in reads.items()
+        )
+        carriers = Carriers(self.graph.tensors, fetches, holdings, reductions)
+        return Delivery(part.tiles, reductions, holdings, fetches, tuple(carriers.messages), tuple(carriers.exchanges))
+
+    def _scattered(self, reduction: Reduction, reads: Mapping[Region, Sequence[Reader]]) -> Reduction:
+        """The reduction, leaving cells if the readers on its devices are better served so."""
+        if len(reduction.devices) < 2:
+            return reduction
+        tensor = self.graph.operators[reduction.operator].outputs[reduction.output].tensor
+        needed: dict[int, list[Box]] = {device: [] for device in reduction.devices}
+        for read, box, device in reads:
+            if read == tensor and device in needed:
+                needed[device].append(box)
+        cells = choose_cells(reduction.box, [needed[device] for device in reduction.devices])
+        return replace(reduction, cells=cells) if cells else reduction
+
+    def _gather_reads(self, position: int, readers: Sequence[OpConfig]) -> dict[Region, list[Reader]]:
+        """Distinct regions of the operator's outputs in the order of their first readers; operators that read the same are joined."""
+        outputs = {out.tensor for out in self.graph.operators[position].outputs}
+        gathered: dict[Region, list[Reader]] = {}
+        for reader, config in zip(self._readers[position], readers, strict=True):
+            for tensor, box, device, uses in self._part(reader, config).reads:
+                if tensor in outputs:
+                    gathered.setdefault((tensor, box, device), []).extend((reader, tile, place) for tile, place in uses)
+        return gathered
+
+    def _make_distances(self, device: int) -> tuple[int, ...]:
+        return tuple(self.topology.distance(source, device) for source in range(self.topology.device_count))
+
+    def _keep(
+        self, configs: Sequence[OpConfig], first_tile: Sequence[int], syncs: Mapping[str, SyncConfig]
+    ) -> tuple[tuple[Shard, ...], tuple[Served, ...]]:
+        """Who keeps what of the parameters."""
+        users = self.graph.parameter_users
+        shards: list[Shard] = []
+        served: list[Served] = []
+        for tensor in self.graph.parameters:
+            operators = sorted({position for position, _ in users.get(tensor.name, ())})
+            sync, first = syncs.get(tensor.name, SyncConfig()), len(shards)
+            parameter_cells = self._cells(tensor.name, tuple((position, configs[position]) for position in operators))
+            for index, (box, devices, uses) in enumerate(parameter_cells):
+                places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
+                if not (sync.method == "parameter_server" and tensor.requires_grad and self._is_served(tensor.name, devices, uses)):
+                    shards.append(Shard(tensor.name, len(shards) - first, box, devices, places, tensor.requires_grad))
+                    continue
+                kept = []
+                for number, part in enumerate(cut_rows(box, sync.partitions)):
+                    server = self._servers[server_of(self._first_servers[tensor.name], index, number, len(self._servers))]
+                    kept.append(len(shards))
+                    shards.append(Shard(tensor.name, len(shards) - first, part, (server,), places, True))
+                sparse = tensor.name in self.graph.sparse
+                leaders = self._leaders(devices) if sync.local_aggregation else devices
+                served.append(Served(tensor.name, index, box, devices, places, tuple(kept), sparse, leaders))
+        return tuple(shards), tuple(served)
+
+    def _leaders(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """For each of these devices (ascending) the first that is on its host."""
+        first: dict[int, int] = {}
+        return tuple([first.setdefault(self.topology.devices[device].host, device) for device in devices])
+
+    def _is_served(self, parameter: str, devices: Sequence[int], uses: Sequence[tuple[int, int, int]]) -> bool:
+        """Whether a region of a parameter that has a server is kept there: if it gets a gradient, and, unless rows of it are pulled, from
+        several devices."""
+        gets_gradient = any(operator in self.graph.backward_operators for operator, _, _ in uses)
+        return gets_gradient and (len(devices) > 1 or parameter in self.graph.sparse)
+
+    def _make_cells(self, parameter: str, configs: tuple[tuple[int, OpConfig], ...]) -> tuple[Cell, ...]:
+        """Cut a parameter along all regions that the tiles of these operators need of it."""
+        needed: dict[Box, list[tuple[int, int, int, int]]] = {}
+        for position, config in configs:
+            places = [k for k, operand in enumerate(self.graph.operators[position].parameters) if operand.tensor == parameter]
+            for tile in self._part(position, config).tiles:
+                for place in places:
+                    if volume(tile.parameters[place]) > 0:
+                        needed.setdefault(tile.parameters[place], []).append((position, tile.index, place, tile.device))
+        result: list[Cell] = []
+        grid = cells(needed)
+        disjoint = set(grid) == needed.keys()
+        for cell in grid:
+            users = needed[cell] if disjoint else [use for box, uses in needed.items() if contains(box, cell) for use in uses]
+            devices = tuple(sorted({device for *_, device in users}))
+            result.append((cell, devices, tuple(sorted((position, tile, place) for position, tile, place, _ in users))))
+        if result and self.graph.tensors[parameter].requires_grad:
+            result += [(box, result[0][1][:1], ()) for box in _unread(whole(self.graph.tensors[parameter].shape), grid)]
+        return tuple(result)
+
+
+def _unread(box: Box, read: Sequence[Box]) -> list[Box]:
+    """What no tile reads of a parameter. One process would keep it with a gradient of zero, and weight decay would change it."""
+    rest = [box]
+    for cell in read:
+        rest = [piece for part in rest for piece in subtract(part, cell)]
+    return rest
+
+
+def build_plan(graph: OperatorGraph, strategy: Strategy, topology: Topology) -> Plan:
+    """The plan of one strategy. For many strategies of one graph, keep a ``PlanBuilder``."""
+    return PlanBuilder(graph, topology).build(strategy)
+
+
+def _offsets(counts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(counts, initial=0))[:-1]
+
+
+def _reductions(graph: OperatorGraph, position: int, config: OpConfig, tiles: Sequence[Tile]) -> Iterator[Reduction]:
+    """The groups of partial results, if a summed factor is split. Outputs are not indexed by summed factors, so boxes agree."""
+    op = graph.operators[position]
+    summed = set(op.summed)
+    if prod(config.degrees[i] for i in summed) <= 1:
+        return
+    groups: dict[tuple[object, ...], list[Tile]] = {}
+    for tile in tiles:
+        kept = tuple(interval for i, interval in enumerate(tile.intervals) if i not in summed)
+        groups.setdefault((tile.replica, kept), []).append(tile)
+    for output in range(len(op.outputs)):
+        for group in groups.values():
+            box = group[0].outputs[output]
+            if volume(box) > 0:
+                devices = tuple(sorted({tile.device for tile in group}))
+                yield Reduction(position, output, group[0].replica, box, tuple(tile.index for tile in group), devices)
+
+
+def _holdings(graph: OperatorGraph, position: int, tiles: Sequence[Tile], reductions: Sequence[Reduction]) -> Iterator[Holding]:
+    """What lies where once the operator has run: its tiles' outputs, or the sums, or cells of them, on the devices of their groups."""
+    outputs = graph.operators[position].outputs
+    reduced = {reduction.output for reduction in reductions}
+    for place, reduction in enumerate(reductions):
+        first: dict[int, int] = {}
+        for index in reduction.tiles:
+            first.setdefault(tiles[index].device, index)
+        for i, device in enumerate(reduction.devices):
+            box = reduction.cells[i] if reduction.cells else reduction.box
+            if volume(box) > 0:
+                yield Holding(outputs[reduction.output].tensor, box, device, first[device], place)
+    for output, operand in enumerate(outputs):
+        for tile in tiles if output not in reduced else ():
+            if volume(tile.outputs[output]) > 0:
+                yield Holding(operand.tensor, tile.outputs[output], tile.device, tile.index)
+
+
+def _holders(graph: OperatorGraph, position: int, holdings: Sequence[Holding]) -> Mapping[str, HolderIndex]:
+    places: dict[str, list[int]] = {out.tensor: [] for out in graph.operators[position].outputs}
+    for place, holding in enumerate(holdings):
+        places[holding.tensor].append(place)
+    return {tensor: HolderIndex(tensor, own, holdings) for tensor, own in places.items()}
+
+
+def _readers(graph: OperatorGraph, position: int) -> tuple[int, ...]:
+    """The operators that read an operator's outputs, in order."""
+    outputs = graph.operators[position].outputs
+    return tuple(sorted({reader for out in outputs for reader, _ in graph.consumers.get(out.tensor, ())}))
+
+
+def _reads(graph: OperatorGraph, position: int, tiles: Sequence[Tile]) -> tuple[Read, ...]:
+    """Regions of activations that the operator needs, each once per device, in the order of their first readers."""
+    operands = graph.operators[position].inputs
+    activations = [(k, operand.tensor) for k, operand in enumerate(operands) if graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION]
+    readers: dict[tuple[str, Box, int], list[Use]] = {}
+    for tile in tiles:
+        for k, tensor in activations:
+            if volume(tile.inputs[k]) > 0:
+                readers.setdefault((tensor, tile.inputs[k], tile.device), []).append((tile.index, k))
+    return tuple((*key, tuple(uses)) for key, uses in readers.items())
+
+
+def _shifted_holdings(own: Delivery, first_tile: int, first_reduction: int) -> Iterator[Holding]:
+    for h in own.holdings:
+        reduction = None if h.reduction is None else first_reduction + h.reduction
+        yield Holding(h.tensor, h.box, h.device, first_tile + h.tile, reduction)
+
+
+def _shifted_fetches(own: Delivery, first_holding: int, first_tile: Sequence[int]) -> Iterator[Fetch]:
+    for f in own.fetches:
+        pieces = tuple([Piece(box, first_holding + holding) for box, holding in f.pieces])
+        consumers = tuple([(first_tile[reader] + tile, place) for reader, tile, place in f.consumers])
+        yield Fetch(f.tensor, f.box, f.device, pieces, consumers)
+
+
+def _shifted_parts(parts: Sequence[Part], first_fetch: int) -> tuple[Part, ...]:
+    return tuple([(first_fetch + fetch, piece) for fetch, piece in parts])

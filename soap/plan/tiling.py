@@ -1,0 +1,107 @@
+"""Tiles: an operator under a configuration, cut into the pieces that devices execute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from soap.model.graph import DimMap, Operand, Operator, OperatorGraph
+from soap.model.regions import Box, Interval, balanced, volume
+from soap.strategy.config import OpConfig
+
+Place = tuple[int, ...]
+"""By factor: which of its pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One piece of one operator on one device.
+
+    ``index`` is its position in ``OpConfig.devices`` (row-major over replica and factors). ``intervals``: one per factor. ``inputs``,
+    ``parameters``, ``outputs``: the region of each operand that it reads or writes, in the operator's operand order (may be empty).
+    ``on_rows``: of the parameters in which it looks rows up it has just these rows. A plan's tiles leave that open (``Plan.as_run``).
+    """
+
+    operator: int
+    index: int
+    replica: int
+    device: int
+    intervals: tuple[Interval, ...]
+    inputs: tuple[Box, ...]
+    parameters: tuple[Box, ...]
+    outputs: tuple[Box, ...]
+    on_rows: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of points of the operator's iteration space in this tile (1 if it has no factors)."""
+        return volume(self.intervals)
+
+
+def is_partial(op: Operator, intervals: Sequence[Interval]) -> bool:
+    """Whether what a tile makes is a part of a sum."""
+    return any(f.summed and interval != (0, f.size) for f, interval in zip(op.factors, intervals, strict=True))
+
+
+def is_widened(graph: OperatorGraph, tile: Tile) -> bool:
+    """Whether a tile is computed in float32, as a part of a sum of a lower type."""
+    op = graph.operators[tile.operator]
+    lower = any(t.partial_itemsize > t.itemsize for t in (graph.tensors[o.tensor] for o in op.outputs))
+    return lower and is_partial(op, tile.intervals)
+
+
+def made_bytes(graph: OperatorGraph, op: Operator, tile: Tile, output: int) -> int:
+    """Size of one of a tile's outputs."""
+    tensor = graph.tensors[op.outputs[output].tensor]
+    return volume(tile.outputs[output]) * (tensor.partial_itemsize if is_partial(op, tile.intervals) else tensor.itemsize)
+
+
+def tiles_of(graph: OperatorGraph, position: int, config: OpConfig) -> list[Tile]:
+    """All tiles of the operator at ``position`` under ``config``, in index order."""
+    op = graph.operators[position]
+    shapes = {o.tensor: graph.tensors[o.tensor].shape for o in (*op.inputs, *op.parameters, *op.outputs)}
+    pieces = [balanced(factor.size, degree) for factor, degree in zip(op.factors, config.degrees, strict=True)]
+    grid, places = list(product(*pieces)), list(product(*[range(len(own)) for own in pieces]))
+    columns = [_boxes(group, shapes, pieces, places) for group in (op.inputs, op.parameters, op.outputs)]
+    boxes = list(zip(*columns, strict=True))
+    return [
+        Tile(position, replica * len(grid) + i, replica, config.devices[replica * len(grid) + i], cell, *boxes[i])
+        for replica in range(config.replicas)
+        for i, cell in enumerate(grid)
+    ]
+
+
+def _boxes(
+    operands: Sequence[Operand], shapes: Mapping[str, tuple[int, ...]], pieces: Sequence[Sequence[Interval]], places: Sequence[Place]
+) -> list[tuple[Box, ...]]:
+    """The operands' regions for each cell of the grid. A dimension follows one factor, so that its intervals are found once per piece."""
+    tables = []
+    for operand in operands:
+        own: list[tuple[int | None, list[Interval]]] = []
+        for dim, size in zip(operand.dims, shapes[operand.tensor], strict=True):
+            parts = [()] if dim.factor is None else [((0, 0),) * dim.factor + (piece,) for piece in pieces[dim.factor]]
+            own.append((dim.factor, [dim.interval(part, size) for part in parts]))
+        tables.append(own)
+    return [
+        tuple([tuple([found[0 if factor is None else place[factor]] for factor, found in own]) for own in tables])
+        for place in places
+    ]
+
+
+def iteration_points(op: Operator) -> int:
+    """Number of points of the operator's whole iteration space."""
+    points = 1
+    for factor in op.factors:
+        points *= factor.size
+    return points
+
+
+def windows(op: Operator) -> list[int]:
+    """Inputs over which a window slides (convolution, pooling): positions beyond the border are padded."""
+    return [k for k, operand in enumerate(op.inputs) if any(is_window(dim) for dim in operand.dims)]
+
+
+def is_window(dim: DimMap) -> bool:
+    """Whether an input's dimension is read through a window that may reach over its border."""
+    return dim.factor is not None and (dim.lo < 0 < dim.hi or dim.hi > dim.scale)

@@ -1,0 +1,1 @@
+"""Checkpoints that any other plan can go on from."""

@@ -1,0 +1,302 @@
+"""Checkpoints of a training under way: saved from the shards of one strategy, loaded into those of any other, on any number of ranks.
+
+Tensors are named as in the user's model: ``model.<parameter or buffer>`` and ``optim.state.<parameter>.<key>``, each as a tensor
+of the full shape, of which every rank writes and reads regions. Beside them a checkpoint has the step and the seed. These two are
+the whole state of random numbers: dropout's are a function of (seed, step, call).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from soap.errors import CheckpointError, SoapError
+from soap.model.regions import lengths, subtract, volume, whole
+from soap.plan.plan import Plan
+from soap.runtime.checkpoint.folder import MANIFEST, begin, discard, publish, resolve, unwritable
+from soap.runtime.checkpoint.manifest import Manifest, ParameterState, damaged, model_name, read_manifest, state_name
+from soap.runtime.checkpoint.storage import CheckpointReader, CheckpointWriter, Region, RegionLoadPlanner, RegionSavePlanner
+from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.sync.shards import ShardStore
+from soap.runtime.updates import schedules, state
+from soap.runtime.updates.optimizers import recorded_name
+from soap.runtime.updates.parts import Part
+from soap.runtime.updates.schedules import Schedule
+from soap.tracing.model import TracedModel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a checkpoint has to know of a training on this rank. ``parts``: what the optimizer updates. ``place``: a tensor on this rank's
+    device, in the type computed in."""
+
+    model: TracedModel
+    plan: Plan
+    comm: Communicator
+    shards: ShardStore
+    parts: Mapping[int, Part]
+    optimizer: torch.optim.Optimizer | None
+    schedule: Schedule
+    place: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint says beyond shards and optimizers. ``unchanged``: on rank 0, what training does not change, by name."""
+
+    step: int
+    seed: int
+    buffers: Mapping[str, torch.Tensor]
+    unchanged: Mapping[str, torch.Tensor]
+
+
+def save_checkpoint(
+    folder: str | Path, training: Training, step: int, seed: int, buffers: Mapping[str, torch.Tensor], keep: int | None = None
+) -> Path:
+    """Save on all ranks at once; the new checkpoint's path. ``buffers``: in full, on rank 0.
+
+    Nothing is written if something cannot be kept.
+    """
+    if keep is not None and keep < 1:
+        raise CheckpointError(f"keep {keep}: expected at least 1, or None for all")
+    comm = training.comm
+    here = _together(comm, lambda: state.known_here(training.parts, training.optimizer))
+    everywhere = comm.gather(here)
+    known = _together(comm, lambda: state.join(everywhere))
+    own = _together(comm, training.schedule.record)
+    records = comm.gather(own)
+    schedule = _together(comm, lambda: schedules.joined(records))
+    begun = _together(comm, lambda: begin(folder, step) if comm.rank == 0 else None)
+    temporary, save_id = comm.gather((begun, secrets.token_hex(8)))[0]
+    manifest = replace(_manifest(training, step, seed, save_id, known), schedule=schedule)
+    try:
+        _together(comm, lambda: _require_visible(temporary))
+        planner = RegionSavePlanner(_regions_to_save(training, known, buffers), manifest)
+        writer = CheckpointWriter(temporary, manifest)
+        _through_torch(Path(folder), lambda: save({}, storage_writer=writer, planner=planner))
+        published = _together(comm, lambda: publish(temporary, step, keep) if comm.rank == 0 else None)
+    except BaseException:
+        if comm.rank == 0:
+            discard(temporary)
+        raise
+    final: Path = comm.gather(published)[0]
+    return final
+
+
+def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, torch.Tensor]) -> Loaded:
+    """Fill shards, and the optimizer's state, from a checkpoint or the latest in a folder; on all ranks at once.
+
+    ``buffers``: tensors like those that are wanted. Nothing is changed if the checkpoint does not fit or lacks something; if a file
+    turns out to be damaged inside, shards may be changed in part.
+    """
+    comm, plan, tensors = training.comm, training.plan, training.shards.tensors
+    checkpoint, manifest = _together(comm, lambda: _read(path, training, buffers))
+    ids = comm.gather(manifest.save_id)
+    if len(set(ids)) > 1:
+        raise CheckpointError(f"ranks see different checkpoints at {str(path)!r}; expected a folder that all ranks share")
+    schedules.require_same(comm.gather(training.schedule.name), manifest.schedule, str(checkpoint))
+    read_buffers = {name: torch.empty_like(tensor) for name, tensor in buffers.items()}
+    regions = [Region(model_name(name), tuple(t.shape), whole(t.shape), t) for name, t in read_buffers.items()]
+    for number, tensor in tensors.items():
+        shard = plan.shards[number]
+        regions.append(Region(model_name(shard.parameter), plan.graph.tensors[shard.parameter].shape, shard.box, tensor))
+    unchanged = _unchanged_to_read(training, manifest) if comm.rank == 0 else {}
+    regions += [Region(model_name(name), tuple(t.shape), whole(t.shape), t) for name, t in unchanged.items()]
+    found = _together(comm, lambda: _state_to_read(training, manifest))
+    regions += found.values()
+    reader, planner = CheckpointReader(checkpoint, manifest), RegionLoadPlanner(regions, manifest)
+    _through_torch(checkpoint, lambda: load({}, storage_reader=reader, planner=planner))
+    read = {key: region.tensor for key, region in found.items()}
+    _together(comm, lambda: state.restore(training.optimizer, training.parts, manifest.states, read))
+    if manifest.schedule is not None:
+        record = manifest.schedule
+        _together(comm, lambda: training.schedule.restore(record))
+    return Loaded(manifest.step, manifest.seed, read_buffers, unchanged)
+
+
+def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a checkpoint, or of the latest in a folder, by the names of the user's model; in this process alone.
+
+    The module that was exported can load it. No ranks are needed, and no pickle is read.
+    """
+    checkpoint = resolve(path)
+    manifest = read_manifest(checkpoint)
+    _check_dtypes(checkpoint, manifest)
+    prefix = model_name("")
+    full: dict[str, torch.Tensor] = {}
+    for name, stored in manifest.tensors.items():
+        if name.startswith(prefix):
+            full[name.removeprefix(prefix)] = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    planner = RegionLoadPlanner([Region(model_name(n), tuple(t.shape), whole(t.shape), t) for n, t in full.items()], manifest)
+    CheckpointReader(checkpoint, manifest).read_data(planner.create_local_plan(), planner)
+    return {**full, **{alias: full[name] for alias, name in manifest.aliases.items()}}
+
+
+def _regions_to_save(training: Training, known: state.Known, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
+    """Each shard's first device writes it. Rank 0 writes the rest: what no rank keeps, buffers, and single numbers of the optimizer."""
+    plan, rank = training.plan, training.comm.rank
+    regions = []
+    for number, tensor in training.shards.tensors.items():
+        shard = plan.shards[number]
+        if shard.devices[0] != rank:
+            continue
+        shape = plan.graph.tensors[shard.parameter].shape
+        regions.append(Region(model_name(shard.parameter), shape, shard.box, tensor))
+        if number in training.parts and training.optimizer is not None:
+            regions += _state_to_save(training.parts[number], training.optimizer, known)
+    if rank == 0:
+        regions += _unread_regions(training)
+        others = {**{name: training.place(tensor) for name, tensor in training.model.unchanged.items()}, **buffers}
+        regions += [Region(model_name(name), tuple(t.shape), whole(t.shape), t) for name, t in others.items()]
+        for (name, key), value in known.scalars.items():
+            tensor = torch.tensor(value, dtype=known.dtypes[name, key])
+            regions.append(Region(state_name(name, key), (), (), tensor))
+    return regions
+
+
+def _state_to_save(part: Part, optimizer: torch.optim.Optimizer, known: state.Known) -> list[Region]:
+    own, state = known.states.get(part.parameter, ParameterState()), optimizer.state.get(part.tensor, {})
+    regions = [Region(state_name(part.parameter, key), part.shape, part.box, state[key]) for key in own.regions]
+    for key in own.others:
+        shape = tuple(state[key].shape)
+        regions.append(Region(state_name(part.parameter, key), shape, whole(shape), state[key]))
+    return regions
+
+
+def _unread_regions(training: Training) -> list[Region]:
+    """What no tile reads of a frozen parameter has no shard: it is as it was exported."""
+    boxes: dict[str, list[tuple[tuple[int, int], ...]]] = {}
+    for shard in training.plan.shards:
+        boxes.setdefault(shard.parameter, []).append(shard.box)
+    regions = []
+    for name, tensor in training.model.parameters.items():
+        left = [whole(tensor.shape)]
+        for box in boxes.get(name, ()):
+            left = [piece for rest in left for piece in subtract(rest, box)]
+        for box in left:
+            if volume(box) or name not in boxes:
+                part = tensor.detach()[tuple(slice(a, b) for a, b in box)]
+                regions.append(Region(model_name(name), tuple(tensor.shape), box, training.place(part)))
+    return regions
+
+
+def _unchanged_to_read(training: Training, manifest: Manifest) -> dict[str, torch.Tensor]:
+    result = {}
+    for name, tensor in training.model.unchanged.items():
+        stored = manifest.tensors.get(model_name(name))
+        if stored is not None and stored.shape == tuple(tensor.shape):
+            result[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return result
+
+
+def _state_to_read(training: Training, manifest: Manifest) -> dict[tuple[int, str], Region]:
+    """Empty tensors for the optimizer's state of this rank's parts, by (part, key)."""
+    optimizer = training.optimizer
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
+    found = {}
+    for number, part in training.parts.items():
+        known = manifest.states.get(part.parameter)
+        if known is None or id(part.tensor) not in mine:
+            continue
+        if known.others and not part.is_whole:
+            raise CheckpointError(
+                f"the optimizer's state {known.others[0]!r} of {part.parameter!r} was saved of the whole parameter, and this plan cuts it; "
+                "go on with a plan that keeps it whole, such as data_parallel"
+            )
+        for key in (*known.regions, *known.scalars, *known.others):
+            name = state_name(part.parameter, key)
+            stored = manifest.tensors[name]
+            dtype: torch.dtype = getattr(torch, stored.dtype)
+            box = part.box if key in known.regions else whole(stored.shape)
+            device = torch.device("cpu") if key in known.scalars else part.tensor.device
+            found[number, key] = Region(name, stored.shape, box, torch.empty(lengths(box), dtype=dtype, device=device))
+    return found
+
+
+def _read(path: str | Path, training: Training, buffers: Mapping[str, torch.Tensor]) -> tuple[Path, Manifest]:
+    """The checkpoint's manifest, if it fits to this training."""
+    checkpoint = resolve(path)
+    manifest = read_manifest(checkpoint)
+    _check_dtypes(checkpoint, manifest)
+    own = {name: tuple(t.shape) for name, t in (*training.model.parameters.items(), *buffers.items())}
+    theirs = {name: manifest.tensors[model_name(name)].shape for name in (*manifest.parameters, *manifest.buffers)}
+    for name in (*own, *theirs):
+        if own.get(name) != theirs.get(name):
+            shown = [f"shape {list(shapes[name])}" if name in shapes else "no such tensor" for shapes in (theirs, own)]
+            raise CheckpointError(
+                f"checkpoint {str(checkpoint)!r} is of another model ({manifest.model!r}, not {training.plan.graph.name!r}): "
+                f"{name!r} has {shown[0]} there, {shown[1]} here; load it into the model that it was saved from"
+            )
+    optimizer = recorded_name(training.optimizer) if training.optimizer is not None else None
+    if None not in (optimizer, manifest.optimizer) and optimizer != manifest.optimizer:
+        raise CheckpointError(
+            f"checkpoint {str(checkpoint)!r} was saved with optimizer {manifest.optimizer}, this run has {optimizer}; "
+            "use the same optimizer"
+        )
+    return checkpoint, manifest
+
+
+def _check_dtypes(checkpoint: Path, manifest: Manifest) -> None:
+    for name, tensor in manifest.tensors.items():
+        if not isinstance(getattr(torch, tensor.dtype, None), torch.dtype):
+            raise damaged(checkpoint / MANIFEST, f"{name!r} has the unknown dtype {tensor.dtype!r}")
+
+
+def _manifest(training: Training, step: int, seed: int, save_id: str, known: state.Known) -> Manifest:
+    """The manifest, but for where things are."""
+    model, graph = training.model, training.plan.graph
+    aliases = {alias: name for alias, name in graph.aliases.items() if name in model.parameters or name in model.buffers}
+    return Manifest(
+        save_id=save_id,
+        step=step,
+        seed=seed,
+        model=graph.name,
+        parameters=tuple(model.parameters),
+        buffers=tuple(model.buffers),
+        aliases=aliases,
+        optimizer=known.optimizer,
+        states=known.states,
+        tensors={},
+    )
+
+
+def _require_visible(temporary: Path) -> None:
+    if not temporary.is_dir():
+        raise CheckpointError(f"folder {str(temporary.parent)!r} is not seen by all ranks; expected a file system that they share")
+
+
+def _together(comm: Communicator, action: Callable[[], T]) -> T:
+    """Do something on this rank; a failure on any rank is raised on all."""
+    failure, result = "", []
+    try:
+        result.append(action())
+    except CheckpointError as error:
+        failure = str(error)
+    for found in comm.gather(failure):
+        if found:
+            raise CheckpointError(found)
+    return result[0]
+
+
+def _through_torch(folder: Path, action: Callable[[], object]) -> None:
+    """Torch tells all ranks of what failed on any; here it becomes one line."""
+    try:
+        action()
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, SoapError):
+            raise CheckpointError(str(cause)) from None
+        if isinstance(cause, OSError):
+            raise unwritable(folder, cause) from None
+        what = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        raise CheckpointError(f"checkpoint {str(folder)!r} failed on rank {rank}: {what}") from None

@@ -1,0 +1,247 @@
+"""``soap.json`` of a checkpoint: what it holds, and where. Plain JSON that is checked on reading, so that no pickle need be read.
+
+Torch's own index of a checkpoint is a pickle, which could run code; it is written for other tools, and never read here. No torch in
+this module.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from soap.errors import CheckpointError
+from soap.files import read_text
+from soap.model.regions import Box, contains, volume, whole
+from soap.runtime.checkpoint.folder import MANIFEST
+
+FORMAT = "soap-checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A region of a tensor, and the part of a file that holds it."""
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor by its chunks, which are disjoint and cover it. ``dtype``: torch's name without the prefix."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterState:
+    """What the optimizer knows of a parameter. ``options``: those of its group. ``regions``: names of the state that is split like the
+    parameter; ``scalars``: of single numbers that are tensors; ``values``: plain numbers; ``others``: names of tensors of other shapes, of
+    a parameter that is kept whole."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    regions: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint. ``aliases``: further names of tied parameters. ``optimizer``: name of its class, None without anything to train.
+    ``schedule``: see ``runtime.schedules``."""
+
+    save_id: str
+    step: int
+    seed: int
+    model: str
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    aliases: Mapping[str, str]
+    optimizer: str | None
+    states: Mapping[str, ParameterState]
+    tensors: Mapping[str, StoredTensor]
+    schedule: Mapping[str, Any] | None = None
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Data files and their sizes in bytes."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.length)
+        return sizes
+
+    def text(self) -> str:
+        """The file's content. What few checkpoints have is left out of the others, which older programs can then read."""
+        content = asdict(self)
+        for state in content["states"].values():
+            if not state["others"]:
+                del state["others"]
+        if content["schedule"] is None:
+            del content["schedule"]
+        return json.dumps({"format": FORMAT, "version": VERSION, **content}) + "\n"
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there in full; CheckpointError in one line otherwise."""
+    path = checkpoint / MANIFEST
+    try:
+        document = json.loads(read_text(path, what="checkpoint", error=CheckpointError))
+    except (ValueError, RecursionError):
+        raise damaged(path, "it is no valid JSON") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise damaged(path, f"expected {FORMAT!r} as its format")
+    version = document.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise CheckpointError(f"checkpoint {str(checkpoint)!r} has version {str(version)[:40]!r}; this program reads version {VERSION}")
+    _check_schema(path, document)
+    manifest = _manifest(path, document)
+    for name, size in manifest.files.items():
+        _check_file(checkpoint / name, size)
+    return manifest
+
+
+def model_name(name: str) -> str:
+    """A parameter's or buffer's name among the tensors of a checkpoint."""
+    return f"model.{name}"
+
+
+def state_name(parameter: str, key: str) -> str:
+    """The name of a part of the optimizer's state among the tensors of a checkpoint."""
+    return f"optim.state.{parameter}.{key}"
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """The error for a file that is not as it was written."""
+    return CheckpointError(f"checkpoint file {str(path)!r} is damaged: {what}; take another checkpoint")
+
+
+def _check_file(path: Path, size: int) -> None:
+    if not path.is_file():
+        raise damaged(path, "it is missing")
+    if path.stat().st_size != size:
+        raise damaged(path, f"it has {path.stat().st_size} bytes, expected {size}")
+
+
+def _record(properties: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    every = {**properties, **(optional or {})}
+    return {"type": "object", "properties": every, "required": list(properties), "additionalProperties": False}
+
+
+def _map(values: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": values}
+
+
+_NAMES = {"type": "array", "items": {"type": "string"}}
+_NATURAL = {"type": "integer", "minimum": 0, "maximum": 2**62}
+_INTERVAL = {"type": "array", "items": _NATURAL, "minItems": 2, "maxItems": 2}
+_FILE = re.compile(r"__\d+_\d+\.distcp")
+_CHUNK = _record(
+    {
+        "box": {"type": "array", "items": _INTERVAL},
+        "file": {"type": "string", "pattern": f"^{_FILE.pattern}$"},
+        "offset": _NATURAL,
+        "length": _NATURAL,
+    }
+)
+SCHEMA: dict[str, Any] = _record(
+    {
+        "format": {"const": FORMAT},
+        "version": {"const": VERSION},
+        "save_id": {"type": "string"},
+        "step": _NATURAL,
+        "seed": {"type": "integer"},
+        "model": {"type": "string"},
+        "parameters": _NAMES,
+        "buffers": _NAMES,
+        "aliases": _map({"type": "string"}),
+        "optimizer": {"type": ["string", "null"]},
+        "states": _map(
+            _record({"options": {"type": "object"}, "regions": _NAMES, "scalars": _NAMES, "values": {"type": "object"}}, {"others": _NAMES})
+        ),
+        "tensors": _map(
+            _record(
+                {
+                    "dtype": {"type": "string", "pattern": "^[a-z0-9_]{1,40}$"},
+                    "shape": {"type": "array", "items": _NATURAL},
+                    "chunks": {"type": "array", "items": _CHUNK},
+                }
+            )
+        ),
+    },
+    {"schedule": _record({"name": {"type": "string"}, "state": {"type": "object"}})},
+)
+
+
+def _check_schema(path: Path, document: dict[str, Any]) -> None:
+    from jsonschema import Draft202012Validator  # slow to import, and needed for files only
+    from jsonschema.exceptions import best_match
+
+    error = best_match(Draft202012Validator(SCHEMA).iter_errors(document))
+    if error is not None:
+        place = "/".join(str(part)[:60] for part in error.absolute_path) or "top level"
+        raise damaged(path, f"at {place}: {' '.join(error.message.split())[:120]}")
+
+
+def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
+    """The values of a document that is valid by the schema, with what the schema cannot say checked."""
+    tensors = {}
+    for name, entry in document["tensors"].items():
+        shape = tuple(int(size) for size in entry["shape"])
+        chunks = tuple(
+            Chunk(tuple((int(a), int(b)) for a, b in chunk["box"]), chunk["file"], int(chunk["offset"]), int(chunk["length"]))
+            for chunk in entry["chunks"]
+        )
+        for chunk in chunks:
+            if len(chunk.box) != len(shape) or any(a > b for a, b in chunk.box) or not contains(whole(shape), chunk.box):
+                raise damaged(path, f"region {chunk.box} of {name!r} lies outside its shape {shape}")
+        if sum(volume(chunk.box) for chunk in chunks) != prod(shape):
+            raise damaged(path, f"the regions of {name!r} do not cover its shape {shape}")
+        tensors[name] = StoredTensor(entry["dtype"], shape, chunks)
+    states = {
+        name: ParameterState(
+            entry["options"], tuple(entry["regions"]), tuple(entry["scalars"]), entry["values"], tuple(entry.get("others", ()))
+        )
+        for name, entry in document["states"].items()
+    }
+    _check_complete(path, document, tensors, states)
+    return Manifest(
+        save_id=document["save_id"],
+        step=int(document["step"]),
+        seed=int(document["seed"]),
+        model=document["model"],
+        parameters=tuple(document["parameters"]),
+        buffers=tuple(document["buffers"]),
+        aliases=dict(document["aliases"]),
+        optimizer=document["optimizer"],
+        states=states,
+        tensors=tensors,
+        schedule=document.get("schedule"),
+    )
+
+
+def _check_complete(
+    path: Path, document: Mapping[str, Any], tensors: Mapping[str, StoredTensor], states: Mapping[str, ParameterState]
+) -> None:
+    """Every parameter, buffer and state that is named has its tensor, in the right shape."""
+    for name in (*document["parameters"], *document["buffers"], *document["aliases"].values()):
+        if model_name(name) not in tensors:
+            raise damaged(path, f"it lacks {name!r}")
+    for name, state in states.items():
+        for key in (*state.regions, *state.scalars):
+            found, parameter = tensors.get(state_name(name, key)), tensors.get(model_name(name))
+            if found is None or parameter is None or found.shape != (parameter.shape if key in state.regions else ()):
+                raise damaged(path, f"it lacks state {key!r} of {name!r} in the shape that belongs to it")
+        for key in state.others:
+            if state_name(name, key) not in tensors:
+                raise damaged(path, f"it lacks state {key!r} of {name!r}")

@@ -1,0 +1,248 @@
+"""Regions of named tensors to and from files, through the planners and storage layers of torch.distributed.checkpoint.
+
+Files and index are those of that library's own writer, so that its tools read them. We read by the manifest, and each chunk with
+torch's weights-only unpickler. A chunk has at most ``CHUNK_BYTES``: whoever needs a part of it reads all of it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.futures import Future
+
+from soap.errors import CheckpointError
+from soap.files import write_text_atomically
+from soap.model.regions import Box, intersect, lengths, relative, volume
+from soap.runtime.checkpoint.folder import MANIFEST, unwritable
+from soap.runtime.checkpoint.manifest import Chunk, Manifest, StoredTensor, damaged, model_name, state_name
+
+CHUNK_BYTES = 32 * 2**20
+
+
+class Region(NamedTuple):
+    """A region of the tensor ``name`` of this ``shape``: the tensor that holds it, or takes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+
+
+def halved(box: Box, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> list[Box]:
+    """The box in pieces of at most so many bytes, cut along its first dimensions, so that each lies in one piece of memory."""
+    dim = next((d for d, (start, stop) in enumerate(box) if stop - start > 1), None)
+    if dim is None or volume(box) * itemsize <= limit_bytes:
+        return [box]
+    start, stop = box[dim]
+    middle = (start + stop) // 2
+    halves = [(*box[:dim], part, *box[dim + 1 :]) for part in ((start, middle), (middle, stop))]
+    return [piece for half in halves for piece in halved(half, itemsize, limit_bytes)]
+
+
+def _offsets(box: Box) -> torch.Size:
+    return torch.Size([start for start, _ in box])
+
+
+class RegionSavePlanner(DefaultSavePlanner):
+    """Writes this rank's regions."""
+
+    def __init__(self, regions: Sequence[Region], manifest: Manifest) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._regions = regions
+        self._manifest = manifest
+        self._data: dict[MetadataIndex, torch.Tensor] = {}
+
+    def set_up_planner(self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
+        """The regions come from the constructor; the state dict is empty."""
+        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """One item per chunk."""
+        items = []
+        for region in self._regions:
+            for box in halved(region.box, region.tensor.element_size()):
+                index = MetadataIndex(region.name, _offsets(box))
+                self._data[index] = region.tensor.detach()[relative(box, region.box)]
+                chunk = ChunkStorageMetadata(_offsets(box), torch.Size(lengths(box)))
+                data = TensorWriteData(chunk, TensorProperties(region.tensor.dtype), torch.Size(region.shape))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Torch's own, which checks that chunks are disjoint and cover their tensors; with the keys under which its tools nest tensors."""
+        plans, metadata = super().create_global_plan(all_plans)
+        paths: dict[str, tuple[str, ...]] = {name: ("model", name.removeprefix("model.")) for name in metadata.state_dict_metadata}
+        paths.update({model_name(alias): ("model", alias) for alias in self._manifest.aliases})
+        for name, state in self._manifest.states.items():
+            paths.update({state_name(name, key): ("optim", "state", name, key) for key in (*state.regions, *state.scalars)})
+        return plans, replace(metadata, planner_data=paths)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The chunk's tensor."""
+        return self._data[write_item.index]
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Torch's writer, which writes our manifest as well (on rank 0) and knows tied parameters by all their names."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._manifest = manifest
+
+    def storage_meta(self) -> StorageMeta:
+        """Without the path, which is a temporary one."""
+        return StorageMeta(save_id=self._manifest.save_id)
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        """As torch does, but what the system says of a failure is kept."""
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise error if cause is None else unwritable(self._folder.parent, cause) from None
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write manifest and index, once all ranks have written their chunks."""
+        places = {result.index: result.storage_data for result in (result for own in results for result in own)}
+        tensors = {name: _stored(name, entry, places) for name, entry in metadata.state_dict_metadata.items()}
+        write_text_atomically(self._folder / MANIFEST, replace(self._manifest, tensors=tensors).text(), error=CheckpointError)
+        again = []
+        for alias, name in self._manifest.aliases.items():
+            entry = metadata.state_dict_metadata[model_name(name)]
+            assert isinstance(entry, TensorStorageMetadata)
+            metadata.state_dict_metadata[model_name(alias)] = entry
+            for chunk in entry.chunks:
+                place = places[MetadataIndex(model_name(name), chunk.offsets)]
+                again.append(WriteResult(MetadataIndex(model_name(alias), chunk.offsets), 0, place))
+        super().finish(metadata, [*results, again])
+
+
+def _stored(name: str, entry: Any, places: Mapping[MetadataIndex, Any]) -> StoredTensor:
+    chunks = []
+    for chunk in entry.chunks:
+        box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        place = places[MetadataIndex(name, chunk.offsets)]
+        chunks.append(Chunk(box, place.relative_path, place.offset, place.length))
+    return StoredTensor(str(entry.properties.dtype).removeprefix("torch."), tuple(entry.size), tuple(chunks))
+
+
+class CheckpointReader(StorageReader):
+    """Reads chunks where the manifest says they are."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._chunks: dict[MetadataIndex, tuple[Chunk, str]] = {}
+        for name, tensor in manifest.tensors.items():
+            for chunk in tensor.chunks:
+                self._chunks[MetadataIndex(name, _offsets(chunk.box))] = (chunk, tensor.dtype)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing to forget."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Our planner reads by the manifest: torch's index is a pickle."""
+        return Metadata({})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """All is set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        """Read each chunk once, for all who need parts of it."""
+        wanted: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in plan.items:
+            wanted.setdefault(item.storage_index, []).append(item)
+        for index in sorted(wanted, key=lambda i: (self._chunks[i][0].file, self._chunks[i][0].offset)):
+            tensor = self._read(*self._chunks[index])
+            for item in wanted[index]:
+                planner.resolve_tensor(item).copy_(tensor[_slices(item.storage_offsets, item.lengths)])
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, chunk: Chunk, dtype: str) -> torch.Tensor:
+        path = self._folder / chunk.file
+        try:
+            with path.open("rb") as stream:
+                stream.seek(chunk.offset)
+                tensor = torch.load(io.BytesIO(stream.read(chunk.length)), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise damaged(path, f"its part at byte {chunk.offset} cannot be read ({type(error).__name__})") from None
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != lengths(chunk.box) or str(tensor.dtype) != f"torch.{dtype}":
+            raise damaged(path, f"its part at byte {chunk.offset} is no {dtype} tensor of shape {lengths(chunk.box)}")
+        return tensor
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Readers are made for a folder."""
+        return False
+
+
+class RegionLoadPlanner(DefaultLoadPlanner):
+    """Fills regions from the chunks that overlap them."""
+
+    def __init__(self, regions: Sequence[Region], manifest: Manifest) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._regions = regions
+        self._manifest = manifest
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """The regions come from the constructor; the state dict is empty."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """One item per region and chunk. The target's index is the region's position."""
+        items = []
+        for position, region in enumerate(self._regions):
+            for chunk in self._manifest.tensors[region.name].chunks:
+                common = intersect(region.box, chunk.box)
+                if common is None:
+                    continue
+                item = ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(region.name, index=position),
+                    dest_offsets=_offsets(tuple((a - o, b - o) for (a, b), (o, _) in zip(common, region.box, strict=True))),
+                    storage_index=MetadataIndex(region.name, _offsets(chunk.box)),
+                    storage_offsets=_offsets(tuple((a - o, b - o) for (a, b), (o, _) in zip(common, chunk.box, strict=True))),
+                    lengths=torch.Size(lengths(common)),
+                )
+                items.append(item)
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The part of the region's tensor that takes the data."""
+        position = read_item.dest_index.index
+        assert position is not None
+        return self._regions[position].tensor.detach()[_slices(read_item.dest_offsets, read_item.lengths)]
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))

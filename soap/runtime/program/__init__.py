@@ -1,0 +1,1 @@
+"""What every rank does, in one order, worked out from a plan before any step."""

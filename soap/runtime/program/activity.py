@@ -1,0 +1,140 @@
+"""What hangs together in a plan, and where gradients flow in it. Pure data, no torch.
+
+A tile is *active* if it has a backward pass: a gradient reaches one of its outputs. Everything follows from the plan alone, so that all
+ranks agree on who sends which gradient to whom without asking each other. The simulator's lowering follows the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from soap.model.graph import OperatorGraph
+from soap.plan.plan import Exchange, Message, Plan, local_pieces, remote_parts
+
+ValueKey = tuple[Literal["holding", "fetch"], int]
+"""What a rank computes with, besides parameters: a holding or a fetch of its own, by its position in the plan."""
+
+Carrier = tuple[Literal["message", "exchange"], int]
+"""What brings parts of fetches, by its position in the plan."""
+
+
+class PlanIndex:
+    """Look-up tables of a plan.
+
+    ``fetch_of``: (tile, input) -> fetch. ``direct``: tile -> [(output, holding)] of what it leaves on its device without a reduction.
+    ``partial``: (tile, output) -> the reduction that it contributes to. ``reduced``: (reduction, device) -> holding.
+    ``fetches_from``: holding -> the fetches that take a piece of it. ``carriers``: fetch -> the messages and exchanges that bring parts of
+    it; fetches of what is all on their device are missing. ``carriers_from``: holding -> the messages and exchanges that take parts of
+    it. ``moves``: these messages and exchanges themselves.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.fetch_of = {consumer: i for i, fetch in enumerate(plan.fetches) for consumer in fetch.consumers}
+        self.partial = {(tile, r.output): i for i, r in enumerate(plan.reductions) for tile in r.tiles}
+        self.direct: dict[int, list[tuple[int, int]]] = {}
+        self.reduced: dict[tuple[int, int], int] = {}
+        self.fetches_from: list[list[int]] = [[] for _ in plan.holdings]
+        for place, holding in enumerate(plan.holdings):
+            if holding.reduction is not None:
+                self.reduced[holding.reduction, holding.device] = place
+            else:
+                outputs = plan.operator(plan.tiles[holding.tile]).outputs
+                output = next(k for k, operand in enumerate(outputs) if operand.tensor == holding.tensor)
+                self.direct.setdefault(holding.tile, []).append((output, place))
+        for number, fetch in enumerate(plan.fetches):
+            for piece in fetch.pieces:
+                if number not in self.fetches_from[piece.holding][-1:]:
+                    self.fetches_from[piece.holding].append(number)
+        self.moves: dict[Carrier, Message | Exchange] = {}
+        self.moves.update({("message", number): message for number, message in enumerate(plan.messages)})
+        self.moves.update({("exchange", number): exchange for number, exchange in enumerate(plan.exchanges)})
+        self.carriers: dict[int, list[Carrier]] = {}
+        self.carriers_from: dict[int, list[Carrier]] = {}
+        for key, carrier in self.moves.items():
+            for number in dict.fromkeys(fetch for fetch, _ in carrier.parts):
+                self.carriers.setdefault(number, []).append(key)
+            for place in dict.fromkeys(holding for *_, holding in remote_parts(plan, carrier.parts)):
+                self.carriers_from.setdefault(place, []).append(key)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """``operators``: positions of those that run when the backward pass is over (see ``loss_epilogue``). ``seeds``: tensor -> the loss's gradient by
+    it, where the backward pass begins."""
+
+    operators: frozenset[int]
+    seeds: Mapping[str, float]
+
+
+def no_tail(graph: OperatorGraph) -> Tail:
+    """The backward pass begins with the loss."""
+    return Tail(frozenset(), {graph.loss: 1.0})
+
+
+@dataclass
+class Activity:
+    """Which parts of a plan carry gradients. ``seeds``: tiles of whose outputs (or partial results) the gradient is known at once."""
+
+    tiles: set[int] = field(default_factory=set)
+    fetches: set[int] = field(default_factory=set)
+    holdings: set[int] = field(default_factory=set)
+    reductions: set[int] = field(default_factory=set)
+    seeds: set[int] = field(default_factory=set)
+
+
+def find_activity(plan: Plan, index: PlanIndex, seeds: Iterable[str]) -> Activity:
+    """Follow the gradients back to the inputs from replica 0 of these tensors: the loss, or what it is a sum of."""
+    graph, found = plan.graph, Activity()
+    first = {graph.producers[name][0] for name in seeds if name in graph.producers and graph.tensors[name].requires_grad}
+    found.seeds = {i for i, tile in enumerate(plan.tiles) if tile.operator in first and tile.replica == 0}
+    consumed: list[set[int]] = [set() for _ in plan.tiles]
+    for number, fetch in enumerate(plan.fetches):
+        for tile, _ in fetch.consumers:
+            consumed[tile].add(number)
+    for tile in range(len(plan.tiles) - 1, -1, -1):  # operators are in topological order, and so are their tiles
+        if not _reached(tile, plan, index, found):
+            continue
+        found.tiles.add(tile)
+        for number in consumed[tile]:
+            if graph.tensors[plan.fetches[number].tensor].requires_grad:
+                found.fetches.add(number)
+                found.holdings.update(piece.holding for piece in plan.fetches[number].pieces)
+    for (reduction, _), holding in index.reduced.items():
+        if holding in found.holdings:
+            found.reductions.add(reduction)
+    return found
+
+
+def _reached(tile: int, plan: Plan, index: PlanIndex, found: Activity) -> bool:
+    if tile in found.seeds or any(holding in found.holdings for _, holding in index.direct.get(tile, ())):
+        return True
+    for output in range(len(plan.operator(plan.tiles[tile]).outputs)):
+        reduction = index.partial.get((tile, output))
+        if reduction is not None and any(
+            index.reduced.get((reduction, device)) in found.holdings for device in plan.reductions[reduction].devices
+        ):
+            return True
+    return False
+
+
+def count_readers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int]:
+    """How often the forward pass of a rank reads what it holds and fetches.
+
+    A fetch is read by each of its consumers. A holding is read by each message and exchange that takes a piece of it, and once by each
+    fetch of its own rank.
+    """
+    counts: dict[ValueKey, int] = {}
+
+    def add(kind: Literal["holding", "fetch"], numbers: Iterable[int], times: int = 1) -> None:
+        for number in set(numbers):
+            counts[kind, number] = counts.get((kind, number), 0) + times
+
+    for number, fetch in enumerate(plan.fetches):
+        if fetch.device == rank:
+            add("fetch", [number], len(fetch.consumers))
+            add("holding", (piece.holding for piece in local_pieces(plan, fetch)))
+    for carrier in index.moves.values():
+        add("holding", (holding for source, _, _, holding in remote_parts(plan, carrier.parts) if source == rank))
+    return counts

@@ -1,0 +1,72 @@
+"""In which order segments run backward. Pure data, no torch.
+
+A segment runs backward when all gradients are there that come to it from elsewhere. Which of several goes first makes no difference to
+the outcome, but to who waits for whom: so they go in the order in which the simulation began their tiles' backward passes. Without one, the
+last to start goes first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+
+from soap.plan.plan import Plan
+from soap.runtime.program.activity import Activity, PlanIndex
+
+
+def backward_turns(
+    plan: Plan, index: PlanIndex, activity: Activity, segment_of: Mapping[int, int], starts: Sequence[int], order: Sequence[int]
+) -> list[int]:
+    """Segment -> its turn, from 0 on. ``starts``: of segments, in the order of the tiles' forward passes. ``order``: tiles as their
+    backward passes begin, or nothing."""
+    unknown = len(order)
+    places = {tile: place for place, tile in enumerate(order)}
+    first = [unknown] * len(starts)
+    for tile, segment in segment_of.items():
+        first[segment] = min(first[segment], places.get(tile, unknown))
+    behind: dict[int, set[int]] = {}
+    waiting = [0] * (len(starts) + len(index.moves) + len(plan.reductions))
+    for before, after in _needs(plan, index, activity, segment_of, len(starts)):
+        if before != after and after not in behind.setdefault(before, set()):
+            behind[before].add(after)
+            waiting[after] += 1
+
+    def entry(node: int) -> tuple[int, int, int]:
+        return (first[node], -starts[node], node) if node < len(starts) else (-1, 0, node)
+
+    ready = [entry(node) for node, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    turns, turn = [0] * len(starts), 0
+    while ready:
+        *_, node = heapq.heappop(ready)
+        if node < len(starts):
+            turns[node], turn = turn, turn + 1
+        for after in behind.get(node, ()):
+            waiting[after] -= 1
+            if not waiting[after]:
+                heapq.heappush(ready, entry(after))
+    assert turn == len(starts), "segments wait for each other"  # by decreasing start they do not
+    return turns
+
+
+def _needs(
+    plan: Plan, index: PlanIndex, activity: Activity, segment_of: Mapping[int, int], segments: int
+) -> Iterator[tuple[int, int]]:
+    """(what comes before, what needs a gradient of it): segments, then what brings gradients back, then sums, by number."""
+    carried = {part: segments + i for i, carrier in enumerate(index.moves.values()) for part in carrier.parts}
+    sums = segments + len(index.moves)
+
+    def source(holding: int) -> int:
+        held = plan.holdings[holding]
+        return segment_of[held.tile] if held.reduction is None else sums + held.reduction
+
+    for number in activity.fetches:
+        fetch = plan.fetches[number]
+        readers = {segment_of[tile] for tile, _ in fetch.consumers if tile in activity.tiles}
+        for place, piece in enumerate(fetch.pieces):
+            carrier = carried.get((number, place))
+            if carrier is not None:
+                yield carrier, source(piece.holding)
+            yield from ((reader, source(piece.holding) if carrier is None else carrier) for reader in readers)
+    for number in activity.reductions:
+        yield from ((sums + number, segment_of[tile]) for tile in plan.reductions[number].tiles)

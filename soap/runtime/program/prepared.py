@@ -1,0 +1,237 @@
+"""A rank's tiles made ready to run: where each operand comes from and what becomes of each output is worked out once, not in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from soap.model.graph import Operator, TensorKind
+from soap.model.regions import Box, lengths, relative, volume, whole
+from soap.plan.flows import reduced_tensor
+from soap.plan.plan import forward_name, local_pieces
+from soap.plan.tiling import Tile
+from soap.runtime.program.activity import ValueKey
+from soap.runtime.program.program import Program
+from soap.runtime.sync.shards import Region, ShardStore
+from soap.tracing.types import partial_dtype
+
+Part = tuple[slice, ...] | None
+"""What to cut of a tensor; None: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a fetch takes of a holding."""
+
+    holding: int
+    box: Box
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A fetch of this rank. ``carried``: parts of it come from elsewhere. ``holdings``: those of this rank that it reads, each once.
+
+    ``key``: what it is called where values are kept. ``sole``: the holding of which it is the whole, and nothing else; None if it has to be
+    cut or put together.
+    """
+
+    number: int
+    key: ValueKey
+    tensor: str
+    box: Box
+    carried: bool
+    pieces: tuple[Piece, ...]
+    holdings: tuple[int, ...]
+    sole: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a tile's input comes from: a fetch, or else a graph input or constant that every rank has in full (``part`` of ``tensor``).
+
+    ``empty``: there is nothing to read.
+    """
+
+    tensor: str
+    box: Box
+    empty: bool
+    fetch: Fetched | None
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A tile's parameter region. ``sole``: the piece that it is, if it is just one. ``place``: equal regions have the same."""
+
+    tensor: str
+    region: Region
+    empty: bool
+    sole: int | None
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRead:
+    """A tile's parameter region (``place``: position of the parameter) of which it has just the rows that it looks up.
+
+    ``tables``: of its pieces those of which rows travel, and their numbers in ``Program.tables``. ``sole``: the one that it is all of.
+    """
+
+    place: int
+    region: Region
+    tables: Mapping[int, int]
+    sole: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An output that stays on this device as a holding.
+
+    ``read``: by a tile of this rank, or the rank sends it. ``kept``: it outlives its segment, as a leaf that takes a gradient if it
+    ``takes_gradient``. ``late``: it is read when the backward pass is over. ``answered``: its gradient comes from outside of its segment,
+    or is known (``seed``).
+    """
+
+    output: int
+    holding: int
+    read: bool
+    kept: bool
+    takes_gradient: bool
+    late: bool
+    answered: bool
+    seed: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """An output that is a partial result of a reduction. ``answered`` and ``seed`` as in ``Held``."""
+
+    output: int
+    reduction: int
+    answered: bool
+    seed: float | None
+
+
+@dataclass(slots=True)
+class PreparedTile:
+    """One tile of this rank. ``empty``: there is nothing to compute. ``made``: shape and dtype of each output. ``rows``: those of
+    its parameters of which it only has rows.
+
+    ``checked``: its outputs have once been seen to be so.
+    """
+
+    number: int
+    tile: Tile
+    operator: Operator
+    name: str
+    segment: int
+    active: bool
+    empty: bool
+    inputs: tuple[Source, ...]
+    parameters: tuple[Parameter, ...]
+    rows: tuple[RowsRead, ...]
+    made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    held: tuple[Held, ...]
+    summands: tuple[Summand, ...]
+    leaves: tuple[Fetched, ...]
+    checked: bool = False
+
+
+class PreparedTiles:
+    """All tiles of a rank, by number, for one program. ``readers``: see ``Program.readers``. ``fetches``: the rank's own, by number."""
+
+    def __init__(self, program: Program, shards: ShardStore, rank: int, dtype_of: Callable[[str], torch.dtype]) -> None:
+        self._program, self._plan = program, program.plan
+        self._shards, self._dtype_of = shards, dtype_of
+        self._places: dict[tuple[str, Region], int] = {}
+        self._tables = {table.piece: number for number, table in enumerate(program.tables)}
+        self.readers = program.readers(rank)
+        self.fetches = {i: self._fetched(i) for i, fetch in enumerate(self._plan.fetches) if fetch.device == rank}
+        self.tiles = {i: self._prepare(i) for i, tile in enumerate(self._plan.tiles) if tile.device == rank}
+
+    def _prepare(self, number: int) -> PreparedTile:
+        program, tile = self._program, self._plan.tiles[number]
+        op = self._plan.operator(tile)
+        fetches = [program.index.fetch_of.get((number, k)) for k in range(len(op.inputs))]
+        return PreparedTile(
+            number,
+            tile,
+            op,
+            forward_name(op, tile),
+            program.segment_of[number],
+            number in program.activity.tiles,
+            not tile.size,
+            tuple(self._source(number, k) for k in range(len(op.inputs))),
+            tuple(self._parameter(number, k) for k in range(len(op.parameters))),
+            tuple(read for k in range(len(op.parameters)) for read in self._rows(number, k)),
+            tuple((lengths(box), self._made_dtype(number, k)) for k, box in enumerate(tile.outputs)),
+            tuple(self._held(number, output, holding) for output, holding in program.index.direct.get(number, ())),
+            tuple(self._summand(number, k) for k in range(len(op.outputs)) if (number, k) in program.index.partial),
+            tuple(self.fetches[fetch] for fetch in fetches if fetch is not None),
+        )
+
+    def _made_dtype(self, number: int, output: int) -> torch.dtype:
+        dtype = self._dtype_of(self._plan.operator(self._plan.tiles[number]).outputs[output].tensor)
+        return partial_dtype(dtype) if (number, output) in self._program.index.partial else dtype
+
+    def _fetched(self, number: int) -> Fetched:
+        plan, fetch = self._plan, self._plan.fetches[number]
+        carried = number in self._program.index.carriers
+        pieces = tuple(Piece(p.holding, p.box, _part(plan.holdings[p.holding].box, p.box)) for p in fetch.pieces)
+        is_sole = not carried and len(pieces) == 1 and pieces[0].box == fetch.box and pieces[0].part is None
+        holdings = tuple(dict.fromkeys(piece.holding for piece in local_pieces(plan, fetch)))
+        sole = pieces[0].holding if is_sole else None
+        return Fetched(number, ("fetch", number), fetch.tensor, fetch.box, carried, pieces, holdings, sole)
+
+    def _source(self, number: int, place: int) -> Source:
+        tile = self._plan.tiles[number]
+        name, box = self._plan.operator(tile).inputs[place].tensor, tile.inputs[place]
+        tensor = self._plan.graph.tensors[name]
+        if tensor.kind is not TensorKind.ACTIVATION:
+            return Source(name, box, False, None, _part(whole(tensor.shape), box))
+        if volume(box) == 0:
+            return Source(name, box, True, None, None)
+        return Source(name, box, False, self.fetches[self._program.index.fetch_of[number, place]], None)
+
+    def _parameter(self, number: int, place: int) -> Parameter:
+        name = self._plan.operator(self._plan.tiles[number]).parameters[place].tensor
+        region = self._shards.region(number, place)
+        empty = volume(region.box) == 0
+        is_sole = not empty and self._shards.is_one(region)
+        key = self._places.setdefault((name, region), len(self._places))
+        return Parameter(name, region, empty, region.pieces[0] if is_sole else None, key)
+
+    def _rows(self, number: int, place: int) -> Iterator[RowsRead]:
+        region = self._shards.region(number, place)
+        tables = {piece: self._tables[piece] for piece in region.pieces if piece in self._tables}
+        if tables:
+            yield RowsRead(place, region, tables, tables[region.pieces[0]] if self._shards.is_one(region) else None)
+
+    def _held(self, number: int, output: int, holding: int) -> Held:
+        program, name = self._program, self._plan.holdings[holding].tensor
+        read = ("holding", holding) in self.readers
+        seed = program.seeds.get(name) if number in program.activity.seeds else None
+        return Held(
+            output,
+            holding,
+            read,
+            read and holding in program.kept,
+            holding in program.activity.holdings and self._plan.graph.tensors[name].requires_grad,
+            name in program.seeds or name == self._plan.graph.loss,
+            seed is not None or holding in program.answered,
+            seed,
+        )
+
+    def _summand(self, number: int, output: int) -> Summand:
+        program = self._program
+        reduction = program.index.partial[number, output]
+        tensor = reduced_tensor(self._plan, self._plan.reductions[reduction])
+        seed = program.seeds.get(tensor) if number in program.activity.seeds else None
+        return Summand(output, reduction, seed is not None or reduction in program.activity.reductions, seed)
+
+
+def _part(held: Box, box: Box) -> Part:
+    return None if held == box else relative(box, held)

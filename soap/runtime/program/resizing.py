@@ -1,0 +1,131 @@
+"""The plan of a strategy for batches of another size: the same degrees on the same devices over the same parameter shards.
+
+Intervals are balanced anew, and tiles beyond the number of samples are empty. A batch of one sample has no dimension to split:
+of the tiles that shared it, the first ones compute it. Pure data, no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+from soap.cluster.topology import Topology
+from soap.errors import RuntimeFailure
+from soap.model.graph import Factor, FactorKind, Operator, OperatorGraph
+from soap.model.regions import contains, intersect, volume
+from soap.plan.plan import Plan, Shard
+from soap.plan.planning import PlanBuilder
+from soap.runtime.program.program import Program, compile_program
+from soap.strategy.config import OpConfig
+
+
+def resized_program(program: Program, graph: OperatorGraph, topology: Topology) -> Program:
+    """The program for the same model traced at another batch size. It shares shards and buckets with ``program``.
+
+    Raises RuntimeFailure if the strategy cannot be carried over.
+    """
+    plan = resized_plan(program.plan, graph, topology)
+    if len(plan.tiles) == len(program.order.forward):
+        try:
+            return compile_program(plan, program.order)
+        except RuntimeFailure:
+            pass  # other intervals may depend on each other in other ways: then the graph's order
+    return compile_program(plan)
+
+
+def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
+    """See the module's docstring. Of the old plan all stays that does not follow from the size of the batch: who keeps which shard, and how
+    each parameter is synchronized. Raises RuntimeFailure as ``resized_program``."""
+    places = [plan.graph.index[_namesake(op, plan.graph.operators)] for op in graph.operators]
+    configs = {}
+    for op, place in zip(graph.operators, places, strict=True):
+        old = plan.graph.operators[place]
+        configs[op.name] = _carried_over(old, plan.strategy.operators[old.name], op)
+    strategy = replace(plan.strategy, operators=configs)
+    built = PlanBuilder(graph, topology).build(strategy, empty_tiles=True)
+    shards = _with_uses(plan, built)
+    return replace(
+        plan,
+        graph=graph,
+        strategy=strategy,
+        tiles=built.tiles,
+        first_tile=built.first_tile,
+        holdings=built.holdings,
+        fetches=built.fetches,
+        messages=built.messages,
+        exchanges=built.exchanges,
+        reductions=built.reductions,
+        shards=shards,
+        served=tuple(replace(own, uses=shards[own.shards[0]].uses) for own in plan.served),
+        on_rows=frozenset(position for position, place in enumerate(places) if place in plan.on_rows),
+    )
+
+
+def _namesake(op: Operator, others: Sequence[Operator]) -> str:
+    """The operator that makes the same calls, or most of them: a size of 1 may join calls in other ways."""
+    common = Counter({other.name: len({*op.calls} & {*other.calls}) + (other.name == op.name) / 2 for other in others})
+    name, shared = common.most_common(1)[0]
+    if not shared:
+        raise RuntimeFailure(f"operator {op.name!r} exists for this batch size only; expected at least 2 samples: drop the last batch")
+    return name
+
+
+def _carried_over(old: Operator, config: OpConfig, new: Operator) -> OpConfig:
+    """The configuration on the factors that remain; of those that do not, the first interval."""
+    places = _same_factors(old.factors, new.factors)
+    degrees = tuple(1 if place is None else config.degrees[place] for place in places)
+    devices = []
+    for replica, cell in product(range(config.replicas), product(*map(range, degrees))):
+        index = [0] * len(old.factors)
+        for part, place in zip(cell, places, strict=True):
+            if place is not None:
+                index[place] = part
+        number = replica
+        for part, degree in zip(index, config.degrees, strict=True):
+            number = number * degree + part
+        devices.append(config.devices[number])
+    return config.placed(degrees, tuple(devices), config.replicas)
+
+
+def _same_factors(old: Sequence[Factor], new: Sequence[Factor]) -> list[int | None]:
+    """For each new factor the old one: by name and kind, else the only one of its kind and size."""
+    result: list[int | None] = []
+    for factor in new:
+        found = [i for i, f in enumerate(old) if f.name == factor.name and f.kind is factor.kind and _fits(f, factor) and i not in result]
+        found = found or [i for i, f in enumerate(old) if (f.kind, f.size) == (factor.kind, factor.size) and i not in result]
+        result.append(found[0] if found else None)
+    return result
+
+
+def _fits(old: Factor, new: Factor) -> bool:
+    return old.kind is not FactorKind.PARAMETER or old.size == new.size
+
+
+def _with_uses(old: Plan, plan: Plan) -> tuple[Shard, ...]:
+    """The old shards with the new plan's uses. Raises RuntimeFailure if a tile needs what its device neither keeps nor gets from
+    a server."""
+    shards = old.shards
+    readers = {number: own.readers for own in old.served for number in own.shards}
+    of_parameter: dict[str, list[int]] = {}
+    for number, shard in enumerate(shards):
+        of_parameter.setdefault(shard.parameter, []).append(number)
+    uses: dict[int, list[tuple[int, int]]] = {}
+    for tile_number, tile in enumerate(plan.tiles):
+        op = plan.operator(tile)
+        for place, (operand, box) in enumerate(zip(op.parameters, tile.parameters, strict=True)):
+            held = [
+                number
+                for number in of_parameter.get(operand.tensor, ())
+                if tile.device in readers.get(number, shards[number].devices) and intersect(shards[number].box, box) is not None
+            ]
+            whole = all(contains(box, shards[number].box) for number in held)
+            if not whole or sum(volume(shards[number].box) for number in held) != volume(box):
+                raise RuntimeFailure(
+                    f"operator {op.name!r} is split in another way for this batch size, and its device {tile.device} does not keep what it "
+                    f"needs of {operand.tensor!r}; drop the last batch, or make it larger"
+                )
+            for number in held:
+                uses.setdefault(number, []).append((tile_number, place))
+    return tuple(replace(shard, uses=tuple(uses.get(number, ()))) for number, shard in enumerate(shards))

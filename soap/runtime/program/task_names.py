@@ -1,0 +1,50 @@
+"""The names of tasks, as the simulator has them, of what ranks do in a step. For messages: nothing here runs while all goes well."""
+
+from __future__ import annotations
+
+from soap.plan.plan import (
+    ASK_NAME,
+    backward_name,
+    exchange_name,
+    forward_name,
+    message_name,
+    push_name,
+    reduce_name,
+    sync_name,
+)
+from soap.runtime.program.actions import ActionKind
+from soap.runtime.program.program import Program
+
+GRADIENTS = (ActionKind.RETURN, ActionKind.RETURN_EXCHANGE, ActionKind.REDUCE_GRADIENT)
+"""Kinds whose tasks are the transposes of others'."""
+
+
+def task_name(program: Program, kind: str, subject: int) -> str:
+    """The task that an action, by the name of its kind, is or begins."""
+    plan, back = program.plan, ActionKind[kind] in GRADIENTS
+    match ActionKind[kind]:
+        case ActionKind.TILE:
+            return forward_name(plan.operator(plan.tiles[subject]), plan.tiles[subject])
+        case ActionKind.SEGMENT:
+            first = plan.tiles[program.segments[subject].tiles[0]]
+            return backward_name(plan.operator(first), first)
+        case ActionKind.TRANSFER | ActionKind.RETURN:
+            return message_name(plan, plan.messages[subject], gradient=back)
+        case ActionKind.EXCHANGE | ActionKind.RETURN_EXCHANGE:
+            return exchange_name(plan, plan.exchanges[subject], gradient=back)
+        case ActionKind.REDUCE | ActionKind.REDUCE_GRADIENT | ActionKind.REDUCE_NUMBERS:
+            number = program.number_sums[subject][0] if ActionKind[kind] is ActionKind.REDUCE_NUMBERS else subject
+            reduction = plan.reductions[number]
+            return reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=back)
+        case ActionKind.SYNC:
+            return sync_name(plan, program.buckets[subject])
+        case ActionKind.ASK:
+            return ASK_NAME
+        case ActionKind.PULL | ActionKind.HAND_ON:
+            return program.tables[subject].pull
+        case ActionKind.COLLECT_ROWS | ActionKind.PUSH_ROWS:
+            return program.tables[subject].push
+        case ActionKind.COLLECT | ActionKind.PUSH:
+            return push_name(plan.served[subject])
+        case ActionKind.LOSS:
+            return "tell the loss"

@@ -1,0 +1,1 @@
+"""One training step of one rank: forward, backward, and what follows."""

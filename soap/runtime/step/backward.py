@@ -1,0 +1,209 @@
+"""The backward pass of one step on one rank: its segments by decreasing start, with gradients that come from and go elsewhere.
+
+Where gradients flow is decided by the program: a rank that has none to give sends zeros. Contributions are added in the program's
+order, never in that of arrival, so that equal runs give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from soap.model.regions import Box
+from soap.plan.plan import (
+    Exchange,
+    Part,
+    Pattern,
+    backward_name,
+    exchange_name,
+    local_pieces,
+    message_name,
+    reduce_name,
+    remote_parts,
+    sync_name,
+)
+from soap.runtime.comm.redistribute import Pending, cut
+from soap.runtime.step.state import Output, StepState
+from soap.runtime.sync.all_reduce import GradientSync
+from soap.simulator.tasks import TaskKind
+from soap.tracing.given import given
+
+Room = tuple[int, Box, torch.Tensor]
+"""Where a part's gradient is received: (holding, region, tensor of that region)."""
+
+
+class BackwardPass:
+    """One method per action."""
+
+    def __init__(self, state: StepState, gradients: GradientSync) -> None:
+        self.state, self.program, self.plan = state, state.program, state.plan
+        self.gradients = gradients
+        self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
+        self._takers: dict[int, int] = {}
+        self._reduced: dict[int, Pending] = {}
+        self._waiting: dict[int, int] = {}
+
+    def run_segment(self, number: int) -> None:
+        """Run a segment backward and hand the gradients of its inputs on."""
+        outputs, gradients = [], []
+        for output in self.state.outputs.pop(number, ()):
+            gradient = self._gradient(output)
+            if gradient is not None and output.tensor.requires_grad:
+                outputs.append(output.tensor)
+                gradients.append(gradient)
+            del gradient, output  # the lists have them alone
+        if not outputs:
+            return
+        first = self.plan.tiles[self.program.segments[number].tiles[0]]
+        root = given(gradients, outputs)
+        outputs.clear()
+        with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self.gradients.early.segment(number):
+            torch.autograd.backward(root)
+
+    def return_message(self, number: int) -> None:
+        """Send a message's gradients back, or receive them."""
+        message = self.plan.messages[number]
+        parts = self._active(message.parts)
+        tag, name = len(self.plan.messages) + number, message_name(self.plan, message, gradient=True)
+        if message.target == self.state.rank:
+            self.state.send([self._part_gradient(part) for part in parts], message.source, tag, name)
+            self._done_with(parts)
+            return
+        room = [self._room(part) for part in parts]
+        pending = self.state.receive([place for _, _, place in room], message.target, tag, name)
+        self._expect(room, pending)
+        self.state.comm.release(self.state.sent.pop(number))  # the answer shows that it has arrived
+
+    def return_exchange(self, number: int) -> None:
+        """Take part in the transpose of an exchange."""
+        exchange = self.plan.exchanges[number]
+        name = exchange_name(self.plan, exchange, gradient=True)
+        if exchange.pattern is Pattern.BROADCAST:
+            self._sum_at_source(exchange, name)
+            return
+        given: dict[int, list[torch.Tensor]] = {device: [] for device in exchange.devices}
+        expected: dict[int, list[Room]] = {device: [] for device in exchange.devices}
+        parts = self._active(exchange.parts)
+        for part, (source, target, _, _) in zip(parts, remote_parts(self.plan, parts), strict=True):
+            if target == self.state.rank:
+                given[source].append(self._part_gradient(part))
+            elif source == self.state.rank:
+                expected[target].append(self._room(part))
+        places = [[place for _, _, place in room] for room in expected.values()]
+        pending = self.state.exchange(exchange.tensor, list(given.values()), places, exchange.devices, name)
+        self._expect([own for room in expected.values() for own in room], pending)
+        self._done_with(part for part in parts if self.plan.fetches[part[0]].device == self.state.rank)
+
+    def _sum_at_source(self, exchange: Exchange, name: str) -> None:
+        """The transpose of a broadcast; a rank without gradient adds zeros."""
+        source, _, box, holding = remote_parts(self.plan, exchange.parts)[0]
+        if self.state.rank == source:
+            room = self.state.zeros(box, exchange.tensor)
+            self._expect([(holding, box, room)], self.state.sum_at(room, source, exchange.devices, name))
+            return
+        own = [part for part in exchange.parts if self.plan.fetches[part[0]].device == self.state.rank]
+        gradient = self._part_gradient(own[0]) if self._active(own) else self.state.zeros(box, exchange.tensor)
+        self.state.sum_at(gradient.clone(memory_format=torch.contiguous_format), source, exchange.devices, name)
+        self._done_with(self._active(own))
+
+    def reduce_gradient(self, number: int) -> None:
+        """Bring what the group's members have of a sum's gradient together: cells side by side, or whole ones added up."""
+        reduction, tensor = self.plan.reductions[number], self.state.reduced_tensor(number)
+        holding = self.program.index.reduced.get((number, self.state.rank))
+        own = None if holding is None else self._collect(holding)
+        name = reduce_name(self.state.graph.operators[reduction.operator], reduction, gradient=True)
+        if own is None:
+            place = reduction.devices.index(self.state.rank)
+            own = self.state.zeros(reduction.cells[place] if reduction.cells else reduction.box, tensor)
+        elif len(reduction.devices) > 1 and not reduction.cells:
+            own = own.clone(memory_format=torch.contiguous_format)  # summed in place, and autograd's may be part of another gradient
+        if reduction.cells:
+            self._reduced[number] = self.state.gather_cells(own, self.state.empty(reduction.box, tensor), reduction, name)
+        else:
+            self._reduced[number] = self.state.sum_over(own, reduction.devices, name)
+        self._waiting[number] = sum(self.plan.tiles[tile].device == self.state.rank for tile in reduction.tiles)
+
+    def synchronize(self, bucket: int) -> None:
+        """Start summing the gradients of parameter shards over their copies."""
+        pending = self.gradients.start(bucket)
+        self.state.watch(sync_name(self.plan, self.plan.buckets[bucket]), TaskKind.SYNC, pending)
+
+    def _gradient(self, output: Output) -> torch.Tensor | None:
+        """What comes from outside for one output of a segment; None stands for zeros."""
+        if output.holding is not None:
+            total = self._collect(output.holding)
+        else:
+            assert output.reduction is not None
+            total = self._sum_gradient(output.reduction)
+            total = None if total is None else total.to(output.tensor.dtype)  # that of partial results
+        if output.seed is None:
+            return total
+        one = torch.full_like(output.tensor, self.state.share * output.seed)
+        return one if total is None else total + one
+
+    def _sum_gradient(self, reduction: int) -> torch.Tensor | None:
+        """The gradient of a sum, for one of this rank's tiles."""
+        pending = self._reduced.get(reduction)
+        if pending is None:
+            return None
+        self._waiting[reduction] -= 1
+        if self._waiting[reduction] == 0:
+            del self._reduced[reduction]
+        return pending.wait()
+
+    def _collect(self, holding: int) -> torch.Tensor | None:
+        """All gradients for a holding: from this rank's own segments, from what else it was fetched with, then from other ranks."""
+        held = self.plan.holdings[holding]
+        leaf = self.state.leaves.pop(("holding", holding), None)  # its value is needed no longer
+        total = None if leaf is None else leaf.grad
+        parts = self._parts_of(holding)
+        returned = self._returning.pop(holding, ())
+        if parts or returned:  # added in place, but autograd's own may be part of another gradient: what passes through views is not copied
+            total = self.state.zeros(held.box, held.tensor) if total is None else total.clone(memory_format=torch.contiguous_format)
+        for part in parts:
+            assert total is not None
+            box = self.plan.fetches[part[0]].pieces[part[1]].box
+            cut(total, held.box, box).add_(self._part_gradient(part))
+        self._done_with(parts)
+        for box, place, pending in returned:
+            assert total is not None
+            pending.wait()
+            cut(total, held.box, box).add_(place)
+        return total
+
+    def _parts_of(self, holding: int) -> list[Part]:
+        """The parts of a holding that lie in this rank's own regions together with parts from elsewhere."""
+        index, fetches = self.program.index, self.plan.fetches
+        found = [f for f in index.fetches_from[holding] if f in index.carriers and fetches[f].device == self.state.rank]
+        return self._active((f, k) for f in found for k, piece in enumerate(fetches[f].pieces) if piece.holding == holding)
+
+    def _active(self, parts: Iterable[Part]) -> list[Part]:
+        return [part for part in parts if part[0] in self.program.activity.fetches]
+
+    def _part_gradient(self, part: Part) -> torch.Tensor:
+        """What this rank has computed of the gradient of a part that it has fetched."""
+        fetch = self.plan.fetches[part[0]]
+        box = fetch.pieces[part[1]].box
+        leaf = self.state.leaves.get(("fetch", part[0]))
+        return self.state.zeros(box, fetch.tensor) if leaf is None or leaf.grad is None else cut(leaf.grad, fetch.box, box)
+
+    def _done_with(self, parts: Iterable[Part]) -> None:
+        """One of those that take gradients of these fetches has had them; after the last one they go, with the values."""
+        for fetch in {fetch for fetch, _ in parts}:
+            if fetch not in self._takers:
+                local = {piece.holding for piece in local_pieces(self.plan, self.plan.fetches[fetch])}
+                self._takers[fetch] = len(self.program.index.carriers[fetch]) + len(local)
+            self._takers[fetch] -= 1
+            if self._takers[fetch] == 0:
+                self.state.leaves.pop(("fetch", fetch), None)
+
+    def _room(self, part: Part) -> Room:
+        """Where to receive the gradient of a part of a holding of this rank."""
+        fetch = self.plan.fetches[part[0]]
+        piece = fetch.pieces[part[1]]
+        return piece.holding, piece.box, self.state.empty(piece.box, fetch.tensor)
+
+    def _expect(self, room: Iterable[Room], pending: Pending) -> None:
+        for holding, box, place in room:
+            self._returning.setdefault(holding, []).append((box, place, pending))

@@ -1,0 +1,346 @@
+"""The forward pass of one step on one rank: its tiles, what they need from elsewhere, and what others need of them.
+
+Inside a segment, tiles are linked by autograd. What comes from outside (an earlier segment, another rank, a sum over a group) enters
+as a detached leaf. Values are let go as soon as their last reader on this rank has had them; what the backward pass needs, autograd keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+
+import torch
+
+from soap.errors import RuntimeFailure
+from soap.model.dtypes import is_differentiable
+from soap.model.regions import lengths
+from soap.plan.plan import ASK_NAME, message_name, reduce_name, remote_parts
+from soap.runtime.comm.arrivals import Arrivals
+from soap.runtime.comm.redistribute import Pending, assemble, cut
+from soap.runtime.program.activity import ValueKey
+from soap.runtime.program.fused_tiles import Outputs, Unit
+from soap.runtime.program.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
+from soap.runtime.step.state import Output, StepState
+from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
+from soap.runtime.sync.shards import ShardStore
+from soap.runtime.sync.sparse_tables import TableSync
+from soap.simulator.tasks import TaskKind
+from soap.tracing.model import TileContext, TracedModel
+
+
+class ForwardPass:
+    """One method per action. ``tensors``: full inputs and constants by name. ``units``: first tile -> tiles that are computed together."""
+
+    def __init__(
+        self,
+        state: StepState,
+        model: TracedModel,
+        prepared: PreparedTiles,
+        shards: ShardStore,
+        tensors: Mapping[str, torch.Tensor],
+        context: TileContext,
+        look_ups: LookUps,
+        tables: TableSync,
+        units: Mapping[int, Unit] | None = None,
+    ) -> None:
+        self.state, self.program, self.plan = state, state.program, state.plan
+        self.model, self.shards, self.tensors = model, shards, tensors
+        self.context = context
+        self._prepared = prepared
+        self._units = units or {}
+        self._look_ups, self._tables = look_ups, tables
+        self._asked: Asked = {}
+        self._computed: dict[int, Outputs] = {}
+        self._loss: Callable[[], float] = lambda: 0.0
+        self._numbers: dict[int, torch.Tensor] = {}
+        self._segment = -1
+        self._attached: dict[int, torch.Tensor] = {}
+        self._fetched: dict[int, torch.Tensor] = {}
+        self._regions: dict[int, torch.Tensor] = {}
+        self._partials: dict[tuple[int, int], torch.Tensor] = {}
+        self._arrivals = Arrivals(state)
+        self._reducing: dict[int, Pending] = {}
+        self._readers = prepared.readers.copy()
+
+    def run_tile(self, number: int) -> None:
+        """Compute a tile."""
+        tile = self._prepared.tiles[number]
+        if tile.segment != self._segment:
+            self._segment = tile.segment
+            self._forget_segment()
+        outputs = self._outputs(tile)
+        if not tile.checked:  # shapes and types are the same in every step
+            _check_outputs(tile, outputs)
+            tile.checked = True
+        if tile.held:
+            self._keep_held(tile, outputs)
+        if tile.summands:
+            self._keep_summands(tile, outputs)
+        for fetch in tile.leaves:
+            self._leave_fetch(fetch)
+
+    def _outputs(self, tile: PreparedTile) -> Outputs:
+        if self._units:
+            if tile.number in self._units:
+                unit = self._units[tile.number]
+                self._computed.update(zip(unit.tiles, unit.run(self._unit_input, self._unit_parameter), strict=True))
+            if tile.number in self._computed:
+                return self._computed.pop(tile.number)
+        if tile.empty:  # fewer samples than tiles: nothing, or nothing to be added to a sum
+            return [torch.zeros(shape, dtype=dtype, device=self.state.comm.device) for shape, dtype in tile.made]
+        if tile.rows:
+            return self._on_rows(tile)
+        inputs = [self._input(source) for source in tile.inputs]
+        parameters = [self._parameter(parameter) for parameter in tile.parameters]
+        if not self.state.is_traced and torch.is_grad_enabled() is tile.active:
+            return self.model.run_tile(tile.tile, inputs, parameters, self.context)
+        with self.state.task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(tile.active):
+            return self.model.run_tile(tile.tile, inputs, parameters, self.context)
+
+    def _on_rows(self, tile: PreparedTile) -> Outputs:
+        """Compute a tile that looks rows up."""
+        inputs = [self._input(source) for source in tile.inputs]
+        given = {own.place: rows_for(tile.number, own, self._asked, self._tables, self.shards) for own in tile.rows}
+        parameters = [given[k][0] if k in given else self._parameter(parameter) for k, parameter in enumerate(tile.parameters)]
+        rows = {place: own for place, (_, own) in given.items()}
+        with self.state.task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(tile.active):
+            return self.model.run_on_rows(tile.tile, inputs, parameters, rows, self.context)
+
+    def ask(self, _: int) -> None:
+        """Tell which rows this rank's tiles look up."""
+        with self.state.task(ASK_NAME, TaskKind.SYNC) if self._tables.asks_others else nullcontext():
+            self._asked = self._look_ups.asked(self.model, self.tensors, self.context)
+            self._tables.ask(self._look_ups.by_table(self._asked, self.state.comm.device))
+
+    def transfer(self, number: int) -> None:
+        """Send or receive a message."""
+        message = self.plan.messages[number]
+        if message.target == self.state.rank:
+            self._arrivals.expect_message(number)
+            return
+        parts = remote_parts(self.plan, message.parts)
+        values = [cut(self._held(holding), self.plan.holdings[holding].box, box) for _, _, box, holding in parts]
+        self.state.sent[number] = self.state.send(values, message.target, number, message_name(self.plan, message))
+        self._leave_holdings({holding for *_, holding in parts})
+
+    def exchange(self, number: int) -> None:
+        """Take part in an exchange."""
+        self._arrivals.exchange(number, self._held)
+        parts = remote_parts(self.plan, self.plan.exchanges[number].parts)
+        self._leave_holdings({holding for source, _, _, holding in parts if source == self.state.rank})
+
+    def reduce(self, number: int) -> None:
+        """Sum this rank's partial results, then those of the group."""
+        reduction, total = self.plan.reductions[number], self._own_sum(number)
+        name = reduce_name(self.state.graph.operators[reduction.operator], reduction)
+        state = self.state
+        pending = state.scatter_sum(total, reduction, name) if reduction.cells else state.sum_over(total, reduction.devices, name)
+        self._round(pending, number)
+        if ("holding", self.program.index.reduced.get((number, state.rank))) in self._readers:
+            self._reducing[number] = pending
+        else:
+            state.comm.leave(pending)
+
+    def reduce_numbers(self, together: int) -> None:
+        """Sum several reductions of one number each at once."""
+        numbers = self.program.number_sums[together]
+        reduction = self.plan.reductions[numbers[0]]
+        totals = torch.stack([self._own_number(number) for number in numbers])
+        pending = self.state.sum_over(totals, reduction.devices, reduce_name(self.state.graph.operators[reduction.operator], reduction))
+        if self.program.known:
+            shares = [self.program.seeds[self.state.reduced_tensor(number)] for number in numbers]
+            self._loss = lambda: sum(share * number for share, number in zip(shares, pending.wait().tolist(), strict=True))
+            return
+        for place, number in enumerate(numbers):
+            one = totals[place].reshape(lengths(self.plan.reductions[number].box))
+            self._reducing[number] = Pending((), one, pending.wait)
+            self._round(self._reducing[number], number)
+
+    def _round(self, pending: Pending, number: int) -> None:
+        """Bring a sum of partial results, when it is there, to the type that it has for its readers."""
+        dtype = self.state.dtype_of(self.state.reduced_tensor(number))
+        if pending.tensor.dtype != dtype:
+
+            def rounded() -> None:
+                pending.tensor = pending.tensor.to(dtype)
+
+            pending.then(rounded)
+
+    def _own_sum(self, number: int) -> torch.Tensor:
+        first, *others = self._own_partials(number)
+        total = first.clone(memory_format=torch.contiguous_format)
+        for partial in others:
+            total.add_(partial)
+        return total
+
+    def _own_number(self, number: int) -> torch.Tensor:
+        first, *others = self._own_partials(number)
+        return sum(others, first).reshape(())
+
+    def _own_partials(self, number: int) -> list[torch.Tensor]:
+        reduction = self.plan.reductions[number]
+        own = [tile for tile in reduction.tiles if self.plan.tiles[tile].device == self.state.rank]
+        return [self._partials.pop((tile, reduction.output)) for tile in own]
+
+    def tell_loss(self, holding: int) -> None:
+        """Bring the loss to every rank: from the holding's device, unless all know it already."""
+        if self.program.known:
+            return
+        own = self.program.losses.get(self.state.rank)
+        if own is not None:
+            reduction = self.plan.holdings[own].reduction
+            loss = (self._numbers[own] if reduction is None else self._reducing[reduction].wait()).reshape(())
+        else:
+            loss = torch.zeros((), dtype=self.state.dtype_of(self.state.graph.loss), device=self.state.comm.device)
+        if len(self.program.losses) == self.state.comm.world_size:
+            self._loss = lambda: float(loss)
+            return
+        telling = self.state.comm.broadcast(loss.clone(), self.plan.holdings[holding].device)
+        self._loss = lambda: float(telling.wait())
+
+    def loss_value(self) -> float:
+        """The loss, once it is here: the later it is asked for, the less anybody waits."""
+        return self._loss()
+
+    def release(self) -> None:
+        """Let go of what the last segment has used."""
+        self._forget_segment()
+
+    def _forget_segment(self) -> None:
+        self._attached, self._fetched, self._regions = {}, {}, {}
+
+    def _keep_held(self, tile: PreparedTile, outputs: Outputs) -> None:
+        """Put a tile's outputs where their consumers look for them, and note those whose gradients will come from outside."""
+        for held in tile.held:
+            tensor = outputs[held.output]
+            if tensor is None:
+                continue
+            if held.read:
+                self._attached[held.holding] = tensor
+            if held.late:
+                self._numbers[held.holding] = tensor.detach()
+            if held.kept:
+                self.state.leaves["holding", held.holding] = _leaf(tensor, held.takes_gradient)
+            if held.answered:
+                self._note(Output(tensor, held.holding, None, held.seed))
+
+    def _keep_summands(self, tile: PreparedTile, outputs: Outputs) -> None:
+        for summand in tile.summands:
+            tensor = outputs[summand.output]
+            if tensor is None:
+                continue
+            self._partials[tile.number, summand.output] = tensor.detach()
+            if summand.answered:
+                self._note(Output(tensor, None, summand.reduction, summand.seed))
+
+    def _note(self, output: Output) -> None:
+        self.state.outputs.setdefault(self._segment, []).append(output)
+
+    def _held(self, holding: int) -> torch.Tensor:
+        """The detached value of a holding of this rank."""
+        reduction = self.plan.holdings[holding].reduction
+        if reduction is not None:
+            return self._reducing[reduction].wait()
+        return self._numbers[holding] if holding in self._numbers else self.state.leaves["holding", holding].detach()
+
+    def _unit_input(self, number: int, place: int) -> torch.Tensor:
+        return self._input(self._prepared.tiles[number].inputs[place])
+
+    def _unit_parameter(self, number: int, place: int) -> torch.Tensor:
+        return self._parameter(self._prepared.tiles[number].parameters[place])
+
+    def _input(self, source: Source) -> torch.Tensor:
+        """An input region of a tile."""
+        fetch = source.fetch
+        if fetch is None:
+            return self.state.empty(source.box, source.tensor) if source.empty else _cut(self.tensors[source.tensor], source.part)
+        if fetch.sole is not None:
+            attached = self._attached.get(fetch.sole)
+            return self._holding_leaf(fetch.sole) if attached is None else attached
+        if fetch.carried:
+            return self._arrived(fetch)
+        if fetch.number not in self._fetched:
+            values = [self._piece(piece) for piece in fetch.pieces]
+            self._fetched[fetch.number] = assemble(fetch.box, [piece.box for piece in fetch.pieces], values)
+        return self._fetched[fetch.number]
+
+    def _arrived(self, fetch: Fetched) -> torch.Tensor:
+        """A region of which a part lies elsewhere: a leaf as a whole."""
+        leaves, key = self.state.leaves, fetch.key
+        if key not in leaves:
+            region = self._arrivals.take(fetch.number, self._held)
+            carries = fetch.number in self.program.activity.fetches and self.state.graph.tensors[fetch.tensor].requires_grad
+            leaves[key] = _leaf(region, carries)
+            self._leave_holdings(fetch.holdings)
+        return leaves[key]
+
+    def _piece(self, piece: Piece) -> torch.Tensor:
+        """One piece of a fetch: attached if this segment made it, else of a leaf."""
+        attached = self._attached.get(piece.holding)
+        return _cut(self._holding_leaf(piece.holding) if attached is None else attached, piece.part)
+
+    def _holding_leaf(self, holding: int) -> torch.Tensor:
+        """The leaf of a holding that another segment has made, or that was summed."""
+        leaves = self.state.leaves
+        key: ValueKey = ("holding", holding)
+        if key not in leaves:
+            carries = holding in self.program.activity.holdings and self._requires_grad(holding)
+            leaves[key] = _leaf(self._held(holding), carries)
+        return leaves[key]
+
+    def _requires_grad(self, holding: int) -> bool:
+        return self.state.graph.tensors[self.plan.holdings[holding].tensor].requires_grad
+
+    def _leave_fetch(self, fetch: Fetched) -> None:
+        """One of a fetch's consumers has had it."""
+        if not self._is_last(fetch.key):
+            return
+        self._fetched.pop(fetch.number, None)
+        if not fetch.carried:
+            self._leave_holdings(fetch.holdings)
+
+    def _leave_holdings(self, holdings: Iterable[int]) -> None:
+        """A reader has had these holdings of this rank, each named once."""
+        for holding in holdings:
+            if self._is_last(("holding", holding)):
+                self._attached.pop(holding, None)
+                reduction = self.plan.holdings[holding].reduction
+                if reduction is not None:
+                    self._reducing.pop(reduction)
+
+    def _is_last(self, key: ValueKey) -> bool:
+        """Count down the readers of a value. After the last one its leaf goes, unless a gradient will be left on it."""
+        left = self._readers[key] = self._readers[key] - 1
+        if left:
+            return False
+        leaf = self.state.leaves.get(key)
+        if leaf is not None and not leaf.requires_grad:
+            del self.state.leaves[key]
+        return True
+
+    def _parameter(self, parameter: Parameter) -> torch.Tensor:
+        """A parameter region of a tile, assembled once per segment."""
+        if parameter.sole is not None:
+            return self.shards.leaves[parameter.sole]
+        region = self._regions.get(parameter.place)
+        if region is None:
+            build = self.state.empty(parameter.region.box, parameter.tensor) if parameter.empty else self.shards.build(parameter.region)
+            region = self._regions[parameter.place] = build
+        return region
+
+
+def _check_outputs(tile: PreparedTile, outputs: Outputs) -> None:
+    for operand, expected, output in zip(tile.operator.outputs, tile.made, outputs, strict=True):
+        if output is not None and (output.shape, output.dtype) != expected:
+            raise RuntimeFailure(
+                f"tile {tile.tile.index} of operator {tile.operator.name!r} made {operand.tensor!r} as {tuple(output.shape)} "
+                f"{output.dtype}; expected {expected[0]} {expected[1]}: this is a defect of the operator's rule, please report it"
+            )
+
+
+def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    return tensor if part is None else tensor[part]
+
+
+def _leaf(tensor: torch.Tensor, takes_gradient: bool) -> torch.Tensor:
+    return tensor.detach().requires_grad_(takes_gradient and is_differentiable(tensor.dtype))

@@ -1,0 +1,185 @@
+"""What the forward pass of one step leaves for the backward pass, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+
+from soap.model.regions import Box, lengths
+from soap.plan.flows import reduced_tensor
+from soap.plan.plan import Reduction
+from soap.runtime.comm.packing import land, pack
+from soap.runtime.comm.redistribute import Communicator, Pending, cut
+from soap.runtime.program.activity import ValueKey
+from soap.runtime.program.program import Program
+from soap.runtime.trace import Recorder
+from soap.simulator.tasks import TaskKind
+
+
+class Output(NamedTuple):
+    """A tensor of a segment whose gradient comes from outside: one that is held, or a partial result. ``seed``: what of its
+    gradient is known from the start: 1 if it is the loss."""
+
+    tensor: torch.Tensor
+    holding: int | None
+    reduction: int | None
+    seed: float | None
+
+
+class StepState:
+    """The values of one step that outlive their segment, and the services that both passes use.
+
+    ``leaves``: detached inputs of segments, as long as they are read, and those on which autograd leaves gradients until these are taken.
+    ``outputs``: segment -> what its backward pass starts from. ``sent``: messages on their way. ``share``: the gradient of the loss, less
+    than 1 where the losses of several micro-batches are averaged.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        comm: Communicator,
+        dtype_of: Callable[[str], torch.dtype],
+        recorder: Recorder | None,
+        share: float = 1.0,
+    ) -> None:
+        self.share = share
+        self.program, self.plan, self.graph = program, program.plan, program.plan.graph
+        self.comm, self.dtype_of = comm, dtype_of
+        self._recorder = recorder
+        self.leaves: dict[ValueKey, torch.Tensor] = {}
+        self.outputs: dict[int, list[Output]] = {}
+        self.sent: dict[int, Pending] = {}
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, which is also its device's number."""
+        return self.comm.rank
+
+    def empty(self, box: Box, tensor: str) -> torch.Tensor:
+        """Room for a region of a tensor."""
+        return torch.empty(lengths(box), dtype=self.dtype_of(tensor), device=self.comm.device)
+
+    def zeros(self, box: Box, tensor: str) -> torch.Tensor:
+        """A region of zeros."""
+        return self.empty(box, tensor).zero_()
+
+    def reduced_tensor(self, reduction: int) -> str:
+        """The tensor that a reduction makes a part of."""
+        return reduced_tensor(self.plan, self.plan.reductions[reduction])
+
+    def send(self, tensors: Sequence[torch.Tensor], target: int, tag: int, name: str) -> Pending:
+        """Start sending tensors as one message, under the name of a task."""
+        pending = self.comm.send(pack(tensors), target, tag)
+        self.comm.traffic.sent_bytes += _bytes(tensors)
+        self.watch(name, TaskKind.TRANSFER, pending)
+        return pending
+
+    def receive(self, places: Sequence[torch.Tensor], source: int, tag: int, name: str) -> Pending:
+        """Start receiving a message into its places, under the name of a task."""
+        buffer, finish = land(places)
+        pending = self.comm.receive(buffer, source, tag)
+        self.comm.traffic.received_bytes += _bytes(places)
+        self.watch(name, TaskKind.TRANSFER, pending)
+        return pending if finish is None else pending.then(finish)
+
+    def exchange(
+        self,
+        tensor: str,
+        parcels: Sequence[Sequence[torch.Tensor]],
+        places: Sequence[Sequence[torch.Tensor]],
+        devices: tuple[int, ...],
+        name: str,
+    ) -> Pending:
+        """Start giving parts of a tensor to each of the devices and receiving others into their places, under the name of a task.
+
+        Both are in the order of the devices; what this rank gives itself does not count as traffic.
+        """
+        expected = [place for own in places for place in own]
+        buffer, finish = land(expected) if expected else (self.empty(((0, 0),), tensor), None)
+        sizes = [sum(place.numel() for place in own) for own in places]
+        pending = self.comm.all_to_all(parcels, buffer, sizes, devices)
+        others = [i for i, device in enumerate(devices) if device != self.rank]
+        self._count_exchange(_bytes([t for i in others for t in parcels[i]]), _bytes([t for i in others for t in places[i]]))
+        self.watch(name, TaskKind.EXCHANGE, pending)
+        return pending if finish is None else pending.then(finish)
+
+    def tell(self, tensor: torch.Tensor, targets: int, devices: tuple[int, ...], name: str) -> None:
+        """Start a broadcast from this rank."""
+        pending = self.comm.broadcast(pack([tensor]), self.rank, devices)
+        self.comm.keep(pending)
+        self._count_exchange(targets * tensor.nbytes, 0)
+        self.watch(name, TaskKind.EXCHANGE, pending)
+
+    def hear(self, place: torch.Tensor, source: int, devices: tuple[int, ...], name: str) -> Pending:
+        """Start receiving a broadcast into its place."""
+        buffer, finish = land([place])
+        pending = self.comm.broadcast(buffer, source, devices)
+        self._count_exchange(0, place.nbytes)
+        self.watch(name, TaskKind.EXCHANGE, pending)
+        return pending if finish is None else pending.then(finish)
+
+    def sum_at(self, tensor: torch.Tensor, target: int, devices: tuple[int, ...], name: str) -> Pending:
+        """Start summing a contiguous tensor at one device, whose own is zero; the others' are lost."""
+        pending = self.comm.reduce(tensor, target, devices)
+        at_target = self.rank == target
+        self._count_exchange(0 if at_target else tensor.nbytes, (len(devices) - 1) * tensor.nbytes if at_target else 0)
+        self.watch(name, TaskKind.EXCHANGE, pending)
+        return pending
+
+    def _count_exchange(self, sent_bytes: int, received_bytes: int) -> None:
+        traffic = self.comm.traffic
+        traffic.sent_bytes += sent_bytes
+        traffic.received_bytes += received_bytes
+        traffic.exchanged_bytes += received_bytes
+
+    def sum_over(self, tensor: torch.Tensor, devices: tuple[int, ...], name: str) -> Pending:
+        """Start summing a tensor of this rank in place over the devices, under the name of a task; nothing to do for one device."""
+        pending = self.comm.all_reduce(tensor, devices)
+        if len(devices) > 1:
+            self.comm.traffic.reduced_bytes += tensor.nbytes
+            self.watch(name, TaskKind.REDUCE, pending)
+        return pending
+
+    def scatter_sum(self, tensor: torch.Tensor, reduction: Reduction, name: str) -> Pending:
+        """Start summing a tensor over the devices of a reduction, of which each gets its cell."""
+        parts = [cut(tensor, reduction.box, cell) for cell in reduction.cells]
+        pending = self.comm.reduce_scatter(parts, reduction.devices)
+        self._count_scatter(tensor)
+        self.watch(name, TaskKind.REDUCE, pending)
+        return pending
+
+    def gather_cells(self, own: torch.Tensor, whole: torch.Tensor, reduction: Reduction, name: str) -> Pending:
+        """Start bringing the cells of a reduction together in ``whole`` on each of its devices; ``own`` is this rank's."""
+        places = [cut(whole, reduction.box, cell) for cell in reduction.cells]
+        buffer, finish = land([place for place in places if place.numel()])
+        pending = self.comm.all_to_all([[own]] * len(places), buffer, [place.numel() for place in places], reduction.devices)
+        self._count_scatter(whole)
+        self.watch(name, TaskKind.REDUCE, pending)
+        pending.tensor = whole
+        return pending if finish is None else pending.then(finish)
+
+    def _count_scatter(self, tensor: torch.Tensor) -> None:
+        self.comm.traffic.reduced_bytes += tensor.nbytes
+        self.comm.traffic.scattered_bytes += tensor.nbytes
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether tasks are timed."""
+        return self._recorder is not None
+
+    def task(self, name: str, kind: TaskKind) -> AbstractContextManager[None]:
+        """Times what is computed inside, if this step is traced."""
+        return nullcontext() if self._recorder is None else self._recorder.task(name, kind)
+
+    def watch(self, name: str, kind: TaskKind, pending: Pending) -> None:
+        """Names a communication, and times it if this step is traced."""
+        pending.name = name
+        if self._recorder is not None:
+            self._recorder.watch(name, kind, pending)
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

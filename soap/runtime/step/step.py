@@ -1,0 +1,113 @@
+"""One training step of one rank: the program's actions, forward and backward, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from soap.runtime.comm.position import HERE
+from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.program.actions import LAST_ONLY, Action, ActionKind, part_of
+from soap.runtime.program.fused_tiles import units_of
+from soap.runtime.program.prepared import PreparedTiles
+from soap.runtime.program.program import Program
+from soap.runtime.program.task_names import task_name
+from soap.runtime.step.backward import BackwardPass
+from soap.runtime.step.early_start import SyncSchedule
+from soap.runtime.step.forward import ForwardPass
+from soap.runtime.step.gradients import Gradients
+from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
+from soap.runtime.step.state import StepState
+from soap.runtime.sync.look_ups import LookUps
+from soap.runtime.sync.shards import ShardStore
+from soap.runtime.trace import Recorder
+from soap.tracing.model import TileContext, TracedModel
+
+
+class StepRunner:
+    """Executes a program on one rank, again and again. After a step's last micro-batch, ``gradients`` holds the complete gradients.
+
+    ``gradients``: those of another runner with the same shards, if both work for the same steps. ``compiled``: by ``torch.compile``.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: TracedModel,
+        comm: Communicator,
+        shards: ShardStore,
+        dtype_of: Callable[[str], torch.dtype],
+        recorder: Recorder | None = None,
+        gradients: Gradients | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self.program, self.model, self.comm, self.shards = program, model, comm, shards
+        self.dtype_of, self.recorder = dtype_of, recorder
+        self.gradients = gradients or Gradients(program, shards, comm, dtype_of)
+        self._units = units_of(program, model, comm.rank) if compiled else {}
+        self._prepared = PreparedTiles(program, shards, comm.rank, dtype_of)
+        self._schedule = SyncSchedule(program, comm.rank, early=recorder is None, messages_apart=comm.messages_apart)
+        self._forward, self._backward = _calls(program.forward, comm.rank), _calls(program.backward, comm.rank)
+        self._look_ups = LookUps(self._prepared, program.tables, comm.rank)
+        self._task_name = partial(task_name, program)
+        last_only = {kind.name for kind in LAST_ONLY}
+        self._without_sync = [call for call in self._backward if call[0] not in last_only]
+
+    def run(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        context: TileContext,
+        part: MicroBatch = WHOLE_STEP,
+    ) -> Callable[[], float]:
+        """Forward and backward on full ``tensors`` (inputs and constants by name). Returns what gives the loss, when it is
+        wanted: the parameters can be updated meanwhile."""
+        state = StepState(self.program, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
+        gradients = self.gradients
+        forward = ForwardPass(
+            state, self.model, self._prepared, self.shards, tensors, context, self._look_ups, gradients.tables, self._units
+        )
+        backward = BackwardPass(state, gradients.sums)
+        handlers = _handlers(forward, backward, gradients)
+        HERE.name = self._task_name
+        with gradients.step(self._schedule, part, state.watch):
+            for call in self._forward:
+                HERE.call = call
+                handlers[call[0]](call[1])
+            forward.release()
+            for call in self._backward if part.last else self._without_sync:
+                HERE.call = call
+                handlers[call[0]](call[1])
+            HERE.call = None
+            self.comm.finish_sends()  # while gradients are being summed
+        return forward.loss_value
+
+
+def _calls(actions: Sequence[Action], rank: int) -> list[tuple[str, int]]:
+    """The rank's actions by the names of their kinds: enum members are slow keys."""
+    return [(action.kind.name, action.subject) for action in part_of(actions, rank)]
+
+
+def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients) -> dict[str, Callable[[int], None]]:
+    handlers = {
+        ActionKind.TILE: forward.run_tile,
+        ActionKind.TRANSFER: forward.transfer,
+        ActionKind.EXCHANGE: forward.exchange,
+        ActionKind.REDUCE: forward.reduce,
+        ActionKind.REDUCE_NUMBERS: forward.reduce_numbers,
+        ActionKind.LOSS: forward.tell_loss,
+        ActionKind.SEGMENT: backward.run_segment,
+        ActionKind.RETURN: backward.return_message,
+        ActionKind.RETURN_EXCHANGE: backward.return_exchange,
+        ActionKind.REDUCE_GRADIENT: backward.reduce_gradient,
+        ActionKind.SYNC: backward.synchronize,
+        ActionKind.ASK: forward.ask,
+        ActionKind.PULL: gradients.tables.pull,
+        ActionKind.HAND_ON: gradients.tables.hand_on,
+        ActionKind.COLLECT_ROWS: gradients.tables.collect,
+        ActionKind.PUSH_ROWS: gradients.tables.push,
+        ActionKind.COLLECT: gradients.served.collect,
+        ActionKind.PUSH: gradients.served.push,
+    }
+    return {kind.name: handler for kind, handler in handlers.items()}

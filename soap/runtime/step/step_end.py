@@ -1,0 +1,69 @@
+"""What follows a step's last backward pass: sums at those who keep shards, clipping, the update, and values back to their readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+import torch
+
+from soap.plan.plan import Plan, serve_name, update_name
+from soap.runtime.comm.position import HERE
+from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.step.gradients import Gradients
+from soap.runtime.sync.row_update import Updater
+from soap.runtime.trace import Recorder, watch_nothing
+from soap.runtime.updates.clipping import clip
+from soap.runtime.updates.parts import Part, merged
+from soap.simulator.tasks import TaskKind
+
+
+class StepEnd:
+    """On one rank, whose optimizer has these ``parts``. ``clip_norm``: the largest norm of all gradients together, or None."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        comm: Communicator,
+        gradients: Gradients,
+        parts: Mapping[int, Part],
+        optimizer: torch.optim.Optimizer | None,
+        clip_norm: float | None,
+        lazy: bool,
+    ) -> None:
+        self.plan, self.comm, self.gradients, self.clip_norm = plan, comm, gradients, clip_norm
+        self._parts, self._name = parts, update_name(comm.rank)
+        tensors = {number: part.tensor for number, part in parts.items()}
+        self._updater = Updater(optimizer, tensors, {number: (part.parameter, part.box) for number, part in parts.items()}, lazy)
+
+    def run(self, looked_up: Mapping[str, torch.Tensor], recorder: Recorder | None) -> float | None:
+        """Update everything; the gradients' norm before it was clipped, if it is. ``looked_up``: see ``Updater.update``."""
+        gradients, norm = self.gradients, None
+        HERE.task = self._name
+        done = set() if recorder is None else self._serve(recorder)
+        gradients.add_up()
+        if self.clip_norm is not None:
+            found = {**gradients.dense, **{number: own.values for number, own in gradients.rows.items()}}
+            norm = clip(self.comm, self.plan, found, self.clip_norm)
+        left = None if not done else self._parts.keys() - done
+        timed = recorder is not None and (gradients.dense.keys() | gradients.rows.keys()) - done
+        with recorder.task(self._name, TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
+            self._updater.update(*merged(self.plan, self._parts, gradients.dense, gradients.rows), looked_up, left)
+        HERE.task = ""
+        if gradients.served.regions:
+            gradients.served.pull(watch_nothing if recorder is None else recorder.watch)
+        return norm
+
+    def _serve(self, recorder: Recorder) -> set[int]:
+        """Add up and update what this rank keeps as a server, each partition as a task of its own; those that were updated. What is to be
+        clipped is updated later."""
+        updated = set[int]()
+        for own in self.plan.served:
+            for number, shard in enumerate(own.shards):
+                if shard in self._parts:
+                    with recorder.task(serve_name(own, number), TaskKind.UPDATE):
+                        self.gradients.add_up((shard,))
+                        if self.clip_norm is None:
+                            self._updater.update(self.gradients.dense, self.gradients.rows, {}, (shard,))
+                            updated.add(shard)
+        return updated

@@ -1,0 +1,1 @@
+"""Parameters on their ranks, and keeping their copies in step."""

@@ -1,0 +1,97 @@
+"""The look-ups of a rank: which tiles read rows of which tables, which rows these are, and tables of just these rows for the tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from soap.model.regions import Box, whole
+from soap.plan.tiling import tiles_of
+from soap.runtime.comm.redistribute import assemble, cut
+from soap.runtime.program.prepared import PreparedTile, PreparedTiles, RowsRead
+from soap.runtime.sync.row_gradient import common_rows
+from soap.runtime.sync.shards import ShardStore
+from soap.runtime.sync.sparse_tables import TableSync
+from soap.runtime.sync.tables import Table
+from soap.strategy.config import OpConfig
+from soap.tracing.model import TileContext, TracedModel
+
+Asked = dict[tuple[int, int], torch.Tensor]
+"""(tile, parameter position) -> the rows that it looks up, ascending."""
+
+
+class LookUps:
+    """All of a rank's, by one program."""
+
+    def __init__(self, prepared: PreparedTiles, tables: Sequence[Table], rank: int) -> None:
+        self._reads = [(tile, own) for tile in prepared.tiles.values() if not tile.empty for own in tile.rows]
+        self._tables = {number: table for number, table in enumerate(tables) if rank in table.readers}
+
+    def asked(self, model: TracedModel, tensors: Mapping[str, torch.Tensor], context: TileContext) -> Asked:
+        """What each tile asks for of its own part of a parameter. ``tensors``: full inputs and constants by name."""
+        found: Asked = {}
+        for tile, own in self._reads:
+            inputs = [_known(tile, place, tensors) for place in range(len(tile.inputs))]
+            found[tile.number, own.place] = model.rows_asked_for(tile.tile, own.place, inputs, context)
+        return found
+
+    def by_table(self, asked: Asked, device: torch.device) -> dict[int, torch.Tensor]:
+        """All rows that are looked up in each table that this rank reads."""
+        parts: dict[int, list[torch.Tensor]] = {number: [] for number in self._tables}
+        for tile, own in self._reads:
+            for number in own.tables.values():
+                parts[number].append(_within(asked[tile.number, own.place], self._tables[number].box))
+        return {
+            number: common_rows(rows) if rows else torch.empty(0, dtype=torch.int64, device=device) for number, rows in parts.items()
+        }
+
+
+def note_rows(
+    found: dict[str, torch.Tensor], names: Iterable[str], model: TracedModel, tensors: Mapping[str, torch.Tensor], context: TileContext
+) -> None:
+    """Add the rows of these sparse parameters that a whole batch looks up, whoever does, to those found before; ascending."""
+    graph = model.graph
+    for name in names:
+        rows = [found[name]] if name in found else []
+        for use in graph.sparse[name].lookups if name in graph.sparse else ():
+            op = graph.operators[use.operator]
+            (tile,) = tiles_of(graph, use.operator, OpConfig((1,) * len(op.factors), (0,)))
+            whole_inputs = [tensors.get(operand.tensor) for operand in op.inputs]
+            inputs = [None if t is None else cut(t, whole(t.shape), box) for t, box in zip(whole_inputs, tile.inputs, strict=True)]
+            rows.append(model.rows_asked_for(tile, use.parameter, inputs, context))
+        if rows:
+            found[name] = common_rows(rows)
+
+
+def rows_for(
+    number: int, own: RowsRead, asked: Asked, tables: TableSync, shards: ShardStore
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a tile reads of a sparse parameter: some rows, one below the other, and which they are, ascending."""
+    if own.sole is not None:
+        return tables.leaf(own.sole), tables.rows(own.sole)
+    rows, region = asked[number, own.place], own.region
+    boxes, parts = [], []
+    for piece in region.pieces:
+        box = shards.boxes[piece]
+        wanted = _within(rows, box)
+        first = int(torch.searchsorted(rows, box[0][0]))
+        table = own.tables.get(piece)
+        there = wanted - box[0][0] if table is None else torch.searchsorted(tables.rows(table), wanted)
+        parts.append((shards.leaves[piece] if table is None else tables.leaf(table)).index_select(0, there))
+        boxes.append(((first, first + len(wanted)), *box[1:]))
+    return assemble(((0, len(rows)), *region.box[1:]), boxes, parts), rows
+
+
+def _known(tile: PreparedTile, place: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """An input of a tile, if it is there before a step begins."""
+    source = tile.inputs[place]
+    if source.fetch is not None or source.empty:
+        return None
+    return tensors[source.tensor] if source.part is None else tensors[source.tensor][source.part]
+
+
+def _within(rows: torch.Tensor, box: Box) -> torch.Tensor:
+    """Those of ascending rows that lie in a region."""
+    first, stop = torch.searchsorted(rows, torch.tensor(box[0], dtype=rows.dtype, device=rows.device)).tolist()
+    return rows[first:stop]

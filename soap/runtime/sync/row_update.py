@@ -1,0 +1,150 @@
+"""Updates of tables of which a step has gradients of some rows: any torch optimizer with an elementwise update, on these rows alone.
+
+*Exact* (the default): where a zero gradient changes neither a row nor its state, the rows without gradient are left out; otherwise the
+gradient is made dense, on the device that keeps the shard. *Lazy*: rows that a step does not look up, and their state, stay as they are,
+whatever the optimizer; what counts steps goes on for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from soap.errors import RuntimeFailure
+from soap.model.regions import Box
+from soap.runtime.sync.row_gradient import RowGradient
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class _Compact:
+    """Rows of a shard that are updated: their numbers in it, their values, and their state as it was."""
+
+    shard: torch.Tensor
+    at: torch.Tensor
+    values: torch.Tensor
+    state: dict[str, Any]
+
+
+class Updater:
+    """Updates tensors by a user's optimizer, which knows them all. ``tensors``: by number, with the part of which parameter each is
+    (``parts``). ``optimizer`` None: there is nothing to train."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, tensors: Mapping[int, torch.Tensor], parts: Mapping[int, tuple[str, Box]], lazy: bool
+    ) -> None:
+        self.optimizer, self.tensors, self.parts, self.lazy = optimizer, tensors, parts, lazy
+
+    def update(
+        self,
+        dense: Mapping[int, torch.Tensor],
+        rows: Mapping[int, RowGradient],
+        looked_up: Mapping[str, torch.Tensor],
+        only: Collection[int] | None = None,
+    ) -> None:
+        """One step, or the part of it that updates ``only`` these tensors. Gradients by number; which rows the step has looked up of
+        parameters with dense gradients, if that is known and matters (lazy)."""
+        for number, tensor in self.tensors.items():
+            tensor.grad = dense.get(number) if only is None or number in only else None
+        if self.optimizer is None:
+            return
+        if not rows and not looked_up:
+            self.optimizer.step()
+            return
+        chosen = {number: gradient for number, gradient in rows.items() if only is None or number in only}
+        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
+        by_rows: dict[int, RowGradient] = {}
+        for number, gradient in chosen.items():
+            tensor, (first, stop) = self.tensors[number], self.parts[number][1][0]
+            if id(tensor) not in groups:
+                continue
+            if self.lazy or spares_rows(self.optimizer, groups[id(tensor)]):
+                by_rows[number] = gradient
+            else:
+                tensor.grad = gradient.dense(first, stop - first)
+        for number, tensor in self.tensors.items() if looked_up else ():
+            name, box = self.parts[number]
+            if tensor.grad is not None and id(tensor) in groups and name in looked_up:
+                by_rows[number] = RowGradient.of(tensor.grad, looked_up[name], box[0][0])
+                tensor.grad = None
+        with self._compacted(self.optimizer, by_rows):
+            self.optimizer.step()
+
+    @contextmanager
+    def _compacted(self, optimizer: torch.optim.Optimizer, gradients: Mapping[int, RowGradient]) -> Iterator[None]:
+        """Inside, the optimizer has tensors of some rows, with their state, in place of their shards."""
+        compacts = parallel(lambda number: self._compact(optimizer, number, gradients[number]), tuple(gradients))
+        instead = {id(own.shard): own.values for own in compacts}
+        before = [group["params"] for group in optimizer.param_groups]
+        for own in compacts:
+            if own.state:
+                optimizer.state[own.values] = own.state
+        for group in optimizer.param_groups:
+            group["params"] = [instead.get(id(parameter), parameter) for parameter in group["params"]]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(optimizer.param_groups, before, strict=True):
+                group["params"] = parameters
+            states = [optimizer.state.pop(own.values, {}) for own in compacts]
+        known = [optimizer.state.get(own.shard, {}) for own in compacts]
+        pairs = list(zip(compacts, states, known, strict=True))
+        for own, state in zip(compacts, parallel(_put_back, pairs), strict=True):
+            if state:
+                optimizer.state[own.shard] = state
+
+    def _compact(self, optimizer: torch.optim.Optimizer, number: int, gradient: RowGradient) -> _Compact:
+        shard = self.tensors[number]
+        at = gradient.rows - self.parts[number][1][0][0]
+        values = shard.detach().index_select(0, at).requires_grad_()
+        values.grad = gradient.values
+        state = optimizer.state.get(shard, {})
+        return _Compact(shard, at, values, {k: v.index_select(0, at) if _is_by_row(v, shard) else v for k, v in state.items()})
+
+
+def spares_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a zero gradient changes neither a row nor its state: known of some optimizers, assumed of no other."""
+    if type(optimizer) is torch.optim.SGD:
+        return bool(group["momentum"] == 0 and group["weight_decay"] == 0)
+    return type(optimizer) is torch.optim.Adagrad and bool(group["weight_decay"] == 0)
+
+
+def parallel(work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
+    """The work on all items, by so many threads as torch may use."""
+    threads = min(len(items), torch.get_num_threads())
+    if threads < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, items))
+
+
+def _put_back(updated: tuple[_Compact, dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+    """Bring rows and their new state back to the shard and its state; the latter."""
+    own, state, before = updated
+    result: dict[str, Any] = {}
+    with torch.no_grad():
+        own.shard.index_copy_(0, own.at, own.values)
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                result[key] = value
+                continue
+            if value.shape != own.values.shape:
+                raise RuntimeFailure(
+                    f"optimizer state {key!r} has shape {tuple(value.shape)} for rows of shape {tuple(own.values.shape)}; expected a "
+                    "number or a value for each element: sparse parameters need an optimizer whose update is elementwise"
+                )
+            whole = before.get(key)
+            result[key] = whole if _is_by_row(whole, own.shard) else torch.zeros_like(own.shard, dtype=value.dtype, requires_grad=False)
+            result[key].index_copy_(0, own.at, value)
+    return result
+
+
+def _is_by_row(value: Any, shard: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shard.shape

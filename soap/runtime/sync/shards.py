@@ -1,0 +1,161 @@
+"""This rank's parameter shards: one leaf tensor each, and the regions that tiles need of them.
+
+Of a dense region that servers keep, readers have a copy, which is a leaf as well; a server that reads it has its partitions in the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from soap.errors import RuntimeFailure
+from soap.model.dtypes import replaced
+from soap.model.regions import Box, lengths, relative, whole
+from soap.plan.plan import Plan
+from soap.runtime.comm.redistribute import Communicator, assemble, cut
+from soap.runtime.sync.tables import pieces
+
+
+class Region(NamedTuple):
+    """How a tile's parameter region is put together: its box and the pieces that cover it (see ``tables.pieces``)."""
+
+    box: Box
+    pieces: tuple[int, ...]
+
+
+class ShardStore:
+    """The shards that a rank keeps. ``tensors``: shard -> leaf tensor, in plan order; what is trainable requires a gradient.
+
+    ``leaves``: piece -> leaf tensor that tiles read: shards that tiles of this rank need whole, and copies of dense regions that servers
+    keep. ``boxes``: of all pieces. ``joined``: parameter -> tensor of all of it, of whose memory its shards are views; of ``whole``.
+    """
+
+    def __init__(self, plan: Plan, rank: int, whole: Sequence[str] = ()) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.joined: dict[str, torch.Tensor] = {}
+        self._whole = frozenset(whole)
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.leaves: dict[int, torch.Tensor] = {}
+        self.boxes = pieces(plan)
+        self._regions: dict[tuple[int, int], list[int]] = {}
+        served = {number for own in plan.served for number in own.shards}
+        uses = [() if number in served else shard.uses for number, shard in enumerate(plan.shards)]
+        for piece, own in enumerate((*uses, *(region.uses for region in plan.served))):
+            for use in own:
+                if plan.tiles[use[0]].device == rank:
+                    self._regions.setdefault(use, []).append(piece)
+
+    def load(
+        self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None, share: bool = False
+    ) -> None:
+        """Take this rank's regions of full parameters; in place where shards exist already, so that optimizers keep them.
+
+        ``share``: a shard that is a whole parameter uses the parameter's own memory, where device and dtype are the same.
+        Copies of what servers keep have no values yet, but for this rank's own partitions.
+        """
+        copied = {} if self.leaves else self._make_copies(parameters, device, dtype) | self._join(parameters, device, dtype)
+        for number, shard in enumerate(self.plan.shards):
+            if self.rank not in shard.devices:
+                continue
+            full = parameters[shard.parameter].detach()
+            if full.is_meta:
+                raise RuntimeFailure(f"parameter {shard.parameter!r} has no values; expected a model that has them: load it again")
+            region = cut(full, whole(full.shape), shard.box)
+            if number in self.tensors:
+                with torch.no_grad():
+                    self.tensors[number].copy_(region)
+                continue
+            kind = _kind(full, dtype)
+            if number in copied:
+                own = copied[number]
+                own.copy_(region)
+            elif share and region is full and (full.dtype, full.device) == (kind, device) and full.is_contiguous():
+                own = full
+            else:
+                own = torch.empty(lengths(shard.box), dtype=kind, device=device)
+                own.copy_(region)
+            self.tensors[number] = own.requires_grad_(shard.trainable)
+        self.leaves = {**self.tensors, **self.leaves}
+
+    def share_with(self, other: ShardStore) -> None:
+        """Have the tensors of a store whose plan has the same shards."""
+        self.tensors, self.leaves, self.joined = other.tensors, other.leaves, other.joined
+
+    def _make_copies(
+        self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
+    ) -> dict[int, torch.Tensor]:
+        """Room for the dense regions that servers keep and this rank reads; the places of its own partitions in it."""
+        mine: dict[int, torch.Tensor] = {}
+        for number, own in enumerate(self.plan.served):
+            if own.sparse or self.rank not in own.readers:
+                continue
+            copy = torch.empty(lengths(own.box), dtype=_kind(parameters[own.parameter], dtype), device=device)
+            for shard in own.shards:
+                if self.rank in self.plan.shards[shard].devices:
+                    mine[shard] = cut(copy, own.box, self.plan.shards[shard].box)
+            self.leaves[len(self.plan.shards) + number] = copy.detach().requires_grad_()
+        return mine
+
+    def _join(self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
+        """Room for what is kept whole in several shards; the places of these in it."""
+        places: dict[int, torch.Tensor] = {}
+        for number, shard in enumerate(self.plan.shards):
+            if self.rank in shard.devices and shard.parameter in self._whole:
+                full = parameters[shard.parameter]
+                if shard.parameter not in self.joined:
+                    room = torch.empty(full.shape, dtype=_kind(full, dtype), device=device)
+                    self.joined[shard.parameter] = room.requires_grad_()
+                places[number] = cut(self.joined[shard.parameter].detach(), whole(full.shape), shard.box)
+        return places
+
+    def agree(self, comm: Communicator) -> None:
+        """Make all copies of a shard equal to the one of its first device."""
+        for number, shard in enumerate(self.plan.shards):
+            if number in self.tensors and len(shard.devices) > 1:
+                own = self.tensors[number].detach()
+                sent = own.contiguous()
+                comm.broadcast(sent, shard.devices[0], shard.devices).wait()
+                if sent is not own:  # a view of a whole parameter
+                    own.copy_(sent)
+
+    def region(self, tile: int, place: int) -> Region:
+        """What a tile needs for its parameter operand ``place``."""
+        return Region(self.plan.tiles[tile].parameters[place], tuple(self._regions.get((tile, place), ())))
+
+    def is_one(self, region: Region) -> bool:
+        """Whether a region is a single piece."""
+        return len(region.pieces) == 1 and self.boxes[region.pieces[0]] == region.box
+
+    def build(self, region: Region) -> torch.Tensor:
+        """The region as one tensor, differentiable with respect to its pieces."""
+        return assemble(region.box, [self.boxes[i] for i in region.pieces], [self.leaves[i] for i in region.pieces])
+
+
+def _kind(full: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type that a parameter is kept in."""
+    return replaced(full.dtype, dtype)
+
+
+def gather_regions(
+    comm: Communicator, plan: Plan, values: Mapping[int, torch.Tensor], wanted: Sequence[int], full: dict[str, torch.Tensor]
+) -> None:
+    """Bring shard-wise values together: rank 0 writes them into ``full`` (parameter -> whole tensor); the others send theirs.
+
+    ``wanted``: the same shards in the same order on all ranks. Each comes from the first of its devices.
+    """
+    for tag, number in enumerate(wanted):
+        shard = plan.shards[number]
+        owner = shard.devices[0]
+        if comm.rank == 0:
+            target = full[shard.parameter][relative(shard.box, whole(full[shard.parameter].shape))]
+            if owner == 0:
+                target.copy_(values[number].detach())
+            else:
+                buffer = torch.empty(target.shape, dtype=target.dtype, device=comm.device)
+                target.copy_(comm.receive(buffer, owner, tag).wait())
+        elif comm.rank == owner:
+            comm.send(values[number], 0, tag)
+    comm.finish_sends()

@@ -1,0 +1,1 @@
+"""Optimizers: recipes, states, schedules and clipping, apart from how a plan cuts parameters."""

@@ -1,0 +1,147 @@
+"""How parameters are updated: which optimizer has which of them, with which options; apart from how a plan cuts them.
+
+The command line's own optimizers stand here as well; what is measured of updates is measured of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from soap.errors import RuntimeFailure
+from soap.runtime.updates.several import Several
+
+OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+"""Makes an optimizer from the tensors of one rank's shards; with ``GroupOptions``, from torch's parameter groups of them."""
+Optimizers = OptimizerFactory | Mapping[str, OptimizerFactory]
+"""One for all parameters, or pattern of names (``fnmatch``) -> optimizer of those that no earlier pattern names."""
+GroupOptions = Callable[[str, tuple[int, ...]], Mapping[str, Any]]
+"""From a parameter's canonical name and whole shape: what is to be different for it, such as ``{"weight_decay": 0.0}``."""
+ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+"""Makes a schedule of an optimizer's options."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Whole shapes of all trainable parameters by canonical name, in the graph's order."""
+
+
+def plain_sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer if none is given: SGD with learning rate 0.01."""
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def adam(tensors: Sequence[torch.Tensor], lr: float, **options: Any) -> torch.optim.Adam:
+    """On CPUs in one pass over each tensor: torch's usual way goes over them in several calls, which take four times as long, fourteen
+    times where gradients have always been zero (as those of rows that nobody looks up), and make two tensors of the largest one's size."""
+    return torch.optim.Adam(tensors, lr=lr, **_in_one_pass(tensors, options))
+
+
+def adamw(tensors: Sequence[torch.Tensor], lr: float, **options: Any) -> torch.optim.AdamW:
+    """In one pass as well."""
+    return torch.optim.AdamW(tensors, lr=lr, **_in_one_pass(tensors, options))
+
+
+def sgd(tensors: Sequence[torch.Tensor], lr: float, **options: Any) -> torch.optim.SGD:
+    """Torch's."""
+    return torch.optim.SGD(tensors, lr=lr, **options)
+
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {"sgd": sgd, "adam": adam, "adamw": adamw}
+"""By name: makes one of tensors or parameter groups, with a learning rate and torch's further options."""
+
+
+def _in_one_pass(tensors: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    flat = [t for own in tensors for t in (own["params"] if isinstance(own, dict) else [own])]
+    on_cpus = all(tensor.device.type == "cpu" and tensor.is_floating_point() for tensor in flat)  # torch's kernel has no complex numbers
+    asked = any(options.get(key) for key in ("fused", "foreach", "capturable", "differentiable"))
+    return {**options, "fused": True} if on_cpus and not asked and options.get("fused") is not False else dict(options)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a user says of updates. ``schedule``: steps once per update, behind it."""
+
+    optimizer: Optimizers = plain_sgd
+    groups: GroupOptions | None = None
+    schedule: ScheduleFactory | None = None
+
+    def layout(self, parameters: Shapes) -> Layout:
+        """Where each parameter belongs. It depends on names and whole shapes alone, and so is the same on all ranks, for all plans."""
+        choices = self.optimizer.items() if isinstance(self.optimizer, Mapping) else [("*", self.optimizer)]
+        names: dict[str, list[str]] = {pattern: [] for pattern, _ in choices}
+        for name in parameters:
+            pattern = next((pattern for pattern in names if fnmatchcase(name, pattern)), None)
+            if pattern is None:
+                raise RuntimeFailure(
+                    f"no optimizer for parameter {name!r}: none of the patterns {', '.join(names)} names it; add '*' at the end"
+                )
+            names[pattern].append(name)
+        chosen = [(make, self._grouped(names[pattern], parameters)) for pattern, make in choices]
+        return Layout(tuple(Member(make, own) for make, own in chosen if own or len(chosen) == 1), self.schedule)
+
+    def _grouped(self, names: Sequence[str], parameters: Shapes) -> tuple[Group, ...]:
+        if self.groups is None:
+            return (Group({}, tuple(names)),) if names else ()
+        found: list[tuple[dict[str, Any], list[str]]] = []
+        for name in names:
+            options = self.groups(name, parameters[name])
+            if not isinstance(options, Mapping) or "params" in options:
+                raise RuntimeFailure(
+                    f"groups({name!r}, …) gave {options!r}: expected options of a parameter group, such as {{'weight_decay': 0.0}}"
+                )
+            for other, members in found:
+                if other == options:
+                    members.append(name)
+                    break
+            else:
+                found.append((dict(options), [name]))
+        return tuple(Group(options, tuple(members)) for options, members in found)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters, by name, with equal options."""
+
+    options: Mapping[str, Any]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Member:
+    """An optimizer and the groups that it has."""
+
+    make: OptimizerFactory
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All optimizers of a training, with their parameters."""
+
+    members: tuple[Member, ...]
+    schedule: ScheduleFactory | None = None
+
+    def optimizer(self, tensors: Mapping[str, Sequence[torch.Tensor]]) -> torch.optim.Optimizer | None:
+        """For those tensors that a rank keeps, by their parameters' names; None without any. Groups that are empty here are there too,
+        so that all ranks have the same ones."""
+        if not any(tensors.values()):
+            return None
+        made = [member.make(self._arguments(member, tensors)) for member in self.members]
+        return made[0] if len(made) == 1 else Several(made)
+
+    def group_count(self, member: Member) -> int:
+        """How many parameter groups a member has that was made with groups of options; else what its factory makes of one list."""
+        return 1 if all(not group.options for group in member.groups) else len(member.groups)
+
+    def _arguments(self, member: Member, tensors: Mapping[str, Sequence[torch.Tensor]]) -> list[Any]:
+        by_group = [[tensor for name in group.names for tensor in tensors.get(name, ())] for group in member.groups]
+        if all(not group.options for group in member.groups) and (flat := [tensor for own in by_group for tensor in own]):
+            return flat
+        return [{**group.options, "params": own} for group, own in zip(member.groups, by_group, strict=True)]
+
+
+def recorded_name(optimizer: torch.optim.Optimizer) -> str:
+    """What messages and checkpoints call an optimizer."""
+    return optimizer.name if isinstance(optimizer, Several) else type(optimizer).__name__

@@ -1,0 +1,175 @@
+"""What a rank's optimizer updates: its shards, or whole parameters where an update needs them so.
+
+A parameter that the rank keeps whole, but in several shards (operators that read parts of it), is one tensor for such an optimizer, and
+its shards are views of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from soap.errors import RuntimeFailure
+from soap.model.regions import Box, whole
+from soap.plan.plan import Plan, Shard
+from soap.runtime.comm.redistribute import cut
+from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.shards import ShardStore
+from soap.runtime.updates.optimizers import Layout, Shapes
+from soap.runtime.updates.trial import Scope, Tried
+
+
+@dataclass(frozen=True)
+class Part:
+    """A region of a parameter of this shape, that is updated at once. ``shards``: those that it consists of (positions in the plan)."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+    shards: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its parameter."""
+        return self.box == whole(self.shape)
+
+
+def trainable_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Of all parameters that are trained, by name, in the graph's order."""
+    return {tensor.name: tensor.shape for tensor in plan.graph.parameters if tensor.requires_grad}
+
+
+def require_possible(plan: Plan, tried: Tried, lazy_sparse: bool) -> None:
+    """RuntimeFailure in one line, the same on all ranks, if the plan cuts a parameter that this optimizer needs whole."""
+    if tried.coupled:
+        _require_together(plan, tried)
+    for name in tried.whole:
+        shards = [shard for shard in plan.shards if shard.parameter == name and shard.trainable]
+        _require_whole(plan, f"optimizer {tried.name} updates {name!r} as a whole (its update is not elementwise)", shards)
+        if lazy_sparse and name in plan.graph.sparse:
+            raise RuntimeFailure(
+                f"optimizer {tried.name} updates {name!r} as a whole (its update is not elementwise), so its rows cannot be updated alone; "
+                "leave lazy_sparse out, or use an elementwise optimizer"
+            )
+
+
+def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
+    """All of a parameter's shards are kept by the same devices, and servers have it in one."""
+    served = {own.parameter for own in plan.served}
+    if len(shards) > 1 and shards[0].parameter in served:
+        raise RuntimeFailure(
+            f"{said}, but servers keep it in {len(shards)} partitions; keep it in one (parameter_server:1), or use an elementwise optimizer"
+        )
+    if len({shard.devices for shard in shards}) > 1:
+        shape = list(plan.graph.tensors[shards[0].parameter].shape)
+        unread = next((shard.box for shard in shards if not shard.uses), None)
+        if unread is not None:
+            raise RuntimeFailure(
+                f"{said}, but no operator reads {_shown(unread)} of {shape}, which one device keeps; use an elementwise optimizer"
+            )
+        raise RuntimeFailure(
+            f"{said}, but the plan keeps parts of it, such as {_shown(shards[0].box)} of {shape}, on different devices; search with "
+            "soap-search --optimizer, which keeps such parameters whole, or use data_parallel or an elementwise optimizer"
+        )
+
+
+def _require_together(plan: Plan, tried: Tried) -> None:
+    """A device that keeps some of the parameters that are coupled keeps all of all."""
+    shards = [(shard.parameter, shard.devices) for shard in plan.shards if shard.trainable and shard.parameter in tried.coupled]
+    for device in range(plan.device_count):
+        apart = [name for name, devices in shards if device not in devices]
+        if apart and len(apart) < len(shards):
+            raise RuntimeFailure(
+                f"optimizer {tried.name} couples the updates of parameters with each other, but the plan does not keep all of "
+                f"{apart[0]!r} where it keeps others; use data_parallel, or an optimizer that updates each element by itself"
+            )
+
+
+def joined_names(plan: Plan, tried: Tried) -> tuple[str, ...]:
+    """Parameters that are updated as a whole and consist of several shards."""
+    counts: dict[str, int] = {}
+    for shard in plan.shards:
+        if shard.trainable:
+            counts[shard.parameter] = counts.get(shard.parameter, 0) + 1
+    return tuple(name for name in tried.whole if tried.scopes[name] is not Scope.ELEMENT and counts.get(name, 0) > 1)
+
+
+def parts_of(store: ShardStore) -> dict[int, Part]:
+    """What this rank's optimizer updates, by the number of the first shard, in the order of the graph's parameters."""
+    plan, found = store.plan, dict[int, Part]()
+    for number, tensor in store.tensors.items():
+        shard = plan.shards[number]
+        if not shard.trainable:
+            continue
+        shape = plan.graph.tensors[shard.parameter].shape
+        if shard.parameter not in store.joined:
+            found[number] = Part(shard.parameter, shape, shard.box, tensor, (number,))
+        elif all(part.parameter != shard.parameter for part in found.values()):
+            shards = tuple(other for other in store.tensors if plan.shards[other].parameter == shard.parameter)
+            found[number] = Part(shard.parameter, shape, whole(shape), store.joined[shard.parameter], shards)
+    return found
+
+
+def other_options(layout: Layout, shapes: Shapes, parts: Mapping[int, Part], optimizer: torch.optim.Optimizer | None) -> str:
+    """One line about a part of a parameter that a factory gives other options than it would give to the whole one, as factories do that
+    choose by size or position; empty if there is none, or if it cannot be told."""
+    if optimizer is None:
+        return ""
+    like = next(iter(parts.values())).tensor
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):  # room for none of them
+            whole_ones = {
+                name: [torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=True)] for name, shape in shapes.items()
+            }
+            expected = _options_of(layout.optimizer(whole_ones))
+    except Exception:  # a factory that looks at values, say
+        return ""
+    found = _options_of(optimizer)
+    for part in parts.values():
+        wanted, own = expected.get(id(whole_ones[part.parameter][0])), found.get(id(part.tensor))
+        if wanted != own:
+            return (
+                f"the optimizer's factory gives {_shown(part.box)} of {part.parameter!r} other options than the whole parameter "
+                f"{list(part.shape)}; make groups by names and whole shapes: groups=lambda name, shape: {{...}}"
+            )
+    return ""
+
+
+def _options_of(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
+    """By identity of tensors. Values of tensors among them are not looked at."""
+    found = {}
+    for group in optimizer.param_groups if optimizer is not None else ():
+        options = {key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)}
+        found.update({id(tensor): repr(options) for tensor in group["params"]})
+    return found
+
+
+def merged(
+    plan: Plan, parts: Mapping[int, Part], dense: Mapping[int, torch.Tensor], rows: Mapping[int, RowGradient]
+) -> tuple[dict[int, torch.Tensor], dict[int, RowGradient]]:
+    """Gradients of parts from those of shards, both by number."""
+    dense, rows = dict(dense), dict(rows)
+    for number, part in parts.items():
+        if part.shards == (number,):
+            continue
+        full, there = torch.zeros_like(part.tensor, requires_grad=False), False
+        for shard in part.shards:
+            box = plan.shards[shard].box
+            own, some = dense.pop(shard, None), rows.pop(shard, None)
+            if some is not None:
+                first, stop = box[0]
+                own = some.dense(first, stop - first)
+            if own is not None:
+                cut(full, part.box, box).copy_(own)
+                there = True
+        if there:
+            dense[number] = full
+    return dense, rows
+
+
+def _shown(box: Box) -> str:
+    return f"[{', '.join(f'{a}:{b}' for a, b in box)}]"

@@ -1,0 +1,1 @@
+"""What a schedule means: who holds the iteration up, slack, pictures, and comparisons with measured ones."""

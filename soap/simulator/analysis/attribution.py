@@ -1,0 +1,84 @@
+"""Which operators a task belongs to: what an explanation of a schedule is made of, beside ``slack``.
+
+A tile's passes belong to its operator. What brings an operator's inputs (and takes their gradients back) and sums its partial results
+belongs to it too. What keeps parameters in step (sums of gradients, servers, updates) belongs to the operators that use them, by bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+
+from soap.plan.buckets import idle_shards, shard_bytes
+from soap.plan.plan import ASK_NAME, Plan, sync_name
+from soap.simulator.task_list import BACKWARD, FORWARD, UPDATE
+from soap.simulator.tasks import Task, TaskGraph, TaskKind
+
+Shares = Mapping[int, float]
+"""Operator's position -> its part of a task; all parts together are 1, or there are none."""
+
+
+class Activity(StrEnum):
+    """What a task is to the operators that it belongs to."""
+
+    COMPUTATION = "computation"
+    COMMUNICATION = "communication"
+    SYNCHRONIZATION = "synchronization"
+
+
+_ACTIVITIES = {
+    TaskKind.FORWARD: Activity.COMPUTATION,
+    TaskKind.BACKWARD: Activity.COMPUTATION,
+    TaskKind.SYNC: Activity.SYNCHRONIZATION,
+    TaskKind.UPDATE: Activity.SYNCHRONIZATION,
+}
+
+
+def activity(task: Task) -> Activity:
+    """What a task is: updates count as synchronization, since they follow from who keeps which parameters."""
+    return _ACTIVITIES.get(task.kind, Activity.COMMUNICATION)
+
+
+def task_shares(tasks: TaskGraph) -> list[Shares]:
+    """For each task, the operators that it belongs to."""
+    plan = tasks.plan
+    buckets = {sync_name(plan, bucket): _by_bytes(plan, bucket.shards) for bucket in plan.buckets}
+    updates = _updates(plan)
+    last = len(plan.graph.operators) - 1
+    found: list[Shares] = []
+    for task in tasks.tasks:
+        if task.name == ASK_NAME:
+            found.append(_by_bytes(plan, [i for i, shard in enumerate(plan.shards) if shard.parameter in plan.graph.sparse]))
+        elif task.id[0] == FORWARD:
+            found.append({task.id[1]: 1.0})
+        elif task.id[0] == BACKWARD:
+            found.append({last - task.id[1]: 1.0})
+        elif task.id[0] == UPDATE:
+            found.append(updates[task.resources[0]])
+        elif task.name in buckets:
+            found.append(buckets[task.name])
+        else:  # of servers, or gathered
+            parameter = plan.graph.parameters[task.id[1]].name
+            found.append(_by_bytes(plan, [i for i, shard in enumerate(plan.shards) if shard.parameter == parameter]))
+    return found
+
+
+def _by_bytes(plan: Plan, shards: Iterable[int]) -> Shares:
+    """Shards' operators, by the bytes that they use; operators that share a shard have equal parts of it."""
+    found: dict[int, float] = {}
+    for number in shards:
+        shard = plan.shards[number]
+        users = sorted({plan.tiles[tile].operator for tile, _ in shard.uses})
+        for operator in users:
+            found[operator] = found.get(operator, 0.0) + shard_bytes(plan.graph, shard) / len(users)
+    total = sum(found.values())
+    return {operator: size / total for operator, size in found.items()} if total else {}
+
+
+def _updates(plan: Plan) -> Sequence[Shares]:
+    """By device: the operators whose parameters it updates."""
+    own: list[list[int]] = [[] for _ in range(plan.device_count)]
+    for number in (*(number for bucket in plan.buckets for number in bucket.shards), *plan.gathered, *idle_shards(plan)):
+        for device in plan.shards[number].devices:
+            own[device].append(number)
+    return [_by_bytes(plan, numbers) for numbers in own]

@@ -1,0 +1,303 @@
+"""Pictures and sums of a schedule: a table, a Chrome trace, the critical path, how busy each device and link is, what crosses the links.
+
+Traces are JSON objects in Chrome's Trace Event Format, which Perfetto opens. A predicted and a measured trace have the same task names
+and the same thread per device, so that ``merge_traces`` shows them side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from soap.plan.collectives import flow_links
+from soap.plan.plan import Plan, reduce_name, sync_name
+from soap.simulator.communication import allreduce
+from soap.simulator.communication.prices import Communication
+from soap.simulator.communication.servers import core_names
+from soap.simulator.memory.ledger import MemoryCurve
+from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Trace = dict[str, Any]
+"""A Chrome trace as plain JSON values: ``traceEvents`` and ``displayTimeUnit``."""
+MeasuredEvent = tuple[int, str, str, int, int]
+"""(rank, task name, kind, start, end), in nanoseconds on one clock."""
+
+COMPUTE_KINDS = frozenset({TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.UPDATE})
+NS_PER_US = 1000
+
+
+def resource_names(tasks: TaskGraph) -> list[str]:
+    """Names of all resources in the order of their numbers: devices, links, CPU cores."""
+    topology = tasks.topology
+    return [device.name for device in topology.devices] + [link.name for link in topology.links] + core_names(topology)
+
+
+def shown_resources(tasks: TaskGraph) -> dict[int, str]:
+    """Number -> name of all devices and links, and of the CPU cores that have something to do."""
+    always = tasks.topology.device_count + len(tasks.topology.links)
+    used = {resource for task in tasks.tasks for resource in task.resources}
+    return {number: name for number, name in enumerate(resource_names(tasks)) if number < always or number in used}
+
+
+def to_frame(tasks: TaskGraph, schedule: Schedule) -> pd.DataFrame:
+    """One row per task, in the order of ``tasks.tasks``: name, kind, on (device or link names), start_ns, end_ns, bytes."""
+    import pandas as pd  # slow to import, and a search does without it
+
+    names = resource_names(tasks)
+    return pd.DataFrame(
+        {
+            "name": [task.name for task in tasks.tasks],
+            "kind": [task.kind.value for task in tasks.tasks],
+            "on": [", ".join(names[r] for r in task.resources) for task in tasks.tasks],
+            "start_ns": schedule.start_ns,
+            "end_ns": schedule.end_ns,
+            "bytes": pd.Series([task.bytes for task in tasks.tasks], dtype="int64"),
+        }
+    )
+
+
+def chrome_trace(
+    tasks: TaskGraph, schedule: Schedule, process_name: str = "simulated", memory: Sequence[MemoryCurve] = ()
+) -> Trace:
+    """The schedule as one process with a thread per device, link and busy CPU core; a task that holds several links shows on each.
+
+    A tile's event names its operator's kind. A message's ends when it sets its links free, and says how much later it arrives: of two
+    events on one thread that overlap, viewers draw one. ``memory``: each device's, shown as a counter.
+    """
+    events = _process_events(process_name, shown_resources(tasks))
+    details = task_details(tasks)
+    for task, start in zip(tasks.tasks, schedule.start_ns.tolist(), strict=True):
+        told = details.get(task.name, {}) | ({"latency_ns": task.latency_ns} if task.latency_ns else {})
+        for resource in task.resources:
+            events.append(_complete_event(task.name, task.kind.value, resource, start, start + task.held_ns, told))
+    for device, curve in zip(tasks.topology.devices, memory, strict=False):
+        for time_ns, held in zip(curve.times_ns.tolist(), curve.bytes_held.tolist(), strict=True):
+            counter = {"name": f"memory of {device.name}", "ph": "C", "pid": 0, "ts": time_ns / NS_PER_US}
+            events.append({**counter, "args": {"bytes": held}})
+    return _trace(events)
+
+
+def task_details(tasks: TaskGraph) -> dict[str, dict[str, Any]]:
+    """What a trace says of a task besides its time, by name: ``bytes`` of what moves something, ``operator`` (the kind) of a tile."""
+    details: dict[str, dict[str, Any]] = {}
+    for task in tasks.tasks:
+        if task.bytes:
+            details[task.name] = {"bytes": task.bytes}
+        elif task.tile is not None:
+            details[task.name] = {"operator": tasks.plan.operator(tasks.plan.tiles[task.tile]).kind}
+    return details
+
+
+def measured_trace(
+    events: Iterable[MeasuredEvent],
+    process_name: str = "measured",
+    device_names: Sequence[str] | None = None,
+    details: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Trace:
+    """What ranks measured, in the shape of ``chrome_trace``: times count from the first event.
+
+    Every rank has a thread for computation, named as its device, and beside it as many for communication as run at once.
+    ``device_names``: by rank; "rank 0", "rank 1", … if not given. ``details``: what to say of tasks besides, by name.
+    """
+    ordered = sorted(events, key=lambda event: (event[3], event[0], event[4], event[1]))
+    count = max((rank for rank, *_ in ordered), default=-1) + 1
+    names = list(device_names or ()) + [f"rank {rank}" for rank in range(len(device_names or ()), count)]
+    lanes = _Lanes(len(names))
+    origin_ns = ordered[0][3] if ordered else 0
+    shown = []
+    for rank, name, kind, start, end in ordered:
+        thread = rank if kind in COMPUTE_KINDS else lanes.thread(rank, start, end)
+        shown.append(_complete_event(name, kind, thread, start - origin_ns, end - origin_ns, (details or {}).get(name)))
+    communication = [f"{names[rank]} communication" for rank in lanes.ranks]
+    return _trace(_process_events(process_name, dict(enumerate([*names, *communication]))) + shown)
+
+
+def middle_iteration(iterations: Sequence[Sequence[MeasuredEvent]]) -> tuple[Sequence[MeasuredEvent], dict[str, int]]:
+    """Of several measured iterations (at least one), that of middle length, and each task's median duration in nanoseconds."""
+    durations: dict[str, list[int]] = {}
+    for events in iterations:
+        for _, name, _, start, end in events:
+            durations.setdefault(name, []).append(end - start)
+    ordered = sorted(iterations, key=span_ns)
+    return ordered[(len(ordered) - 1) // 2], {name: int(median(found)) for name, found in durations.items()}
+
+
+def span_ns(events: Iterable[MeasuredEvent]) -> int:
+    """From the start of the first event to the end of the last; 0 if there are none."""
+    spans = [(start, end) for *_, start, end in events]
+    return max((end for _, end in spans), default=0) - min((start for start, _ in spans), default=0)
+
+
+def merge_traces(*traces: Trace) -> Trace:
+    """All processes of all traces in one, in order, renumbered so that none are mixed up. The traces themselves stay as they are."""
+    merged: list[dict[str, Any]] = []
+    count = 0
+    for trace in traces:
+        numbers = {pid: count + i for i, pid in enumerate(sorted({event["pid"] for event in trace["traceEvents"]}))}
+        for event in trace["traceEvents"]:
+            copy = {**event, "pid": numbers[event["pid"]]}
+            if event["name"] == "process_sort_index":
+                copy["args"] = {"sort_index": copy["pid"]}
+            merged.append(copy)
+        count += len(numbers)
+    return _trace(merged)
+
+
+def critical_path(tasks: TaskGraph, schedule: Schedule) -> list[int]:
+    """Positions of the tasks that decide the makespan, first to last: each starts when the one before it ends, or sets a link free.
+
+    A task waits for its predecessors or for a device or link that another task holds. Among several reasons that end at the same
+    time, a predecessor is taken before a resource, then the lowest position. A task that waits for what its device does beside tasks
+    (for a port, to launch it), or for what has passed on a link that it yields, follows its latest predecessor.
+    """
+    if not tasks.tasks:
+        return []
+    ends, starts = schedule.end_ns.tolist(), schedule.start_ns.tolist()
+    holders = _holders_by_release(tasks, ends)
+    position: int | None = ends.index(max(ends))
+    path: list[int] = []
+    while position is not None:
+        path.append(position)
+        position = _reason(tasks.tasks[position], starts[position], ends, holders)
+    return path[::-1]
+
+
+def critical_path_ns(tasks: TaskGraph, schedule: Schedule) -> dict[TaskKind, int]:
+    """How much of the critical path each kind of task is; together they are the makespan."""
+    found: dict[TaskKind, int] = {}
+    path = critical_path(tasks, schedule)
+    for position, part_ns in zip(path, path_parts_ns(schedule, path), strict=True):
+        kind = tasks.tasks[position].kind
+        found[kind] = found.get(kind, 0) + part_ns
+    return found
+
+
+def path_parts_ns(schedule: Schedule, path: Sequence[int]) -> list[int]:
+    """For how long each task of a critical path is what the iteration waits for: until the next one begins. Together that is the makespan:
+    what else a device does in between for communication over its ports, or to launch the next task, counts with the task before."""
+    if not path:
+        return []
+    begins = [0, *schedule.start_ns[list(path[1:])].tolist()]
+    return [following - begin for begin, following in zip(begins, [*begins[1:], schedule.makespan_ns], strict=True)]
+
+
+def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:
+    """How long each device, link and used CPU core is held during the iteration, by name."""
+    names = shown_resources(tasks)
+    busy = dict.fromkeys(names, 0)
+    for task in tasks.tasks:
+        for resource in task.resources:
+            busy[resource] += task.held_ns
+    return {name: busy[number] for number, name in names.items()}
+
+
+def link_bytes(tasks: TaskGraph) -> dict[str, int]:
+    """Bytes that cross each link during the iteration, by name. What travels over several links counts on each."""
+    carried = [0] * len(tasks.topology.links)
+    groups, communication = sum_groups(tasks.plan), Communication(tasks.topology)
+    for task in tasks.tasks:
+        if task.bytes:
+            for link, size in task_links(communication, task, groups):
+                carried[link] += size
+    return {link.name: size for link, size in zip(tasks.topology.links, carried, strict=True)}
+
+
+def bytes_moved(tasks: TaskGraph) -> int:
+    """Bytes that leave a device for another during the iteration, whatever the number of links between them."""
+    return sum(task.bytes for task in tasks.tasks)
+
+
+class _Lanes:
+    """Threads for what runs at the same time on one rank, numbered from ``first``: a viewer draws only nested events on one thread."""
+
+    def __init__(self, first: int) -> None:
+        self.ranks: list[int] = []
+        self._first = first
+        self._free_ns: list[int] = []
+
+    def thread(self, rank: int, start_ns: int, end_ns: int) -> int:
+        """The first thread of the rank that is free; a new one if none is. To be asked in the order of starts."""
+        for lane, owner in enumerate(self.ranks):
+            if owner == rank and self._free_ns[lane] <= start_ns:
+                break
+        else:
+            lane = len(self.ranks)
+            self.ranks.append(rank)
+            self._free_ns.append(0)
+        self._free_ns[lane] = end_ns
+        return self._first + lane
+
+
+def sum_groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
+    """Name of each all-reduce -> its devices."""
+    groups = {sync_name(plan, bucket): bucket.devices for bucket in plan.buckets}
+    for reduction in plan.reductions:
+        for gradient in (False, True):
+            groups[reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=gradient)] = reduction.devices
+    return groups
+
+
+def task_links(communication: Communication, task: Task, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+    """(link number, bytes) of a task that moves something. What an all-reduce (see ``sum_groups``) puts on a link is rounded up."""
+    topology = communication.topology
+    if task.flows:
+        yield from flow_links(topology, task.flows).items()
+        return
+    if task.name not in groups:
+        yield from ((resource - topology.device_count, task.bytes) for resource in task.resources)
+        return
+    devices = groups[task.name]
+    reduced_bytes = task.bytes // allreduce.allreduce_bytes(1, len(devices))
+    algorithm = communication.allreduce_option(reduced_bytes, devices).algorithm
+    yield from allreduce.link_bytes(topology, algorithm, devices, reduced_bytes).items()
+
+
+def _holders_by_release(tasks: TaskGraph, ends: Sequence[int]) -> dict[tuple[int, int], int]:
+    """(resource, time) -> the lowest task that then sets the resource free."""
+    holders: dict[tuple[int, int], int] = {}
+    for position, task in enumerate(tasks.tasks):
+        for resource in task.resources:
+            holders.setdefault((resource, ends[position] - task.latency_ns), position)
+    return holders
+
+
+def _reason(task: Task, start_ns: int, ends: Sequence[int], holders: Mapping[tuple[int, int], int]) -> int | None:
+    """The task whose end, or whose link, let this one start; None at the beginning."""
+    if start_ns == 0:
+        return None
+    for predecessor in task.predecessors:
+        if ends[predecessor] == start_ns:
+            return predecessor
+    found = [holders[resource, start_ns] for resource in task.resources if (resource, start_ns) in holders]
+    if found or not task.predecessors:
+        return min(found, default=None)
+    return max(task.predecessors, key=lambda predecessor: (ends[predecessor], -predecessor))  # something else than a task
+
+
+def _process_events(process_name: str, threads: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Metadata of process 0: its name and its threads' by their numbers, in which they are shown."""
+    events = [_metadata("process_name", 0, {"name": process_name}), _metadata("process_sort_index", 0, {"sort_index": 0})]
+    for thread, name in threads.items():
+        events.append(_metadata("thread_name", thread, {"name": name}))
+        events.append(_metadata("thread_sort_index", thread, {"sort_index": thread}))
+    return events
+
+
+def _metadata(name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": 0, "tid": thread, "args": args}
+
+
+def _complete_event(
+    name: str, kind: str, thread: int, start_ns: int, end_ns: int, args: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    event = {"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread}
+    event |= {"ts": start_ns / NS_PER_US, "dur": (end_ns - start_ns) / NS_PER_US}
+    return {**event, "args": dict(args)} if args else event
+
+
+def _trace(events: list[dict[str, Any]]) -> Trace:
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,1 @@
+"""What communication and synchronization take on a topology."""

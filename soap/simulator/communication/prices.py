@@ -1,0 +1,108 @@
+"""What communication costs on a topology, the same for every cost model: messages, all-reduces, exchanges. Answers are kept.
+
+All are closed forms over the links' bandwidths and latencies and the devices' memory bandwidths (``allreduce``, ``collectives``), in whole
+nanoseconds, rounded up, at least 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import floor
+
+from soap.cluster.overheads import Share
+from soap.cluster.topology import Topology
+from soap.plan.collectives import REDUCE_TRAFFIC, Flow, exchange_seconds
+from soap.simulator.communication.allreduce import AllReduceOption, allreduce_bytes, allreduce_options, fastest
+from soap.simulator.costs import nanoseconds
+
+CACHE_ENTRIES = 2**18
+
+VERSION = 7
+"""To be raised whenever a formula changes."""
+
+
+class Communication:
+    """Durations, and the links that are held. A search should keep one for its cluster."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._routes: dict[tuple[int, int], tuple[float, float]] = {}
+        self._options: dict[tuple[int, ...], tuple[AllReduceOption, ...]] = {}
+        self._exchanges: dict[tuple[tuple[Flow, ...], int, float | None], int] = {}
+        self._ports = {port.link: port for port in topology.ports}
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over every figure that enters an answer."""
+        links = [[float(link.bandwidth_bytes_per_second), float(link.latency_seconds)] for link in self.topology.links]
+        devices = [[device.type.kind, float(device.type.memory_bandwidth_bytes_per_second)] for device in self.topology.devices]
+        ports = [asdict(port) for port in self.topology.ports]
+        measured = [ports, asdict(self.topology.handling), asdict(self.topology.crowding), asdict(self.topology.restart)]
+        text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices, *measured])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def transfer_ns(self, transfer_bytes: int, source: int, target: int) -> int:
+        """One message between two devices: its route's latencies, then the bytes at the rate of its narrowest link.
+
+        max(1, ceil((latency_seconds + seconds_per_byte * transfer_bytes) * 1e9)), in this order of operations.
+        """
+        latency_seconds, seconds_per_byte = self._route(source, target)
+        return nanoseconds(latency_seconds + seconds_per_byte * transfer_bytes)
+
+    def latency_ns(self, transfer_ns: int, source: int, target: int) -> int:
+        """How much of a message's time no link is held for: min(transfer_ns - 1, floor(latency_seconds * 1e9)). The next message may be
+        under way by then."""
+        return min(transfer_ns - 1, floor(self._route(source, target)[0] * 1e9))
+
+    def _route(self, source: int, target: int) -> tuple[float, float]:
+        found = self._routes.get((source, target))
+        if found is None:
+            found = self._routes[source, target] = self.route_figures(source, target)
+        return found
+
+    def route_figures(self, source: int, target: int) -> tuple[float, float]:
+        """(latency in seconds, seconds per byte) of a message between two devices; zeros on one device."""
+        links = [self.topology.links[link] for link in self.topology.route(source, target)]
+        per_byte = max((1 / link.bandwidth_bytes_per_second for link in links), default=0.0)
+        return self.topology.route_latency_seconds(source, target), per_byte
+
+    def message_share(self, source: int, target: int) -> Share:
+        """For how long a message keeps those devices busy that have ports at its route's links: the longest fixed time of these ports, and
+        the smallest part of the time for which it holds links, since the bytes, which make the work, go as fast as the slowest link lets
+        them."""
+        ports = [self._ports[link] for link in self.topology.route(source, target) if link in self._ports]
+        return Share(max(port.fixed_ns for port in ports), min(port.permille for port in ports)) if ports else Share()
+
+    def allreduce_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
+        """What an all-reduce over these devices may be done by."""
+        found = self._options.get(devices)
+        if found is None:
+            found = self._options[devices] = allreduce_options(self.topology, devices)
+        return found
+
+    def allreduce_option(self, reduced_bytes: int, devices: tuple[int, ...]) -> AllReduceOption:
+        """The fastest for so many bytes."""
+        return fastest(self.allreduce_options(devices), reduced_bytes)
+
+    def allreduce(self, reduced_bytes: int, devices: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Duration in ns of an all-reduce by the fastest option, and the numbers of the links that it holds."""
+        option = self.allreduce_option(reduced_bytes, devices)
+        return option.duration_ns(reduced_bytes), option.links
+
+    def allreduce_bytes(self, reduced_bytes: int, devices: tuple[int, ...]) -> int:
+        """Bytes that an all-reduce puts on all its hops together."""
+        return allreduce_bytes(reduced_bytes, len(devices))
+
+    def exchange_ns(self, flows: Sequence[Flow], reduced_bytes: int = 0, crowding: float | None = None) -> int:
+        """Flows between devices that run at once as one collective, or as a round of it (``collectives.exchange_seconds``); every target
+        then adds up at most ``reduced_bytes``."""
+        key = (tuple(flows), reduced_bytes, crowding)
+        found = self._exchanges.get(key)
+        if found is None:
+            if len(self._exchanges) >= CACHE_ENTRIES:
+                self._exchanges.clear()
+            found = self._exchanges[key] = nanoseconds(exchange_seconds(self.topology, flows, reduced_bytes, crowding))
+        return found

@@ -1,0 +1,207 @@
+"""The Python side of ``compiled.memory``: what variants keep, made when they are first met."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from soap.model.graph import Operand, Operator, TensorKind
+from soap.model.regions import Box, cells, in_one_piece, volume
+from soap.plan.row_counts import row_bytes, tile_lookups
+from soap.plan.tiling import Tile, windows
+from soap.simulator.compiled.growing import Growing
+from soap.simulator.compiled.handles import handle
+from soap.simulator.compiled.memory import bound_memory
+from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
+from soap.simulator.compiled.tables import Ints, Longs
+from soap.simulator.engine import Engine
+from soap.simulator.memory.footprint import kept_share, passing_share, work_share
+from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
+
+
+def _empty() -> MemoryTables:
+    fields: list[Any] = []
+    for name, kind in MemoryTables.__annotations__.items():
+        fields.append(np.zeros((1, 1) if name in ("rows", "part") else 1, np.int64 if "Longs" in str(kind) else np.int32))
+    return MemoryTables(*fields)
+
+
+NO_TABLES = handle(_empty())
+"""For compiled code that will not ask."""
+
+
+class MemoryBound:
+    """Bounds of what an engine's strategies need on each device. It shares the engine's arrays, and must not run beside it."""
+
+    def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2) -> None:
+        """``limits_bytes``: by device."""
+        self._engine, graph = engine, engine.graph
+        self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)
+        self._regions: dict[Box, int] = {}
+        self._region_volume = Growing(np.int64)
+        self._cuts: dict[frozenset[Box], int] = {}
+        self._cut_volume = Growing(np.int64)
+        self._known, self._seen = 0, np.zeros(1, np.int64)
+        users: list[list[tuple[int, int]]] = [[] for _ in graph.parameters]
+        numbers = {tensor.name: number for number, tensor in enumerate(graph.parameters)}
+        for position, op in enumerate(graph.operators):
+            for place, operand in enumerate(op.parameters):
+                users[numbers[operand.tensor]].append((position, place))
+        pairs = np.array([pair for own in users for pair in own], np.int32).reshape(-1, 2)
+        given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
+        devices = engine.topology.device_count
+        self._packing = {device.type.kind != "cpu" for device in engine.topology.devices}
+        self._fixed: dict[str, Any] = {
+            "user_ptr": np.cumsum([0, *map(len, users)]).astype(np.int32),
+            "user": np.ascontiguousarray(pairs[:, 0]),
+            "user_operand": np.ascontiguousarray(pairs[:, 1]),
+            "elements": np.array([volume(tuple((0, n) for n in t.shape)) for t in graph.parameters], np.int64),
+            "itemsize": np.array([t.itemsize for t in graph.parameters], np.int64),
+            "row_bytes": np.array([t.bytes // max(1, t.shape[0]) if t.shape else t.bytes for t in graph.parameters], np.int64),
+            "operand_ptr": np.cumsum([0, *(len(op.parameters) for op in graph.operators)]).astype(np.int32),
+            "operand": np.array([numbers[o.tensor] for op in graph.operators for o in op.parameters], np.int32),
+            "looked_up": np.zeros(devices, np.int64),
+            "trainable": np.array([t.requires_grad for t in graph.parameters], np.int32),
+            "fixed": np.array([sum(t.bytes for t in given) + graph.next_state_bytes, optimizer_states], np.int64),
+            "limit": np.array(limits_bytes, np.int64),
+            "part": np.zeros((PARTS, devices), np.int64),
+            "step": np.zeros(devices * (len(graph.operators) + 2), np.int64),
+            "total": np.zeros(devices, np.int64),
+            "least": np.zeros(devices, np.int64),
+        }
+        self._handle: MemoryTables | None = None
+
+    def handle(self) -> MemoryTables:
+        """What compiled code receives: all variants that the engine knows by now are in it."""
+        variants = self._engine.variants
+        if self._handle is None or len(variants.degrees) > self._known:
+            for number in range(self._known, len(variants.degrees)):
+                self._add(number)
+            self._known = len(variants.degrees)
+            room = 1 + self._region_volume.size * self._engine.topology.device_count
+            if room > len(self._seen):
+                self._seen = np.zeros(2 * room, np.int64)
+            arrays: dict[str, Any] = {
+                "rows": self._rows.array().reshape(-1, COLUMNS), "data": self._data.array(), "cut": self._cut.array(),
+                "cut_ptr": self._cut_ptr.array(), "cut_volume": self._cut_volume.array(), "region_volume": self._region_volume.array(),
+                "seen": self._seen,
+            }  # fmt: skip
+            self._handle = handle(MemoryTables(**arrays, **self._fixed))
+        return self._handle
+
+    def verdict(self) -> int:
+        """What the bounds say of the strategy that the engine holds, or that is proposed to it: FITS, UNKNOWN or LACKING."""
+
+        def ask() -> int:
+            G, V, K, _, _, C, S, *_ = self._engine.handles()
+            return int(bound_memory(G, V, K, C, S, self.handle()))
+
+        return self._engine.consult(ask)
+
+    def bounds_bytes(self) -> list[tuple[int, int]]:
+        """Bytes that each device needs, (at least, at most), under that strategy."""
+        self.verdict()
+        return list(zip(self._fixed["least"].tolist(), self._fixed["total"].tolist(), strict=True))
+
+    def least_overflow_bytes(self) -> int:
+        """What the devices lack at least, added up, by the last verdict."""
+        return int(np.maximum(0, self._fixed["least"] - self._fixed["limit"]).sum())
+
+    def _add(self, number: int) -> None:
+        """One more variant."""
+        position, degrees = self._engine.variants.position(number), self._engine.variants.degrees[number]
+        op, graph = self._engine.graph.operators[position], self._engine.graph
+        intervals, regions = self._engine.variants.cut(position, degrees)
+        size = {o: _volumes(regions[o]) * graph.tensors[o.tensor].itemsize for o in {*op.inputs, *op.outputs, *op.parameters}}
+        if any(degree > 1 and factor.summed for degree, factor in zip(degrees, op.factors, strict=True)):
+            size |= {o: _volumes(regions[o]) * graph.tensors[o.tensor].partial_itemsize for o in op.outputs}
+        points = np.prod(intervals[:, :, 1] - intervals[:, :, 0], axis=1)
+        kept, work = self._kept_and_work(op, intervals, regions)
+        kept = kept + sum(size[o] for o in op.outputs)
+        read = sum((self._part(o, regions[o], size[o]) for o in op.inputs), np.zeros(len(points), np.int64))
+        if op.kind in PACKING_KINDS:
+            packed = sum(size[o] for o in op.parameters)
+            if self._packing == {True}:
+                kept = kept + packed
+            elif True in self._packing:  # in doubt, as what is read: it depends on the device
+                read = read + packed
+        wanted = [o for o in (*op.inputs, *op.outputs) if graph.tensors[o.tensor].requires_grad]
+        gradients = sum((size[o] for o in wanted if graph.needs_backward(op)), work)
+        own = sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), np.zeros(len(points), np.int64))
+        numbers = np.array([self._number(regions[o]) for o in op.parameters], np.int64)
+        compact, lookups = self._rows_of(op, position, intervals, regions)
+        rows = [-1, -1] if compact is None else [self._data.add(compact), self._data.add(lookups)]
+        self._rows.add([*(self._data.add(column) for column in (kept, read, gradients, own, numbers)), *rows])
+        self._cut_ptr.add([self._cut.add([self._cut_number(regions[o]) for o in op.parameters])])
+
+    def _rows_of(
+        self, op: Operator, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]
+    ) -> tuple[Longs | None, Longs]:
+        """[parameter operand, tile]: as ``parameters.operand_bytes`` of a compact parameter, and how many rows are looked up."""
+        graph = self._engine.graph
+        compact, lookups = (np.zeros((len(op.parameters), len(intervals)), np.int64) for _ in range(2))
+        if not any(operand.tensor in graph.sparse for operand in op.parameters):
+            return None, lookups
+        for k, operand in enumerate(op.parameters):
+            compact[k] = _volumes(regions[operand]) * graph.tensors[operand.tensor].itemsize
+            if operand.tensor not in graph.sparse:
+                continue
+            for number, (cell, box) in enumerate(zip(_boxes(intervals), _boxes(regions[operand]), strict=True)):
+                tile = Tile(position, number, 0, 0, cell, (), (), ())
+                lookups[k, number] = tile_lookups(graph, operand.tensor, tile)
+                if graph.needs_backward(op):
+                    rows = min(box[0][1] - box[0][0], lookups[k, number])
+                    compact[k, number] = rows * row_bytes(graph, operand.tensor, box)
+        return compact, lookups
+
+    def _kept_and_work(self, op: Operator, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]) -> tuple[Longs, Longs]:
+        """By tile: as ``kept_share`` and what is padded; as ``work_share``, or what it passes forward if that is all."""
+        graph = self._engine.graph
+        windowed = {k: _boxes(regions[op.inputs[k]]) for k in windows(op)}
+        kept, work = np.zeros(len(intervals), np.int64), np.zeros(len(intervals), np.int64)
+        for tile, cell in enumerate(_boxes(intervals)):
+            padded = sum(padded_bytes(graph, op, k, boxes[tile], cell) for k, boxes in windowed.items())
+            kept[tile] = kept_share(graph, op, cell) + padded
+            work[tile] = work_share(graph, op, cell) + padded if graph.needs_backward(op) else passing_share(graph, op, cell)[0]
+        return kept, work
+
+    def _part(self, operand: Operand, region: np.ndarray, size: Longs) -> Longs:
+        """Bytes of the parts of the batch and of constants that tiles may copy; all of it is there anyway."""
+        tensor = self._engine.graph.tensors[operand.tensor]
+        if tensor.kind not in (TensorKind.INPUT, TensorKind.CONSTANT):
+            return np.zeros_like(size)
+        copied = [not in_one_piece(box, tensor.shape) for box in _boxes(region)]
+        return np.where(copied, size, 0)
+
+    def _number(self, region: np.ndarray) -> Ints:
+        """[tile]: number of the region of a parameter; -1 if it is empty."""
+        found = np.zeros(len(region), np.int32)
+        for tile, box in enumerate(_boxes(region)):
+            if volume(box) == 0:
+                found[tile] = -1
+                continue
+            if box not in self._regions:
+                self._regions[box] = self._region_volume.add([volume(box)])
+            found[tile] = self._regions[box]
+        return found
+
+    def _cut_number(self, region: np.ndarray) -> int:
+        boxes = frozenset(box for box in _boxes(region) if volume(box) > 0)
+        found = self._cuts.get(boxes)
+        if found is None:
+            found = self._cuts[boxes] = len(self._cuts)
+            disjoint = len(boxes) < 2 or set(cells(dict.fromkeys(boxes))) == boxes
+            self._cut_volume.add([sum(map(volume, boxes)) if disjoint else -1])
+        return found
+
+
+def _volumes(region: np.ndarray) -> Longs:
+    """[tile]: elements."""
+    found: Longs = np.prod(region[:, :, 1] - region[:, :, 0], axis=1, dtype=np.int64)
+    return found
+
+
+def _boxes(region: np.ndarray) -> list[Box]:
+    return [tuple((start, stop) for start, stop in box) for box in region.tolist()]

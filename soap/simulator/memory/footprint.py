@@ -1,0 +1,117 @@
+"""What a tile takes of memory beside its operands: what its operator takes (``OperatorGraph.footprints``), by how it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from soap.model.graph import Footprint, Operator, OperatorGraph
+from soap.model.regions import Interval, volume
+from soap.plan.tiling import iteration_points
+
+
+class Use(IntEnum):
+    """Of memory, by a footprint; in the order of ``Footprint.fixed_bytes``."""
+
+    KEPT = 0
+    FORWARD = 1
+    BACKWARD = 2
+
+
+def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int] | None:
+    """Which of its operands autograd keeps for a tile with these intervals; None if it is not known."""
+    known = graph.footprints.get(op.name)
+    if known is None:
+        return None
+    cut = _cut_factors(op, intervals)
+    if not cut or len(known) == 1:
+        return known[0].keeps
+    alone, together = _of_cuts(op, known)
+    return frozenset[int]().union(*(alone[i].keeps for i in cut), *(one.keeps for one in together if len(cut) > 1))
+
+
+def kept_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
+    """What a tile keeps for its backward pass beside its operands and outputs, rounded up."""
+    if op.name not in graph.footprints:
+        return _share(op.saved_bytes, op, volume(tuple(intervals)))
+    return tile_bytes(op, graph.footprints[op.name], intervals, Use.KEPT)
+
+
+def passing_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> tuple[int, int]:
+    """What a tile's calls pass to each other and do not keep: there while its forward task runs, and its backward task.
+
+    Where nothing is known, nothing beside what is said to be kept: that is a bound of both.
+    """
+    known = graph.footprints.get(op.name)
+    if known is None:
+        return 0, 0
+    return tile_bytes(op, known, intervals, Use.FORWARD), tile_bytes(op, known, intervals, Use.BACKWARD)
+
+
+def work_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
+    """The most that a tile passes at once, in its forward or backward task; as much as it may keep, if nothing else is known of that."""
+    if op.name not in graph.footprints:
+        return _share(op.saved_bytes, op, volume(tuple(intervals)))
+    return max(passing_share(graph, op, intervals))
+
+
+def tile_bytes(op: Operator, known: Sequence[Footprint], intervals: Sequence[Interval], use: Use) -> int:
+    """Of one use, rounded up. ``known``: as in ``OperatorGraph.footprints``.
+
+    What is there however little a tile has of one factor may still shrink with another: each factor that is cut leaves its share of the
+    whole. (A tile that is cut by a linear layer's outputs keeps all of the activation that the layer reads; cut by samples, its samples'.)
+    """
+    points = volume(tuple(intervals))
+    if points == 0:
+        return 0
+    cut = _cut_factors(op, intervals)
+    if not cut or len(known) == 1:
+        size, fixed = _size(known[0], use)
+        return fixed + _share(size - fixed, op, points)
+    alone, together = ([_part(_size(own[i], use), op.factors[i].size, intervals[i]) for i in cut if own] for own in _of_cuts(op, known))
+    found = [_together(number, alone) for number in range(len(alone))]
+    if len(cut) > 1 and together and together[0].bytes_times > 0:
+        found.append(_together(0, together))
+    return max(found)
+
+
+class _Part(NamedTuple):
+    """Of a tile that is cut by one factor alone: its bytes, times ``whole``, and what share of an uncut tile's these are, for another one
+    that is cut by this factor as well."""
+
+    bytes_times: int
+    whole: int
+    above: int
+    below: int
+
+
+def _part(sizes: tuple[int, int], whole: int, interval: Interval) -> _Part:
+    (size, fixed), length = sizes, interval[1] - interval[0]
+    bytes_times = fixed * whole + (size - fixed) * length
+    return _Part(bytes_times, whole, *((bytes_times, size * whole) if fixed > 0 else (length, whole)))
+
+
+def _together(number: int, parts: Sequence[_Part]) -> int:
+    """As the operator takes that is cut by this part's factor, of which all others leave their shares."""
+    above, below = parts[number].bytes_times, parts[number].whole
+    for other in (*parts[:number], *parts[number + 1 :]):
+        above, below = above * other.above, below * other.below
+    return -(-above // below)
+
+
+def _cut_factors(op: Operator, intervals: Sequence[Interval]) -> list[int]:
+    return [i for i, (factor, span) in enumerate(zip(op.factors, intervals, strict=True)) if span != (0, factor.size)]
+
+
+def _of_cuts(op: Operator, known: Sequence[Footprint]) -> tuple[Sequence[Footprint], Sequence[Footprint]]:
+    """(with one factor cut, with all cut), by factor; the latter empty where it adds nothing."""
+    return known[1 : 1 + len(op.factors)], known[1 + len(op.factors) :]
+
+
+def _size(footprint: Footprint, use: Use) -> tuple[int, int]:
+    return footprint.sizes_bytes[use], footprint.fixed_bytes[use]
+
+
+def _share(size: int, op: Operator, points: int) -> int:
+    return -(-size * points // iteration_points(op))

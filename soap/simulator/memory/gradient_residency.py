@@ -1,0 +1,126 @@
+"""Gradients over the simulated time: between operators, as they come back from other devices, and of parameters."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from soap.model.regions import Box
+from soap.plan.flows import box_bytes, reduced_tensor
+from soap.plan.plan import reduce_name, remote_parts
+from soap.simulator.memory import peaks
+from soap.simulator.memory.ledger import Ledger
+from soap.simulator.memory.parameters import compact_parameters, operand_bytes
+from soap.simulator.memory.task_spans import Span, TaskSpans
+from soap.simulator.memory.transit import is_remote, told_parts
+
+
+class GradientResidency:
+    """Writes them down."""
+
+    def __init__(self, spans: TaskSpans, ledger: Ledger) -> None:
+        self.spans, self.ledger, self.plan = spans, ledger, spans.plan
+        self.hold = ledger.hold
+
+    def gradients(self) -> None:
+        """Gradients between operators, and of parameters."""
+        plan, graph = self.plan, self.plan.graph
+        made: dict[int, int] = {}
+        added: dict[int, list[tuple[Span, int]]] = {}
+        apart: set[int] = set()
+        for number, fetch in enumerate(plan.fetches):
+            spans = [self.spans.backward[tile] for tile, _ in fetch.consumers if tile in self.spans.backward]
+            if not spans or not graph.tensors[fetch.tensor].requires_grad:
+                continue
+            start = min(start for start, _ in spans)
+            if any(is_remote(plan, fetch, piece) for piece in fetch.pieces):  # a leaf as a whole, until all have had their parts
+                self.hold(fetch.device, start, self.spans.taken(number), box_bytes(plan, fetch.tensor, fetch.box), late=True)
+                apart |= {piece.holding for piece in fetch.pieces}
+                continue
+            for piece in fetch.pieces:
+                made[piece.holding] = min(made.get(piece.holding, start), start)
+                added.setdefault(piece.holding, []).extend((span, box_bytes(plan, fetch.tensor, piece.box)) for span in spans)
+        for holding, parts in added.items():
+            for (start, end), size in sorted(parts)[1:]:  # beside what it is added to
+                self.hold(plan.holdings[holding].device, start, end, size)
+        for holding in made.keys() | apart:
+            self._collected(holding, made.get(holding), holding in apart)
+        for summed in dict.fromkeys(held.reduction for i, held in enumerate(plan.holdings) if i in made or i in apart):
+            if summed is not None:
+                self._summed_gradient(summed)
+        self._returns()
+        self._parameter_gradients()
+
+    def _parameter_gradients(self) -> None:
+        """Those that a backward task makes, and what autograd adds up of a segment's tasks. What a single device keeps is counted from the
+        first one on (``always``): the first gradient is itself what is kept, unless it is a view, as those of transposed weights."""
+        plan, graph = self.plan, self.plan.graph
+        compact = compact_parameters(plan)
+        kept = {i for bucket in plan.buckets if len(bucket.devices) == 1 for i in bucket.shards}
+        alone = {(plan.shards[i].parameter, plan.shards[i].box) for i in kept}
+        shared: dict[tuple[int, str, Box], list[tuple[Span, int]]] = {}
+        for number, (start, end) in self.spans.backward.items():
+            tile = plan.tiles[number]
+            for o, box in zip(plan.operator(tile).parameters, tile.parameters, strict=True):
+                if graph.tensors[o.tensor].requires_grad:
+                    size = operand_bytes(plan, compact, tile, o.tensor, box)
+                    shared.setdefault((self.spans.segment[number], o.tensor, box), []).append(((start, end), size))
+            self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[1])
+        for (segment, name, box), uses in shared.items():
+            device = plan.tiles[segment].device
+            uses.sort()
+            for (start, end), size in uses[1 if (name, box) in alone and name in graph.sparse else 0 :]:
+                self.hold(device, start, end, size)
+            for ((_, begun), _), ((_, end), size) in pairwise(uses if (name, box) not in alone else ()):
+                self.hold(device, begun, end, size)
+            if len(uses) > 1 and name not in graph.sparse:  # the first sum of views is a third tensor
+                self.hold(device, *uses[1][0], uses[1][1])
+
+    def _collected(self, holding: int, made: int | None, apart: bool) -> None:
+        """A holding's gradient: as its readers here leave it on a leaf, from ``made`` on; if others give parts of it (``apart``), these are
+        added up in another tensor, when it is wanted."""
+        held = self.plan.holdings[holding]
+        wanted, end = self.spans.wanted(holding)
+        size = box_bytes(self.plan, held.tensor, held.box)
+        if made is not None:
+            self.hold(held.device, made, wanted if apart else end, size, late=apart)
+        if apart:
+            self.hold(held.device, wanted, end, size, early=True)
+
+    def _summed_gradient(self, number: int) -> None:
+        """What the members of a sum bring together of its gradient."""
+        plan, reduction = self.plan, self.plan.reductions[number]
+        name = reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=True)
+        if name not in self.spans.named:
+            return
+        start, tensor = self.spans.named[name][0], reduced_tensor(plan, reduction)
+        size = box_bytes(plan, tensor, reduction.box)
+        for place, device in enumerate(reduction.devices):
+            tiles = [tile for tile in reduction.tiles if plan.tiles[tile].device == device and tile in self.spans.backward]
+            begun = min((self.spans.begun[self.spans.segment[tile]] for tile in tiles), default=start)
+            self.hold(device, start, max((self.spans.backward[tile][1] for tile in tiles), default=start), size, early=True)
+            if reduction.cells:
+                self.ledger.send(device, start, self.spans.end_ns, len(reduction.cells) * box_bytes(plan, tensor, reduction.cells[place]))
+                self.hold(device, start, begun, size, late=True)  # where the others' cells land
+
+    def _returns(self) -> None:
+        """Gradients that come back from other devices: where each is received, and where they land together; and what is sent for that."""
+        plan = self.plan
+        for carrier in self.spans.carriers():
+            back = self.spans.returned.get(carrier.parts[0])
+            if back is None:
+                continue
+            rooms: dict[int, list[tuple[int, int]]] = {}
+            leaving: dict[int, int] = {}
+            for source, target, box, holding in remote_parts(plan, carrier.parts):
+                size = box_bytes(plan, plan.holdings[holding].tensor, box)
+                leaving[target] = leaving.get(target, 0) + size
+                rooms.setdefault(source, []).append((holding, size))
+            for source, own in rooms.items():
+                own = own[: len(told_parts(carrier))]
+                for holding, size in own:
+                    self.hold(source, back[0], self.spans.wanted(holding)[0], size, late=True)
+                if len(own) > 1:
+                    first = min(self.spans.wanted(holding)[0] for holding, _ in own)
+                    self.hold(source, back[0], first, sum(size for _, size in own), late=True)
+            for target, size in leaving.items():
+                self.ledger.send(target, back[0], self.ledger.arrived(target, back[1]), size)

@@ -1,0 +1,245 @@
+"""Peak memory of a plan, device by device: an upper bound on what a training step holds, so that "fits" can be trusted.
+
+It follows the runtime. Counted as held through the whole step: parameter shards, their gradients and optimizer states, the whole batch and
+the constants (which every rank gets), everything the forward pass makes (it is not credited that the backward pass frees activations
+while it goes), and what is sent (which is kept until the step ends). On top come the largest set of gradients under way between operators,
+the gradients that one tile makes and those of shared parameters, and the largest sum over devices. The allocator's fragmentation and the
+libraries' workspaces are not counted, nor are a model's buffers (running statistics), which belong to no tensor of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from soap.cluster.topology import Topology
+from soap.model.graph import RECURRENT_KINDS, Operand, Operator, OperatorGraph, TensorKind
+from soap.model.regions import Box, Interval, in_one_piece, volume, whole
+from soap.plan.flows import partial_bytes, reduced_tensor
+from soap.plan.plan import Plan
+from soap.plan.tiling import Tile, is_window, made_bytes, windows
+from soap.simulator.memory.footprint import kept_share, passing_share, work_share
+from soap.simulator.memory.parameters import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters, updating_bytes
+from soap.simulator.memory.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
+
+PACKING_KINDS = RECURRENT_KINDS
+"""Operators for which cuDNN brings the parameters together into one piece of memory, which is kept for the backward pass."""
+
+ADDING_COPIES = 2
+"""Adding two gradients of a value makes a third."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What one device holds at its peak, in bytes.
+
+    ``optimizer``: its states. ``activations``: inputs, fetched regions, outputs, sums and what the backward pass needs besides.
+    ``buffers``: gradients under way, and what is sent or summed.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def memory_use(plan: Plan, optimizer_states: int = 2) -> tuple[MemoryUse, ...]:
+    """Upper bound of each device's use. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
+    parameters, trainable, updated = kept_parameters(plan)
+    activations = _sum((_tile_bytes(plan), _read_bytes(plan), fetched_bytes(plan), _summed_bytes(plan), assembled_bytes(plan)))
+    gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan), gradient_bytes(plan)))
+    backward = _sum((gradients, sent_bytes(plan), largest_sum_bytes(plan), exchanged_bytes(plan)))
+    updating = [max(most) for most in zip(trainable, updating_bytes(plan, optimizer_states), strict=True)]
+    return tuple(
+        MemoryUse(
+            parameters=parameters[d],
+            gradients=trainable[d],
+            optimizer=optimizer_states * updated[d],
+            activations=activations[d],
+            # An optimizer that updates many tensors in one call may need as much again as it updates; by then the activations are free.
+            buffers=max(backward[d], updating[d] - activations[d]),
+        )
+        for d in range(plan.device_count)
+    )
+
+
+def peak_bytes(plan: Plan, optimizer_states: int = 2) -> tuple[int, ...]:
+    """Upper bound of each device's peak memory."""
+    return tuple(use.total for use in memory_use(plan, optimizer_states))
+
+
+def overflow_bytes(totals: Sequence[int], topology: Topology) -> int:
+    """What the devices lack of these totals, added up."""
+    return sum(max(0, total - device.type.memory_bytes) for total, device in zip(totals, topology.devices, strict=True))
+
+
+def _sum(parts: Iterable[list[int]]) -> list[int]:
+    return [sum(values) for values in zip(*parts, strict=True)]
+
+
+def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
+    return volume(box) * graph.tensors[tensor].itemsize
+
+
+def _tile_bytes(plan: Plan) -> list[int]:
+    """Of each device: what all its tiles keep."""
+    result = [0] * plan.device_count
+    for tile, size in zip(plan.tiles, kept_bytes(plan), strict=True):
+        result[tile.device] += size
+    return result
+
+
+def kept_bytes(plan: Plan) -> list[int]:
+    """Of each tile: its outputs, and what it keeps besides for its backward pass."""
+    graph = plan.graph
+    result = []
+    for tile in plan.tiles:
+        op = plan.operator(tile)
+        kept: list[tuple[Operand, Box]] = []
+        if op.kind in PACKING_KINDS and tile.device in plan.accelerators:
+            kept += zip(op.parameters, tile.parameters, strict=True)
+        own = kept_share(graph, op, tile.intervals)
+        made = sum(made_bytes(graph, op, tile, k) for k in range(len(op.outputs)))
+        result.append(made + sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + own + tile_padded_bytes(plan, tile))
+    return result
+
+
+def passing_bytes(plan: Plan, tile: Tile) -> tuple[int, int]:
+    """What a tile has while its forward task runs, and its backward task, beside what it keeps and the gradients of its operands."""
+    op = plan.operator(tile)
+    forward, backward = passing_share(plan.graph, op, tile.intervals)
+    return forward, backward + tile_padded_bytes(plan, tile)
+
+
+def tile_padded_bytes(plan: Plan, tile: Tile) -> int:
+    """The copies of its inputs with their padding."""
+    op = plan.operator(tile)
+    return sum(padded_bytes(plan.graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
+
+
+def padded_bytes(graph: OperatorGraph, op: Operator, place: int, box: Box, intervals: Sequence[Interval]) -> int:
+    """The copy of an input with its padding, which a tile makes that lacks more on one side than on the other; other padding, and that of
+    a tile with all of space, is left to the call itself, which copies nothing."""
+    tensor = graph.tensors[op.inputs[place].tensor]
+    spans, uneven, cut = [], False, False
+    for dim, (start, stop), size in zip(op.inputs[place].dims, box, tensor.shape, strict=True):
+        if not is_window(dim):
+            spans.append(stop - start)
+            continue
+        first, last = intervals[dim.factor or 0]
+        low, high = first * dim.scale + dim.lo, (last - 1) * dim.scale + dim.hi
+        spans.append(max(0, high - low))
+        uneven |= max(0, -low) != max(0, high - size)
+        cut |= (start, stop) != (0, size) or (first, last) != (0, op.factors[dim.factor or 0].size)
+    return prod(spans) * tensor.itemsize if uneven and cut else 0
+
+
+def _read_bytes(plan: Plan) -> list[int]:
+    """Model inputs and constants: all of them on every device, and a copy of every distinct part that tiles read.
+
+    What lies in one piece, such as samples, is read where it is; a copy of other parts may be made and kept for the backward pass.
+    """
+    given = [t for t in plan.graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
+    read = {(device, t.name, whole(t.shape)) for t in given for device in range(plan.device_count)}
+    names = {t.name for t in given}
+    for tile in plan.tiles:
+        for operand, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True):
+            if operand.tensor in names and not in_one_piece(box, plan.graph.tensors[operand.tensor].shape):
+                read.add((tile.device, operand.tensor, box))
+    return [size + plan.graph.next_state_bytes for size in _total(plan, read)]
+
+
+def _summed_bytes(plan: Plan) -> list[int]:
+    """Sums of partial results on every device of the group; of those that are scattered, the cell and what others send for it."""
+    result = [0] * plan.device_count
+    for reduction in plan.reductions:
+        for device, left in zip(reduction.devices, reduction.cells or [reduction.box] * len(reduction.devices), strict=True):
+            result[device] += partial_bytes(plan, reduction, left) * (len(reduction.devices) if reduction.cells else 1)
+    return result
+
+
+def _total(plan: Plan, regions: Iterable[tuple[int, str, Box]]) -> list[int]:
+    result = [0] * plan.device_count
+    for device, tensor, box in regions:
+        result[device] += _box_bytes(plan.graph, tensor, box)
+    return result
+
+
+def _frontier_bytes(plan: Plan) -> list[int]:
+    """Largest sum of gradients that wait between operators, when these go backward in reverse order.
+
+    A holding's gradient lives from its last consumer to its producer, and so does what other devices return of it; the gradient of a sum is
+    copied to be summed in its turn, or brought together from cells. A fetched region's gradient lives from its last consumer to its first,
+    or to its producer, which takes a part of it, if others take parts as well.
+    """
+    graph = plan.graph
+    last = [-1] * len(plan.holdings)
+    gathered: dict[int, int] = {}
+    steps = [[0] * (len(graph.operators) + 1) for _ in range(plan.device_count)]
+    for fetch in plan.fetches:
+        if not graph.tensors[fetch.tensor].requires_grad:
+            continue
+        producer = graph.producers[fetch.tensor][0]
+        readers = [plan.tiles[tile].operator for tile, _ in fetch.consumers]
+        first, latest = min(readers), max(readers)
+        for piece in fetch.pieces:
+            last[piece.holding] = max(last[piece.holding], latest)
+            if is_remote(plan, fetch, piece):
+                size = _box_bytes(graph, fetch.tensor, piece.box)
+                _add_life(steps[plan.holdings[piece.holding].device], producer, latest, size)
+                first = producer
+        _add_life(steps[fetch.device], first, latest, _box_bytes(graph, fetch.tensor, fetch.box))
+    for holding, reader in zip(plan.holdings, last, strict=True):
+        if reader >= 0:
+            copies = 1 if holding.reduction is None else 2
+            size = copies * _box_bytes(graph, holding.tensor, holding.box)
+            _add_life(steps[holding.device], graph.producers[holding.tensor][0], reader, size)
+            if holding.reduction is not None and plan.reductions[holding.reduction].cells:
+                gathered[holding.reduction] = max(gathered.get(holding.reduction, 0), reader)
+    for number, reader in gathered.items():  # received, and in its place
+        reduction = plan.reductions[number]
+        size = 2 * _box_bytes(graph, reduced_tensor(plan, reduction), reduction.box)
+        for device in reduction.devices:
+            _add_life(steps[device], reduction.operator, reader, size)
+    return [_peak(changes) for changes in steps]
+
+
+def _add_life(steps: list[int], first: int, last: int, size: int) -> None:
+    steps[first] += size
+    steps[last + 1] -= size
+
+
+def _peak(steps: list[int]) -> int:
+    level = peak = 0
+    for step in steps:
+        level += step
+        peak = max(peak, level)
+    return peak
+
+
+def _tile_gradient_bytes(plan: Plan) -> list[int]:
+    """The largest tile's gradients (of outputs, inputs, and what its calls pass to each other), and the largest addition of two."""
+    graph = plan.graph
+    result, added = [0] * plan.device_count, [0] * plan.device_count
+    for tile in plan.tiles:
+        op = plan.operator(tile)
+        if graph.needs_backward(op):
+            operands = zip(op.inputs, tile.inputs, strict=True)
+            wanted = [_box_bytes(graph, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad]
+            wanted += [made_bytes(graph, op, tile, k) for k, o in enumerate(op.outputs) if graph.tensors[o.tensor].requires_grad]
+            work = work_share(graph, op, tile.intervals) + tile_padded_bytes(plan, tile)
+            result[tile.device] = max(result[tile.device], sum(wanted) + work)
+        else:
+            forward, _ = passing_bytes(plan, tile)
+            result[tile.device] = max(result[tile.device], forward)
+    for holding in plan.holdings:
+        if graph.tensors[holding.tensor].requires_grad:
+            added[holding.device] = max(added[holding.device], ADDING_COPIES * _box_bytes(graph, holding.tensor, holding.box))
+    return _sum((result, added))

@@ -1,0 +1,238 @@
+"""Memory over the simulated time: what each device holds from when to when. ``peaks`` bounds it for any order of the tasks.
+
+Held all the time: parameter shards, optimizer states, the buffers of gradients that are summed over devices, the whole batch and constants.
+A tile's outputs, what it saves, and the copies of its inputs live from its forward task to its own backward task and the last one (or
+transfer) that reads them; a fetched region from its first arrival to the last backward task of its consumers; a gradient on its way from
+the first task that gives a part of it to the backward task that takes it; what is sent until it has certainly left. While a tile's task
+runs, what its calls pass to each other is there as well. Not counted are copies that a library may make of what it sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from soap.model.graph import TensorKind
+from soap.model.regions import Box, in_one_piece, whole
+from soap.plan.buckets import idle_shards
+from soap.plan.flows import box_bytes, partial_bytes
+from soap.plan.plan import (
+    Pattern,
+    gather_name,
+    pull_name,
+    push_name,
+    remote_parts,
+    serve_name,
+    update_name,
+)
+from soap.plan.tiling import made_bytes
+from soap.simulator.memory import peaks
+from soap.simulator.memory.gradient_residency import GradientResidency
+from soap.simulator.memory.ledger import Ledger, MemoryCurve
+from soap.simulator.memory.parameters import (
+    COUNT_BYTES,
+    assembled_regions,
+    compact_parameters,
+    gathered_bytes,
+    kept_shards,
+    reader_bytes,
+    served_gradients,
+    updating_bytes,
+)
+from soap.simulator.memory.peaks import MemoryUse
+from soap.simulator.memory.task_spans import Span, TaskSpans
+from soap.simulator.memory.transit import copied_to_send, is_remote, packed_by_source, received_apart, told_parts
+from soap.simulator.tasks import Schedule, TaskGraph
+
+ALLOWANCE = 0.045
+"""So much more may be held than at the simulated times: where nothing depends on it, tasks run in another order (a library lets go of what
+it has summed when its thread comes to it, segments run backward one after the other). As measured: ``docs/benchmarks.md``."""
+
+
+def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2) -> tuple[MemoryCurve, ...]:
+    """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
+    spans = TaskSpans(tasks, schedule)
+    ledger = Ledger(tasks.plan, schedule.makespan_ns)
+    held = _Values(spans, ledger)
+    held.always(optimizer_states)
+    held.synchronized()
+    held.values()
+    held.assembled()
+    held.fetched()
+    held.summed()
+    held.sent()
+    held.updated(optimizer_states)
+    GradientResidency(spans, ledger).gradients()
+    return ledger.curves()
+
+
+def expected_peaks(curves: Iterable[MemoryCurve], bounds: Iterable[MemoryUse]) -> tuple[int, ...]:
+    """Each device's peak, with an allowance for what is not simulated, but not above the bound for any order."""
+    pairs = zip(curves, bounds, strict=True)
+    return tuple(min(bound.total, round((1 + ALLOWANCE) * curve.peak_bytes)) for curve, bound in pairs)
+
+
+class _Values:
+    """Writes down what is held but for gradients on their way."""
+
+    def __init__(self, spans: TaskSpans, ledger: Ledger) -> None:
+        self.spans, self.ledger, self.plan = spans, ledger, spans.plan
+        self.hold = ledger.hold
+
+    def always(self, optimizer_states: int) -> None:
+        """Parameters, their states and gradients, and the whole batch."""
+        graph = self.plan.graph
+        given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
+        batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given) + graph.next_state_bytes
+        for device in range(self.plan.device_count):
+            self.hold(device, 0, self.spans.end_ns, batch)
+        partitions = {number for served in self.plan.served for number in served.shards}
+        alone = {bucket.shards[0] for bucket in self.plan.buckets if len(bucket.devices) == 1}
+        summed = {*(i for bucket in self.plan.buckets for i in bucket.shards), *self.plan.gathered, *idle_shards(self.plan), *partitions}
+        for number, device, size, trainable in kept_shards(self.plan):
+            states = optimizer_states if trainable else 0
+            self.hold(device, 0, self.spans.end_ns, (1 + states) * size + (COUNT_BYTES if states > 1 else 0))
+            if number in summed:
+                uses = self.plan.shards[number].uses
+                begins = [self.spans.backward[tile][0] for tile, _ in uses if tile in self.spans.backward] if number in alone else [0]
+                self.hold(device, min(begins, default=self.spans.end_ns), self.spans.end_ns, size)
+
+    def synchronized(self) -> None:
+        """What devices have of parameters that servers keep, and what they exchange of these and of gathered rows."""
+        for served in self.plan.served:
+            begun = self.spans.named.get(pull_name(served), (0, 0))[0] if served.sparse else 0
+            done = self.spans.named.get(push_name(served), (0, 0))[1] if served.sparse else self.spans.end_ns
+            ends = [self.spans.last(tile) for tile, _ in served.uses]
+            for device, size in reader_bytes(self.plan, served).items():
+                self.hold(device, begun, max(done, *ends), 2 * size)
+            if push_name(served) in self.spans.named:
+                start = self.spans.named[push_name(served)][0]
+                served_ns = [self.spans.named[serve_name(served, index)][1] for index in range(len(served.shards))]
+                for (device, size), end in zip(served_gradients(self.plan, served), served_ns, strict=True):
+                    self.hold(device, start, end, size)
+        for number in self.plan.gathered:
+            start, _ = self.spans.named.get(gather_name(self.plan, number), (self.spans.end_ns, 0))
+            for device in self.plan.shards[number].devices:
+                self.hold(device, start, self.spans.end_ns, gathered_bytes(self.plan, number))
+
+    def values(self) -> None:
+        """What tiles make and keep, and their copies of parts of the batch."""
+        plan, graph, spans = self.plan, self.plan.graph, self.spans
+        read = spans.read_until
+        summed: dict[tuple[int, int], int] = {}
+        for reduction in plan.reductions:  # partial results wait for the gradient of their sum
+            begins = spans.summed_from(reduction)[0]
+            summed.update({(tile, reduction.output): max(begins, spans.begun.get(spans.segment[tile], 0)) for tile in reduction.tiles})
+        ends = {(held.tile, held.tensor): read.get(i, 0) for i, held in enumerate(plan.holdings) if held.reduction is None}
+        given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
+        copies: dict[tuple[int, str, Box], Span] = {}
+        for number, (tile, kept) in enumerate(zip(plan.tiles, peaks.kept_bytes(plan), strict=True)):
+            start, last = self.spans.forward[number][0], self.spans.last(number)
+            op = plan.operator(tile)
+            for k, out in enumerate(op.outputs):
+                size = made_bytes(graph, op, tile, k)
+                until = max(self.spans.needed(number, out.tensor), ends.get((number, out.tensor), 0), summed.get((number, k), 0))
+                self.hold(tile.device, start, until, size, late=True)
+                kept -= size
+            self.hold(tile.device, start, last, kept)
+            self.hold(tile.device, *self.spans.forward[number], peaks.passing_bytes(plan, tile)[0])
+            reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
+            for tensor, box in reads:
+                own = self.spans.needed(number, tensor)
+                before = copies.get((tile.device, tensor, box), (start, own))
+                copies[tile.device, tensor, box] = (min(before[0], start), max(before[1], own))
+        for (device, tensor, box), (start, end) in copies.items():
+            if not in_one_piece(box, graph.tensors[tensor].shape):
+                self.hold(device, start, end, box_bytes(plan, tensor, box))
+
+    def assembled(self) -> None:
+        """Regions of parameters that are put together of several shards, or of rows."""
+        compact = compact_parameters(self.plan)
+        copies: dict[tuple[int, str, Box], tuple[int, int, int]] = {}
+        for tile, tensor, box, size in assembled_regions(self.plan):
+            key = (tile if tensor in compact else self.spans.segment[tile], tensor, box)
+            start, own = self.spans.forward[tile][0], self.spans.needed(tile, tensor)
+            first, last, _ = copies.get(key, (start, own, size))
+            copies[key] = (min(first, start), max(last, own), size)
+        for (tile, _, _), (start, end, size) in copies.items():
+            self.hold(self.plan.tiles[tile].device, start, end, size)
+
+    def fetched(self) -> None:
+        """Regions that are put together or received, and what comes for them apart."""
+        plan, graph = self.plan, self.plan.graph
+        apart = received_apart(plan)
+        for number, fetch in enumerate(plan.fetches):
+            size, ends = box_bytes(plan, fetch.tensor, fetch.box), [self.spans.needed(tile, fetch.tensor) for tile, _ in fetch.consumers]
+            remote = [place for place, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)]
+            if remote:
+                arrivals = [self.spans.brought[number, place] for place in remote]
+                begun = min(start for start, _ in arrivals)
+                taken = self.spans.taken(number) if any(tile in self.spans.backward for tile, _ in fetch.consumers) else 0
+                self.hold(fetch.device, begun, max([*ends, taken if graph.tensors[fetch.tensor].requires_grad else 0]), size, late=True)
+                joined = min(self.spans.forward[tile][0] for tile, _ in fetch.consumers)
+                for place, (start, _) in zip(remote, arrivals, strict=True):
+                    if (number, place) in apart:
+                        self.hold(fetch.device, start, joined, box_bytes(plan, fetch.tensor, fetch.pieces[place].box), late=True)
+            elif len(fetch.pieces) > 1:
+                for (tile, _), end in zip(fetch.consumers, ends, strict=True):
+                    self.hold(fetch.device, self.spans.forward[tile][0], end, size)
+
+    def summed(self) -> None:
+        """Sums of partial results, or the cells that are left of them."""
+        plan = self.plan
+        ends: dict[int, int] = {}
+        readers: set[tuple[int, int]] = set()
+        for holding, until in self.spans.read_until.items():
+            summed = plan.holdings[holding].reduction
+            if summed is not None:
+                ends[summed] = max(ends.get(summed, 0), until)
+                readers.add((summed, plan.holdings[holding].device))
+        for number, reduction in enumerate(plan.reductions):
+            start, done = self.spans.summed_from(reduction)
+            boxes = reduction.cells or [reduction.box] * len(reduction.devices)
+            for device, box in zip(reduction.devices, boxes, strict=True):
+                size = partial_bytes(plan, reduction, box)
+                over = max(done, ends.get(number, done)) if (number, device) in readers else self._certainly_over(number, device, done)
+                self.hold(device, start, over, size, early=True, late=True)  # of partial results
+                if reduction.cells:  # what is summed, what others are sent of it, and what they send for the cell
+                    total = partial_bytes(plan, reduction, reduction.box)
+                    self.hold(device, start, start, total, early=True)
+                    self.ledger.send(device, start, self.ledger.arrived(device, done), total - size)
+                    self.hold(device, start, done, (len(boxes) - 1) * size, early=True)
+
+    def _certainly_over(self, number: int, device: int, done_ns: int) -> int:
+        """Until when a device has a sum that it does not read: others may come to it later than simulated, but there is no gradient of it
+        before it is over."""
+        reduction = self.plan.reductions[number]
+        own = [tile for tile in reduction.tiles if self.plan.tiles[tile].device == device]
+        return max(done_ns, self.spans.back_at(own, self.ledger.arrived(device, done_ns)))
+
+    def sent(self) -> None:
+        """What devices give away in the forward pass, and what is on its way out."""
+        plan = self.plan
+        for message in plan.messages:
+            part = message.parts[0]
+            back = self.spans.returned.get(part)
+            start, told = self.spans.brought[part][0], self.spans.end_ns if back is None else back[0]
+            size = sum(box_bytes(plan, plan.holdings[holding].tensor, box) for _, _, box, holding in remote_parts(plan, message.parts))
+            self.ledger.send(message.source, start, told, size, sum(held for _, held in copied_to_send(plan, message.parts)))
+        for exchange in plan.exchanges:
+            span = self.spans.brought[exchange.parts[0]]
+            if exchange.pattern is Pattern.BROADCAST:
+                for source, size in copied_to_send(plan, told_parts(exchange)):
+                    self.ledger.send(source, span[0], span[1], size)
+                continue
+            for source, size in packed_by_source(plan, exchange).items():
+                self.ledger.send(source, span[0], self.ledger.arrived(source, span[1]), size)
+
+    def updated(self, optimizer_states: int) -> None:
+        """What the optimizer makes for its step, which begins when all gradients are there, of partitions as well. On CPUs those of
+        ``soap-run`` make nothing."""
+        spans: dict[int, Span] = {}
+        for served in self.plan.served:
+            for index, number in enumerate(served.shards):
+                device = self.plan.shards[number].devices[0]
+                spans[device] = max(spans.get(device, (0, 0)), self.spans.named.get(serve_name(served, index), (0, 0)))
+        sizes = updating_bytes(self.plan, optimizer_states)
+        for device in self.plan.accelerators:
+            size = sizes[device]
+            self.hold(device, *self.spans.named.get(update_name(device), spans.get(device, (0, 0))), size)

@@ -1,0 +1,159 @@
+"""When things happen in a simulated iteration: the tasks of tiles and transfers, and from when to when values and gradients are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+from soap.plan.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name
+from soap.simulator.memory.footprint import kept_places
+from soap.simulator.memory.transit import answered_from_afar, is_remote
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+
+Span = tuple[int, int]
+"""(start, end) of a task, in nanoseconds."""
+
+
+class TaskSpans:
+    """``forward``, ``backward``: by tile. ``named``: by task. ``brought``, ``returned``: of the transfer of a part, and of its gradient.
+    ``segment``: tile -> the first tile of its segment. ``begun``: when a segment's backward pass begins."""
+
+    def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
+        self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
+        self.forward: dict[int, Span] = {}
+        self.backward: dict[int, Span] = {}
+        self.named: dict[str, Span] = {}
+        for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
+            self.named[task.name] = (start, end)
+            if task.tile is not None:
+                (self.forward if task.kind is TaskKind.FORWARD else self.backward)[task.tile] = (start, end)
+        self.segment = self._segments()
+        self.begun: dict[int, int] = {}
+        for tile, (start, _) in self.backward.items():
+            self.begun[self.segment[tile]] = min(start, self.begun.get(self.segment[tile], start))
+        self.brought: dict[Part, Span] = {}
+        self.returned: dict[Part, Span] = {}
+        for carrier in self.carriers():
+            self.brought.update(dict.fromkeys(carrier.parts, self.named[self._name(carrier, gradient=False)]))
+            if (back := self.named.get(self._name(carrier, gradient=True))) is not None:
+                self.returned.update(dict.fromkeys(carrier.parts, back))
+
+    def carriers(self) -> list[Message | Exchange]:
+        """All that brings parts from device to device."""
+        return [*self.plan.messages, *self.plan.exchanges]
+
+    def _pieces(self) -> Iterator[tuple[Part, int]]:
+        """Every piece of every fetch, with its holding."""
+        for number, fetch in enumerate(self.plan.fetches):
+            for place, piece in enumerate(fetch.pieces):
+                yield (number, place), piece.holding
+
+    @cached_property
+    def read_until(self) -> dict[int, int]:
+        """By holding, until when its value is there for others: to be read, and until its gradient is wanted."""
+        found: dict[int, int] = {}
+        for (number, place), holding in self._pieces():
+            read = self._read(self.plan.fetches[number], (number, place))
+            found[holding] = max(found.get(holding, 0), read, self._answered(number, holding))
+        return found
+
+    def _read(self, fetch: Fetch, part: Part) -> int:
+        """When a holding has been read for the last time for a piece: by tasks here, by what puts it together, or by what sends it away."""
+        brought = self.brought.get(part)
+        if brought is not None:
+            return brought[1]
+        if len(fetch.pieces) > 1:
+            return max(self.forward[tile][1] for tile, _ in fetch.consumers)
+        return max(self.needed(tile, fetch.tensor) for tile, _ in fetch.consumers)
+
+    def needed(self, number: int, tensor: str) -> int:
+        """Until when a tile needs its region of one of its operands: its backward task, if autograd keeps that."""
+        tile = self.plan.tiles[number]
+        op = self.plan.operator(tile)
+        places = kept_places(self.plan.graph, op, tile.intervals)
+        operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
+        kept = places is None or any(o.tensor == tensor for k, o in operands if k in places)
+        return self.last(number) if kept else self.forward[number][1]
+
+    def _answered(self, number: int, holding: int) -> int:
+        """Until when a holding waits for the gradient of a fetch that another segment reads: the start of its own one's backward pass."""
+        held, fetch = self.plan.holdings[holding], self.plan.fetches[number]
+        readers = [tile for tile, _ in fetch.consumers if tile in self.backward]
+        if not readers or not self.plan.graph.tensors[held.tensor].requires_grad:
+            return 0
+        if held.reduction is not None and len(fetch.pieces) > 1:  # put together, it is no longer needed
+            return 0
+        makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
+        segments = {self.segment[tile] for tile in makers if self.plan.tiles[tile].device == held.device}
+        if held.reduction is None and {self.segment[tile] for tile in readers} <= segments:
+            return 0
+        return min((self.begun.get(segment, 0) for segment in segments), default=0)
+
+    def summed_from(self, reduction: Reduction) -> Span:
+        """When the devices of a reduction sum; where there is but one, when its last tile runs."""
+        name = reduce_name(self.plan.graph.operators[reduction.operator], reduction)
+        return self.named.get(name, max((self.forward[tile] for tile in reduction.tiles), key=lambda span: span[1]))
+
+    def last(self, tile: int) -> int:
+        """End of a tile's backward task, or of its forward task if it has none."""
+        return self.backward.get(tile, self.forward[tile])[1]
+
+    def wanted(self, holding: int) -> Span:
+        """When a holding's gradient is added up, and until when it is there."""
+        held = self.plan.holdings[holding]
+        makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
+        own = [tile for tile in makers if self.plan.tiles[tile].device == held.device and tile in self.backward]
+        begun = self.back_at(own, self.end_ns)
+        end = max((self.backward[tile][1] for tile in own), default=self.end_ns)
+        if held.reduction is not None:
+            reduction = self.plan.reductions[held.reduction]
+            name = reduce_name(self.plan.graph.operators[reduction.operator], reduction, gradient=True)
+            if name in self.named:
+                start = self.named[name][0]
+                return start, start
+        return begun, end
+
+    def back_at(self, tiles: Iterable[int], default: int) -> int:
+        """When the backward pass of the first of these tiles' segments begins, of those that have one; ``default`` if none has."""
+        return min((self.begun[self.segment[tile]] for tile in tiles if tile in self.backward), default=default)
+
+    def taken(self, number: int) -> int:
+        """When the last of those that take parts of a fetched region's gradient has had them."""
+        fetch = self.plan.fetches[number]
+        remote = [self.returned[number, k][0] for k in range(len(fetch.pieces)) if (number, k) in self.returned]
+        local = [self.wanted(piece.holding)[0] for piece in fetch.pieces if not is_remote(self.plan, fetch, piece)]
+        return max([*remote, *local], default=0)
+
+    def _segments(self) -> list[int]:
+        """Tile -> the first tile of its segment: as the runtime cuts them, before what is received or summed is first read, and behind what
+        gets a gradient from elsewhere."""
+        plan = self.plan
+        first, current = [0] * len(plan.tiles), [-1] * plan.device_count
+        reads: dict[int, list[int]] = {}
+        for number, fetch in enumerate(plan.fetches):
+            holdings = [plan.holdings[piece.holding] for piece in fetch.pieces]
+            if any(held.device != fetch.device or held.reduction is not None for held in holdings):
+                for tile, _ in fetch.consumers:
+                    reads.setdefault(tile, []).append(number)
+        active = [number for number, fetch in enumerate(plan.fetches) if self._is_active(fetch)]
+        names = [reduce_name(plan.graph.operators[own.operator], own, gradient=True) for own in plan.reductions]
+        answered = answered_from_afar(plan, active, [number for number, name in enumerate(names) if name in self.named])
+        started: set[int] = set()
+        for tile in sorted(range(len(plan.tiles)), key=lambda tile: (self.forward[tile][0], tile)):
+            device, new = plan.tiles[tile].device, set(reads.get(tile, ())) - started
+            if new or current[device] < 0:
+                current[device] = tile
+            started |= new
+            first[tile] = current[device]
+            if tile in answered:
+                current[device] = -1
+        return first
+
+    def _is_active(self, fetch: Fetch) -> bool:
+        """Whether a gradient of it is computed."""
+        return self.plan.graph.tensors[fetch.tensor].requires_grad and any(tile in self.backward for tile, _ in fetch.consumers)
+
+    def _name(self, carrier: Message | Exchange, *, gradient: bool) -> str:
+        if isinstance(carrier, Exchange):
+            return exchange_name(self.plan, carrier, gradient=gradient)
+        return message_name(self.plan, carrier, gradient=gradient)

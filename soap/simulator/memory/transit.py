@@ -1,0 +1,180 @@
+"""Memory of what a plan moves: regions that are received, copies of what is sent, and buffers of sums. A part of ``peaks``'s bound."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from soap.model.regions import in_one_piece, lengths
+from soap.plan.buckets import bucket_bytes
+from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
+from soap.plan.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
+
+
+def fetched_bytes(plan: Plan) -> list[int]:
+    """Regions that are fetched, with what comes for them from elsewhere, unless that is received straight into its place.
+
+    A region whose pieces are all here is put together for each tile that may do so in a segment of its own.
+    """
+    result = [0] * plan.device_count
+    for number, k in received_apart(plan):
+        fetch = plan.fetches[number]
+        result[fetch.device] += box_bytes(plan, fetch.tensor, fetch.pieces[k].box)
+    for fetch in plan.fetches:
+        remote = any(is_remote(plan, fetch, piece) for piece in fetch.pieces)
+        region = box_bytes(plan, fetch.tensor, fetch.box)
+        if len(fetch.pieces) > 1:
+            result[fetch.device] += region * (1 if remote else len(fetch.consumers))
+        elif remote:
+            result[fetch.device] += region
+    return result
+
+
+def answered_from_afar(plan: Plan, fetches: Iterable[int], reductions: Iterable[int]) -> set[int]:
+    """Tiles to whose outputs, or partial results, gradients come from other devices. ``fetches``, ``reductions``: those with a gradient."""
+    found: set[int] = set()
+    for number in fetches:
+        fetch = plan.fetches[number]
+        holdings = [plan.holdings[piece.holding] for piece in fetch.pieces if is_remote(plan, fetch, piece)]
+        found.update(held.tile for held in holdings if held.reduction is None)
+    for number in reductions:
+        if len(plan.reductions[number].devices) > 1:
+            found.update(plan.reductions[number].tiles)
+    return found
+
+
+def received_apart(plan: Plan) -> set[Part]:
+    """Parts that are received first and then put in their place."""
+    alone = {part for message in plan.messages if len(message.parts) == 1 for part in message.parts}
+    alone |= {part for exchange in plan.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
+    found: set[Part] = set()
+    for number, fetch in enumerate(plan.fetches):
+        remote = {(number, k) for k, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)}
+        if len(fetch.pieces) > 1 or not alone.issuperset(remote):
+            found |= remote
+    return found
+
+
+def is_remote(plan: Plan, fetch: Fetch, piece: Piece) -> bool:
+    """Whether a piece comes from another device."""
+    return plan.holdings[piece.holding].device != fetch.device
+
+
+SENT_BYTES = 64 * 2**20
+SENT_TENSORS = 64
+"""So much, in so many messages, may be on its way out before the runtime waits for the oldest of it."""
+
+
+class Send(NamedTuple):
+    """Something that a device sends from ``start_ns`` on: ``size`` bytes, of which it holds ``held`` for nothing else. That it has arrived
+    is known at ``answer_ns``."""
+
+    start_ns: int
+    answer_ns: int
+    size: int
+    held: int
+
+
+def send_spans(sends: Iterable[Send]) -> Iterator[tuple[int, int, int]]:
+    """(start, end, bytes) of what one device holds to send it: until it is answered, or until others push it out. As ``Communicator.keep``
+    does, but for what is over before."""
+    queue: deque[Send] = deque()
+    size = 0
+    for send in sorted(sends):
+        for other in [other for other in queue if other.answer_ns <= send.start_ns]:
+            queue.remove(other)
+            size -= other.size
+            yield other.start_ns, other.answer_ns, other.held
+        queue.append(send)
+        size += send.size
+        while len(queue) > SENT_TENSORS or (len(queue) > 1 and size > SENT_BYTES):
+            pushed_out = queue.popleft()
+            size -= pushed_out.size
+            yield pushed_out.start_ns, send.start_ns, pushed_out.held
+    for left in queue:
+        yield left.start_ns, left.answer_ns, left.held
+
+
+def packed_by_source(plan: Plan, exchange: Exchange) -> dict[int, int]:
+    """By device what it gives in an exchange, as one copy. One that receives for a single region gives itself what it has of that, if it
+    gives others of the same values and all then comes in one piece (``Arrivals``)."""
+    given: dict[int, list[tuple[int, int]]] = {}
+    shared: dict[int, set[int]] = {}
+    for source, _, box, holding in remote_parts(plan, exchange.parts):
+        size = box_bytes(plan, exchange.tensor, box)
+        given.setdefault(source, []).append((size, 0 if box == plan.holdings[holding].box else size))
+        shared.setdefault(source, set()).add(holding)
+    result = {source: own[0][1] if len(own) == 1 else sum(size for size, _ in own) for source, own in given.items()}
+    received: dict[int, set[int]] = {}
+    for number, _ in exchange.parts:
+        received.setdefault(plan.fetches[number].device, set()).add(number)
+    for device, numbers in received.items():
+        fetch = plan.fetches[min(numbers)]
+        mine = local_pieces(plan, fetch)
+        alone = len(numbers) == 1 and {piece.holding for piece in mine} <= shared.get(device, set())
+        if mine and alone and lands_in_place(plan, fetch):
+            result[device] = sum(size for size, _ in given[device]) + sum(box_bytes(plan, fetch.tensor, piece.box) for piece in mine)
+    return result
+
+
+def lands_in_place(plan: Plan, fetch: Fetch) -> bool:
+    """Whether the pieces of a region lie one after the other in it."""
+    origin = tuple(start for start, _ in fetch.box)
+    boxes = [tuple((a - o, b - o) for (a, b), o in zip(piece.box, origin, strict=True)) for piece in fetch.pieces]
+    return all(in_one_piece(box, lengths(fetch.box)) for box in boxes)
+
+
+def sent_bytes(plan: Plan) -> list[int]:
+    """What a device sends: copies of what it gives to each other one (a whole holding by itself needs none), and gradients."""
+    result = [0] * plan.device_count
+    carriers: list[Message | Exchange] = [*plan.messages, *plan.exchanges]
+    for carrier in carriers:
+        told = told_parts(carrier)
+        for source, size in copied_to_send(plan, told):
+            result[source] += size
+        for (number, _), (source, target, box, _) in zip(carrier.parts, remote_parts(plan, carrier.parts), strict=True):
+            tensor = plan.fetches[number].tensor
+            if plan.graph.tensors[tensor].requires_grad:
+                result[target] += box_bytes(plan, tensor, box)
+                result[source] += box_bytes(plan, tensor, box) if len(told) > 1 else 0  # where several come back together
+    for exchange in plan.exchanges:  # to receive all in one piece, a device may send itself what it has
+        for number in {number for number, _ in exchange.parts}:
+            fetch = plan.fetches[number]
+            result[fetch.device] += sum(box_bytes(plan, fetch.tensor, piece.box) for piece in local_pieces(plan, fetch))
+    for reduction in plan.reductions:
+        tensor = reduced_tensor(plan, reduction)
+        for device, cell in zip(reduction.devices, reduction.cells, strict=False):
+            back = len(reduction.devices) * box_bytes(plan, tensor, cell) if plan.graph.tensors[tensor].requires_grad else 0
+            result[device] += partial_bytes(plan, reduction, reduction.box) + back
+    return result
+
+
+def told_parts(carrier: Message | Exchange) -> tuple[Part, ...]:
+    """The parts that a source gives one by one: of a broadcast, which all receive, the first."""
+    return carrier.parts[:1] if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST else carrier.parts
+
+
+def copied_to_send(plan: Plan, parts: Sequence[Part]) -> Iterable[tuple[int, int]]:
+    """(device, bytes) of the copies that are made to send these parts together; a whole holding by itself needs none."""
+    for (number, _), (source, _, box, holding) in zip(parts, remote_parts(plan, parts), strict=True):
+        if len(parts) > 1 or box != plan.holdings[holding].box:
+            yield source, box_bytes(plan, plan.fetches[number].tensor, box)
+
+
+def largest_sum_bytes(plan: Plan) -> list[int]:
+    """The largest buffer that is summed over devices: the library may work on a copy."""
+    largest = [0] * plan.device_count
+    for device, size in _summed_buffers(plan):
+        largest[device] = max(largest[device], size)
+    return largest
+
+
+def _summed_buffers(plan: Plan) -> Iterable[tuple[int, int]]:
+    for reduction in plan.reductions:
+        if len(reduction.devices) > 1:
+            yield from ((device, partial_bytes(plan, reduction, reduction.box)) for device in reduction.devices)
+    for bucket in plan.buckets:
+        if len(bucket.devices) > 1:
+            size = bucket_bytes(plan, bucket)
+            yield from ((device, size) for device in bucket.devices)

@@ -1,0 +1,150 @@
+"""The classical strategies, and a random one: functions of a graph and a topology that return a legal ``Strategy``.
+
+``grids`` places their tiles; ``megatron`` has the strategies that combine data, tensor and pipeline parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from types import MappingProxyType
+from typing import Protocol
+
+from soap.cluster.topology import Topology
+from soap.model.graph import Operator, OperatorGraph
+from soap.strategy.config import OpConfig, Strategy, settled, settled_config
+from soap.strategy.grids import device_order, fill, grouped, sample_factor, uniform_config
+from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work
+from soap.strategy.sync import GATHER, synchronized, usual_server
+from soap.strategy.tensor_parallel_chains import dense
+
+__all__ = [
+    "CLASSICAL",
+    "NAMED",
+    "SYNCHRONIZED",
+    "data_parallel",
+    "hybrid",
+    "hybrid_synchronization",
+    "megatron",
+    "model_parallel",
+    "one_weird_trick",
+    "parameter_server",
+    "random_config",
+    "random_strategy",
+    "sample_factor",
+    "single_device",
+    "sparse_allgather",
+    "uniform_config",
+]
+
+
+class Randomness(Protocol):
+    """What ``random.Random`` and ``numpy.random.Generator`` have in common."""
+
+    def random(self) -> float:
+        """A number drawn uniformly from [0, 1)."""
+
+
+def single_device(graph: OperatorGraph, topology: Topology, device: int = 0) -> Strategy:
+    """Everything on one device."""
+    strategy = settled(graph, Strategy({op.name: uniform_config(op, {}, (device,)) for op in graph.operators}), topology.device_count)
+    strategy.validate(graph, topology.device_count)
+    return strategy
+
+
+def data_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """The batch split over all devices, parameters on each: what DistributedDataParallel does.
+
+    Operators without batch (position embeddings, what follows a summed loss) are computed by every device that has their inputs anyway;
+    one that needs the batch as a whole runs on a single device.
+    """
+    return settled(graph, fill(graph, [device_order(topology)] * len(graph.operators), {}), topology.device_count)
+
+
+def model_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Contiguous blocks of operators, one block per device, balanced by floating-point operations."""
+    order = device_order(topology)
+    blocks = balanced_blocks(operator_work(graph), len(order))
+    configs = {op.name: uniform_config(op, {}, (order[block],)) for op, block in zip(graph.operators, blocks, strict=True)}
+    return settled(graph, Strategy(configs), len(order))
+
+
+def one_weird_trick(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism, but dense layers split by their outputs (Krizhevsky 2014): their many parameters need no synchronization."""
+    order = device_order(topology)
+    chosen: dict[int, OpConfig] = {}
+    for i, op in enumerate(graph.operators):
+        matrix = dense(graph, op)
+        if matrix is not None:
+            width = _largest_divisor(len(order), op.factors[matrix.column].size)
+            chosen[i] = grouped(op, order, width, matrix.column)
+    return settled(graph, fill(graph, [order] * len(graph.operators), chosen), len(order))
+
+
+CLASSICAL: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
+    {
+        "single_device": single_device,
+        "data_parallel": data_parallel,
+        "model_parallel": model_parallel,
+        "one_weird_trick": one_weird_trick,
+        "megatron": megatron,
+    }
+)
+"""The classical strategies by name."""
+
+
+def hybrid_synchronization(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism with sparse parameters on servers and dense ones all-reduced: the rule of Kim et al., "Parallax", EuroSys 2019."""
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, usual_server(topology), sparse=True))
+
+
+def parameter_server(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism with all parameters on servers."""
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, usual_server(topology), sparse=False))
+
+
+def sparse_allgather(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Data parallelism with gathered rows of sparse parameters' gradients and dense ones all-reduced, as Horovod does."""
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, GATHER, sparse=True))
+
+
+SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
+    {"hybrid": hybrid_synchronization, "parameter_server": parameter_server, "sparse_allgather": sparse_allgather}
+)
+"""Data parallelism with other than all-reduces alone, by name."""
+
+NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({**CLASSICAL, **SYNCHRONIZED})
+"""All strategies that have a name."""
+
+
+def random_config(op: Operator, device_count: int, rng: Randomness, max_tiles: int | None = None) -> OpConfig:
+    """A legal configuration drawn at random, of at most ``max_tiles`` tiles (default: twice the number of devices)."""
+    only = settled_config(op, device_count)
+    if only is not None:
+        return only
+    room = 2 * device_count if max_tiles is None else max_tiles
+    degrees = [1] * len(op.factors)
+    for i in sorted(range(len(degrees)), key=lambda _: rng.random()) if op.partitionable else ():
+        if rng.random() < 0.6:
+            degrees[i] = 1 + _below(min(op.factors[i].size, room), rng)
+            room //= degrees[i]
+    replicas = 1 + _below(room, rng) if rng.random() < 0.25 else 1
+    tiles = prod(degrees) * replicas
+    if rng.random() < 0.5:
+        devices = tuple(_below(device_count, rng) for _ in range(tiles))
+    else:
+        devices = tuple(i * device_count // max(tiles, device_count) for i in range(tiles))
+    return OpConfig(tuple(degrees), devices, replicas)
+
+
+def random_strategy(graph: OperatorGraph, topology: Topology, rng: Randomness) -> Strategy:
+    """A legal configuration drawn at random for every operator."""
+    return Strategy({op.name: random_config(op, topology.device_count, rng) for op in graph.operators})
+
+
+def _below(limit: int, rng: Randomness) -> int:
+    return int(rng.random() * max(limit, 1))
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(d for d in range(1, min(number, limit) + 1) if number % d == 0)

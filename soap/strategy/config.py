@@ -1,0 +1,202 @@
+"""A parallelization strategy: one ``OpConfig`` per operator, one ``SyncConfig`` per parameter. Immutable; edits return a new one.
+
+Construction checks what a value can know of itself; ``Strategy.validate`` checks it against a graph and a number of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+from soap.errors import StrategyError
+from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
+
+SyncMethod = Literal["allreduce", "allgather", "parameter_server"]
+SYNC_METHODS: tuple[SyncMethod, ...] = ("allreduce", "allgather", "parameter_server")
+
+MAX_PARTITIONS = 4096
+"""Bound of a parameter server's partitions: above any host's cores, and few enough to simulate."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpConfig:
+    """How one operator is split and placed.
+
+    ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how often the whole grid of tiles is computed.
+    ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once.
+    """
+
+    degrees: tuple[int, ...]
+    devices: tuple[int, ...]
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if any(d < 1 for d in self.degrees) or self.replicas < 1:
+            raise StrategyError(f"degrees {self.degrees} and replicas {self.replicas}: expected whole numbers of at least 1")
+        if len(self.devices) != prod(self.degrees) * self.replicas:
+            raise StrategyError(
+                f"{len(self.devices)} devices for degrees {self.degrees} and {self.replicas} replicas: "
+                f"expected {prod(self.degrees) * self.replicas}, one per tile"
+            )
+        if min(self.devices) < 0:
+            raise StrategyError(f"devices {self.devices}: expected non-negative device numbers")
+
+    def placed(self, degrees: tuple[int, ...], devices: tuple[int, ...], replicas: int = 1) -> Self:
+        """The operator split and placed in another way; all else stays. Itself if it is split and placed so already."""
+        if (self.degrees, self.devices, self.replicas) == (degrees, devices, replicas):
+            return self
+        return replace(self, degrees=degrees, devices=devices, replicas=replicas)
+
+    def placed_like(self, other: OpConfig) -> Self:
+        """The operator split and placed as ``other`` is; all else stays. Itself if it is split and placed so already."""
+        return self.placed(other.degrees, other.devices, other.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncConfig:
+    """How a parameter's shards are kept in step.
+
+    ``allreduce``: gradients are summed over the devices, each of which updates its copy.
+    ``allgather``, for sparse parameters: every device gets the others' indices and rows of the gradient, adds them up and updates its copy.
+    ``parameter_server``: each shard is cut by rows into ``partitions``, which the hosts' servers keep and update. Gradients are pushed to
+    them and values pulled from them; of a sparse parameter only the rows that a step touches, and no device has a copy.
+    ``local_aggregation``: the devices of a host push and pull together, through the first of them.
+    """
+
+    method: SyncMethod = "allreduce"
+    partitions: int = 1
+    local_aggregation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in SYNC_METHODS:
+            raise StrategyError(f"synchronization method {self.method!r}: expected one of {', '.join(SYNC_METHODS)}")
+        served = self.method == "parameter_server"
+        most = MAX_PARTITIONS if served else 1
+        if not 1 <= self.partitions <= most:
+            raise StrategyError(f"synchronization by {self.method} in {self.partitions} partitions: expected 1 to {most}")
+        if self.local_aggregation and not served:
+            raise StrategyError(f"synchronization by {self.method} with local aggregation: expected it with parameter_server only")
+
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""No changes."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters that are not named use the default SyncConfig."""
+
+    operators: Mapping[str, OpConfig]
+    parameters: Mapping[str, SyncConfig] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operators", MappingProxyType(dict(self.operators)))
+        object.__setattr__(self, "parameters", MappingProxyType(dict(self.parameters)))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        values = {own.name: getattr(self, own.name) for own in fields(self)}
+        plain = {name: dict(value) if isinstance(value, MappingProxyType) else value for name, value in values.items()}
+        return (_rebuilt, (type(self), plain))
+
+    def with_changes(self, operators: Mapping[str, OpConfig] = NOTHING, parameters: Mapping[str, SyncConfig] = NOTHING) -> Self:
+        """A copy with other configurations of some operators, and other synchronizations of some parameters."""
+        configs = {**self.operators, **operators} if operators else self.operators
+        syncs = {**self.parameters, **parameters} if parameters else self.parameters
+        return replace(self, operators=configs, parameters=syncs)
+
+    def with_operator(self, name: str, config: OpConfig) -> Self:
+        """A copy with one operator's configuration replaced."""
+        return self.with_changes({name: config})
+
+    def with_parameter(self, name: str, sync: SyncConfig) -> Self:
+        """A copy with one parameter's synchronization replaced."""
+        return self.with_changes(parameters={name: sync})
+
+    def sync(self, parameter: str) -> SyncConfig:
+        """The parameter's synchronization."""
+        return self.parameters.get(parameter, SyncConfig())
+
+    def validate(self, graph: OperatorGraph, device_count: int, *, empty_tiles: bool = False) -> None:
+        """Raise StrategyError naming the first thing that is illegal for this graph and number of devices.
+
+        ``empty_tiles``: a factor may be cut into more parts than it has elements, of which some are then empty.
+        """
+        missing = [op.name for op in graph.operators if op.name not in self.operators]
+        unknown = [name for name in self.operators if name not in graph.index]
+        if missing or unknown:
+            raise StrategyError(
+                f"strategy does not fit model {graph.name!r}: "
+                f"{len(missing)} operators without configuration {missing[:3]}, {len(unknown)} unknown operators {unknown[:3]}; "
+                "search again for this model"
+            )
+        for op in graph.operators:
+            check_config(op, self.operators[op.name], device_count, empty_tiles=empty_tiles)
+        known = {t.name for t in graph.parameters}
+        for name, sync in self.parameters.items():
+            if name not in known:
+                raise StrategyError(f"strategy names parameter {name!r}, which model {graph.name!r} does not have")
+            if sync.method == "allgather" and name not in graph.sparse:
+                raise StrategyError(f"parameter {name!r} is dense; expected allgather for sparse parameters only: {_some(graph)}")
+
+
+def _rebuilt(kind: type[Strategy], values: Mapping[str, Any]) -> Strategy:
+    """What pickle calls: ``MappingProxyType`` cannot be pickled."""
+    return kind(**values)
+
+
+def _some(graph: OperatorGraph) -> str:
+    """The sparse parameters in words."""
+    names = list(graph.sparse)
+    return "this model has none" if not names else f"here {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+
+
+def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_tiles: bool = False) -> None:
+    """Raise StrategyError if the configuration is illegal for the operator."""
+    if len(config.degrees) != len(op.factors):
+        raise StrategyError(
+            f"operator {op.name!r}: {len(config.degrees)} degrees given, expected {len(op.factors)} "
+            f"({', '.join(f.name for f in op.factors)})"
+        )
+    for factor, degree in zip(op.factors, config.degrees, strict=True):
+        if degree > factor.size and not empty_tiles:
+            raise StrategyError(
+                f"operator {op.name!r}: degree {degree} of factor {factor.name!r} exceeds its size {factor.size}; lower the degree"
+            )
+    settled = settled_config(op, device_count)
+    if settled is not None and config.placed_like(settled) is not config:
+        raise StrategyError(
+            f"operator {op.name!r} {_SETTLED[op.kind]}: expected devices {_few(settled.devices)}, found {_few(config.devices)} with "
+            f"{config.replicas} replicas; soap.strategy.config.settled puts it right"
+        )
+    if max(config.devices) >= device_count:
+        device = next(device for device in config.devices if device >= device_count)
+        raise StrategyError(f"operator {op.name!r}: device {device} does not exist; expected 0 to {device_count - 1} on this cluster")
+
+
+_SETTLED = {NEXT_STATE: "brings together the buffers that the forward pass moves", KEEP_STATE: "keeps moved buffers on every device"}
+"""Kinds of operators that have one configuration, and why."""
+
+
+def settled_config(op: Operator, device_count: int) -> OpConfig | None:
+    """The only configuration of an operator that has no other; None if it has a choice.
+
+    Every device keeps a copy of the buffers that the forward pass moves, and all copies have to be equal to the bit, though sums may have
+    been made in different orders: so one device, the first, has the values whole, and the others take them from there.
+    """
+    if op.kind == NEXT_STATE:
+        return OpConfig((), (0,))
+    return OpConfig((), tuple(range(device_count)), device_count) if op.kind == KEEP_STATE else None
+
+
+def settled(graph: OperatorGraph, strategy: Strategy, device_count: int) -> Strategy:
+    """The strategy with the configurations that operators without a choice must have; itself if the graph has no such operator."""
+    own = {op.name: settled_config(op, device_count) for op in graph.operators if op.kind in _SETTLED}
+    found = {name: strategy.operators.get(name, config).placed_like(config) for name, config in own.items() if config is not None}
+    return strategy.with_changes(found) if found else strategy
+
+
+def _few(devices: tuple[int, ...]) -> str:
+    return ", ".join(map(str, devices[:4])) + (", …" if len(devices) > 4 else "")

@@ -1,0 +1,110 @@
+"""Where tiles go: grids of devices, host by host, in groups of neighbours. What the classical strategies are made of.
+
+All of them place operators on the same grid, so that neighbours meet on one device: the i-th part of the batch of one operator lies where
+the i-th part of its neighbour's batch does. Operators with equal degrees share one tuple of devices, which for thousands of devices
+matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from soap.cluster.topology import Topology
+from soap.errors import StrategyError
+from soap.model.graph import FactorKind, Operator, OperatorGraph, TensorKind
+from soap.strategy.config import OpConfig, Strategy, check_config, settled_config
+
+
+def sample_factor(op: Operator) -> int | None:
+    """Index of the factor along which the batch is split, or None if the operator has none (or must be kept whole)."""
+    samples = [i for i, factor in enumerate(op.factors) if factor.kind is FactorKind.SAMPLE and op.partitionable]
+    return min(samples, key=lambda i: (op.factors[i].size == 1, op.factors[i].summed, i), default=None)
+
+
+def uniform_config(op: Operator, degrees: Mapping[str, int], devices: Sequence[int], replicas: int = 1) -> OpConfig:
+    """A configuration by factor names; factors that are not named are not split.
+
+    The tiles go to ``devices`` in order, in equal shares: with fewer tiles than devices evenly spaced ones are used.
+    """
+    names = [factor.name for factor in op.factors]
+    for name in degrees:
+        if name not in names:
+            raise StrategyError(f"operator {op.name!r} has no factor {name!r}; expected one of {', '.join(names) or '(none)'}")
+    if not devices:
+        raise StrategyError(f"operator {op.name!r}: no devices given; expected at least one")
+    split = tuple(degrees.get(name, 1) for name in names)
+    tiles = prod(split) * replicas
+    config = OpConfig(split, tuple(devices[i * len(devices) // tiles] for i in range(tiles)), replicas)
+    if settled_config(op, 1) is None:  # else ``config.settled`` has the last word
+        check_config(op, config, max(devices) + 1)
+    return config
+
+
+def device_order(topology: Topology) -> tuple[int, ...]:
+    """Device numbers host by host, so that neighbours in this order share a host wherever possible."""
+    hosts = {host: i for i, host in enumerate(dict.fromkeys(device.host for device in topology.devices))}
+    return tuple(device.index for device in sorted(topology.devices, key=lambda d: (hosts[d.host], d.index)))
+
+
+def grouped(
+    op: Operator, order: Sequence[int], width: int, factor: int | None = None, periods: int = 1
+) -> OpConfig:
+    """Samples over groups of ``width`` neighbouring devices; inside a group ``factor`` over its devices, or the same on each.
+
+    With ``periods`` blocks side by side in ``factor``, each device gets its part of every block.
+    """
+    groups, sample = len(order) // width, sample_factor(op)
+    degrees = [1] * len(op.factors)
+    if sample is not None:
+        degrees[sample] = min(groups, op.factors[sample].size)
+    if factor is not None:
+        degrees[factor] = periods * width
+    inside, across = width if factor is None else 1, groups if sample is None else 1
+    devices = _grouped_devices(tuple(order), width, tuple(degrees), sample, factor, inside, across)
+    return OpConfig(tuple(degrees), devices, inside * across)
+
+
+@lru_cache(256)
+def _grouped_devices(
+    order: tuple[int, ...], width: int, degrees: tuple[int, ...], sample: int | None, factor: int | None, inside: int, across: int
+) -> tuple[int, ...]:
+    groups = len(order) // width
+    devices: list[int] = []
+    for replica, cell in product(range(inside * across), product(*map(range, degrees))):
+        group = replica // inside if sample is None else cell[sample] * groups // degrees[sample]
+        rank = replica % inside if factor is None else cell[factor] % width
+        devices.append(order[group * width + rank])
+    return tuple(devices)
+
+
+def fill(graph: OperatorGraph, orders: Sequence[Sequence[int]], chosen: Mapping[int, OpConfig]) -> Strategy:
+    """The chosen configurations, and data parallelism for every other operator. ``orders``: by operator, the devices that it may use.
+
+    Operators without a choice are left to ``config.settled``.
+    """
+    configs: dict[str, OpConfig] = {}
+    whole: dict[str, frozenset[int]] = {}
+    sets: dict[int, frozenset[int]] = {}
+    for i, op in enumerate(graph.operators):
+        config = chosen.get(i)
+        if config is None:
+            config = grouped(op, orders[i], 1) if sample_factor(op) is not None else _unsplit(graph, op, orders[i], whole)
+        configs[op.name] = config
+        complete = all(degree == 1 or factor.summed for factor, degree in zip(op.factors, config.degrees, strict=True))
+        if id(config.devices) not in sets:
+            sets[id(config.devices)] = frozenset(config.devices)
+        whole.update({out.tensor: sets[id(config.devices)] if complete else frozenset() for out in op.outputs})
+    return Strategy(configs)
+
+
+def _unsplit(graph: OperatorGraph, op: Operator, order: Sequence[int], whole: Mapping[str, frozenset[int]]) -> OpConfig:
+    """An operator without samples: repeated on the devices that have all it reads, else on one."""
+    devices = set(order)
+    for operand in op.inputs:
+        if graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION:
+            devices &= whole[operand.tensor]
+    homes = tuple([device for device in order if device in devices]) or (order[0],)
+    return OpConfig((1,) * len(op.factors), homes, len(homes))

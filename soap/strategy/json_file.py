@@ -1,0 +1,305 @@
+"""Strategies as files: versioned JSON that people can read and compare, one operator per line in graph order.
+
+Text from outside is untrusted: it is bounded, parsed without surprises (no duplicate keys, no NaN), checked against a schema, and
+refused in one line if it was made for another model or cluster. ``record`` holds what the caller wants to remember (seed, budget,
+predictions); nothing here depends on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from math import prod
+from typing import Any
+
+from soap.cluster.topology import Topology
+from soap.errors import StrategyError
+from soap.model.graph import Operator, OperatorGraph
+from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
+from soap.strategy.json_text import parse_json
+from soap.strategy.mismatch import cluster_differences, model_differences, one_line, short
+from soap.strategy.schema import FORMAT, SCHEMA, VERSION
+
+MAX_CHARACTERS = 2**28
+MAX_TILES = 2**22
+"""Bounds of what is read: far above real strategies, far below what would hurt."""
+
+_RUN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})(?::([0-9]{1,9}))?", re.ASCII)
+_REPEAT = re.compile(r"([0-9]{1,9})\*([0-9]{1,9})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyHeader:
+    """What a strategy file says about itself, readable without its model."""
+
+    model: str
+    model_hash: str
+    operator_count: int
+    cluster: str
+    cluster_hash: str
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorEntry:
+    """An operator as a strategy file has it; ``degrees`` by factor, those above 1."""
+
+    kind: str
+    sizes: Mapping[str, int]
+    degrees: Mapping[str, int]
+    replicas: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyContents:
+    """All of a strategy file, readable without its model. ``parameters``: those that are not synchronized as by default."""
+
+    header: StrategyHeader
+    operators: Mapping[str, OperatorEntry]
+    parameters: Mapping[str, SyncConfig]
+    record: Mapping[str, Any]
+
+
+def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: Mapping[str, Any] | None = None) -> str:
+    """The strategy as text: the same bytes for the same arguments. Raises StrategyError if it is illegal or the record is no JSON."""
+    strategy.validate(graph, topology.device_count)
+    operators, parameters = _entries(strategy, graph)
+    lines = [
+        f'"format": {_text(FORMAT)}',
+        f'"version": {VERSION}',
+        f'"model": {_text({"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)})}',
+        f'"cluster": {_text({"name": topology.name, "hash": topology.hash, "devices": [d.name for d in topology.devices]})}',
+        f'"operators": {_block(operators)}',
+        f'"parameters": {_block(parameters)}',
+        f'"record": {_record_text(record or {})}',
+    ]
+    return "{\n" + ",\n".join(f"  {line}" for line in lines) + "\n}\n"
+
+
+def strategy_hash(strategy: Strategy, graph: OperatorGraph) -> str:
+    """16 hex digits: equal for strategies that configure this graph's operators and parameters alike, whatever their cluster."""
+    operators, parameters = _entries(strategy, graph)
+    return hashlib.sha256(_text([operators, parameters]).encode()).hexdigest()[:16]
+
+
+def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: bool = False) -> tuple[Strategy, dict[str, Any]]:
+    """The strategy and its record; StrategyError in one line if the text is malformed or not for this model and cluster.
+
+    ``any_cluster``: it may be for another cluster of as many devices; then its devices are taken by number.
+    """
+    document = _parse(text)
+    theirs = document["cluster"]["devices"]
+    elsewhere = any_cluster and len(theirs) == topology.device_count
+    differences = model_differences(document, graph) + ([] if elsewhere else cluster_differences(document, topology))
+    if differences:
+        raise StrategyError("; ".join(differences) + "; search again for this model and cluster")
+    numbers = {name: number for number, name in enumerate(theirs)}
+    configs: dict[str, OpConfig] = {}
+    room = MAX_TILES
+    for op in graph.operators:
+        configs[op.name] = _config(op, document["operators"][op.name], numbers, room)
+        room -= len(configs[op.name].devices)
+    syncs = {name: _sync(name, entry) for name, entry in document.get("parameters", {}).items()}
+    strategy = Strategy(configs, syncs)
+    strategy.validate(graph, topology.device_count)
+    return strategy, document.get("record", {})
+
+
+def load_header(text: str) -> StrategyHeader:
+    """What the text says about its model and cluster; StrategyError if it is no valid strategy file."""
+    return _header(_parse(text))
+
+
+def load_contents(text: str) -> StrategyContents:
+    """All that the text says; StrategyError if it is no valid strategy file. That it suits its model is not checked."""
+    document = _parse(text)
+    header = _header(document)
+    numbers = {name: number for number, name in enumerate(header.devices)}
+    operators: dict[str, OperatorEntry] = {}
+    room = MAX_TILES
+    for name, entry in document["operators"].items():
+        degrees = {factor: int(degree) for factor, degree in entry.get("degrees", {}).items() if degree > 1}
+        replicas = int(entry.get("replicas", 1))
+        tiles = prod(degrees.values()) * replicas
+        _check_room(name, tiles, room)
+        try:
+            devices = expand_devices(entry["devices"], numbers, tiles)
+        except StrategyError as cause:
+            raise StrategyError(f"operator {short(name)}: {cause}") from None
+        if len(devices) != tiles:
+            raise StrategyError(f"operator {short(name)}: {len(devices)} devices for {tiles} tiles; expected one per tile")
+        operators[name] = OperatorEntry(entry["kind"], {f: int(n) for f, n in entry["sizes"].items()}, degrees, replicas, devices)
+        room -= tiles
+    syncs = {name: _sync(name, entry) for name, entry in document.get("parameters", {}).items()}
+    syncs = {name: sync for name, sync in syncs.items() if sync != SyncConfig()}
+    return StrategyContents(header, operators, syncs, document.get("record", {}))
+
+
+def _header(document: Mapping[str, Any]) -> StrategyHeader:
+    model, cluster = document["model"], document["cluster"]
+    return StrategyHeader(
+        model["name"], model["hash"], int(model["operators"]), cluster["name"], cluster["hash"], tuple(cluster["devices"])
+    )
+
+
+def _check_room(name: str, tiles: int, room: int) -> None:
+    if tiles > room:
+        raise StrategyError(
+            f"operator {short(name)}: {tiles} tiles; expected at most {MAX_TILES} in the whole strategy; lower the degrees"
+        )
+
+
+def compact_devices(devices: Sequence[int]) -> list[int | str]:
+    """Device numbers with runs shortened: ``"0-3"`` for 0, 1, 2, 3; ``"0-12:4"`` for 0, 4, 8, 12; ``"2*3"`` for 2, 2, 2."""
+    items: list[int | str] = []
+    i = 0
+    while i < len(devices):
+        first, step, stop = devices[i], (devices[i + 1] - devices[i] if i + 1 < len(devices) else -1), i + 1
+        while stop < len(devices) and devices[stop] - devices[stop - 1] == step >= 0:
+            stop += 1
+        last, count = devices[stop - 1], stop - i
+        if count < (3 if step <= 1 else 4):
+            items.append(first)
+            i += 1
+            continue
+        items.append(f"{first}*{count}" if step == 0 else f"{first}-{last}" if step == 1 else f"{first}-{last}:{step}")
+        i = stop
+    return items
+
+
+def expand_devices(items: Iterable[int | str], numbers: Mapping[str, int], limit: int) -> tuple[int, ...]:
+    """The reverse; a device's name (see ``numbers``) may stand for its number. At most ``limit`` devices, else StrategyError."""
+    devices: list[int] = []
+    for item in items:
+        count, run = _expand_item(item, numbers)
+        if len(devices) + count > limit:
+            raise StrategyError(f"more than {limit} devices listed; expected one per tile")
+        devices.extend(run)
+    return tuple(devices)
+
+
+def _expand_item(item: int | str, numbers: Mapping[str, int]) -> tuple[int, Iterable[int]]:
+    """How many devices an entry stands for, and which: lazily, because the count is not checked yet."""
+    if not isinstance(item, str):
+        return 1, (int(item),)  # JSON's 1.0 counts as a whole number
+    if item in numbers:
+        return 1, (numbers[item],)
+    run, copies = _RUN.fullmatch(item), _REPEAT.fullmatch(item)
+    if run and int(run[1]) <= int(run[2]) and int(run[3] or 1) > 0:
+        span = range(int(run[1]), int(run[2]) + 1, int(run[3] or 1))
+        return len(span), span
+    if copies:
+        return int(copies[2]), repeat(int(copies[1]), int(copies[2]))
+    some = ", ".join(list(numbers)[:3]) + (", …" if len(numbers) > 3 else "")
+    raise StrategyError(f"unknown device {short(item)}; expected a number, a run such as '0-3', or one of {some}")
+
+
+def _entries(strategy: Strategy, graph: OperatorGraph) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of all operators, in the graph's order, and of the parameters that are not synchronized as by default."""
+    operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
+    synced = ((t.name, strategy.sync(t.name)) for t in graph.parameters)
+    return operators, {name: _sync_entry(sync) for name, sync in synced if sync != SyncConfig()}
+
+
+def _operator_entry(op: Operator, config: OpConfig) -> dict[str, Any]:
+    degrees = {factor.name: degree for factor, degree in zip(op.factors, config.degrees, strict=True) if degree > 1}
+    return {
+        "kind": op.kind,
+        "sizes": {factor.name: factor.size for factor in op.factors},
+        **({"degrees": degrees} if degrees else {}),
+        **({"replicas": config.replicas} if config.replicas > 1 else {}),
+        "devices": compact_devices(config.devices),
+    }
+
+
+def _sync_entry(sync: SyncConfig) -> dict[str, Any]:
+    return {
+        "sync": sync.method,
+        **({"partitions": sync.partitions} if sync.partitions > 1 else {}),
+        **({"local_aggregation": True} if sync.local_aggregation else {}),
+    }
+
+
+def _sync(name: str, entry: Mapping[str, Any]) -> SyncConfig:
+    try:
+        return SyncConfig(entry["sync"], int(entry.get("partitions", 1)), bool(entry.get("local_aggregation", False)))
+    except StrategyError as cause:
+        raise StrategyError(f"parameter {short(name)}: {cause}") from None
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _block(entries: Mapping[str, object]) -> str:
+    """An object with one entry per line."""
+    lines = [f"    {_text(name)}: {_text(entry)}" for name, entry in entries.items()]
+    return "{\n" + ",\n".join(lines) + "\n  }" if lines else "{}"
+
+
+def _record_text(record: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(record), allow_nan=False, indent=2).replace("\n", "\n  ")
+    except (TypeError, ValueError, RecursionError) as cause:
+        raise StrategyError(f"the record cannot be written as JSON ({cause}); expected plain numbers, texts, lists and objects") from None
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """The document, valid by the schema."""
+    if len(text) > MAX_CHARACTERS:
+        raise StrategyError(f"strategy file of {len(text)} characters; expected at most {MAX_CHARACTERS}")
+    try:
+        document = parse_json(text)
+    except (ValueError, RecursionError) as cause:
+        raise StrategyError(f"strategy file is not valid JSON ({one_line(str(cause))}); expected what soap-search wrote") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else document
+        raise StrategyError(f"not a strategy file: format is {short(found)}, expected {FORMAT!r}; give a file that soap-search wrote")
+    version = document.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise StrategyError(f"strategy file has version {short(version)}; this program reads version {VERSION}: search again with it")
+    try:
+        _check_schema(document)
+    except RecursionError:  # from quoting a deeply nested value
+        raise StrategyError("strategy file is malformed: nested too deeply; expected what soap-search wrote") from None
+    return document
+
+
+def _check_schema(document: dict[str, Any]) -> None:
+    from jsonschema import Draft202012Validator  # slow to import, and needed for files only
+    from jsonschema.exceptions import best_match
+
+    error = best_match(Draft202012Validator(SCHEMA).iter_errors(document))
+    if error is not None:
+        place = "/".join(one_line(str(part), 60) for part in error.absolute_path) or "top level"
+        raise StrategyError(f"strategy file is malformed at {place}: {one_line(error.message)}; expected what soap-search wrote")
+
+
+def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], room: int) -> OpConfig:
+    """An operator's configuration from its entry; ``room``: how many tiles may still follow in the file."""
+    degrees = {name: int(degree) for name, degree in entry.get("degrees", {}).items()}
+    names = [factor.name for factor in op.factors]
+    for name in degrees:
+        if name not in names:
+            raise StrategyError(f"operator {op.name!r} has no factor {short(name)}; expected one of {', '.join(names) or '(none)'}")
+    for factor in op.factors:
+        if degrees.get(factor.name, 1) > factor.size:
+            raise StrategyError(
+                f"operator {op.name!r}: degree {degrees[factor.name]} of factor {factor.name!r} exceeds its size {factor.size}; "
+                "lower the degree"
+            )
+    split, replicas = tuple(degrees.get(name, 1) for name in names), int(entry.get("replicas", 1))
+    tiles = prod(split) * replicas
+    _check_room(op.name, tiles, room)
+    try:
+        config = OpConfig(split, expand_devices(entry["devices"], numbers, tiles), replicas)
+        check_config(op, config, len(numbers))
+    except StrategyError as cause:
+        message = str(cause)
+        raise StrategyError(message if message.startswith("operator ") else f"operator {op.name!r}: {message}") from None
+    return config

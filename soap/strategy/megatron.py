@@ -1,0 +1,162 @@
+"""Tensor parallelism inside groups of devices, data parallelism across them (Shoeybi et al. 2019), and pipelines of such groups.
+
+Pairs of matrices are split by columns, then by rows, with what lies between them; large tables and output layers by vocabulary; cheap
+operators between such parts are repeated on every device of the group. All the rest is data parallel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import gcd, prod
+
+from soap.cluster.topology import Topology
+from soap.errors import StrategyError
+from soap.model.graph import OperatorGraph
+from soap.strategy.config import OpConfig, Strategy, settled
+from soap.strategy.grids import device_order, fill, grouped, sample_factor
+from soap.strategy.tensor_parallel_chains import Chain, dense, find_chains, table
+
+CHEAP_FLOPS_PER_ELEMENT = 64
+"""Up to this many operations per element of its outputs, an operator is repeated rather than split and gathered again.
+
+Norms, residual sums and activations need 1 to 20, matrix products and convolutions twice their inner size: hundreds and more.
+"""
+
+
+def megatron(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Tensor parallelism inside each host, data parallelism across hosts (Shoeybi et al. 2019).
+
+    Each part is cut into as many pieces as it can be, at most one per device of a host.
+    """
+    return _Placement(graph, topology, 1).place(_tensor_parallel_width(topology))
+
+
+def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int = 1) -> Strategy:
+    """As ``megatron``, with groups of ``tensor`` neighbouring devices, and the operators in ``pipeline`` stages of about equal work, each
+    on a group of its own (Narayanan et al. 2021). So a copy of the model is on ``tensor * pipeline`` neighbouring devices.
+
+    StrategyError if the number of devices is no multiple of that.
+    """
+    if tensor < 1 or pipeline < 1 or topology.device_count % (tensor * pipeline):
+        raise StrategyError(
+            f"{topology.device_count} devices in groups of {tensor} and {pipeline} stages; expected a divisor of the number of devices"
+        )
+    if pipeline > len(graph.operators):
+        raise StrategyError(f"{pipeline} stages for {len(graph.operators)} operators; expected no more stages than operators")
+    return _Placement(graph, topology, pipeline, tensor).place(tensor)
+
+
+class _Placement:
+    """One strategy being made. ``_orders``: by operator, the devices that it may use; a chain stays in the stage of its first operator."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, pipeline: int, tensor: int = 1) -> None:
+        self._graph = graph
+        self._chains = find_chains(graph)
+        self._device_count = topology.device_count
+        order, each = device_order(topology), tensor * pipeline
+        stages = [
+            tuple([order[copy * each + stage * tensor + rank] for copy in range(len(order) // each) for rank in range(tensor)])
+            for stage in range(pipeline)
+        ]
+        blocks = balanced_blocks(operator_work(graph), pipeline)
+        for chain in self._chains:
+            first = blocks[min(chain.factors)]
+            for i in chain.factors:
+                blocks[i] = first
+        self._orders = [stages[block] for block in blocks]
+        self._chosen: dict[int, OpConfig] = {}
+        self._gathered: set[int] = set()
+
+    def place(self, most: int) -> Strategy:
+        """Groups of at most ``most`` devices."""
+        graph = self._graph
+        chains: list[tuple[Chain, int]] = [(chain, chain.width(graph, most)) for chain in self._chains] if most > 1 else []
+        width = max((width for _, width in chains if width > 1), default=most)
+        for chain, own in chains:
+            if own > 1:
+                self._gathered.update(chain.rows)
+                for i, factor in chain.factors.items():
+                    self._chosen[i] = grouped(graph.operators[i], self._orders[i], own, factor, chain.periods.get(i, 1))
+        self._split_vocabularies(width)
+        self._repeat_between(width)
+        return settled(graph, fill(graph, self._orders, self._chosen), self._device_count)
+
+    def _split_vocabularies(self, width: int) -> None:
+        """Split tables by entries and output layers by columns where the vocabulary is larger than the features."""
+        last = _last_matrices(self._graph)
+        for i, op in enumerate(self._graph.operators):
+            if i in self._chosen or sample_factor(op) is None or width == 1:
+                continue
+            entries, matrix = table(self._graph, op), dense(self._graph, op) if i in last else None
+            if entries is not None and entries.entries > entries.width and op.factors[entries.factor].size >= width:
+                self._chosen[i] = grouped(op, self._orders[i], width, entries.factor)
+                self._gathered.add(i)
+            elif matrix is not None and matrix.outputs > matrix.inputs and op.factors[matrix.column].size >= width:
+                self._chosen[i] = grouped(op, self._orders[i], width, matrix.column)
+
+    def _repeat_between(self, width: int) -> None:
+        """Repeat cheap operators on all devices of a group where they read a gathered result and lead to another split part."""
+        leads: set[int] = set()
+        for i in reversed(range(len(self._graph.operators))):
+            readers = {reader for out in self._graph.operators[i].outputs for reader, _ in self._graph.consumers.get(out.tensor, ())}
+            if any(reader in self._chosen or reader in leads for reader in readers):
+                leads.add(i)
+        for i, op in enumerate(self._graph.operators):
+            sources = {self._graph.producers[o.tensor][0] for o in op.inputs if o.tensor in self._graph.producers}
+            if i in self._chosen or i not in leads or sample_factor(op) is None or not sources & self._gathered:
+                continue
+            if op.flops <= CHEAP_FLOPS_PER_ELEMENT * sum(prod(self._graph.tensors[out.tensor].shape) for out in op.outputs):
+                self._chosen[i] = grouped(op, self._orders[i], width)
+                self._gathered.add(i)
+
+
+def _tensor_parallel_width(topology: Topology) -> int:
+    """Devices per group: those of a host (a divisor if hosts differ), or all of them if each host has a single one."""
+    counts = Counter(device.host for device in topology.devices)
+    return topology.device_count if max(counts.values()) == 1 else gcd(*counts.values())
+
+
+def _last_matrices(graph: OperatorGraph) -> set[int]:
+    """Positions of the operators behind which no weight matrix follows: output layers are among them."""
+    before: set[int] = set()
+    for i in reversed(range(len(graph.operators))):
+        op = graph.operators[i]
+        if i in before or dense(graph, op) is not None:
+            before.update(graph.producers[operand.tensor][0] for operand in op.inputs if operand.tensor in graph.producers)
+    return set(range(len(graph.operators))) - before
+
+
+def operator_work(graph: OperatorGraph) -> list[int]:
+    """Floating-point operations by operator; one without counted operations still touches every point of its iteration space once."""
+    return [max(op.flops, prod(factor.size for factor in op.factors)) for op in graph.operators]
+
+
+def balanced_blocks(work: Sequence[int], blocks: int) -> list[int]:
+    """Block number per operator: contiguous, with the least possible work in the fullest block, the others filled evenly."""
+    low, high = max(work, default=0), sum(work)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _blocks_needed(work, middle) <= blocks else (middle + 1, high)
+    result: list[int] = []
+    block, load, rest = 0, 0, sum(work)
+    for i, amount in enumerate(work):
+        left = blocks - block - 1
+        full = load + amount > low
+        # Closing a block early, at its fair share, must leave room for the rest in the remaining blocks.
+        fair = load > 0 and (2 * load + amount) * (left + 1) >= 2 * (load + rest)
+        if full or (left > 0 and fair and _blocks_needed(work[i:], low) <= left):
+            block, load = block + 1, 0
+        result.append(block)
+        load, rest = load + amount, rest - amount
+    return result
+
+
+def _blocks_needed(work: Sequence[int], capacity: int) -> int:
+    """How many contiguous blocks of at most ``capacity`` the work fills."""
+    count, load = 1, 0
+    for amount in work:
+        if load + amount > capacity:
+            count, load = count + 1, 0
+        load += amount
+    return count

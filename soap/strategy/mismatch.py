@@ -1,0 +1,76 @@
+"""Why a strategy file does not fit: the differences between its model and cluster and those at hand, in words for one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from soap.cluster.topology import Topology
+from soap.model.graph import Operator, OperatorGraph
+
+
+def model_differences(document: Mapping[str, Any], graph: OperatorGraph) -> list[str]:
+    """What tells the file's model from this one: empty, or a list that begins with their names."""
+    model, operators = document["model"], document["operators"]
+    missing = [op.name for op in graph.operators if op.name not in operators]
+    extra = [name for name in operators if name not in graph.index]
+    changed = []
+    for op in graph.operators:
+        if op.name in operators:
+            changed += _operator_differences(op, operators[op.name])
+    if model["hash"] == graph.hash and not (missing or extra or changed):
+        return []
+    theirs = f"{short(model['name'])} ({one_line(model['hash'], 20)}, {model['operators']} operators)"
+    if model["hash"] == graph.hash:
+        result = [f"strategy file was changed by hand: it is for this model, {theirs}, but its operators are not"]
+    else:
+        ours = f"{short(graph.name)} ({graph.hash}, {len(graph.operators)} operators)"
+        result = [f"strategy was made for another model: {theirs} instead of {ours}"]
+    result += [f"{what}: {_some(names)}" for what, names in (("not in the file", missing), ("only in the file", extra)) if names]
+    if changed:
+        result.append(f"different: {_some(changed, quote=False)}")
+    if not (missing or extra or changed):
+        result.append("operators and factor sizes agree, their connections, types or parameters differ")
+    return result
+
+
+def _operator_differences(op: Operator, entry: Mapping[str, Any]) -> list[str]:
+    sizes = {factor.name: factor.size for factor in op.factors}
+    if entry["kind"] != op.kind:
+        return [f"{op.name} is {short(entry['kind'])} instead of {op.kind!r}"]
+    names = list(dict.fromkeys([*entry["sizes"], *sizes]))
+    pairs = [(name, entry["sizes"].get(name, "none"), sizes.get(name, "none")) for name in names]
+    return [f"{op.name} has {one_line(name, 40)} of size {theirs} instead of {ours}" for name, theirs, ours in pairs if theirs != ours]
+
+
+def cluster_differences(document: Mapping[str, Any], topology: Topology) -> list[str]:
+    """What tells the file's cluster from this one: empty, or a list that begins with their names."""
+    cluster, names = document["cluster"], [device.name for device in topology.devices]
+    if cluster["hash"] == topology.hash and cluster["devices"] == names:
+        return []
+    there, here = set(cluster["devices"]), set(names)
+    missing, extra = [n for n in cluster["devices"] if n not in here], [n for n in names if n not in there]
+    result = [
+        f"strategy was made for another cluster: {short(cluster['name'])} ({one_line(cluster['hash'], 20)}, "
+        f"{len(cluster['devices'])} devices) instead of {short(topology.name)} ({topology.hash}, {len(names)} devices)"
+    ]
+    result += [f"{what}: {_some(found)}" for what, found in (("devices not here", missing), ("devices not in the file", extra)) if found]
+    if not missing and not extra:
+        result.append("the devices' names agree, their order, types or links differ")
+    return result
+
+
+def _some(values: Sequence[str], most: int = 4, *, quote: bool = True) -> str:
+    shown = ", ".join(short(value) if quote else one_line(value) for value in values[:most])
+    return shown + (f" and {len(values) - most} more" if len(values) > most else "")
+
+
+def one_line(text: str, most: int = 160) -> str:
+    """Text from outside, fit for a message: no line breaks or control characters, not too long."""
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(text[: 4 * most].split()))
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def short(value: object) -> str:
+    """A value from outside, as a message shows it."""
+    return f"a {type(value).__name__}" if isinstance(value, (dict, list)) else one_line(repr(value), 60)
