@@ -26,9 +26,9 @@ from soap.plan.tiling import Tile, is_widened, iteration_points
 
 VERSIONS = {"cpu": 8, "cuda": 2}
 """Of what is measured and how it is written down, by kind of device; part of every environment. Since 2 with freed memory kept
-(``malloc``), since 3 with Adam's updates in one pass (``runtime.optimizers``), since 4 on
+(``malloc``), since 3 with Adam's updates in one pass (``runtime.updates.optimizers``), since 4 on
 emulated hosts without a quota of one's own, since 5 there by even time (``soap.emulation.reference_work``), since 6 with tiles in turns
-(``runtime.tile_timing``), since 7 by a yardstick that is the same in all processes, since 8 with updates of what is not in
+(``measure.tile_timing``), since 7 by a yardstick that is the same in all processes, since 8 with updates of what is not in
 the caches."""
 
 ON_ROWS = "on rows"

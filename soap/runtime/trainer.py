@@ -253,7 +253,7 @@ class Trainer:
         self._warn_of_unchanged(state)
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
-        """Write a checkpoint ``step-…`` into a folder, on all ranks at once; its path. See ``runtime.checkpoint``.
+        """Write a checkpoint ``step-…`` into a folder, on all ranks at once; its path. See ``runtime.checkpoint.checkpoint``.
 
         ``keep``: how many steps' checkpoints stay in the folder, this one included; None for all. Another one of the same step is replaced.
         """

@@ -151,7 +151,7 @@ class Able(Protocol):
 
     @property
     def optimizer_states(self) -> int:
-        """As ``simulator.memory`` has them."""
+        """As ``simulator.memory.peaks`` has them."""
 
     def always_fits(self) -> bool:
         """Whether no strategy of the space can lack memory."""

@@ -6,12 +6,12 @@ belongs to, so that editing another operator leaves them alone; they order tasks
 operators first to last, backward last to first, synchronization, update.
 
 Order in the runtime. ``reference.execution_order`` gives one total order of all tiles forward, and one backward, which every rank follows
-for its own part of it (but tiles that wait for no other run right before their first readers: ``runtime.program``).
+for its own part of it (but tiles that wait for no other run right before their first readers: ``program``).
 Forward: before a tile its fetches that are not there yet, and after the last tile of a group its reduction; a message leaves as soon as
 its pieces are there, an exchange takes place as soon as all of its pieces are. Backward: before the first tile of a
 group (in that order) the reduction of its gradient; after the last consumer of what a message or exchange has brought the gradients travel
 back; after the last use of its shards a bucket is summed. The optimizer runs once, at the end. The runtime joins tiles between which
-nothing comes or goes (``runtime.program``), and waits for all gradients that the joined ones need, where the simulator takes tile by tile.
+nothing comes or goes (``program``), and waits for all gradients that the joined ones need, where the simulator takes tile by tile.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class ParameterState:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """A checkpoint. ``aliases``: further names of tied parameters. ``optimizer``: name of its class, None without anything to train.
-    ``schedule``: see ``runtime.schedules``."""
+    ``schedule``: see ``runtime.updates.schedules``."""
 
     save_id: str
     step: int

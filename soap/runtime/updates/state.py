@@ -1,6 +1,6 @@
 """What an optimizer knows, by parameter name: apart from how parameters are split, so that other plans can go on with it.
 
-Every rank's optimizer has the state of its own parts of parameters (``runtime.parts``). State shaped like the part is a region of a tensor
+Every rank's optimizer has the state of its own parts of parameters (``updates.parts``). State shaped like the part is a region of a tensor
 shaped like the parameter. Numbers, such as Adam's step, must be the same for all parts and are kept once per parameter. Tensors of other
 shapes (factors, matrices) are kept of parameters that are not cut. Anything else cannot be kept.
 """

@@ -67,7 +67,7 @@ class CompiledSpace:
     """A space as arrays, for any number of chains."""
 
     def __init__(self, space: Space, topology: Topology, costs: CostModel, optimizer_states: int = 2) -> None:
-        """``optimizer_states``: as ``simulator.memory`` has them."""
+        """``optimizer_states``: as ``simulator.memory.peaks`` has them."""
         self.space, self.topology, self.costs, self.optimizer_states = space, topology, costs, optimizer_states
         self.grids = grid_tables(space, topology, costs)
         self._kept = (self.grids, neighbour_tables(space), group_tables(space))

@@ -1,4 +1,4 @@
-"""How long messages and collectives take, and what they hold (compiled). The counterpart of ``simulator.collectives``; the order of
+"""How long messages and collectives take, and what they hold (compiled). The counterpart of ``plan.collectives``; the order of
 operations on floats is the same, so that results are equal to the bit."""
 
 from __future__ import annotations

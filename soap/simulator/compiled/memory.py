@@ -1,6 +1,6 @@
 """Bounds of each device's peak memory, for strategies on their way through a search (compiled).
 
-``simulator.memory`` says what is counted and is the judge; its sums are ours, but where it looks at a whole plan for what is there twice.
+``memory.peaks`` says what is counted and is the judge; its sums are ours, but where it looks at a whole plan for what is there twice.
 So our upper bound is more where operators read the same part of the batch, where a parameter's users cut it differently (their regions
 count one by one), of buckets, and of what servers keep. The lower bound leaves these out. What is between them, the judge has to be asked.
 """

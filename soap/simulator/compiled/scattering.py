@@ -1,4 +1,4 @@
-"""Where a sum is left in cells instead of whole (compiled). The counterpart of ``simulator.scattering`` and ``planning._scattered``."""
+"""Where a sum is left in cells instead of whole (compiled). The counterpart of ``plan.scattering`` and ``planning._scattered``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Working memory of the lowering of one operator: holdings, fetches, pieces, carriers, tasks and edges, as arrays that are used again.
 
-Positions in these arrays are the identities of ``simulator.plan`` counted from the operator's own first, as in ``planning.Delivery``.
+Positions in these arrays are the identities of ``plan.plan`` counted from the operator's own first, as in ``planning.Delivery``.
 """
 
 from __future__ import annotations

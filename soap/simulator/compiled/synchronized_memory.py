@@ -1,4 +1,4 @@
-"""Bounds of what a parameter that is not all-reduced takes beside what its users hold of it (compiled): ``simulator.parameter_memory``."""
+"""Bounds of what a parameter that is not all-reduced takes beside what its users hold of it (compiled): ``simulator.memory.parameters``."""
 
 from __future__ import annotations
 

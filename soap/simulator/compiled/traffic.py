@@ -1,4 +1,4 @@
-"""What keeping parameters on servers, or gathering rows of gradients, moves (compiled). The counterpart of ``simulator.serving``.
+"""What keeping parameters on servers, or gathering rows of gradients, moves (compiled). The counterpart of ``plan.serving``.
 
 Of one shard at a time, whose keepers are known (``keepers.find_keepers``). Its partitions are ``S.p_rows`` rows each, on the devices
 ``S.p_server``.

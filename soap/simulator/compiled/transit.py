@@ -1,5 +1,5 @@
 """Memory of what an operator leaves on devices and of how that reaches its readers (compiled): the operator's share of what
-``simulator.transit`` and ``simulator.memory`` count. The scratch holds its delivery."""
+``simulator.memory.transit`` and ``simulator.memory.peaks`` count. The scratch holds its delivery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``simulator.memory`` says is between the compiled bounds, and mostly equal to the upper one."""
+"""What ``simulator.memory.peaks`` says is between the compiled bounds, and mostly equal to the upper one."""
 
 from __future__ import annotations
 
