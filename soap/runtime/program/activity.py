@@ -61,8 +61,8 @@ class PlanIndex:
 
 @dataclass(frozen=True)
 class Tail:
-    """``operators``: positions of those that run when the backward pass is over (see ``loss_epilogue``). ``seeds``: tensor -> the loss's gradient
-    by it, where the backward pass begins."""
+    """``operators``: positions of those that run when the backward pass is over (see ``loss_epilogue``). ``seeds``: tensor -> the loss's
+    gradient by it, where the backward pass begins."""
 
     operators: frozenset[int]
     seeds: Mapping[str, float]
