@@ -129,6 +129,6 @@ def test_the_reference_is_what_samples_take() -> None:
 
 
 def test_a_process_ends_with_its_timer_running() -> None:
-    program = "from soap import yardstick; reference_work.start(2e4)\nfor _ in range(200): sum(range(10000))"
+    program = "from soap.emulation import reference_work; reference_work.start(2e4)\nfor _ in range(200): sum(range(10000))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -77,7 +77,7 @@ import os, sys
 from pathlib import Path
 from soap.cli import search, trials, verification
 from soap.cli.batches import DrawnBatches
-from soap.runtime import launch
+from soap.runtime.comm import launch
 trials.ROUNDS, verification.ASKED_S = 10**6, 1e6
 real, draw = launch.launch, DrawnBatches.__call__
 def drawn(self, step):  # ranks run this script as well
