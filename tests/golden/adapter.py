@@ -21,6 +21,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import RECURRENT_KINDS, OperatorGraph
 from soap.plan.plan import Plan, remote_parts
 from soap.profiles.roofline import RooflineCosts
+from soap.search.options import SearchOptions
 from soap.simulator.communication.prices import Communication
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
@@ -294,7 +295,9 @@ SEARCH_COLUMNS = ("cost_ns", "strategy", "evaluations", "way")
 
 def searched(graph: OperatorGraph, topology: Topology, optimizer_states: int, budget: int, seed: int) -> list[int | str]:
     """A value for each of ``SEARCH_COLUMNS``."""
-    outcome = soap.search(graph, topology, budget=budget, seed=seed, optimizer_states=optimizer_states, costs="estimate", cores=1)
+    outcome = soap.find(
+        graph, topology, SearchOptions(budget=budget, seed=seed, optimizer_states=optimizer_states, costs="estimate", cores=1)
+    )
     found = outcome.result
     starts = [f"{start.cost_ns} {start.fits}" for start in found.starts]
     way = [f"{row.operator} {row.operators} {row.cost_ns} {row.accepted}" for row in found.rows]

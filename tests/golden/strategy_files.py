@@ -13,6 +13,7 @@ from typing import Any
 
 import soap
 from soap.model.graph import OperatorGraph
+from soap.search.options import SearchOptions
 from soap.strategy.config import Strategy, SyncConfig
 from tests.golden import adapter, figures
 from tests.golden.clusters import golden_cluster
@@ -84,7 +85,7 @@ def write_missing() -> None:
             continue
         graph, topology = adapter.graph_of(case.model), golden_cluster(case.cluster, case.devices).topology
         if name == SEARCHED:
-            soap.search(graph, topology, budget=60, seed=2, costs="estimate", forbidden={"*": "reduction"}, cores=1).save(path)
+            soap.find(graph, topology, SearchOptions(budget=60, seed=2, costs="estimate", forbidden={"*": "reduction"}, cores=1)).save(path)
         else:
             soap.save_strategy(path, case.make(graph, topology), graph, topology, RECORD)
         if name == BY_HAND:
