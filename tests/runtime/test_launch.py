@@ -84,7 +84,8 @@ def test_what_a_rank_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     module = ModuleType("only_here")
     exec("def entry():\n    pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "only_here", module)
-    with pytest.raises(RuntimeFailure, match=r"^rank [01] failed: ModuleNotFoundError: No module named 'only_here' \(soap/runtime/comm/launch"):
+    expected = r"^rank [01] failed: ModuleNotFoundError: No module named 'only_here' \(soap/runtime/comm/launch"
+    with pytest.raises(RuntimeFailure, match=expected):
         launch(2, module.entry)
 
 
