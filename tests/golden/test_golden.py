@@ -17,8 +17,6 @@ from tests.golden.write import forbidden_change
 
 QUICK = {"dlrm", "gpt", "lm1b"}
 """Models of the quick suite, on 4 devices: matrix chains, tables on servers and as rows."""
-DEEP = {"inception_v3", "resnet101"}
-"""Models of many operators, which take half of the time."""
 USUAL = {"full-mesh", "ports-several", "waiting-cores"}
 """Clusters: GPUs, CPUs with ports, CPUs without."""
 
@@ -28,8 +26,7 @@ def marks(count: int, model: str, cluster: str) -> list[pytest.MarkDecorator]:
     name, narrow = model.partition(":")[0], "/" in model
     if count == 4:
         return [] if name in QUICK and not narrow and cluster in USUAL else [pytest.mark.slow]
-    usual = cluster in USUAL and (name not in DEEP if count == 16 else name == "dlrm")
-    return [pytest.mark.slow if usual else pytest.mark.long]
+    return [pytest.mark.long]
 
 
 CASES = [
