@@ -55,7 +55,6 @@ def _run_transposed(local: Local) -> torch.Tensor:
     parts = groups * weight.shape[0] // local.shapes[1][0] if groups > 1 else 1
     stride, dilation = each(local.get("stride", 1), rank), each(local.get("dilation", 1), rank)
     function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
-    out: torch.Tensor
     if all(box == (0, size) for box, size in zip(local.output_boxes[0][-rank:], local.output_shapes[0][-rank:], strict=True)):
         padding, extra = each(local.get("padding", 0), rank), each(local.get("output_padding", 0), rank)
         return convolve(local, function, x, bias, stride, padding, extra, parts, dilation)

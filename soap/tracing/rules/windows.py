@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -94,7 +94,9 @@ def padded_bytes(view: View, windows: Sequence[Window]) -> int:
     return view.itemsize * prod(x[:-rank]) * prod(padded)
 
 
-def convolve(local: Local, function: Any, x: torch.Tensor, bias: torch.Tensor | None, stride: Sequence[int], *rest: Any) -> torch.Tensor:
+def convolve(
+    local: Local, function: Callable[..., torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None, stride: Sequence[int], *rest: Any
+) -> torch.Tensor:
     """What the library's convolution makes of a tile with the tile's weight. ``rest``: what follows the stride.
 
     On CPUs, strided convolutions of shapes that the model itself does not have run in float32 where the type is a lower one: for some, such
@@ -104,7 +106,5 @@ def convolve(local: Local, function: Any, x: torch.Tensor, bias: torch.Tensor | 
     rank = weight.dim() - 2
     own = local.tensors[0].shape[-rank - 1 :] == torch.Size(local.shapes[0][-rank - 1 :]) and weight.shape == torch.Size(local.shapes[1])
     if own or max(stride) == 1 or x.dtype.itemsize >= 4 or x.device.type != "cpu":
-        result: torch.Tensor = function(x, weight, bias, stride, *rest)
-        return result
-    result = function(x.float(), weight.float(), None if bias is None else bias.float(), stride, *rest)
-    return result.to(x.dtype)
+        return function(x, weight, bias, stride, *rest)
+    return function(x.float(), weight.float(), None if bias is None else bias.float(), stride, *rest).to(x.dtype)
