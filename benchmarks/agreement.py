@@ -31,10 +31,11 @@ from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.engine import Engine, same_timeline
 from soap.strategy.classical import random_config
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import parameter_server
 
 SYNC_SHARE = 0.1
 """Part of the proposals that change a parameter's synchronization."""
-SYNCS = (SyncConfig(), SyncConfig("parameter_server"), SyncConfig("parameter_server", 4))
+SYNCS = (SyncConfig(), parameter_server(), parameter_server(4))
 
 
 class Agreement(NamedTuple):

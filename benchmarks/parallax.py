@@ -28,6 +28,7 @@ from soap.model.graph import OperatorGraph
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 
 CLUSTER = "titanxp-8x6"
 BATCH_PER_DEVICE = {"resnet50": 64, "inception_v3": 64, "lm1b": 128, "nmt_gnmt": 128}
@@ -97,10 +98,10 @@ def synchronized(graph: OperatorGraph, topology: Topology, sync: str, partitions
     strategy = api.classical("data_parallel", graph, topology)
     hosts = len(topology.hosts)
     methods = {
-        "AR": (SyncConfig("allgather"), SyncConfig()),
-        "PS": (SyncConfig("parameter_server", partitions), SyncConfig("parameter_server", hosts)),
-        "OptPS": (SyncConfig("parameter_server", partitions, True), SyncConfig("parameter_server", hosts, True)),
-        "HYB": (SyncConfig("parameter_server", partitions, True), SyncConfig()),
+        "AR": (SPARSE_ALL_GATHER, SyncConfig()),
+        "PS": (parameter_server(partitions), parameter_server(hosts)),
+        "OptPS": (parameter_server(partitions, "host"), parameter_server(hosts, "host")),
+        "HYB": (parameter_server(partitions, "host"), SyncConfig()),
     }
     sparse, dense = methods[sync]
     trained = [parameter.name for parameter in graph.parameters if parameter.requires_grad]

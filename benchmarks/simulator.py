@@ -39,7 +39,7 @@ from soap.model.graph import FactorKind, Operator, OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.space import build_space
 from soap.simulator.engine import Engine
-from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.config import OpConfig, Strategy
 from soap.zoo.gpt import GPT, GPTConfig
 
 SAMPLES = 64
@@ -173,7 +173,7 @@ def measure(graph: OperatorGraph, topology: Topology, method: str, space: str, p
 def _start(graph: OperatorGraph, topology: Topology, method: str) -> Strategy:
     strategy = api.classical("data_parallel", graph, topology)
     if method == "parameter_server":
-        return strategy.with_changes(parameters={p.name: SyncConfig("parameter_server") for p in graph.parameters})
+        return strategy.with_changes(parameters=synchronized(graph, parameter_server(), sparse=False))
     return strategy
 
 
@@ -210,6 +210,8 @@ def start_up() -> tuple[float, float]:
 FIRST_USE = """
 from soap import api
 from soap.simulator.engine import Engine
+from soap.strategy.sync import parameter_server, synchronized
+from soap.strategy.sync import parameter_server, synchronized
 graph, topology = api.load("zoo:gpt:tiny", plan_only=True).graph, api.load_cluster("local:2")
 simulator = api.simulator_for(graph, topology)
 strategy = api.classical("data_parallel", graph, topology)

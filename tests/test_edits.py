@@ -43,7 +43,7 @@ from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, random_strategy
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled
-from soap.strategy.sync import in_one_partition
+from soap.strategy.sync import SPARSE_ALL_GATHER, in_one_partition, parameter_server
 from tests.graph_builder import GraphBuilder, mlp
 from tests.strategies import CPU, cluster
 
@@ -96,7 +96,7 @@ def lookups() -> OperatorGraph:
 GRAPH, FOUR = lookups(), cluster([2, 2], CPU)
 COSTS = RooflineCosts(FOUR)
 SIMULATOR = Simulator(GRAPH, FOUR, COSTS)
-SYNCS = (SyncConfig(), SyncConfig("allgather"), SyncConfig("parameter_server", 2), SyncConfig("parameter_server", 4, True))
+SYNCS = (SyncConfig(), SPARSE_ALL_GATHER, parameter_server(2), parameter_server(4, "host"))
 
 
 def space_of(device_count: int = 4, **options: Any) -> Space:

@@ -12,6 +12,7 @@ from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.diff import Comparison, compare, grouped, masked, pattern_of
 from soap.strategy.json_file import dumps, load_contents
+from soap.strategy.sync import parameter_server
 from tests.graph_builder import mlp, transformer
 from tests.strategies import cluster
 
@@ -40,9 +41,9 @@ def test_exactly_the_operators_that_differ_are_found(a: int, b: int) -> None:
 
 def test_parameters_and_defaults() -> None:
     name = GRAPH.parameters[0].name
-    served = USUAL.with_parameter(name, SyncConfig("parameter_server", 2))
+    served = USUAL.with_parameter(name, parameter_server(2))
     found = comparison(USUAL, served)
-    assert found.parameters == ((name, SyncConfig(), SyncConfig("parameter_server", 2)),)
+    assert found.parameters == ((name, SyncConfig(), parameter_server(2)),)
     assert not found.differences and not found.equal
     assert comparison(USUAL, USUAL.with_parameter(name, SyncConfig())).equal
 

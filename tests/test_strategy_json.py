@@ -14,8 +14,9 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.strategy.classical import CLASSICAL, data_parallel, random_strategy
-from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.json_file import StrategyHeader, compact_devices, dumps, expand_devices, load_header, loads
+from soap.strategy.sync import parameter_server
 from tests.graph_builder import GraphBuilder, mlp
 from tests.strategies import cases, cluster
 
@@ -230,7 +231,7 @@ def test_impossible_degrees_and_devices() -> None:
 
 
 def test_parameter_servers_are_written_and_read() -> None:
-    syncs = {"fc0.weight": SyncConfig("parameter_server", 4), "fc1.weight": SyncConfig("parameter_server", 1, local_aggregation=True)}
+    syncs = {"fc0.weight": parameter_server(4), "fc1.weight": parameter_server(1, "host")}
     data = json.loads(dumps(replace(data_parallel(GRAPH, CLUSTER), parameters=syncs), GRAPH, CLUSTER))
     assert data["parameters"] == {"fc0.weight": {**SERVED, "partitions": 4}, "fc1.weight": {**SERVED, "local_aggregation": True}}
     assert loads(json.dumps(data), GRAPH, CLUSTER)[0].parameters == syncs

@@ -177,7 +177,7 @@ def _listings(comparison: Comparison, operators: int) -> list[str]:
         sections.append("\n".join([head, listed(rows), *([f"  and {rest} more; --json has all"] if rest else [])]))
     if comparison.parameters:
         rows = [("parameter", "A", "B")]
-        rows += [(one_line(name, 80), sync_text(a), sync_text(b)) for name, a, b in comparison.parameters]
+        rows += [(one_line(name, 80), sync_text(sync_document(a)), sync_text(sync_document(b))) for name, a, b in comparison.parameters]
         rest = len(comparison.parameters) - MOST_ROWS
         more = f"\n  and {rest} more; --json has all" if rest > 0 else ""
         sections.append("synchronized differently:\n" + listed(rows[: MOST_ROWS + 1]) + more)

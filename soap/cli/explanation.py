@@ -10,7 +10,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.explanation import Line, Synchronized
 from soap.simulator.analysis.attribution import Activity
-from soap.strategy.config import OpConfig, SyncConfig
+from soap.strategy.config import OpConfig
 from soap.units import format_bytes
 
 MOST_ROWS = 60
@@ -44,11 +44,10 @@ def synchronization_text(lines: Sequence[Mapping[str, Any]], predicted_ns: int) 
     """These for people; nothing if there are none."""
     rows = [("parameter", "synchronization", "if it were all-reduced")]
     for line in lines[:MOST_ROWS]:
-        sync = SyncConfig(line["sync"], line["partitions"], line["local_aggregation"])
         change = (line["all_reduced_ns"] - predicted_ns) / max(1, predicted_ns)
         lacking = line["all_reduced_overflow_bytes"]
         cost = f"{milliseconds(line['all_reduced_ns'])} ({change:+.1%}){', lacks ' + format_bytes(lacking) if lacking else ''}"
-        rows.append((line["parameter"], sync_text(sync), cost))
+        rows.append((line["parameter"], sync_text(line), cost))
     more = [f"  and {len(lines) - MOST_ROWS} more; --json has all"] if len(lines) > MOST_ROWS else []
     return "\n".join(["why parameters are synchronized as they are", listed(rows), *more]) if lines else ""
 

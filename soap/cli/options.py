@@ -12,7 +12,9 @@ from soap.cli.command import Parser, UsageError
 from soap.errors import StrategyError
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
-from soap.strategy.config import SYNC_METHODS, SyncConfig
+from soap.strategy.config import SyncConfig
+from soap.strategy.methods import words
+from soap.strategy.sync import worded
 
 MODEL_HELP = "a .pt2 file (torch.export.save, soap.export), or zoo:NAME[:SIZE][@BATCH]"
 CLUSTER_HELP = (
@@ -192,12 +194,12 @@ def sync_method(text: str) -> SyncConfig:
     rest, local, end = text.partition("+local")
     method, found, partitions = rest.partition(":")
     number = partitions.isascii() and partitions.isdigit()
-    if method not in SYNC_METHODS or end or ((found or local) and method != "parameter_server") or (found and not number):
+    if end or (found and not number):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed; expected parameter_server, parameter_server:PARTITIONS, either with +local behind it, or allgather"
+            f"{text!r} is not allowed; expected one of {', '.join(words())}, such as parameter_server:PARTITIONS, with +local behind it"
         )
     try:
-        return SyncConfig(method, int(partitions) if found else 1, bool(local))
+        return worded(method, int(partitions) if found else 1, "host" if local else "none")
     except StrategyError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -203,7 +203,7 @@ def _resources(report: Mapping[str, Any]) -> str:
 def _synchronized(syncs: Mapping[str, Mapping[str, Any]]) -> str:
     alike: dict[str, list[str]] = {}
     for name, entry in syncs.items():
-        alike.setdefault(sync_text(SyncConfig(entry["sync"], entry["partitions"], entry["local_aggregation"])), []).append(name)
+        alike.setdefault(sync_text(entry), []).append(name)
     rows = [(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), how) for how, names in alike.items()]
     return f"{len(syncs)} parameters are not all-reduced:\n" + listed(rows)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from soap.model.graph import Operator
@@ -52,13 +52,13 @@ def split(op: Operator, config: OpConfig) -> str:
 
 def sync_document(sync: SyncConfig) -> dict[str, Any]:
     """How a parameter is synchronized, as plain JSON values."""
-    return {"sync": sync.method, "partitions": sync.partitions, "local_aggregation": sync.local_aggregation}
+    return {"sync": sync.contract.word, "partitions": sync.partitions, "local_aggregation": sync.within == "host"}
 
 
-def sync_text(sync: SyncConfig) -> str:
-    """``parameter_server in 4 partitions with local aggregation``."""
-    partitions = f" in {sync.partitions} partitions" if sync.partitions > 1 else ""
-    return sync.method + partitions + (" with local aggregation" if sync.local_aggregation else "")
+def sync_text(document: Mapping[str, Any]) -> str:
+    """``parameter_server in 4 partitions with local aggregation``, of a ``sync_document``."""
+    partitions = f" in {document['partitions']} partitions" if document["partitions"] > 1 else ""
+    return str(document["sync"]) + partitions + (" with local aggregation" if document["local_aggregation"] else "")
 
 
 def layers(names: Sequence[str]) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import Box
 from soap.plan.tiling import Tile
 from soap.strategy.config import Strategy
+from soap.strategy.methods import Contract, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,37 +133,33 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Shards with one owner set and dtype (positions in ``Plan.shards``) whose gradients lie in one buffer, in this order, and are summed
-    over ``devices`` at once. A single device sums nothing, and has a bucket for each shard."""
+class ShardSync:
+    """Shards that one method keeps in step together, and who reads them.
 
-    shards: tuple[int, ...]
-    devices: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A region of a parameter that servers keep and update.
-
-    ``shards``: its partitions in order of their rows (positions in ``Plan.shards``), each on the device of its server. ``readers``: devices
-    (sorted, distinct) whose tiles read it. If it is ``sparse`` they get, and give gradients to, the rows that their tiles look up;
-    else each has a copy of the whole region, to which a tile's gradient belongs as a whole. ``index``: its number among the parameter's.
-    ``leaders``: for each reader the device through which it pushes and pulls: the first reader of its host with local aggregation, else
-    itself.
+    ``method``: its name in ``strategy.methods``. ``parameter``, ``index``: what it is called after: a parameter, and the number of its
+    first shard, or of a region that servers keep. ``box``: the region that readers read. ``shards``: what it updates (positions in
+    ``Plan.shards``): those whose gradients lie in one buffer, in this order, or a region's partitions in order of their rows; their
+    ``devices`` are the owners. ``readers``: devices (sorted, distinct) whose tiles read it, in ``uses``. ``leaders``: for each reader the
+    device through which it deals with the others: the first reader of its host if hosts join theirs, else itself.
     """
 
+    method: str
     parameter: str
     index: int
     box: Box
-    readers: tuple[int, ...]
-    uses: tuple[tuple[int, int], ...]
     shards: tuple[int, ...]
-    sparse: bool
+    readers: tuple[int, ...]
     leaders: tuple[int, ...]
+    uses: tuple[tuple[int, int], ...]
+
+    @property
+    def contract(self) -> Contract:
+        """What its method promises."""
+        return named(self.method)
 
     @property
     def aggregated(self) -> bool:
-        """Whether some readers push and pull through others."""
+        """Whether some readers deal with the others through a leader."""
         return self.leaders != self.readers
 
 
@@ -169,8 +167,7 @@ class Served:
 class Plan:
     """All of a strategy, lowered. Positions in these tuples are the identities used across them.
 
-    Every trainable shard that gets a gradient is in one of ``buckets``, in ``gathered`` (sparse shards whose rows of the gradient every
-    device gets from every other), or a partition of one of ``served``.
+    Every trainable shard that gets a gradient is in one of ``syncs``. Its part in ``plan.syncs`` says what that moves, updates and holds.
 
     ``first_tile[i]`` is the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are no
     CPUs: what servers keep beside them lies in the memory of their host. ``on_rows``: operators whose tiles run on the rows that they look
@@ -189,10 +186,26 @@ class Plan:
     exchanges: tuple[Exchange, ...]
     reductions: tuple[Reduction, ...]
     shards: tuple[Shard, ...]
-    buckets: tuple[Bucket, ...]
-    gathered: tuple[int, ...]
-    served: tuple[Served, ...]
+    syncs: tuple[ShardSync, ...]
     on_rows: frozenset[int]
+
+    @cached_property
+    def on_servers(self) -> frozenset[int]:
+        """Shards that servers keep."""
+        return frozenset(number for sync in self.syncs if sync.contract.has_servers for number in sync.shards)
+
+    @cached_property
+    def synchronized(self) -> frozenset[int]:
+        """Shards that get a gradient."""
+        return frozenset(number for sync in self.syncs for number in sync.shards)
+
+    def owners(self, sync: ShardSync) -> tuple[int, ...]:
+        """The devices that keep a part of what is synchronized, ascending."""
+        return tuple(sorted({device for number in sync.shards for device in self.shards[number].devices}))
+
+    def members(self, sync: ShardSync) -> tuple[int, ...]:
+        """Its readers and owners, ascending."""
+        return tuple(sorted({*sync.readers, *self.owners(sync)}))
 
     def as_run(self, tile: Tile) -> Tile:
         """A tile as cost models are asked for it."""
@@ -251,34 +264,18 @@ def reduce_name(op: Operator, reduction: Reduction, *, gradient: bool = False) -
     return f"{verb} {op.outputs[reduction.output].tensor}{_region(reduction.box)}#{reduction.replica}"
 
 
-def sync_name(plan: Plan, bucket: Bucket) -> str:
-    """Task name of summing a bucket's gradients over its devices."""
-    first = plan.shards[bucket.shards[0]]
-    return f"sync {first.parameter}[{first.index}]{_more(bucket.shards)}"
+def sync_name(sync: ShardSync, verb: str = "sync") -> str:
+    """Task name of a communication of a synchronization."""
+    return f"{verb} {sync.parameter}[{sync.index}]{_more(sync.shards) if not sync.contract.has_servers else ''}"
 
 
 ASK_NAME = "ask for rows"
 """Task name of telling each other, at the beginning of a step, which rows of sparse parameters are wanted."""
 
 
-def pull_name(served: Served) -> str:
-    """Task name of sending a served region's values, or the rows that are looked up, from its servers to its readers."""
-    return f"pull {served.parameter}[{served.index}]"
-
-
-def push_name(served: Served) -> str:
-    """Task name of sending the readers' gradients of a served region to its servers."""
-    return f"push {served.parameter}[{served.index}]"
-
-
-def serve_name(served: Served, partition: int) -> str:
+def serve_name(sync: ShardSync, partition: int) -> str:
     """Task name of adding up the gradients of a partition and updating it on its server."""
-    return f"serve {served.parameter}[{served.index}]/{partition}"
-
-
-def gather_name(plan: Plan, shard: int) -> str:
-    """Task name of giving each other the rows of a sparse shard's gradient."""
-    return f"gather {plan.shards[shard].parameter}[{plan.shards[shard].index}]"
+    return f"serve {sync.parameter}[{sync.index}]/{partition}"
 
 
 def update_name(device: int) -> str:

@@ -16,15 +16,14 @@ from math import prod
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import Box, cells, contains, subtract, volume, whole
-from soap.plan.buckets import find_gathered, make_buckets
 from soap.plan.coverage import HolderIndex
 from soap.plan.delivery import Carriers, LocalFetch, Reader
-from soap.plan.placement import cut_rows, first_servers, server_devices, server_of
-from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction, Served, Shard
+from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction
 from soap.plan.row_counts import operators_on_rows
 from soap.plan.scattering import choose_cells
+from soap.plan.syncs.keeping import Cell, Keeping
 from soap.plan.tiling import Tile, tiles_of
-from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.config import OpConfig, Strategy
 
 Use = tuple[int, int]
 """(tile, operand position)."""
@@ -32,8 +31,6 @@ Read = tuple[str, Box, int, tuple[Use, ...]]
 """A region of an activation that tiles of one operator need on one device: (tensor, box, device, its readers)."""
 Region = tuple[str, Box, int]
 """A region of an activation that is needed on one device: (tensor, box, device)."""
-Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
-"""A shard before positions are known: (box, devices, uses as (operator, tile, parameter position))."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,7 @@ class PlanBuilder:
         self._cells = lru_cache(size)(self._make_cells)
         self._distances = lru_cache(None)(self._make_distances)
         self._accelerators = frozenset(number for number, device in enumerate(topology.devices) if device.type.kind != "cpu")
-        self._servers = server_devices(topology)
-        self._first_servers = first_servers(graph, len(self._servers))
+        self._keeping = Keeping(graph, topology)
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -94,8 +90,7 @@ class PlanBuilder:
         first_reduction = _offsets([len(own.reductions) for own in found])
         first_fetch = _offsets([len(own.fetches) for own in found])
         tiles = tuple(tile for own in found for tile in own.tiles)
-        shards, served = self._keep(configs, first_tile, strategy.parameters)
-        gathered = find_gathered(self.graph, tiles, shards, strategy.parameters)
+        shards, syncs = self._keeping.keep(tiles, first_tile, self._regions(configs), strategy)
         return Plan(
             strategy=strategy,
             graph=self.graph,
@@ -127,9 +122,7 @@ class PlanBuilder:
                 for r in own.reductions
             ),
             shards=shards,
-            buckets=make_buckets(self.graph, tiles, shards, elsewhere=(*gathered, *(i for own in served for i in own.shards))),
-            gathered=gathered,
-            served=served,
+            syncs=syncs,
             on_rows=operators_on_rows(self.graph, strategy.parameters),
         )
 
@@ -180,45 +173,15 @@ class PlanBuilder:
                     gathered.setdefault((tensor, box, device), []).extend((reader, tile, place) for tile, place in uses)
         return gathered
 
-    def _make_distances(self, device: int) -> tuple[int, ...]:
-        return tuple(self.topology.distance(source, device) for source in range(self.topology.device_count))
-
-    def _keep(
-        self, configs: Sequence[OpConfig], first_tile: Sequence[int], syncs: Mapping[str, SyncConfig]
-    ) -> tuple[tuple[Shard, ...], tuple[Served, ...]]:
-        """Who keeps what of the parameters."""
+    def _regions(self, configs: Sequence[OpConfig]) -> Iterator[tuple[str, tuple[Cell, ...]]]:
+        """Each parameter, and the regions into which its users cut it."""
         users = self.graph.parameter_users
-        shards: list[Shard] = []
-        served: list[Served] = []
         for tensor in self.graph.parameters:
             operators = sorted({position for position, _ in users.get(tensor.name, ())})
-            sync, first = syncs.get(tensor.name, SyncConfig()), len(shards)
-            parameter_cells = self._cells(tensor.name, tuple((position, configs[position]) for position in operators))
-            for index, (box, devices, uses) in enumerate(parameter_cells):
-                places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
-                if not (sync.method == "parameter_server" and tensor.requires_grad and self._is_served(tensor.name, devices, uses)):
-                    shards.append(Shard(tensor.name, len(shards) - first, box, devices, places, tensor.requires_grad))
-                    continue
-                kept = []
-                for number, part in enumerate(cut_rows(box, sync.partitions)):
-                    server = self._servers[server_of(self._first_servers[tensor.name], index, number, len(self._servers))]
-                    kept.append(len(shards))
-                    shards.append(Shard(tensor.name, len(shards) - first, part, (server,), places, True))
-                sparse = tensor.name in self.graph.sparse
-                leaders = self._leaders(devices) if sync.local_aggregation else devices
-                served.append(Served(tensor.name, index, box, devices, places, tuple(kept), sparse, leaders))
-        return tuple(shards), tuple(served)
+            yield tensor.name, self._cells(tensor.name, tuple((position, configs[position]) for position in operators))
 
-    def _leaders(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """For each of these devices (ascending) the first that is on its host."""
-        first: dict[int, int] = {}
-        return tuple([first.setdefault(self.topology.devices[device].host, device) for device in devices])
-
-    def _is_served(self, parameter: str, devices: Sequence[int], uses: Sequence[tuple[int, int, int]]) -> bool:
-        """Whether a region of a parameter that has a server is kept there: if it gets a gradient, and, unless rows of it are pulled, from
-        several devices."""
-        gets_gradient = any(operator in self.graph.backward_operators for operator, _, _ in uses)
-        return gets_gradient and (len(devices) > 1 or parameter in self.graph.sparse)
+    def _make_distances(self, device: int) -> tuple[int, ...]:
+        return tuple(self.topology.distance(source, device) for source in range(self.topology.device_count))
 
     def _make_cells(self, parameter: str, configs: tuple[tuple[int, OpConfig], ...]) -> tuple[Cell, ...]:
         """Cut a parameter along all regions that the tiles of these operators need of it."""

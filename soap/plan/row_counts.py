@@ -8,6 +8,7 @@ from math import prod
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, Interval, volume
 from soap.model.sparse_access import Lookup, RowAccess
+from soap.plan.plan import Plan
 from soap.plan.tiling import Tile
 from soap.strategy.config import SyncConfig
 
@@ -67,8 +68,8 @@ def operators_on_rows(graph: OperatorGraph, syncs: Mapping[str, SyncConfig]) -> 
     rows. ``syncs``: by parameter, all-reduced ones may be missing."""
     by_rows, as_a_whole = set[int](), set[int]()
     for name, access in graph.sparse.items():
-        whole = syncs.get(name, SyncConfig()).method == "allreduce"
-        (as_a_whole if whole else by_rows).update(lookup.operator for lookup in access.lookups)
+        rows = syncs.get(name, SyncConfig()).contract.by_rows
+        (by_rows if rows else as_a_whole).update(lookup.operator for lookup in access.lookups)
     return frozenset(by_rows - as_a_whole)
 
 
@@ -96,6 +97,12 @@ def touched_rows(access: RowAccess, box: Box, lookups: int) -> int:
     """How many different rows of a region so many look-ups of its parameter touch, rounded up: rows are taken to be spread evenly."""
     start, stop = box[0]
     return -(-access.touched_by(lookups) * (stop - start) // access.rows)
+
+
+def most_rows(plan: Plan, parameter: str, box: Box, uses: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Device -> how many different rows of a region its tiles look up at most: as if no look-up repeated another."""
+    start, stop = box[0]
+    return {device: min(stop - start, count) for device, count in device_lookups(plan.graph, parameter, plan.tiles, uses).items()}
 
 
 def row_bytes(graph: OperatorGraph, parameter: str, box: Box) -> int:

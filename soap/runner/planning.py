@@ -18,8 +18,6 @@ from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import in_one_partition
 
-SERVED = "parameter_server"
-
 
 def planned(
     graph: OperatorGraph, topology: Topology, config: RunnerConfig, groups: Sequence[Sequence[str]]
@@ -32,7 +30,7 @@ def planned(
     known = tried.measured
     simulator = api.simulator_for(graph, topology, optimizer_states=states, costs=config.costs, measured_updates=known)
     if config.run_option == "ps":
-        strategy = api.classical(SERVED, graph, topology)
+        strategy = api.classical("parameter_server", graph, topology)
     else:
         syncs = [SyncConfig()] if config.run_option == "allreduce" else []
         options = SearchOptions(
@@ -55,8 +53,8 @@ def adapted(strategy: Strategy, config: RunnerConfig) -> Strategy:
     """Served parameters as the configuration says, where it says something."""
     for name, sync in _served(strategy).items():
         partitions = sync.partitions if config.search_partitions else config.partitions
-        together = sync.local_aggregation and config.local_aggregation
-        strategy = strategy.with_parameter(name, replace(sync, partitions=partitions, local_aggregation=together))
+        within = sync.within if config.local_aggregation else "none"
+        strategy = strategy.with_parameter(name, replace(sync, partitions=partitions, within=within))
     return strategy
 
 
@@ -78,4 +76,4 @@ def alike(simulator: Simulator, strategy: Strategy, groups: Sequence[Sequence[st
 
 
 def _served(strategy: Strategy) -> dict[str, SyncConfig]:
-    return {name: sync for name, sync in strategy.parameters.items() if sync.method == SERVED}
+    return {name: sync for name, sync in strategy.parameters.items() if sync.contract.has_servers}

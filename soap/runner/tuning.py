@@ -18,13 +18,13 @@ from soap.cluster.topology import DeviceKind, Topology
 from soap.errors import RuntimeFailure, StrategyError
 from soap.measure.iteration import measure_steps
 from soap.model.graph import OperatorGraph
-from soap.runner.planning import SERVED
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.optimizers import GroupOptions, Optimizers, ScheduleFactory, plain_sgd
 from soap.search.partition_tuning import BATCHES, ITERATIONS, Sample, Tuning, choose, next_partitions, settled_ns
 from soap.simulator.tasks import ExecutionOrder
-from soap.strategy.config import MAX_PARTITIONS, Strategy
+from soap.strategy.config import Strategy
+from soap.strategy.methods import MAX_PARTITIONS
 from soap.strategy.sync import server_count
 from soap.tracing.model import TracedModel
 
@@ -112,7 +112,7 @@ def tune(
 
 def served_sparse(strategy: Strategy, graph: OperatorGraph) -> tuple[str, ...]:
     """The sparse parameters that the strategy has on servers."""
-    return tuple(name for name in graph.sparse if strategy.sync(name).method == SERVED)
+    return tuple(name for name in graph.sparse if strategy.sync(name).contract.has_servers)
 
 
 def tuned_range(strategy: Strategy, graph: OperatorGraph, topology: Topology) -> Range:

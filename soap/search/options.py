@@ -32,7 +32,7 @@ class SearchOptions:
     ``seconds``: proposals end after so much time. ``cores``: of this machine, by default all; the result does not depend on them.
 
     ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
-    ``syncs=[SyncConfig("parameter_server", 4)]``: parameters may be synchronized by all-reduces or so; by default sparse ones in any way,
+    ``syncs=[parameter_server(4)]``: parameters may be synchronized by all-reduces or so; by default sparse ones in any way,
     dense ones by all-reduces. ``uncut``: names of parameters that no device is to keep a part of, as optimizers need it whose update is
     not elementwise; ``together``: those of which a device has all or none.
 

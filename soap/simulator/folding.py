@@ -134,11 +134,9 @@ class Folding:
 
 def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Folding | str:
     """The strategy folded over as many copies as possible, or why it cannot be, in one line. It must be legal."""
-    methods = {sync.method for sync in strategy.parameters.values()}
-    if "parameter_server" in methods:
-        return "parameters on servers"
-    if "allgather" in methods:
-        return "gradients are gathered by rows"
+    for sync in strategy.parameters.values():
+        if sync.contract.folding:
+            return sync.contract.folding
     if topology.ports:
         return "devices are busy with communication"
     if topology.restart.points:
@@ -273,7 +271,7 @@ class _Folding:
 def _common_groups(plan: Plan, first: Ints, devices: Sequence[int]) -> list[tuple[int, ...]]:
     """Distinct sets of devices of both copies that sum together."""
     own = {i for i, device in enumerate(devices) if device in set(first.tolist())}
-    groups = dict.fromkeys([bucket.devices for bucket in plan.buckets] + [reduction.devices for reduction in plan.reductions])
+    groups = dict.fromkeys([sync.readers for sync in plan.syncs] + [reduction.devices for reduction in plan.reductions])
     return [group for group in groups if own.intersection(group) and own.union(group) != own]
 
 

@@ -15,7 +15,7 @@ from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.strategy.grids import device_order, fill, grouped, sample_factor, uniform_config
 from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work
-from soap.strategy.sync import GATHER, synchronized, usual_server
+from soap.strategy.sync import SPARSE_ALL_GATHER, synchronized, usual_server
 from soap.strategy.tensor_parallel_chains import dense
 
 __all__ = [
@@ -105,7 +105,7 @@ def parameter_server(graph: OperatorGraph, topology: Topology) -> Strategy:
 
 def sparse_allgather(graph: OperatorGraph, topology: Topology) -> Strategy:
     """Data parallelism with gathered rows of sparse parameters' gradients and dense ones all-reduced, as Horovod does."""
-    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, GATHER, sparse=True))
+    return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SPARSE_ALL_GATHER, sparse=True))
 
 
 SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(

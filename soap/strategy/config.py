@@ -9,16 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
-
-SyncMethod = Literal["allreduce", "allgather", "parameter_server"]
-SYNC_METHODS: tuple[SyncMethod, ...] = ("allreduce", "allgather", "parameter_server")
-
-MAX_PARTITIONS = 4096
-"""Bound of a parameter server's partitions: above any host's cores, and few enough to simulate."""
+from soap.strategy.methods import Contract, Owner, Residence, Within, find_contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +52,39 @@ class OpConfig:
 
 @dataclass(frozen=True, slots=True)
 class SyncConfig:
-    """How a parameter's shards are kept in step.
+    """How a parameter's shards are kept in step: four questions, which ``soap.strategy.methods`` answers together or not at all.
 
-    ``allreduce``: gradients are summed over the devices, each of which updates its copy.
-    ``allgather``, for sparse parameters: every device gets the others' indices and rows of the gradient, adds them up and updates its copy.
-    ``parameter_server``: each shard is cut by rows into ``partitions``, which the hosts' servers keep and update. Gradients are pushed to
-    them and values pulled from them; of a sparse parameter only the rows that a step touches, and no device has a copy.
-    ``local_aggregation``: the devices of a host push and pull together, through the first of them.
+    ``owner``: who keeps the updated value and the optimizer's state. ``payload``: what travels of a gradient. ``residence``: whether
+    readers keep the value between its uses. ``within``: what is done inside a host first. ``partitions``: into how many parts, by
+    rows, servers cut a shard. The default is an all-reduce of gradients; ``soap.strategy.sync`` has names for the usual ones.
     """
 
-    method: SyncMethod = "allreduce"
+    owner: Owner = "readers"
+    payload: str = "dense"
+    residence: Residence = "kept"
+    within: Within = "none"
     partitions: int = 1
-    local_aggregation: bool = False
 
     def __post_init__(self) -> None:
-        if self.method not in SYNC_METHODS:
-            raise StrategyError(f"synchronization method {self.method!r}: expected one of {', '.join(SYNC_METHODS)}")
-        served = self.method == "parameter_server"
-        most = MAX_PARTITIONS if served else 1
-        if not 1 <= self.partitions <= most:
-            raise StrategyError(f"synchronization by {self.method} in {self.partitions} partitions: expected 1 to {most}")
-        if self.local_aggregation and not served:
-            raise StrategyError(f"synchronization by {self.method} with local aggregation: expected it with parameter_server only")
+        contract = self.contract
+        if self.within not in contract.within:
+            raise StrategyError(f"{contract.word} with {self.within!r} within hosts: expected one of {', '.join(contract.within)}")
+        if not 1 <= self.partitions <= contract.most_partitions:
+            raise StrategyError(f"{contract.word} in {self.partitions} partitions: expected 1 to {contract.most_partitions}")
+
+    @property
+    def contract(self) -> Contract:
+        """What its method promises."""
+        return find_contract(self.owner, self.payload, self.residence)
+
+    def require_serves(self, parameter: str, graph: OperatorGraph) -> None:
+        """StrategyError if its method does not serve this parameter."""
+        contract, sparse = self.contract, parameter in graph.sparse
+        if not contract.serves(sparse=sparse):
+            raise StrategyError(
+                f"parameter {parameter!r} is {'sparse' if sparse else 'dense'}; expected {contract.word} with payload {self.payload!r} for "
+                f"{contract.parameters} parameters only: {_some(graph)}"
+            )
 
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -138,8 +144,7 @@ class Strategy:
         for name, sync in self.parameters.items():
             if name not in known:
                 raise StrategyError(f"strategy names parameter {name!r}, which model {graph.name!r} does not have")
-            if sync.method == "allgather" and name not in graph.sparse:
-                raise StrategyError(f"parameter {name!r} is dense; expected allgather for sparse parameters only: {_some(graph)}")
+            sync.require_serves(name, graph)
 
 
 def _rebuilt(kind: type[Strategy], values: Mapping[str, Any]) -> Strategy:
@@ -150,7 +155,7 @@ def _rebuilt(kind: type[Strategy], values: Mapping[str, Any]) -> Strategy:
 def _some(graph: OperatorGraph) -> str:
     """The sparse parameters in words."""
     names = list(graph.sparse)
-    return "this model has none" if not names else f"here {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+    return "this model has no sparse ones" if not names else f"sparse are {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
 
 
 def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_tiles: bool = False) -> None:

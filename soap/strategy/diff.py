@@ -49,15 +49,25 @@ def compare(first: StrategyContents, second: StrategyContents) -> Comparison:
     synced = dict.fromkeys((*first.parameters, *second.parameters))
     usual = SyncConfig()
     pairs = [(name, first.parameters.get(name, usual), second.parameters.get(name, usual)) for name in synced]
+    said = _in_words if 1 in (first.version, second.version) else _whole
     one, other = first.header, second.header
     return Comparison(
         tuple(differences),
         tuple(name for name in first.operators if name not in second.operators),
         tuple(name for name in second.operators if name not in first.operators),
-        tuple(pair for pair in pairs if pair[1] != pair[2]),
+        tuple(pair for pair in pairs if said(pair[1]) != said(pair[2])),
         one.model_hash == other.model_hash,
         (one.cluster_hash, one.devices) == (other.cluster_hash, other.devices),
     )
+
+
+def _whole(sync: SyncConfig) -> object:
+    return sync
+
+
+def _in_words(sync: SyncConfig) -> object:
+    """All that files of version 1 can say."""
+    return sync.contract.word, sync.partitions, sync.within
 
 
 def grouped(differences: Iterable[Difference]) -> list[list[Difference]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from math import prod
@@ -20,9 +20,12 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
+from soap.strategy.fields import OPERATOR_FIELDS, PARAMETER_FIELDS, STRATEGY_FIELDS, read, written
 from soap.strategy.json_text import parse_json
+from soap.strategy.methods import Within
 from soap.strategy.mismatch import cluster_differences, model_differences, one_line, short
-from soap.strategy.schema import FORMAT, SCHEMA, VERSION
+from soap.strategy.schema import FORMAT, VERSION, WORDS_1, schema
+from soap.strategy.sync import worded
 
 MAX_CHARACTERS = 2**28
 MAX_TILES = 2**22
@@ -57,18 +60,22 @@ class OperatorEntry:
 
 @dataclass(frozen=True, slots=True)
 class StrategyContents:
-    """All of a strategy file, readable without its model. ``parameters``: those that are not synchronized as by default."""
+    """All of a strategy file, readable without its model. ``parameters``: those that are not synchronized as by default; of version 1 as if
+    they were dense, where its word means one thing for dense parameters and another for sparse ones."""
 
     header: StrategyHeader
     operators: Mapping[str, OperatorEntry]
     parameters: Mapping[str, SyncConfig]
     record: Mapping[str, Any]
+    version: int = VERSION
 
 
 def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: Mapping[str, Any] | None = None) -> str:
     """The strategy as text: the same bytes for the same arguments. Raises StrategyError if it is illegal or the record is no JSON."""
     strategy.validate(graph, topology.device_count)
-    operators, parameters = _entries(strategy, graph)
+    operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
+    parameters = {name: _sync_entry(sync) for name, sync in _synchronized(strategy, graph)}
+    whole = written(strategy, STRATEGY_FIELDS, ("operators", "parameters"))
     lines = [
         f'"format": {_text(FORMAT)}',
         f'"version": {VERSION}',
@@ -76,6 +83,7 @@ def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: 
         f'"cluster": {_text({"name": topology.name, "hash": topology.hash, "devices": [d.name for d in topology.devices]})}',
         f'"operators": {_block(operators)}',
         f'"parameters": {_block(parameters)}',
+        *(f"{_text(name)}: {_text(value)}" for name, value in whole.items()),
         f'"record": {_record_text(record or {})}',
     ]
     return "{\n" + ",\n".join(f"  {line}" for line in lines) + "\n}\n"
@@ -83,8 +91,10 @@ def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: 
 
 def strategy_hash(strategy: Strategy, graph: OperatorGraph) -> str:
     """16 hex digits: equal for strategies that configure this graph's operators and parameters alike, whatever their cluster."""
-    operators, parameters = _entries(strategy, graph)
-    return hashlib.sha256(_text([operators, parameters]).encode()).hexdigest()[:16]
+    operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
+    parameters = {name: _hashed_entry(sync) for name, sync in _synchronized(strategy, graph)}
+    whole = written(strategy, STRATEGY_FIELDS, ("operators", "parameters"))
+    return hashlib.sha256(_text([operators, parameters, *([whole] if whole else [])]).encode()).hexdigest()[:16]
 
 
 def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: bool = False) -> tuple[Strategy, dict[str, Any]]:
@@ -104,8 +114,8 @@ def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: b
     for op in graph.operators:
         configs[op.name] = _config(op, document["operators"][op.name], numbers, room)
         room -= len(configs[op.name].devices)
-    syncs = {name: _sync(name, entry) for name, entry in document.get("parameters", {}).items()}
-    strategy = Strategy(configs, syncs)
+    syncs = {name: _sync(name, entry, sparse=name in graph.sparse) for name, entry in document.get("parameters", {}).items()}
+    strategy = Strategy(configs, syncs, **read(document, STRATEGY_FIELDS))
     strategy.validate(graph, topology.device_count)
     return strategy, document.get("record", {})
 
@@ -135,9 +145,9 @@ def load_contents(text: str) -> StrategyContents:
             raise StrategyError(f"operator {short(name)}: {len(devices)} devices for {tiles} tiles; expected one per tile")
         operators[name] = OperatorEntry(entry["kind"], {f: int(n) for f, n in entry["sizes"].items()}, degrees, replicas, devices)
         room -= tiles
-    syncs = {name: _sync(name, entry) for name, entry in document.get("parameters", {}).items()}
+    syncs = {name: _sync(name, entry, sparse=False) for name, entry in document.get("parameters", {}).items()}
     syncs = {name: sync for name, sync in syncs.items() if sync != SyncConfig()}
-    return StrategyContents(header, operators, syncs, document.get("record", {}))
+    return StrategyContents(header, operators, syncs, document.get("record", {}), int(document["version"]))
 
 
 def _header(document: Mapping[str, Any]) -> StrategyHeader:
@@ -199,11 +209,11 @@ def _expand_item(item: int | str, numbers: Mapping[str, int]) -> tuple[int, Iter
     raise StrategyError(f"unknown device {short(item)}; expected a number, a run such as '0-3', or one of {some}")
 
 
-def _entries(strategy: Strategy, graph: OperatorGraph) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of all operators, in the graph's order, and of the parameters that are not synchronized as by default."""
-    operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
-    synced = ((t.name, strategy.sync(t.name)) for t in graph.parameters)
-    return operators, {name: _sync_entry(sync) for name, sync in synced if sync != SyncConfig()}
+def _synchronized(strategy: Strategy, graph: OperatorGraph) -> Iterator[tuple[str, SyncConfig]]:
+    """The parameters that are not synchronized as by default, in the graph's order."""
+    for tensor in graph.parameters:
+        if strategy.sync(tensor.name) != SyncConfig():
+            yield tensor.name, strategy.sync(tensor.name)
 
 
 def _operator_entry(op: Operator, config: OpConfig) -> dict[str, Any]:
@@ -212,22 +222,31 @@ def _operator_entry(op: Operator, config: OpConfig) -> dict[str, Any]:
         "kind": op.kind,
         "sizes": {factor.name: factor.size for factor in op.factors},
         **({"degrees": degrees} if degrees else {}),
-        **({"replicas": config.replicas} if config.replicas > 1 else {}),
+        **written(config, OPERATOR_FIELDS, ("degrees", "devices")),
         "devices": compact_devices(config.devices),
     }
 
 
 def _sync_entry(sync: SyncConfig) -> dict[str, Any]:
-    return {
-        "sync": sync.method,
-        **({"partitions": sync.partitions} if sync.partitions > 1 else {}),
-        **({"local_aggregation": True} if sync.local_aggregation else {}),
-    }
+    return written(sync, PARAMETER_FIELDS)
 
 
-def _sync(name: str, entry: Mapping[str, Any]) -> SyncConfig:
+def _hashed_entry(sync: SyncConfig) -> dict[str, Any]:
+    """What names a synchronization in ``strategy_hash``: what version 1 wrote, if it could say that."""
+    word = sync.contract.word
+    if word not in WORDS_1:
+        return _sync_entry(sync)
+    more: dict[str, Any] = {"partitions": sync.partitions} if sync.partitions > 1 else {}
+    return {"sync": word, **more, **({"local_aggregation": True} if sync.within == "host" else {})}
+
+
+def _sync(name: str, entry: Mapping[str, Any], *, sparse: bool) -> SyncConfig:
+    """From its entry. ``sparse``: whether the parameter is, as far as is known."""
     try:
-        return SyncConfig(entry["sync"], int(entry.get("partitions", 1)), bool(entry.get("local_aggregation", False)))
+        if "sync" not in entry:
+            return SyncConfig(**read(entry, PARAMETER_FIELDS))
+        within: Within = "host" if entry.get("local_aggregation", False) else "none"
+        return worded(entry["sync"], int(entry.get("partitions", 1)), within, sparse=sparse)
     except StrategyError as cause:
         raise StrategyError(f"parameter {short(name)}: {cause}") from None
 
@@ -261,8 +280,8 @@ def _parse(text: str) -> dict[str, Any]:
         found = document.get("format") if isinstance(document, dict) else document
         raise StrategyError(f"not a strategy file: format is {short(found)}, expected {FORMAT!r}; give a file that soap-search wrote")
     version = document.get("version")
-    if version != VERSION or isinstance(version, bool):
-        raise StrategyError(f"strategy file has version {short(version)}; this program reads version {VERSION}: search again with it")
+    if version not in range(1, VERSION + 1) or isinstance(version, bool):
+        raise StrategyError(f"strategy file has version {short(version)}; this program reads versions 1 to {VERSION}: search again with it")
     try:
         _check_schema(document)
     except RecursionError:  # from quoting a deeply nested value
@@ -274,7 +293,7 @@ def _check_schema(document: dict[str, Any]) -> None:
     from jsonschema import Draft202012Validator  # slow to import, and needed for files only
     from jsonschema.exceptions import best_match
 
-    error = best_match(Draft202012Validator(SCHEMA).iter_errors(document))
+    error = best_match(Draft202012Validator(schema(int(document["version"]))).iter_errors(document))
     if error is not None:
         place = "/".join(one_line(str(part), 60) for part in error.absolute_path) or "top level"
         raise StrategyError(f"strategy file is malformed at {place}: {one_line(error.message)}; expected what soap-search wrote")
@@ -293,11 +312,11 @@ def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], 
                 f"operator {op.name!r}: degree {degrees[factor.name]} of factor {factor.name!r} exceeds its size {factor.size}; "
                 "lower the degree"
             )
-    split, replicas = tuple(degrees.get(name, 1) for name in names), int(entry.get("replicas", 1))
-    tiles = prod(split) * replicas
+    split, more = tuple(degrees.get(name, 1) for name in names), read(entry, OPERATOR_FIELDS)
+    tiles = prod(split) * more.get("replicas", 1)
     _check_room(op.name, tiles, room)
     try:
-        config = OpConfig(split, expand_devices(entry["devices"], numbers, tiles), replicas)
+        config = OpConfig(split, expand_devices(entry["devices"], numbers, tiles), **more)
         check_config(op, config, len(numbers))
     except StrategyError as cause:
         message = str(cause)

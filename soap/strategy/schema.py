@@ -1,58 +1,68 @@
-"""The JSON schema of strategy files, version 1. What it cannot say (degrees against factor sizes, …) ``json_file`` checks."""
+"""The JSON schemas of strategy files. What they cannot say (degrees against factor sizes, …) ``json_file`` checks.
+
+Version 2 differs from version 1 in how it says that a parameter is synchronized: by owner, payload and residence, not by a method's name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from soap.strategy.config import MAX_PARTITIONS, SYNC_METHODS
+from soap.strategy.fields import MAX_NUMBER, OPERATOR_FIELDS, PARAMETER_FIELDS, STRATEGY_FIELDS, properties
+from soap.strategy.methods import MAX_PARTITIONS
 
 FORMAT = "soap-strategy"
-VERSION = 1
+VERSION = 2
+"""What is written. Version 1 is read as well. Until a release fields are added, and the version stays."""
 
-MAX_NUMBER = 2**31
-"""Bound of degrees, replicas and sizes: beyond any real one, and small enough to compute with."""
+WORDS_1 = ("allreduce", "allgather", "parameter_server")
+"""The methods that files of version 1 may name."""
 
 _NAME: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 1000}
 _COUNT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": MAX_NUMBER}
 _COUNTS: dict[str, Any] = {"type": "object", "propertyNames": _NAME, "additionalProperties": _COUNT}
 
 
-def _record(properties: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
+def _record(known: dict[str, Any], optional: Iterable[str] = ()) -> dict[str, Any]:
     """An object with exactly these keys, of which the optional ones may be missing."""
-    required = [key for key in properties if key not in optional]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    free = set(optional)
+    return {"type": "object", "properties": known, "required": [key for key in known if key not in free], "additionalProperties": False}
 
 
 _DEVICE: dict[str, Any] = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_NUMBER}, _NAME]}
-_OPERATOR = _record(
+_PARAMETER_1 = _record(
     {
-        "kind": _NAME,
-        "sizes": _COUNTS,
-        "degrees": _COUNTS,
-        "replicas": _COUNT,
-        "devices": {"type": "array", "minItems": 1, "items": _DEVICE},
+        "sync": {"enum": list(WORDS_1)},
+        "partitions": {"type": "integer", "minimum": 1, "maximum": MAX_PARTITIONS},
+        "local_aggregation": {"type": "boolean"},
     },
-    optional=("degrees", "replicas"),
-)
-_PARTITIONS: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": MAX_PARTITIONS}
-_PARAMETER = _record(
-    {"sync": {"enum": list(SYNC_METHODS)}, "partitions": _PARTITIONS, "local_aggregation": {"type": "boolean"}},
     optional=("partitions", "local_aggregation"),
 )
 
-SCHEMA: dict[str, Any] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "SOAP parallelization strategy",
-    **_record(
-        {
-            "format": {"const": FORMAT},
-            "version": {"const": VERSION},
-            "model": _record({"name": {"type": "string"}, "hash": _NAME, "operators": {"type": "integer", "minimum": 0}}),
-            "cluster": _record({"name": {"type": "string"}, "hash": _NAME, "devices": {"type": "array", "minItems": 1, "items": _NAME}}),
-            "operators": {"type": "object", "propertyNames": _NAME, "additionalProperties": _OPERATOR},
-            "parameters": {"type": "object", "propertyNames": _NAME, "additionalProperties": _PARAMETER},
-            "record": {"type": "object"},
+
+def schema(version: int = VERSION) -> dict[str, Any]:
+    """The schema of one version of the format."""
+    operator = {"kind": _NAME, "sizes": _COUNTS, "degrees": _COUNTS, "devices": {"type": "array", "minItems": 1, "items": _DEVICE}}
+    optional = properties(OPERATOR_FIELDS)
+    synchronized = properties(PARAMETER_FIELDS)
+    parameter = _PARAMETER_1 if version == 1 else _record(synchronized, synchronized)
+    more = {} if version == 1 else properties(STRATEGY_FIELDS)
+    document = {
+        "format": {"const": FORMAT},
+        "version": {"const": version},
+        "model": _record({"name": {"type": "string"}, "hash": _NAME, "operators": {"type": "integer", "minimum": 0}}),
+        "cluster": _record({"name": {"type": "string"}, "hash": _NAME, "devices": {"type": "array", "minItems": 1, "items": _NAME}}),
+        "operators": {
+            "type": "object",
+            "propertyNames": _NAME,
+            "additionalProperties": _record(operator | optional, ("degrees", *optional)),
         },
-        optional=("parameters", "record"),
-    ),
-}
+        "parameters": {"type": "object", "propertyNames": _NAME, "additionalProperties": parameter},
+        **more,
+        "record": {"type": "object"},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "SOAP parallelization strategy",
+        **_record(document, ("parameters", *more, "record")),
+    }

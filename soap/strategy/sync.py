@@ -7,12 +7,53 @@ from dataclasses import replace
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.strategy.config import MAX_PARTITIONS, Strategy, SyncConfig
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.methods import MAX_PARTITIONS, Within, by_word
 
 PARTITIONS_PER_SERVER = 4
 """Partitions of a table for each server whose host has cores beside its devices, where nothing better is known: a few work at once."""
 
-ALL_REDUCE, GATHER = SyncConfig(), SyncConfig("allgather")
+ALL_REDUCE = SyncConfig()
+"""Gradients are summed over the devices that read a parameter, each of which updates its copy."""
+SPARSE_ALL_GATHER = SyncConfig(payload="rows")
+"""Of sparse parameters: every device gets the others' indices and rows of the gradient, adds them up and updates its copy."""
+
+
+def parameter_server(partitions: int = 1, within: Within = "none", *, rows: bool = False) -> SyncConfig:
+    """Each shard is cut by rows into partitions, which the hosts' servers keep and update. Readers push gradients to them and pull values.
+
+    ``rows``: for sparse parameters: only the rows that a step touches travel, and no reader has a copy. ``within="host"``: the devices of a
+    host push and pull together, through the first of them.
+    """
+    if rows:
+        return SyncConfig("servers", "rows", "gathered", within, partitions)
+    return SyncConfig("servers", within=within, partitions=partitions)
+
+
+def worded(word: str, partitions: int = 1, within: Within = "none", *, sparse: bool = False) -> SyncConfig:
+    """What a method's word means for a sparse parameter, or a dense one; for the other kind, if it serves that alone. StrategyError if the
+    word is unknown, or has no partitions or nothing within hosts."""
+    contract = by_word(word, sparse=sparse) or by_word(word, sparse=not sparse)
+    assert contract is not None  # it serves one of both
+    return SyncConfig(contract.owner, contract.payload, contract.residence, within, partitions)
+
+
+def fitting(sync: SyncConfig, *, sparse: bool) -> SyncConfig | None:
+    """The same kind of synchronization for a sparse parameter, or a dense one; None if there is none."""
+    if sync.contract.serves(sparse=sparse):
+        return sync
+    found = worded(sync.contract.word, sync.partitions, sync.within, sparse=sparse)
+    return found if found.contract.serves(sparse=sparse) else None
+
+
+def fitted(graph: OperatorGraph, parameter: str, sync: SyncConfig) -> SyncConfig:
+    """``fitting`` for a parameter of a graph. StrategyError if there is none."""
+    found = fitting(sync, sparse=parameter in graph.sparse)
+    if found is None:
+        sync.require_serves(parameter, graph)
+        raise AssertionError  # or it would have fitted
+    return found
+
 
 
 def server_count(topology: Topology) -> int:
@@ -34,7 +75,7 @@ def usual_server(topology: Topology) -> SyncConfig:
     on_cores = any(device.type.kind != "cpu" for device in topology.devices)
     wanted = servers * (PARTITIONS_PER_SERVER if on_cores else 1)
     counts = partition_counts(topology)
-    return SyncConfig("parameter_server", next((count for count in counts if count >= wanted), counts[-1]), _hosts_share(topology))
+    return parameter_server(next((count for count in counts if count >= wanted), counts[-1]), "host" if _hosts_share(topology) else "none")
 
 
 def sync_choices(
@@ -45,13 +86,14 @@ def sync_choices(
     ``asked``: what all parameters may have beside all-reduce. If nothing is asked, sparse ones may have everything. ``uncut``: parameters
     that are kept in one partition.
     """
-    together = (False, True) if _hosts_share(topology) else (False,)
+    ways: tuple[Within, ...] = ("none", "host") if _hosts_share(topology) else ("none",)
     counts = partition_counts(topology)
-    every = [GATHER, *(SyncConfig("parameter_server", count, local) for count in counts for local in together)]
+    every = [SPARSE_ALL_GATHER, *(parameter_server(count, within) for count in counts for within in ways)]
     found = {}
     for tensor in graph.parameters:
         sparse = tensor.name in graph.sparse
-        wanted = [sync for sync in asked if sparse or sync != GATHER] if asked else every if sparse else []
+        known = [fitting(sync, sparse=sparse) for sync in asked or (every if sparse else ())]
+        wanted = [sync for sync in known if sync is not None]
         if tensor.name in uncut:
             wanted = [replace(sync, partitions=1) for sync in wanted]
         choices = tuple(dict.fromkeys((ALL_REDUCE, *wanted)))
@@ -71,7 +113,7 @@ def in_one_partition(strategy: Strategy, names: Collection[str]) -> Strategy:
 def synchronized(graph: OperatorGraph, sync: SyncConfig, *, sparse: bool) -> dict[str, SyncConfig]:
     """All trainable parameters, or the sparse ones of them, synchronized in one way."""
     names = [tensor.name for tensor in graph.parameters if tensor.requires_grad and (tensor.name in graph.sparse or not sparse)]
-    return dict.fromkeys(names, sync)
+    return {name: fitted(graph, name, sync) for name in names}
 
 
 def _hosts_share(topology: Topology) -> bool:

@@ -18,7 +18,6 @@ from soap import api
 from soap.cli.search import main
 from soap.model.regions import whole
 from soap.simulator.lowering import build_plan
-from soap.strategy.config import SyncConfig
 from tests.cli.refusals import assert_refused
 
 MODEL = "zoo:gpt:tiny"
@@ -157,7 +156,7 @@ def test_parameters_may_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[
     arguments = [model, "--cluster", CLUSTER, "--budget", "600", "--margin", "1", "-o", str(out), "--json", "--sync", "parameter_server:2"]
     assert main(arguments) == 0
     found, strategy = json.loads(capsys.readouterr().out), soap.load_strategy(out, model, CLUSTER)
-    assert set(strategy.parameters.values()) == {SyncConfig("parameter_server", 2)}
+    assert set(strategy.parameters.values()) == {parameter_server(2)}
     assert soap.simulate(model, CLUSTER, strategy).makespan_ns == found["predicted_ns"]
     reduced = replace(strategy, parameters={})
     assert found["predicted_ns"] < soap.simulate(model, CLUSTER, reduced).makespan_ns
@@ -330,6 +329,8 @@ import os, signal, sys
 from soap import api, files
 from soap.cli import search
 from soap.search import chains
+from soap.strategy.sync import parameter_server
+from soap.strategy.sync import parameter_server
 real, write, calls = chains._Run._show, api.write_text_atomically, []
 def show(self, done=0):
     calls.append(done)

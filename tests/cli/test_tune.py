@@ -34,6 +34,8 @@ TABLES = ["layers.0.weight", "layers.1.weight"]
 DATA = """
 import os
 import soap.zoo
+from soap.strategy.sync import parameter_server
+from soap.strategy.sync import parameter_server
 
 def batches():
     for step, batch in enumerate(soap.zoo.batches("zoo:full_sparse:tiny")):
@@ -50,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, cluster = soap.load(MODEL, plan_only=True), soap.load_cluster(CLUSTER)
     strategy = soap.api.classical("hybrid", model.graph, cluster)
     for name, partitions in zip(TABLES, (2, 3), strict=True):
-        strategy = strategy.with_parameter(name, soap.SyncConfig("parameter_server", partitions))
+        strategy = strategy.with_parameter(name, parameter_server(partitions, rows=True))
     record = {"predicted_ns": 1, "measured": {"kept": "found 1", "runs": {}}, "guard": {"gain": 2.0}, "search": {"seed": 3}}
     soap.save_strategy(folder / "s.json", strategy, model, cluster, record)
     soap.save_strategy(folder / "dp.json", soap.api.classical("data_parallel", model.graph, cluster), model, cluster)
@@ -87,7 +89,7 @@ def test_the_strategy_is_written_with_the_chosen_number(folder: Path, capsys: py
     before, after = (soap.load_strategy(name, model, cluster) for name in ("s.json", "out.json"))
     assert after.operators == before.operators
     assert {name: sync.partitions for name, sync in after.parameters.items()} == dict.fromkeys(TABLES, report["partitions"])
-    assert {replace(sync, partitions=1) for sync in after.parameters.values()} == {soap.SyncConfig("parameter_server")}
+    assert {replace(sync, partitions=1) for sync in after.parameters.values()} == {parameter_server(rows=True)}
     record = soap.api.load_strategy_contents("out.json").record
     assert not {"measured", "guard"} & set(record) and record["search"] == {"seed": 3} and record["predicted_ns"] > 1
     assert record["tuning"]["samples"] == report["samples"] and record["tuning"]["partitions"] == report["partitions"]

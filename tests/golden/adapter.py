@@ -31,6 +31,8 @@ from soap.strategy.classical import CLASSICAL, SYNCHRONIZED
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled
 from soap.strategy.json_file import strategy_hash
 from soap.strategy.megatron import hybrid
+from soap.strategy.methods import Within
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 
 Box = Sequence[tuple[int, int]]
 DIGITS = 6
@@ -116,8 +118,10 @@ def drawn(graph: OperatorGraph, device_count: int, seed: str, *, synchronized: b
         operators[op.name] = OpConfig(tuple(degrees), tuple(devices), replicas)
     parameters = {}
     for parameter in graph.parameters if synchronized else ():
-        choices = [SyncConfig(), *(SyncConfig("parameter_server", parts, local) for parts in (1, 3) for local in (False, True))]
-        choices += [SyncConfig("allgather")] if parameter.name in graph.sparse else []
+        rows = parameter.name in graph.sparse
+        ways: tuple[Within, ...] = ("none", "host")
+        choices = [SyncConfig(), *(parameter_server(parts, within, rows=rows) for parts in (1, 3) for within in ways)]
+        choices += [SPARSE_ALL_GATHER] if rows else []
         parameters[parameter.name] = choices[below(len(choices))]
     strategy = settled(graph, Strategy(operators, {n: sync for n, sync in parameters.items() if sync != SyncConfig()}), device_count)
     strategy.validate(graph, device_count)
@@ -251,16 +255,15 @@ def _parameter_lines(plan: Plan) -> Iterator[str]:
 
     for number, shard in enumerate(plan.shards):
         yield f"keep {region(number)} on {shard.devices} trained {shard.trainable} for {uses(shard.uses)}"
-    for bucket in plan.buckets:
-        yield f"sync owner readers, payload dense, residence kept: on {bucket.devices} {'; '.join(map(region, bucket.shards))}"
-    for number in plan.gathered:
-        yield f"sync owner readers, payload rows, residence kept: on {plan.shards[number].devices} {region(number)}"
-    for served in plan.served:
-        words = "payload rows, residence gathered" if served.sparse else "payload dense, residence kept"
-        servers = "; ".join(f"{region(number)} on {plan.shards[number].devices}" for number in served.shards)
+    for sync in plan.syncs:
+        words = f"payload {sync.contract.payload}, residence {sync.contract.residence}"
+        if not sync.contract.has_servers:
+            yield f"sync owner readers, {words}: on {sync.readers} {'; '.join(map(region, sync.shards))}"
+            continue
+        servers = "; ".join(f"{region(number)} on {plan.shards[number].devices}" for number in sync.shards)
         yield (
-            f"sync owner servers({len(served.shards)}), {words}: {served.parameter}{_boxes(served.box)} readers {served.readers} "
-            f"through {served.leaders} for {uses(served.uses)}: {servers}"
+            f"sync owner servers({len(sync.shards)}), {words}: {sync.parameter}{_boxes(sync.box)} readers {sync.readers} "
+            f"through {sync.leaders} for {uses(sync.uses)}: {servers}"
         )
 
 

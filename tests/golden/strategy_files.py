@@ -15,6 +15,7 @@ import soap
 from soap.model.graph import OperatorGraph
 from soap.search.options import SearchOptions
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.golden import adapter, figures
 from tests.golden.clusters import golden_cluster
 
@@ -48,11 +49,11 @@ def _drawn(seed: str, *, synchronized: bool) -> Callable[[OperatorGraph, soap.To
 
 def _each_synchronization(graph: OperatorGraph, topology: soap.Topology) -> Strategy:
     """Every way for one parameter, in turn: the rows of tables, servers with and without partitions and local aggregation, all-reduces."""
-    servers = [SyncConfig("parameter_server", partitions, local) for partitions in (1, 2, 5) for local in (False, True)]
+    servers = [parameter_server(partitions, "host" if local else "none") for partitions in (1, 2, 5) for local in (False, True)]
     chosen: dict[str, SyncConfig] = {}
     for number, parameter in enumerate(graph.parameters):
         if parameter.name in graph.sparse:
-            chosen[parameter.name] = (SyncConfig("allgather"), SyncConfig("parameter_server", 3), servers[-1])[len(chosen) % 3]
+            chosen[parameter.name] = (SPARSE_ALL_GATHER, parameter_server(3), servers[-1])[len(chosen) % 3]
         elif number % 2:
             chosen[parameter.name] = servers[number // 2 % len(servers)]
     return Strategy(_data_parallel(graph, topology).operators, chosen)

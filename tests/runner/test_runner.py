@@ -21,6 +21,7 @@ from soap.runtime.updates.optimizers import Recipe
 from soap.runtime.updates.trial import optimizer_states, try_optimizer
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import parameter_server
 from tests.runner import ranks
 from tests.runner.ranks import ITEMS, Model, Stream, Words, sgd
 from tests.runtime.pool import Pool
@@ -165,7 +166,7 @@ def test_parameters_made_inside_of_a_partitioner_belong_together() -> None:
 
 
 def served(*partitions: int, together: bool = True) -> Strategy:
-    syncs = {f"p{i}": SyncConfig("parameter_server", count, together) for i, count in enumerate(partitions)}
+    syncs = {f"p{i}": parameter_server(count, "host" if together else "none") for i, count in enumerate(partitions)}
     return Strategy({}, {**syncs, "dense": SyncConfig()})
 
 

@@ -10,6 +10,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import FactorKind, OperatorGraph
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.strategies import CPU, cluster
 
 
@@ -39,19 +40,19 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, sparse: SyncConfig, d
 
 SYNCS: Mapping[str, SyncConfig] = {
     "allreduce": SyncConfig(),
-    "allgather": SyncConfig("allgather"),
-    "server": SyncConfig("parameter_server", 1),
-    "servers": SyncConfig("parameter_server", 5),
-    "many partitions": SyncConfig("parameter_server", 40),
-    "local": SyncConfig("parameter_server", 3, True),
+    "allgather": SPARSE_ALL_GATHER,
+    "server": parameter_server(1),
+    "servers": parameter_server(5),
+    "many partitions": parameter_server(40),
+    "local": parameter_server(3, "host"),
 }
 
 
 def random_sync(rng: random.Random, sparse: bool) -> SyncConfig:
     method = rng.choice(["allreduce", "allgather", "parameter_server", "parameter_server"])
     if method == "parameter_server":
-        return SyncConfig("parameter_server", rng.choice([1, 2, 3, 7, 40]), rng.random() < 0.5)
-    return SyncConfig("allgather") if method == "allgather" and sparse else SyncConfig()
+        return parameter_server(rng.choice([1, 2, 3, 7, 40]), "host" if rng.random() < 0.5 else "none", rows=True)
+    return SPARSE_ALL_GATHER if method == "allgather" and sparse else SyncConfig()
 
 
 def random_synchronized(graph: OperatorGraph, topology: Topology, rng: random.Random) -> Strategy:

@@ -18,7 +18,8 @@ from soap.runtime.step.early_start import SyncSchedule
 from soap.runtime.step.loss_epilogue import find_tail
 from soap.simulator.lowering import build_plan
 from soap.simulator.tasks import ExecutionOrder
-from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.graph_builder import GraphBuilder, convnet, mlp
 from tests.runtime.plans import plan_of, random_order, split
 from tests.runtime.traced import traced
@@ -97,8 +98,8 @@ def test_gradients_go_before_the_backward_pass_is_over(local: bool) -> None:
     table = g.parameter("table", 16, 2)
     deep = g.linear(g.linear(g.input("x", 4, 2), 2, bias=False, name="l1"), 2, bias=False, name="l2")
     graph = finish(g, deep, g.embedding(g.input("ids", 4, dtype="int64"), 16, 2, weight=table, name="find"))
-    method = SyncConfig("parameter_server", 2, True) if local else SyncConfig("allgather")
-    chosen = batch_split(graph, range(4)).with_parameter("table", method).with_parameter("l2.weight", SyncConfig("parameter_server", 1))
+    method = parameter_server(2, "host") if local else SPARSE_ALL_GATHER
+    chosen = batch_split(graph, range(4)).with_parameter("table", method).with_parameter("l2.weight", parameter_server(1, rows=True))
     program = compile_program(build_plan(graph, chosen, cluster([2, 2])))
     schedule = SyncSchedule(program, 1)
     (segment,) = (i for i, segment in enumerate(program.segments) if segment.device == 1)
@@ -148,7 +149,7 @@ def test_gradients_are_pushed_when_they_are_complete() -> None:
     """By the last readers' segments, on readers and servers alike; through the first reader of each host if they are collected there."""
     graph, topology = mlp(), cluster([2, 2])
     for local in (False, True):
-        chosen = batch_split(graph, [2, 3]).with_parameter("fc1.weight", SyncConfig("parameter_server", 2, local))
+        chosen = batch_split(graph, [2, 3]).with_parameter("fc1.weight", parameter_server(2, "host" if local else "none"))
         program = compile_program(build_plan(graph, chosen, topology))
         (served,) = program.plan.served
         assert served.readers == (2, 3) and served.leaders == ((2, 2) if local else (2, 3))

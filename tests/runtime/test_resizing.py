@@ -18,6 +18,7 @@ from soap.runtime.program.resizing import resized_plan, resized_program
 from soap.simulator.lowering import build_plan, lower
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.runtime.plans import plan_of, split
 from tests.strategies import cases
@@ -64,7 +65,7 @@ def test_at_the_same_size_it_is_the_same_plan(case: tuple[OperatorGraph, Topolog
     assert {f.name for f in fields(Plan) if getattr(resized, f.name) != getattr(plan, f.name)} == set()
 
 
-@pytest.mark.parametrize("sync", [SyncConfig("allgather"), SyncConfig("parameter_server", 2), SyncConfig("parameter_server", 2, True)])
+@pytest.mark.parametrize("sync", [SPARSE_ALL_GATHER, parameter_server(2), parameter_server(2, "host")])
 def test_synchronizations_stay_at_another_size(sync: SyncConfig) -> None:
     """It is the plan of the strategy itself at that size, where shards are the same."""
     (old, new), devices = (looking_up(8), looking_up(4)), local_topology(2)

@@ -13,7 +13,8 @@ import pytest
 from soap.cluster.topology import Topology
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
-from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.sync import parameter_server
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
@@ -25,7 +26,7 @@ from tests.runtime.sparse_plans import SYNCS, by_samples, hosts, random_synchron
 
 TOLERANCE = 1e-9
 FOUR = hosts(1, 2, 1)
-SERVED = SyncConfig("parameter_server", 2)
+SERVED = parameter_server(2)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +156,7 @@ def test_servers_that_read_nothing_and_readers_that_serve_nothing(four: Pool, fi
     """Two devices of the second host work; all hosts serve."""
     graph = loaded(files["words"]).graph
     for sync in ("servers", "local", "many partitions"):
-        strategy = synchronized(by_samples(graph, (1, 2), 6), graph, SYNCS[sync], SyncConfig("parameter_server", 3, True))
+        strategy = synchronized(by_samples(graph, (1, 2), 6), graph, SYNCS[sync], parameter_server(3, "host"))
         assert_exact(four, files, "words", strategy, "momentum")
         assert_exact(four, files, "words", strategy, "adam", lazy_sparse=True)
 

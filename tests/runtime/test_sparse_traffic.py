@@ -21,6 +21,7 @@ from soap.cluster.topology import Topology
 from soap.runtime.comm.redistribute import Traffic
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
@@ -98,7 +99,7 @@ def per_step(bytes_of_ranks: Sequence[int]) -> list[float]:
     return [count / STEPS for count in bytes_of_ranks]
 
 
-SERVED, GATHERED, SUMMED = SyncConfig("parameter_server"), SyncConfig("allgather"), SyncConfig()
+SERVED, GATHERED, SUMMED = parameter_server(), SPARSE_ALL_GATHER, SyncConfig()
 
 
 @pytest.mark.parametrize("machines", [2, 3, 4])
@@ -136,7 +137,7 @@ def test_local_aggregation_moves_what_hosts_touch_together(four: Pool, tmp_path:
     """Of each host's two workers 3 rows each, of which both share 2: 4 rows between hosts instead of 6. Within hosts they are handed on."""
     topology = hosts(2, 2)
     apart = measured(four, tmp_path, topology, 1, SERVED, SERVED)
-    joined = measured(four, tmp_path, topology, 1, SyncConfig("parameter_server", 1, True), SyncConfig("parameter_server", 1, True))
+    joined = measured(four, tmp_path, topology, 1, parameter_server(1, "host"), parameter_server(1, "host"))
     rows = [2 * ROW_BYTES * count for count in (3 + 3 + 3, 3, 3, 3)], [2 * ROW_BYTES * count for count in (4, 0, 4, 0)]
     dense = [2 * DENSE_BYTES * count for count in (1, 1, 3, 1)], [2 * DENSE_BYTES * count for count in (1, 0, 1, 0)]
     for traffic, sparse, other in zip((apart, joined), rows, dense, strict=True):
@@ -148,7 +149,7 @@ def test_local_aggregation_moves_what_hosts_touch_together(four: Pool, tmp_path:
 def test_partitions_do_not_change_what_readers_move(four: Pool, tmp_path: Path) -> None:
     topology = hosts(1, 1, 1, 1)
     for partitions in (3, 5, ROWS):
-        traffic = measured(four, tmp_path, topology, 1, SyncConfig("parameter_server", partitions), SUMMED)
+        traffic = measured(four, tmp_path, topology, 1, parameter_server(partitions), SUMMED)
         assert sum(per_step([t.pulled_bytes for t in traffic])) == sum(per_step([t.pushed_bytes for t in traffic]))
         # A row that a reader keeps itself does not travel; the others are counted at both ends.
         assert sum(per_step([t.pulled_bytes for t in traffic])) < 2 * 4 * TOUCHED * ROW_BYTES

@@ -20,6 +20,7 @@ from soap.simulator.lowering import build_plan
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
@@ -29,7 +30,7 @@ from tests.runtime.sparse_modules import MODULES, OPTIMIZERS, ROWS, WHOLE, batch
 from tests.runtime.sparse_plans import SYNCS, by_samples, hosts, synchronized
 
 FOUR_HOSTS, TWO_HOSTS = hosts(1, 1, 1, 1), hosts(2, 1)
-SERVED = SyncConfig("parameter_server", 2)
+SERVED = parameter_server(2)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +85,9 @@ def test_eight_partitions_on_four_hosts_go_on_as_three_on_two(
     four: Pool, files: dict[str, str], tmp_path: Path, optimizer: str, lazy: bool
 ) -> None:
     ways = [
-        (Way(files["words"], FOUR_HOSTS, SyncConfig("parameter_server", 8), SERVED, optimizer, lazy), 4),
-        (Way(files["words"], TWO_HOSTS, SyncConfig("parameter_server", 3, True), None, optimizer, lazy), 3),
-        (Way(files["words"], FOUR_HOSTS, SyncConfig("allgather"), SERVED, optimizer, lazy), 4),
+        (Way(files["words"], FOUR_HOSTS, parameter_server(8), SERVED, optimizer, lazy), 4),
+        (Way(files["words"], TWO_HOSTS, parameter_server(3, "host"), None, optimizer, lazy), 3),
+        (Way(files["words"], FOUR_HOSTS, SPARSE_ALL_GATHER, SERVED, optimizer, lazy), 4),
     ]
     source, losses, trained = None, [], None
     for number, (way, ranks) in enumerate(ways):
@@ -102,7 +103,7 @@ def test_eight_partitions_on_four_hosts_go_on_as_three_on_two(
 
 def test_an_optimizer_that_needs_whole_tables_has_them(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
     """Its rows are gathered, or lie on one server; what it keeps of rows and columns goes through checkpoints."""
-    ways = [(SyncConfig("allgather"), 4), (SyncConfig("parameter_server", 1), 3)]
+    ways = [(SPARSE_ALL_GATHER, 4), (parameter_server(1), 3)]
     source, losses, trained = None, [], None
     for number, (sync, ranks) in enumerate(ways):
         topology = FOUR_HOSTS if ranks == 4 else TWO_HOSTS
@@ -127,8 +128,8 @@ def refused(way: Way) -> str:
 @pytest.mark.parametrize(
     ("sync", "lazy", "words"),
     [
-        (SyncConfig("parameter_server", 3), False, ", but servers keep it in 3 partitions; keep it in one (parameter_server:1), or use"),
-        (SyncConfig("allgather"), True, ", so its rows cannot be updated alone; leave lazy_sparse out, or use an elementwise optimizer"),
+        (parameter_server(3), False, ", but servers keep it in 3 partitions; keep it in one (parameter_server:1), or use"),
+        (SPARSE_ALL_GATHER, True, ", so its rows cannot be updated alone; leave lazy_sparse out, or use an elementwise optimizer"),
         (SyncConfig(), True, ", so its rows cannot be updated alone; leave lazy_sparse out, or use an elementwise optimizer"),
     ],
 )
@@ -185,7 +186,7 @@ def traced(way: Way) -> tuple[list[Event], dict[str, torch.Tensor]]:
 def test_a_trace_names_what_is_pulled_pushed_and_served(four: Pool, files: dict[str, str]) -> None:
     topology = hosts(1, 2, 1)
     for sync in ("servers", "local"):
-        way = Way(files["words"], topology, SYNCS[sync], SyncConfig("parameter_server", 2, sync == "local"))
+        way = Way(files["words"], topology, SYNCS[sync], parameter_server(2, "host" if sync == "local" else "none"))
         results = four.run(traced, way)
         events = {(event.name, event.kind) for event in results[0][0]}
         assert all({(e.name, e.kind) for e in other} == events for other, _ in results)

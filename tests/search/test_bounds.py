@@ -20,6 +20,7 @@ from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.sync import SPARSE_ALL_GATHER
 from tests.graph_builder import SAMPLE, GraphBuilder, convnet, mlp, transformer
 from tests.simulator.compiled.agreement import synchronized
 from tests.simulator.examples import UNIT_NS, PointCosts, chain, pairwise_cluster
@@ -98,7 +99,7 @@ def test_lookups_count_as_what_is_quicker() -> None:
     costs = RooflineCosts(topology)
     simulator, usual = Simulator(graph, topology, costs), data_parallel(graph, topology)
     computing = []
-    for sync in (SyncConfig(), SyncConfig("allgather")):
+    for sync in (SyncConfig(), SPARSE_ALL_GATHER):
         tasks = simulator.run(usual.with_parameter("table", sync)).tasks.tasks
         computing.append(sum(task.duration_ns for task in tasks if task.tile is not None))
     assert lower_bound(build_space(graph, 1), topology, costs).bound_ns == computing[1] < computing[0] / 4

@@ -15,6 +15,7 @@ from soap.cli.updating import Updating
 from soap.errors import ProfileError, SoapError, StrategyError
 from soap.search.options import DEFAULT_BUDGET, SearchOptions
 from soap.strategy.config import SyncConfig
+from soap.strategy.sync import parameter_server
 from tests.cli.refusals import assert_refused
 from tests.graph_builder import mlp
 
@@ -71,7 +72,7 @@ def test_the_command_makes_the_same_value() -> None:
     )  # fmt: skip
     assert found == SearchOptions(
         budget=9, seed=3, beta=5.0, seconds=2.0, patience=0.5, starts=("megatron", "dynamic"), pins={"fc*": "sample:2"},
-        forbidden={"*": "@1"}, syncs=(SyncConfig("parameter_server", 4),), costs="estimate", margin=1.5,
+        forbidden={"*": "@1"}, syncs=(parameter_server(4),), costs="estimate", margin=1.5,
     )  # fmt: skip
 
 

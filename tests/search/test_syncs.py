@@ -21,11 +21,11 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import SYNCHRONIZED, data_parallel
 from soap.strategy.config import SyncConfig
-from soap.strategy.sync import partition_counts, sync_choices, usual_server
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server, partition_counts, sync_choices, usual_server
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, GPU, cluster
 
-GATHER = SyncConfig("allgather")
+GATHER = SPARSE_ALL_GATHER
 
 
 def lookups(batch: int = 8, rows: int = 4096, width: int = 16) -> OperatorGraph:
@@ -36,21 +36,21 @@ def lookups(batch: int = 8, rows: int = 4096, width: int = 16) -> OperatorGraph:
 
 
 def servers(*counts: int, local: bool = False) -> list[SyncConfig]:
-    return [SyncConfig("parameter_server", count, local) for count in counts]
+    return [parameter_server(count, "host" if local else "none") for count in counts]
 
 
 def test_partitions_reach_every_server_and_core() -> None:
     assert partition_counts(cluster([1, 1, 1], CPU)) == (1, 2, 4)
     assert partition_counts(cluster([1], CPU)) == (1,)
     assert partition_counts(cluster([2, 2], GPU)) == (1, 2, 4, 8)
-    assert usual_server(cluster([2, 2], GPU)) == SyncConfig("parameter_server", 8, True)
-    assert usual_server(cluster([1, 1, 1], CPU)) == SyncConfig("parameter_server", 4)
+    assert usual_server(cluster([2, 2], GPU)) == parameter_server(8, "host")
+    assert usual_server(cluster([1, 1, 1], CPU)) == parameter_server(4)
 
 
 def test_sparse_parameters_have_every_choice_and_dense_ones_what_is_asked() -> None:
     graph, topology = lookups(), cluster([1, 1], CPU)
     assert sync_choices(graph, topology) == {"table": (SyncConfig(), GATHER, *servers(1, 2))}
-    asked = sync_choices(graph, topology, [SyncConfig("parameter_server", 3), GATHER])
+    asked = sync_choices(graph, topology, [parameter_server(3), GATHER])
     assert asked["table"] == (SyncConfig(), *servers(3), GATHER) and asked["dense.weight"] == (SyncConfig(), *servers(3))
     assert sync_choices(graph, topology, [SyncConfig()]) == {}
     assert sync_choices(transformer(), topology) == {}
@@ -62,7 +62,7 @@ def test_starts_synchronize_as_is_allowed() -> None:
     graph, topology = lookups(), cluster([1, 1], CPU)
     usual = starting_strategies(graph, topology, None, None, 0, sync_choices(graph, topology))
     assert {"hybrid", "sparse_allgather"} <= set(usual) and "parameter_server" not in usual
-    assert dict(usual["hybrid"].parameters) == {"table": SyncConfig("parameter_server", 2)}
+    assert dict(usual["hybrid"].parameters) == {"table": parameter_server(2, rows=True)}
     assert dict(usual["sparse_allgather"].parameters) == {"table": GATHER}
     assert usual["hybrid"].operators == data_parallel(graph, topology).operators
     assert set(SYNCHRONIZED["parameter_server"](graph, topology).parameters) == {"table", "dense.weight", "dense.bias"}

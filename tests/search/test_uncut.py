@@ -16,7 +16,7 @@ from soap.search.uncut import with_uncut
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import sync_choices
+from soap.strategy.sync import parameter_server, sync_choices
 from tests.graph_builder import transformer
 from tests.search.toys import TableCosts
 from tests.strategies import cluster, graphs
@@ -42,7 +42,7 @@ def test_what_is_found_can_be_trained(graph: OperatorGraph, seed: int, scope: Sc
     assume(runs(graph, FOUR, CLASSICAL["data_parallel"](graph, FOUR), scope))
     names = [tensor.name for tensor in graph.parameters if tensor.requires_grad]
     together = names if scope is Scope.MODEL else ()
-    syncs = [SyncConfig("parameter_server", 4)] if served and scope is Scope.TENSOR else [SyncConfig()]
+    syncs = [parameter_server(4)] if served and scope is Scope.TENSOR else [SyncConfig()]
     found = search(graph, FOUR, TableCosts(seed), budget=40, seed=seed, uncut=names, together=together, syncs=syncs)
     assert runs(graph, FOUR, found.strategy, scope)
 
@@ -67,7 +67,7 @@ def test_a_pin_that_cuts_is_refused() -> None:
 
 
 def test_servers_keep_them_in_one_partition() -> None:
-    choices = sync_choices(GRAPH, FOUR, [SyncConfig("parameter_server", 4)], uncut=NAMES[:1])
+    choices = sync_choices(GRAPH, FOUR, [parameter_server(4)], uncut=NAMES[:1])
     assert [sync.partitions for sync in choices[NAMES[0]]] == [1, 1] and [sync.partitions for sync in choices[NAMES[1]]] == [1, 4]
     found = search(GRAPH, FOUR, TableCosts(1), budget=20, starts=["parameter_server"], uncut=NAMES)
     assert all(sync.partitions == 1 for start in found.starts for sync in start.strategy.parameters.values())

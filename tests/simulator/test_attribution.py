@@ -11,7 +11,7 @@ from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.classical import CLASSICAL, random_strategy
-from soap.strategy.config import SyncConfig
+from soap.strategy.sync import parameter_server
 from tests.graph_builder import mlp, transformer
 from tests.simulator.examples import PointCosts
 from tests.strategies import cluster
@@ -24,7 +24,7 @@ def played(number: int, seed: int, *, servers: bool = False) -> tuple[TaskGraph,
     graph = GRAPHS[number]
     strategy = random_strategy(graph, FOUR, random.Random(seed))
     for parameter in graph.parameters if servers else ():
-        strategy = strategy.with_parameter(parameter.name, SyncConfig("parameter_server", 2))
+        strategy = strategy.with_parameter(parameter.name, parameter_server(2))
     tasks = lower(build_plan(graph, strategy, FOUR), FOUR, PointCosts())
     return tasks, simulate(tasks)
 

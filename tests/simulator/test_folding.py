@@ -20,7 +20,8 @@ from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import Task, TaskKind
 from soap.strategy.classical import data_parallel, hybrid, megatron
-from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.sync import parameter_server
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.copied import Case, copied
 from tests.simulator.examples import LaunchedCosts, pairwise_cluster
@@ -149,7 +150,7 @@ def test_reasons_why_not() -> None:
     spread = data_parallel(graph, topology)
     name, parameter = graph.operators[0].name, graph.parameters[0].name
     assert isinstance(fold(graph, topology, spread), Folding)
-    assert _reason(graph, topology, spread.with_parameter(parameter, SyncConfig("parameter_server", 1))) == "parameters on servers"
+    assert _reason(graph, topology, spread.with_parameter(parameter, parameter_server(1))) == "parameters on servers"
     assert _reason(graph, cluster([2]), data_parallel(graph, cluster([2]))) == "at most 2 devices in use"
     turned = spread.with_operator(name, replace(spread.operators[name], devices=(1, 0, 2, 3)))
     assert _reason(graph, topology, turned) == "4 copies share devices"

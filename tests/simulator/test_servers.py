@@ -24,6 +24,7 @@ from soap.simulator.memory.peaks import memory_use
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.graph_builder import REDUCTION, SAMPLE, GraphBuilder
 from tests.simulator.examples import (
     UNIT_NS,
@@ -41,8 +42,8 @@ from tests.simulator.examples import (
 from tests.strategies import CPU, GPU, cases, cluster
 
 TWO = pairwise_cluster(1, 1)
-SERVER = SyncConfig("parameter_server")
-GATHER = SyncConfig("allgather")
+SERVER = parameter_server()
+GATHER = SPARSE_ALL_GATHER
 
 
 def lowered(graph: OperatorGraph, chosen: Strategy, topology: Topology = TWO) -> TaskGraph:
@@ -79,7 +80,7 @@ def test_gradients_are_pushed_and_values_pulled() -> None:
 
 def test_rows_are_pulled_before_the_step_and_pushed_behind_it() -> None:
     graph = looked_up(rows=8, width=3, batch=4)
-    tasks = lowered(graph, batch_split(graph, [0, 1]).with_parameter("table", SyncConfig("parameter_server", 2)))
+    tasks = lowered(graph, batch_split(graph, [0, 1]).with_parameter("table", parameter_server(2, rows=True)))
     assert graph.sparse["table"].touched_by(2) == 2
     (served,) = tasks.plan.served
     assert [tasks.plan.shards[i].devices for i in served.shards] == [(0,), (1,)] and served.sparse
@@ -108,7 +109,7 @@ def test_all_tables_are_asked_for_at_once_before_anything_is_computed() -> None:
     graph, topology = finish(g, *finds, g.linear(g.input("x", 6, 2), 3, bias=False, name="fc")), pairwise_cluster(2, 2)
     chosen = batch_split(graph, [0, 1, 2]).with_operator("fc", on(3, degrees=(1, 1, 1))).with_parameter("find0.weight", GATHER)
     for local, told in ((False, ()), (True, ((1, 0, 8), (1, 0, 0)))):
-        tasks = lowered(graph, chosen.with_parameter("find1.weight", SyncConfig("parameter_server", 1, local)), topology)
+        tasks = lowered(graph, chosen.with_parameter("find1.weight", parameter_server(1, within, rows=True)), topology)
         (asked,) = (task for task in tasks.tasks if task.name == ASK_NAME)
         (served,) = tasks.plan.served
         (server,) = tasks.plan.shards[served.shards[0]].devices
@@ -157,7 +158,7 @@ def test_other_parameters_are_summed_as_ever() -> None:
 
 def test_a_sparse_table_takes_no_memory_of_accelerators() -> None:
     graph, topology = looked_up(rows=1000, width=3, batch=4), cluster([1, 1], GPU)
-    plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", SyncConfig("parameter_server", 3)), topology)
+    plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", parameter_server(3, rows=True)), topology)
     assert [(use.parameters, use.gradients, use.optimizer) for use in memory_use(plan, 2)] == [(24, 24, 0)] * 2  # two rows
     assert all(use.total < 1000 * 12 for use in memory_use(plan, 2))
     on_cpus = memory_use(build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", SERVER), TWO), 2)
@@ -166,7 +167,7 @@ def test_a_sparse_table_takes_no_memory_of_accelerators() -> None:
 
 def test_cores_of_the_host_take_partitions_in_turn() -> None:
     topology, graph = cluster([2, 1], GPU), chain(6, 4, 4, 6)
-    server = SyncConfig("parameter_server", 4)
+    server = parameter_server(4)
     chosen = batch_split(graph, [0, 2]).with_parameter("l1.weight", server).with_parameter("l2.weight", server)
     plan = build_plan(graph, chosen, topology)
     first = first_cores(topology)
@@ -184,7 +185,7 @@ def test_cores_of_the_host_take_partitions_in_turn() -> None:
 
 def test_no_partition_is_empty() -> None:
     graph = chain(4, 2, 3)
-    plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("l1.weight", SyncConfig("parameter_server", 4096)), TWO)
+    plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("l1.weight", parameter_server(4096)), TWO)
     assert [shard_bytes(graph, plan.shards[i]) for i in plan.served[0].shards] == [8] * 3
 
 
@@ -223,12 +224,12 @@ def test_an_optimizer_that_changes_all_rows_goes_over_the_whole_table(rows_alone
     spread = batch_split(graph, [0, 1])
     gathered = lower(build_plan(graph, spread.with_parameter("table", GATHER), TWO), TWO, costs)
     assert units(by_name(gathered)[update_name(1)].duration_ns) == 4 * 12 + 4 + units_updated  # four rows are added up and found
-    served = lower(build_plan(graph, spread.with_parameter("table", SyncConfig("parameter_server", 2)), TWO), TWO, costs)
+    served = lower(build_plan(graph, spread.with_parameter("table", parameter_server(2, rows=True)), TWO), TWO, costs)
     assert units(by_name(served)["serve table[0]/1"].duration_ns) == 2 * 12 + 2 + units_updated // 2
     assert [size for _, size in device_updates(gathered.plan, rows_alone=rows_alone)] == [48 if rows_alone else 96] * 2
 
 
-@pytest.mark.parametrize("sync", [SyncConfig(), GATHER, SERVER, SyncConfig("parameter_server", 2, local_aggregation=True)])
+@pytest.mark.parametrize("sync", [SyncConfig(), GATHER, SERVER, parameter_server(2, "host")])
 def test_a_tile_is_on_rows_where_rows_travel(sync: SyncConfig) -> None:
     graph = looked_up(rows=8, width=3, batch=4)
     plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", sync), TWO)
@@ -270,7 +271,7 @@ def test_what_one_device_keeps_needs_no_server() -> None:
 @pytest.mark.parametrize("count", [0, -1, 4097])
 def test_impossible_numbers_of_partitions(count: int) -> None:
     with pytest.raises(StrategyError, match=f"^synchronization by parameter_server in {count} partitions: expected 1 to 4096$"):
-        SyncConfig("parameter_server", count)
+        parameter_server(count)
     with pytest.raises(StrategyError, match=r"^synchronization by allreduce in 2 partitions: expected 1 to 1$"):
         SyncConfig("allreduce", 2)
 
@@ -343,7 +344,7 @@ def test_local_aggregation_cuts_bytes_between_hosts_as_rows_overlap(workers: int
 
     def crossing(local: bool, *, pull_together: bool = True) -> tuple[int, int]:
         """Bytes between hosts by (pull, push)."""
-        chosen = batch_split(graph, range(hosts * workers)).with_parameter("table", SyncConfig("parameter_server", 1, local))
+        chosen = batch_split(graph, range(hosts * workers)).with_parameter("table", parameter_server(1, within, rows=True))
         tasks = lower(build_plan(graph, chosen, topology), topology, PointCosts(), pull_together=pull_together)
         named, place = by_name(tasks), [device.host for device in topology.devices]
         pull, push = (named[f"{name} table[0]"].flows for name in ("pull", "push"))
@@ -404,7 +405,7 @@ def test_what_replicas_look_up_alike_counts_once() -> None:
     graph, topology = looked_up(rows=100, width=3, batch=4), pairwise_cluster(2, 2)
     alike = Strategy({"find": on(0, 1, 2, 3, degrees=(1, 1, 1), replicas=4), "loss": on(0, 1, 2, 3, degrees=(1,), replicas=4)})
     for local, crossing in ((False, 2), (True, 1)):
-        chosen = alike.with_parameter("table", SyncConfig("parameter_server", 1, local))
+        chosen = alike.with_parameter("table", parameter_server(1, within, rows=True))
         (pull,) = (task for task in lowered(graph, chosen, topology).tasks if task.name == "pull table[0]")
         hosts = [device.host for device in topology.devices]
         assert sum(n for a, b, n in pull.flows if hosts[a] != hosts[b]) == crossing * 4 * (12 + INDEX_BYTES)

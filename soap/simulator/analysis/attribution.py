@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
-from soap.plan.buckets import idle_shards, shard_bytes
-from soap.plan.plan import ASK_NAME, Plan, sync_name
+from soap.plan.plan import ASK_NAME, Plan
+from soap.plan.syncs.buckets import idle_shards, shard_bytes
+from soap.plan.syncs.seam import method_named
 from soap.simulator.task_list import BACKWARD, FORWARD, UPDATE
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
 
@@ -42,7 +43,7 @@ def activity(task: Task) -> Activity:
 def task_shares(tasks: TaskGraph) -> list[Shares]:
     """For each task, the operators that it belongs to."""
     plan = tasks.plan
-    buckets = {sync_name(plan, bucket): _by_bytes(plan, bucket.shards) for bucket in plan.buckets}
+    synchronized = _synchronized(plan)
     updates = _updates(plan)
     last = len(plan.graph.operators) - 1
     found: list[Shares] = []
@@ -55,11 +56,8 @@ def task_shares(tasks: TaskGraph) -> list[Shares]:
             found.append({last - task.id[1]: 1.0})
         elif task.id[0] == UPDATE:
             found.append(updates[task.resources[0]])
-        elif task.name in buckets:
-            found.append(buckets[task.name])
-        else:  # of servers, or gathered
-            parameter = plan.graph.parameters[task.id[1]].name
-            found.append(_by_bytes(plan, [i for i, shard in enumerate(plan.shards) if shard.parameter == parameter]))
+        else:
+            found.append(synchronized[task.name])
     return found
 
 
@@ -75,10 +73,22 @@ def _by_bytes(plan: Plan, shards: Iterable[int]) -> Shares:
     return {operator: size / total for operator, size in found.items()} if total else {}
 
 
+def _synchronized(plan: Plan) -> dict[str, Shares]:
+    """By task name: the operators whose parameters are synchronized by it. All of a parameter counts, where regions of one are apart."""
+    found: dict[str, Shares] = {}
+    for sync in plan.syncs:
+        of_parameter = [i for i, shard in enumerate(plan.shards) if shard.parameter == sync.parameter]
+        shares = _by_bytes(plan, sync.shards if sync.contract.sums_in_place else of_parameter)
+        method = method_named(sync.method)
+        names = [step.name for step in method.steps(plan, sync)] + [part.name for part in method.updates(plan, sync)]
+        found.update(dict.fromkeys(filter(None, names), shares))
+    return found
+
+
 def _updates(plan: Plan) -> Sequence[Shares]:
     """By device: the operators whose parameters it updates."""
     own: list[list[int]] = [[] for _ in range(plan.device_count)]
-    for number in (*(number for bucket in plan.buckets for number in bucket.shards), *plan.gathered, *idle_shards(plan)):
+    for number in sorted((plan.synchronized - plan.on_servers).union(idle_shards(plan))):
         for device in plan.shards[number].devices:
             own[device].append(number)
     return [_by_bytes(plan, numbers) for numbers in own]

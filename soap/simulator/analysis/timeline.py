@@ -11,7 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from soap.plan.collectives import flow_links
-from soap.plan.plan import Plan, reduce_name, sync_name
+from soap.plan.plan import Plan, reduce_name
+from soap.plan.syncs.seam import method_named
 from soap.simulator.communication import allreduce
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import core_names
@@ -234,7 +235,8 @@ class _Lanes:
 
 def sum_groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     """Name of each all-reduce -> its devices."""
-    groups = {sync_name(plan, bucket): bucket.devices for bucket in plan.buckets}
+    steps = ((sync, step) for sync in plan.syncs for step in method_named(sync.method).steps(plan, sync))
+    groups = {step.name: sync.readers for sync, step in steps if step.summed_bytes}
     for reduction in plan.reductions:
         for gradient in (False, True):
             groups[reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=gradient)] = reduction.devices

@@ -5,8 +5,8 @@ from __future__ import annotations
 from soap.cluster.topology import DeviceType, Topology
 from soap.plan.collectives import REDUCE_TRAFFIC
 from soap.plan.plan import Plan
-from soap.plan.serving import Serving
-from soap.simulator.costs import CostModel, nanoseconds, table_update_ns
+from soap.plan.syncs.seam import ShardUpdate
+from soap.simulator.costs import nanoseconds
 
 HOST_CORE = DeviceType("host core", "cpu", {"float32": 1e10}, 1e10, 2**30, 4e-6, "assumed: see soap.simulator.communication.servers")
 """A core of a host whose devices are no CPUs, of which a topology says nothing but that it is there. 10 GB/s is the order of what one core
@@ -38,21 +38,19 @@ def server_type(topology: Topology, server: int) -> DeviceType:
     return device.type if device.type.kind == "cpu" else topology.hosts[device.host].core or HOST_CORE
 
 
-def server_resources(plan: Plan, topology: Topology) -> list[list[int]]:
-    """By served region and partition the resource that its server's work holds: its device if that is a CPU, else a core of the host. A
+def server_resources(plan: Plan, topology: Topology) -> dict[int, int]:
+    """Shard that a server keeps -> the resource that the server's work holds: its device if that is a CPU, else a core of the host. A
     host's cores take its partitions in turn."""
     cores, taken = first_cores(topology), [0] * len(topology.hosts)
-    found: list[list[int]] = []
-    for served in plan.served:
-        found.append([])
-        for number in served.shards:
-            device = plan.shards[number].devices[0]
-            host = topology.devices[device].host
-            if topology.devices[device].type.kind == "cpu":
-                found[-1].append(device)
-                continue
-            found[-1].append(cores[host] + taken[host] % topology.hosts[host].cpu_cores)
-            taken[host] += 1
+    found: dict[int, int] = {}
+    for number in sorted(plan.on_servers):
+        device = plan.shards[number].devices[0]
+        host = topology.devices[device].host
+        if topology.devices[device].type.kind == "cpu":
+            found[number] = device
+            continue
+        found[number] = cores[host] + taken[host] % topology.hosts[host].cpu_cores
+        taken[host] += 1
     return found
 
 
@@ -62,24 +60,17 @@ def row_seconds(topology: Topology, server: int) -> float:
     return ROW_SECONDS if stated is None else stated
 
 
-def serve_ns(costs: CostModel, part: Serving, part_bytes: int, server: DeviceType, row_seconds: float) -> int:
-    """Gradients are added up, and a partition of so many bytes, or what has changed of it, is updated."""
-    update = table_update_ns(costs, part.updated_bytes, part_bytes, server) if part.sparse else costs.update_ns(part_bytes, server)
-    return adding_ns(part, server, row_seconds) + update
+def device_row_seconds(topology: Topology, device: int) -> float:
+    """What finding a row's place takes a device. One that is no CPU finds the rows' places as fast as it reads them."""
+    return row_seconds(topology, device) if topology.devices[device].type.kind == "cpu" else 0.0
 
 
-def adding_ns(part: Serving, server: DeviceType, row_seconds: float) -> int:
+def adding_ns(part: ShardUpdate, kind: DeviceType, row_seconds: float) -> int:
     """Gradients are added up at the rate of memory, and each row's place is found:
 
     ceil((added_bytes * REDUCE_TRAFFIC / rate + added_rows * row_seconds) * 1e9) if there is something to add.
     """
     if part.added_bytes == 0:
         return 0
-    adding = part.added_bytes * REDUCE_TRAFFIC / server.memory_bandwidth_bytes_per_second
+    adding = part.added_bytes * REDUCE_TRAFFIC / kind.memory_bandwidth_bytes_per_second
     return nanoseconds(adding + part.added_rows * row_seconds)
-
-
-def gathered_ns(topology: Topology, part: Serving, device: int) -> int:
-    """What adding up gathered rows takes a device. One that is no CPU finds the rows' places as fast as it reads them."""
-    kind = topology.devices[device].type
-    return adding_ns(part, kind, row_seconds(topology, device) if kind.kind == "cpu" else 0.0)

@@ -18,7 +18,7 @@ from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import STAMP, Scratch
 from soap.simulator.compiled.serving import count_pulls, make_pulls
 from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, Groups, ShardTables, State
-from soap.simulator.compiled.sync_codes import goes_by_rows
+from soap.simulator.compiled.sync_codes import travels_by_rows
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Longs
 from soap.simulator.compiled.variants import CELLS, VariantTables
@@ -108,7 +108,7 @@ def find_replaced(G: GraphTables, C: State, E: Edit) -> None:
     replaced = E.count[OPERATORS]
     for i in range(E.count[PARAMETERS]):
         parameter = E.parameter[i]
-        if not is_sparse(G, parameter) or goes_by_rows(C.sync[parameter]) == goes_by_rows(E.sync[i]):
+        if not is_sparse(G, parameter) or travels_by_rows(C.sync[parameter]) == travels_by_rows(E.sync[i]):
             continue
         for use in range(G.user_ptr[parameter], G.user_ptr[parameter + 1]):
             known = False
@@ -132,13 +132,13 @@ def change(
     pulls = False
     for i in range(E.count[PARAMETERS]):
         parameter = E.parameter[i]
-        pulls |= is_sparse(G, parameter) and (goes_by_rows(C.sync[parameter]) or goes_by_rows(E.sync[i]))
+        pulls |= is_sparse(G, parameter) and (travels_by_rows(C.sync[parameter]) or travels_by_rows(E.sync[i]))
         U.parameter[i], U.sync[i] = parameter, C.sync[parameter]
         C.sync[parameter] = E.sync[i]
         what[RESYNCED] = i + 1
     for i in range(E.count[REPLACED_OPERATORS]):
         for k in range(G.parameter_ptr[E.operator[i]], G.parameter_ptr[E.operator[i] + 1]):
-            pulls |= is_sparse(G, G.parameter[k]) and goes_by_rows(C.sync[G.parameter[k]])
+            pulls |= is_sparse(G, G.parameter[k]) and travels_by_rows(C.sync[G.parameter[k]])
     if pulls:
         what[REPULLED], what[OLD_PULLS], what[OLD_PULL_SLOT] = 1, C.used[PULLS], C.pull_slot[0]
         count_pulls(C, -1)

@@ -7,7 +7,7 @@ count one by one), of buckets, and of what servers keep. The lower bound leaves 
 
 from __future__ import annotations
 
-from soap.plan.buckets import BUCKET_BYTES
+from soap.plan.syncs.buckets import BUCKET_BYTES
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.jit import compiled, entry
@@ -42,7 +42,7 @@ from soap.simulator.compiled.memory_tables import (
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import State
-from soap.simulator.compiled.sync_codes import has_server
+from soap.simulator.compiled.sync_codes import has_server, sums_in_place
 from soap.simulator.compiled.synchronized_memory import add_synchronized, cut_of
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
@@ -107,7 +107,7 @@ def _parameter(G, V, K, C, M, parameter):  # type: ignore[no-untyped-def]
         covered |= M.cut_volume[own] == M.elements[parameter]
     disjoint = same and M.cut_volume[cut] >= 0
     by_rows = has_server(code) and is_sparse(G, parameter)
-    if code > 0:
+    if not sums_in_place(code):
         add_synchronized(G, V, K, C, M, parameter, code, disjoint)
     fill(M.total, 0, devices, 0)
     M.seen[0] += 1

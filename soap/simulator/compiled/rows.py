@@ -5,7 +5,7 @@ from __future__ import annotations
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, USES, Scratch
 from soap.simulator.compiled.state import ShardTables, State
-from soap.simulator.compiled.sync_codes import goes_by_rows
+from soap.simulator.compiled.sync_codes import travels_by_rows
 from soap.simulator.compiled.tables import GraphTables
 
 INDEX_BYTES = 8
@@ -23,7 +23,7 @@ def is_on_rows(G: GraphTables, C: State, op: int) -> bool:
     by_rows, as_a_whole = 0, 0
     for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
         if is_sparse(G, G.parameter[k]):
-            if goes_by_rows(C.sync[G.parameter[k]]):
+            if travels_by_rows(C.sync[G.parameter[k]]):
                 by_rows += 1
             else:
                 as_a_whole += 1

@@ -28,7 +28,7 @@ from soap.simulator.compiled.keepers import add_sync_edge, find_geometry, find_k
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
 from soap.simulator.compiled.scratch import FLOWS, PRICES, RESOURCES, TASKS, USES, Scratch
 from soap.simulator.compiled.state import ARENA, LOW_BITS, OTHER, PULLS, SLOTS, SYNC_BUCKET, Groups, ShardTables, State
-from soap.simulator.compiled.sync_codes import GATHERED, goes_by_rows, has_server, is_local
+from soap.simulator.compiled.sync_codes import gathers_rows, has_server, is_local, sums_in_place, travels_by_rows
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.traffic import added_bytes, added_rows, gather_ns, prepare, pull_ns, push_ns, updated_bytes
 from soap.simulator.compiled.variants import VariantTables
@@ -45,7 +45,7 @@ def serve(
     order of the parameters, whose geometries are known."""
     fill(S.taken, 0, len(S.taken), 0)
     for parameter in range(len(G.parameter_dtype)):
-        if C.sync[parameter] == 0 or not _is_trained(G, parameter):
+        if sums_in_place(C.sync[parameter]) or not _is_trained(G, parameter):
             continue
         geometry = S.geometry[parameter]
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
@@ -54,7 +54,7 @@ def serve(
             find_keepers(G, V, D, C, S, parameter, shard)
             if is_served(G, C, S, parameter):
                 _serve_shard(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry], slot0)
-            elif C.sync[parameter] == GATHERED and S.members[0] > 1:
+            elif gathers_rows(C.sync[parameter]) and S.members[0] > 1:
                 _gather(G, K, R, D, C, S, parameter, shard, shard - D.ptr[geometry], slot0 + S.count[TASKS])
                 S.count[TASKS] += 1
 
@@ -223,7 +223,7 @@ def make_pulls(G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTable
 @compiled
 def _is_asked_for(G, C, parameter):  # type: ignore[no-untyped-def]
     """Whether devices tell others which rows of a parameter they look up."""
-    return goes_by_rows(C.sync[parameter]) and is_sparse(G, parameter) and _is_trained(G, parameter)
+    return travels_by_rows(C.sync[parameter]) and is_sparse(G, parameter) and _is_trained(G, parameter)
 
 
 @compiled

@@ -1,6 +1,8 @@
 """How a parameter is synchronized, as one whole number: what ``State`` keeps and the search proposes.
 
-All-reduce 0, allgather 1, a server's P partitions 2 P, or with local aggregation 2 P + 1. No other place knows this.
+It holds what compiled code asks of a method's contract, so that nothing asks which method it is: from the lowest bit on whether rows
+travel, whether servers keep it, whether hosts deal with others together, bits of an element on its way (0: as wide as it is), the method's
+number, and partitions less one. The default, an all-reduce, is 0.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from soap.model.graph import OperatorGraph
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.tables import Ints
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.methods import METHODS
 
-ALL_REDUCED, GATHERED = 0, 1
+_ROWS, _SERVERS, _HOSTS, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 11, 17
+"""First bits of what a code holds."""
 
 
 def sync_codes(graph: OperatorGraph, strategy: Strategy) -> Ints:
@@ -22,37 +26,56 @@ def sync_codes(graph: OperatorGraph, strategy: Strategy) -> Ints:
 
 def sync_code(sync: SyncConfig) -> int:
     """The number of a synchronization."""
-    if sync.method == "parameter_server":
-        return 2 * sync.partitions + sync.local_aggregation
-    return GATHERED if sync.method == "allgather" else ALL_REDUCED
+    contract = sync.contract
+    code = (sync.partitions - 1) << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
+    return code | (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
 
 
 def sync_of(code: int) -> SyncConfig:
     """The synchronization of which that is the number."""
-    if code <= GATHERED:
-        return SyncConfig("allgather" if code == GATHERED else "allreduce")
-    return SyncConfig("parameter_server", code // 2, code % 2 == 1)
+    contract = METHODS[code >> _METHOD & (1 << _PARTITIONS - _METHOD) - 1]
+    within = contract.within[code >> _HOSTS & 1]
+    return SyncConfig(contract.owner, contract.payload, contract.residence, within, 1 + (code >> _PARTITIONS))
 
 
 @compiled
-def goes_by_rows(code: int) -> bool:
-    """Whether of a sparse parameter just the rows that are looked up travel."""
-    return code != ALL_REDUCED
+def travels_by_rows(code: int) -> bool:
+    """Whether of a parameter just the rows that are looked up travel."""
+    return code & 1 == 1
 
 
 @compiled
 def has_server(code: int) -> bool:
     """Whether parameter servers keep it, where they keep anything of it."""
-    return code > GATHERED
+    return code >> _SERVERS & 1 == 1
+
+
+@compiled
+def gathers_rows(code: int) -> bool:
+    """Whether readers give each other rows."""
+    return code & 3 == 1
+
+
+@compiled
+def sums_in_place(code: int) -> bool:
+    """Whether readers sum dense gradients in buffers."""
+    return code & 3 == 0
 
 
 @compiled
 def partitions_of(code: int) -> int:
     """Into how many partitions a server's regions are cut at most."""
-    return code >> 1
+    return 1 + (code >> _PARTITIONS)
 
 
 @compiled
 def is_local(code: int) -> bool:
-    """Whether a host's devices deal with servers together; ``code``: one with servers."""
-    return code & 1 == 1
+    """Whether a host's devices deal with servers together."""
+    return code >> _HOSTS & 1 == 1
+
+
+@compiled
+def wire_bytes(code: int, gradient_bytes: int, itemsize: int) -> int:
+    """What so many bytes of gradients take on their way: ``plan.syncs.buckets.wire_bytes``."""
+    bits = code >> _WIRE & 255
+    return gradient_bytes if bits == 0 else (gradient_bytes // itemsize * bits + 7) // 8

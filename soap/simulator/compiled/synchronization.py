@@ -13,7 +13,7 @@ from soap.simulator.compiled.rows import gathered_bytes, gathered_rows
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, PRICES, STAMP, TASKS, USES, Scratch
 from soap.simulator.compiled.serving import adding_ns, ask_prices, serve, table_price_ns
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, ShardTables, State
-from soap.simulator.compiled.sync_codes import GATHERED
+from soap.simulator.compiled.sync_codes import gathers_rows
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.variants import VariantTables
 
@@ -142,7 +142,7 @@ def _add_update(G, K, D, C, S, parameter, shard):  # type: ignore[no-untyped-def
 def _gathered(G, D, C, S, parameter, shard):  # type: ignore[no-untyped-def]
     """How many bytes of a shard each keeper updates, if rows of its gradient are gathered, and how many rows it adds up for that; else
     -1."""
-    if C.sync[parameter] != GATHERED or D.lowest[shard] < 0:
+    if not gathers_rows(C.sync[parameter]) or D.lowest[shard] < 0:
         return -1, 0
     return gathered_bytes(G, D, S, parameter, shard), gathered_rows(G, D, S, parameter, shard)
 
@@ -164,7 +164,7 @@ def _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0):  # type
     if is_served(G, C, S, parameter):
         return
     _add_update(G, K, D, C, S, parameter, shard)
-    if S.members[0] == 1 or C.sync[parameter] == GATHERED:
+    if S.members[0] == 1 or gathers_rows(C.sync[parameter]):
         return
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     place = group * dtypes + G.parameter_dtype[parameter]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from soap.plan.syncs.amounts import COPIES, COUNT_BYTES
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.memory_tables import (
@@ -18,10 +19,9 @@ from soap.simulator.compiled.memory_tables import (
 )
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
 from soap.simulator.compiled.state import State
-from soap.simulator.compiled.sync_codes import GATHERED, has_server, is_local, partitions_of
+from soap.simulator.compiled.sync_codes import gathers_rows, has_server, is_local, partitions_of
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.variants import CELLS, VariantTables
-from soap.simulator.memory.parameters import COPIES, COUNT_BYTES
 
 
 @compiled
@@ -48,7 +48,7 @@ def add_synchronized(
         values += M.total[device]
         indices += M.looked_up[device] * INDEX_BYTES
     for device in range(devices):
-        if code == GATHERED:
+        if gathers_rows(code):
             _add(M, device, 0, COPIES * (values + indices))
             continue
         own, own_indices = M.total[device], 2 * M.looked_up[device] * INDEX_BYTES

@@ -7,6 +7,7 @@ from itertools import pairwise
 from soap.model.regions import Box
 from soap.plan.flows import box_bytes, reduced_tensor
 from soap.plan.plan import reduce_name, remote_parts
+from soap.plan.syncs.buckets import sums_of_one
 from soap.simulator.memory import peaks
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.parameters import compact_parameters, operand_bytes
@@ -55,7 +56,7 @@ class GradientResidency:
         first one on (``always``): the first gradient is itself what is kept, unless it is a view, as those of transposed weights."""
         plan, graph = self.plan, self.plan.graph
         compact = compact_parameters(plan)
-        kept = {i for bucket in plan.buckets if len(bucket.devices) == 1 for i in bucket.shards}
+        kept = sums_of_one(plan)
         alone = {(plan.shards[i].parameter, plan.shards[i].box) for i in kept}
         shared: dict[tuple[int, str, Box], list[tuple[Span, int]]] = {}
         for number, (start, end) in self.spans.backward.items():

@@ -13,31 +13,20 @@ from collections.abc import Iterable
 
 from soap.model.graph import TensorKind
 from soap.model.regions import Box, in_one_piece, whole
-from soap.plan.buckets import idle_shards
 from soap.plan.flows import box_bytes, partial_bytes
 from soap.plan.plan import (
     Pattern,
-    gather_name,
-    pull_name,
-    push_name,
     remote_parts,
-    serve_name,
     update_name,
 )
+from soap.plan.syncs.amounts import COUNT_BYTES
+from soap.plan.syncs.buckets import idle_shards, sums_of_one
+from soap.plan.syncs.seam import method_named
 from soap.plan.tiling import made_bytes
 from soap.simulator.memory import peaks
 from soap.simulator.memory.gradient_residency import GradientResidency
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
-from soap.simulator.memory.parameters import (
-    COUNT_BYTES,
-    assembled_regions,
-    compact_parameters,
-    gathered_bytes,
-    kept_shards,
-    reader_bytes,
-    served_gradients,
-    updating_bytes,
-)
+from soap.simulator.memory.parameters import assembled_regions, compact_parameters, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.task_spans import Span, TaskSpans
 from soap.simulator.memory.transit import copied_to_send, is_remote, packed_by_source, received_apart, told_parts
@@ -85,9 +74,8 @@ class _Values:
         batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given) + graph.next_state_bytes
         for device in range(self.plan.device_count):
             self.hold(device, 0, self.spans.end_ns, batch)
-        partitions = {number for served in self.plan.served for number in served.shards}
-        alone = {bucket.shards[0] for bucket in self.plan.buckets if len(bucket.devices) == 1}
-        summed = {*(i for bucket in self.plan.buckets for i in bucket.shards), *self.plan.gathered, *idle_shards(self.plan), *partitions}
+        alone = sums_of_one(self.plan)
+        summed = self.plan.synchronized.union(idle_shards(self.plan))
         for number, device, size, trainable in kept_shards(self.plan):
             states = optimizer_states if trainable else 0
             self.hold(device, 0, self.spans.end_ns, (1 + states) * size + (COUNT_BYTES if states > 1 else 0))
@@ -97,22 +85,15 @@ class _Values:
                 self.hold(device, min(begins, default=self.spans.end_ns), self.spans.end_ns, size)
 
     def synchronized(self) -> None:
-        """What devices have of parameters that servers keep, and what they exchange of these and of gathered rows."""
-        for served in self.plan.served:
-            begun = self.spans.named.get(pull_name(served), (0, 0))[0] if served.sparse else 0
-            done = self.spans.named.get(push_name(served), (0, 0))[1] if served.sparse else self.spans.end_ns
-            ends = [self.spans.last(tile) for tile, _ in served.uses]
-            for device, size in reader_bytes(self.plan, served).items():
-                self.hold(device, begun, max(done, *ends), 2 * size)
-            if push_name(served) in self.spans.named:
-                start = self.spans.named[push_name(served)][0]
-                served_ns = [self.spans.named[serve_name(served, index)][1] for index in range(len(served.shards))]
-                for (device, size), end in zip(served_gradients(self.plan, served), served_ns, strict=True):
-                    self.hold(device, start, end, size)
-        for number in self.plan.gathered:
-            start, _ = self.spans.named.get(gather_name(self.plan, number), (self.spans.end_ns, 0))
-            for device in self.plan.shards[number].devices:
-                self.hold(device, start, self.spans.end_ns, gathered_bytes(self.plan, number))
+        """What devices have of parameters that others keep, and what they exchange to keep them in step."""
+        for sync in self.plan.syncs:
+            for own in method_named(sync.method).holds(self.plan, sync):
+                if own.since and own.since not in self.spans.named and not own.with_uses:
+                    continue
+                begun = self.spans.named.get(own.since, (0, 0))[0]
+                done = self.spans.named.get(own.until, (0, 0))[1] if own.until else self.spans.end_ns
+                last = max((self.spans.last(tile) for tile, _ in sync.uses), default=0) if own.with_uses else 0
+                self.hold(own.device, begun, max(done, last), own.size_bytes)
 
     def values(self) -> None:
         """What tiles make and keep, and their copies of parts of the batch."""
@@ -228,10 +209,10 @@ class _Values:
         """What the optimizer makes for its step, which begins when all gradients are there, of partitions as well. On CPUs those of
         ``soap-run`` make nothing."""
         spans: dict[int, Span] = {}
-        for served in self.plan.served:
-            for index, number in enumerate(served.shards):
-                device = self.plan.shards[number].devices[0]
-                spans[device] = max(spans.get(device, (0, 0)), self.spans.named.get(serve_name(served, index), (0, 0)))
+        for sync in self.plan.syncs:
+            for part in method_named(sync.method).updates(self.plan, sync):
+                for device in self.plan.shards[part.shard].devices if part.name else ():
+                    spans[device] = max(spans.get(device, (0, 0)), self.spans.named.get(part.name, (0, 0)))
         sizes = updating_bytes(self.plan, optimizer_states)
         for device in self.plan.accelerators:
             size = sizes[device]

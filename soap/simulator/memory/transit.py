@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from soap.model.regions import in_one_piece, lengths
-from soap.plan.buckets import bucket_bytes
 from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
 from soap.plan.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
+from soap.plan.syncs.buckets import gradient_bytes
 
 
 def fetched_bytes(plan: Plan) -> list[int]:
@@ -174,7 +174,7 @@ def _summed_buffers(plan: Plan) -> Iterable[tuple[int, int]]:
     for reduction in plan.reductions:
         if len(reduction.devices) > 1:
             yield from ((device, partial_bytes(plan, reduction, reduction.box)) for device in reduction.devices)
-    for bucket in plan.buckets:
-        if len(bucket.devices) > 1:
-            size = bucket_bytes(plan, bucket)
-            yield from ((device, size) for device in bucket.devices)
+    for sync in plan.syncs:
+        if sync.contract.sums_in_place and len(sync.readers) > 1:
+            size = gradient_bytes(plan, sync)
+            yield from ((device, size) for device in sync.readers)

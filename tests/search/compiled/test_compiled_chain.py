@@ -27,6 +27,7 @@ from soap.simulator.lowering import build_plan
 from soap.simulator.memory.peaks import peak_bytes
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.sync import parameter_server
 from tests.graph_builder import GraphBuilder
 from tests.search.toys import Key, key_of
 from tests.strategies import CPU, cluster
@@ -228,7 +229,7 @@ def test_what_certainly_fits_is_not_asked_for() -> None:
 
 def test_synchronizations_follow_the_boltzmann_distribution() -> None:
     case = enumerated()
-    syncs = (SyncConfig(), SyncConfig("parameter_server", 2))
+    syncs = (SyncConfig(), parameter_server(2))
     costs_ns, engine = {}, Engine(case.graph, case.topology, case.costs)
     names = [tensor.name for tensor in case.graph.parameters]
     for chosen in product(syncs, repeat=len(names)):

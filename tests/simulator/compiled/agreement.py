@@ -12,7 +12,8 @@ from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
-from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.config import Strategy
+from soap.strategy.sync import SPARSE_ALL_GATHER
 
 Played = tuple[int, int, frozenset[int], int, int]
 """(duration, start, resources, end, bytes)."""
@@ -35,8 +36,9 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
     chosen = {}
     for tensor in graph.parameters:
         if draw.random() < share:
-            servers = SyncConfig("parameter_server", draw.choice((1, 2, 7, 40)), draw.random() < 0.5)
-            chosen[tensor.name] = SyncConfig("allgather") if tensor.name in graph.sparse and draw.random() < 0.5 else servers
+            rows = tensor.name in graph.sparse
+            servers = parameter_server(draw.choice((1, 2, 7, 40)), "host" if draw.random() < 0.5 else "none", rows=rows)
+            chosen[tensor.name] = SPARSE_ALL_GATHER if tensor.name in graph.sparse and draw.random() < 0.5 else servers
     return replace(strategy, parameters=chosen)
 
 

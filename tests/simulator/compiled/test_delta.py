@@ -22,6 +22,7 @@ from soap.simulator.compiled.fragment import FORWARD, task_key
 from soap.simulator.engine import Engine
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.extent import ALL, so_many
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks, synchronized
@@ -150,7 +151,7 @@ def test_equal_lookups_of_which_other_numbers_of_rows_are_known() -> None:
     graph = replace(graph, sparse={**graph.sparse, "table1": scaled(graph.sparse["table1"], 0.005)})
     topology = cluster([2, 1], CPU)
     start = api.classical("data_parallel", graph, topology)
-    gather, server = SyncConfig("allgather"), SyncConfig("parameter_server", 2)
+    gather, server = SPARSE_ALL_GATHER, parameter_server(2)
     syncs = [{"table0": gather}, {"table1": server}, {"table0": server, "table1": gather}, {"table0": SyncConfig(), "table1": SyncConfig()}]
     edits = [Edit({}, own, accepted) for own in syncs for accepted in (False, True)]
     moved = {graph.operators[1].name: OpConfig((1, 2, 1, 1), (2, 0))}

@@ -16,7 +16,8 @@ from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.engine import Engine
 from soap.strategy.classical import CLASSICAL, random_strategy
-from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.config import Strategy
+from soap.strategy.sync import parameter_server
 from soap.tracing.importer import import_program
 from tests.complex_modules import batches, module_of
 from tests.extent import so_many
@@ -76,7 +77,7 @@ def test_models_with_complex_tensors(name: str) -> None:
 
 def test_more_partitions_than_other_tasks_have_numbers() -> None:
     graph, topology = chain(4, 20, 400), cluster([2, 1], GPU)
-    strategy = batch_split(graph, [0, 1, 2]).with_parameter("l1.weight", SyncConfig("parameter_server", 390))
+    strategy = batch_split(graph, [0, 1, 2]).with_parameter("l1.weight", parameter_server(390))
     costs = RooflineCosts(topology)
     engine = Engine(graph, topology, costs)
     check(engine, costs, strategy)
@@ -90,5 +91,5 @@ def test_methods_of_synchronization_are_taken_from_each_strategy() -> None:
     plain = batch_split(graph, [0, 1])
     costs = RooflineCosts(topology)
     engine = Engine(graph, topology, costs)
-    for strategy in (plain, plain.with_parameter("l1.weight", SyncConfig("parameter_server", 3)), plain):
+    for strategy in (plain, plain.with_parameter("l1.weight", parameter_server(3)), plain):
         check(engine, costs, strategy)

@@ -21,7 +21,8 @@ from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.peaks import peak_bytes
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import random_config, random_strategy
-from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.sync import parameter_server
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cases, cluster
 
@@ -64,7 +65,7 @@ def test_users_that_cut_a_table_across_each_other_ask_for_its_pieces() -> None:
     users = [g.embedding(ids, 2, 2, weight=table, name=f"find{i}") for i in range(3)]
     graph = g.build(g.cross_entropy(g.elementwise(*users), g.input("targets", 40, dtype="int64")))
     topology = cluster([1, 1], CPU)
-    strategy = api.classical("single_device", graph, topology).with_parameter("table", SyncConfig("parameter_server"))
+    strategy = api.classical("single_device", graph, topology).with_parameter("table", parameter_server(rows=True))
     for name, degrees, devices in (("find0", (1, 2, 1), (0, 0)), ("find1", (1, 1, 2), (0, 0)), ("find2", (1, 1, 1), (1,))):
         strategy = strategy.with_operator(name, OpConfig(degrees, devices))
     engine, memory = bound(graph, topology)

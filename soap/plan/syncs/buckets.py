@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import volume
-from soap.plan.plan import Bucket, Plan, Shard
+from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
-from soap.strategy.config import SyncConfig
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients are summed in buffers of about this size, so that summing overlaps with the rest of the backward pass. The figure is
@@ -18,18 +18,17 @@ FIRST_BUCKET_BYTES = 2**20
 
 
 def make_buckets(
-    graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], elsewhere: Sequence[int] = ()
-) -> tuple[Bucket, ...]:
-    """Group the shards that may get a gradient, in the order in which a backward pass through all operators completes their gradients.
+    graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+) -> tuple[ShardSync, ...]:
+    """Join synchronizations of one shard each, in the order in which a backward pass through all operators completes their gradients.
 
     A shard's gradient is complete once the lowest operator that uses it has run backward. Shards are taken by that operator's position,
     highest first, then by parameter and index. Each joins the open bucket of its devices and dtype, which is closed at ``BUCKET_BYTES``,
     the first one at ``FIRST_BUCKET_BYTES``. What a single device keeps stays alone: nothing is sent. Buckets are listed by the lowest
-    operator that any of their shards needs, highest first, then by their first shard. Shards whose gradients go ``elsewhere`` are in none.
+    operator that any of their shards needs, highest first, then by their first shard.
     """
-    others = set(elsewhere)
-    users = {number: _lowest_user(graph, tiles, shard) for number, shard in enumerate(shards) if number not in others}
-    lowest = {number: position for number, position in users.items() if position is not None}
+    trained = graph.backward_operators
+    lowest = {sync.shards[0]: min(tiles[t].operator for t, _ in sync.uses if tiles[t].operator in trained) for sync in syncs}
     begun: set[tuple[tuple[int, ...], str]] = set()
     open_buckets: dict[tuple[tuple[int, ...], str], list[int]] = {}
     filled: dict[tuple[tuple[int, ...], str], int] = {}
@@ -45,27 +44,26 @@ def make_buckets(
             filled[key] = 0
     finished += open_buckets.values()
     finished.sort(key=lambda numbers: (-lowest[numbers[-1]], numbers[0]))
-    return tuple(Bucket(tuple(numbers), shards[numbers[0]].devices) for numbers in finished)
+    alone = {sync.shards[0]: sync for sync in syncs}
+    return tuple(_joined([alone[number] for number in numbers], shards) for numbers in finished)
 
 
-def find_gathered(
-    graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Mapping[str, SyncConfig]
-) -> tuple[int, ...]:
-    """The shards that get a gradient and whose parameter is synchronized by giving each other rows of it."""
-    wanted = {name for name, sync in syncs.items() if sync.method == "allgather"}
-    candidates = (number for number, shard in enumerate(shards) if wanted and shard.parameter in wanted)
-    return tuple(number for number in candidates if _lowest_user(graph, tiles, shards[number]) is not None)
+def _joined(syncs: Sequence[ShardSync], shards: Sequence[Shard]) -> ShardSync:
+    """One synchronization, called after the first."""
+    numbers = tuple(number for sync in syncs for number in sync.shards)
+    return replace(syncs[0], index=shards[numbers[0]].index, shards=numbers, uses=tuple(use for sync in syncs for use in sync.uses))
 
 
 def idle_shards(plan: Plan) -> tuple[int, ...]:
     """Trainable shards to which nothing flows although other parts of their parameter have a gradient: theirs is zero, and updates them."""
-    found = {
-        *(number for bucket in plan.buckets for number in bucket.shards),
-        *plan.gathered,
-        *(number for own in plan.served for number in own.shards),
-    }
+    found = plan.synchronized
     parameters = {plan.shards[number].parameter for number in found}
     return tuple(i for i, shard in enumerate(plan.shards) if shard.trainable and shard.parameter in parameters and i not in found)
+
+
+def sums_of_one(plan: Plan) -> frozenset[int]:
+    """Shards of which a single device reads and owns all: their gradient stays where autograd makes it, and nothing travels."""
+    return frozenset(sync.shards[0] for sync in plan.syncs if sync.contract.sums_in_place and len(sync.readers) == 1)
 
 
 def shard_bytes(graph: OperatorGraph, shard: Shard) -> int:
@@ -73,14 +71,14 @@ def shard_bytes(graph: OperatorGraph, shard: Shard) -> int:
     return volume(shard.box) * graph.tensors[shard.parameter].itemsize
 
 
-def bucket_bytes(plan: Plan, bucket: Bucket) -> int:
-    """Size of one copy of all its gradients."""
-    return sum(shard_bytes(plan.graph, plan.shards[number]) for number in bucket.shards)
+def gradient_bytes(plan: Plan, sync: ShardSync) -> int:
+    """Size of one copy of all gradients that are synchronized together."""
+    return sum(shard_bytes(plan.graph, plan.shards[number]) for number in sync.shards)
 
 
-def _lowest_user(graph: OperatorGraph, tiles: Sequence[Tile], shard: Shard) -> int | None:
-    """The lowest operator that may give the shard a gradient; None if there is none."""
-    if not shard.trainable:
-        return None
-    users = (tiles[tile].operator for tile, _ in shard.uses)
-    return min((position for position in users if position in graph.backward_operators), default=None)
+def wire_bytes(plan: Plan, sync: ShardSync) -> int:
+    """The same as they travel: rounded up, if their method gives an element other bits than its type has."""
+    size, bits = gradient_bytes(plan, sync), sync.contract.wire_bits
+    if bits is None:
+        return size
+    return -(-size // plan.graph.tensors[sync.parameter].itemsize * bits // 8)

@@ -1,0 +1,34 @@
+"""All-reduce: gradients of shards with one set of owners are summed in common buffers, and every owner updates its copy.
+
+Buckets as in Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from soap.model.graph import OperatorGraph
+from soap.plan.plan import Plan, Shard, ShardSync, sync_name
+from soap.plan.syncs.buckets import make_buckets, wire_bytes
+from soap.plan.syncs.seam import SUM, Phase, SyncMethod, SyncStep
+from soap.plan.tiling import Tile
+from soap.strategy.methods import named
+
+
+class BucketedSum(SyncMethod):
+    """Sums of dense gradients in buckets, each element of which takes ``Contract.wire_bits`` on its way."""
+
+    def groups(
+        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+    ) -> Sequence[ShardSync]:
+        """One buffer each."""
+        return make_buckets(graph, tiles, shards, syncs)
+
+    def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
+        """A sum, if there are several readers."""
+        if len(sync.readers) < 2:
+            return ()
+        return (SyncStep(Phase.AFTER_BACKWARD, SUM, sync_name(sync), summed_bytes=wire_bytes(plan, sync), large=True),)
+
+
+METHOD = BucketedSum(named("all_reduce"))

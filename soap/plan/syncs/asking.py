@@ -1,0 +1,21 @@
+"""Telling each other, at the beginning of a step, which rows of sparse parameters are looked up: for all of them at once."""
+
+from __future__ import annotations
+
+from soap.plan.flows import Round, joined
+from soap.plan.plan import Plan
+from soap.plan.syncs.amounts import INDEX_BYTES
+from soap.plan.syncs.seam import method_named
+
+
+def asking_rounds(plan: Plan, *, pull_together: bool = True) -> tuple[Round, ...]:
+    """Rounds in which members tell their leaders, then leaders the owners: how many rows of each part, then which. What these indices weigh
+    is counted with the rows."""
+    told: list[tuple[int, int]] = []
+    asked: list[tuple[int, int]] = []
+    for sync in plan.syncs:
+        members, speakers = method_named(sync.method).asked(plan, sync, pull_together=pull_together)
+        told += members
+        asked += speakers
+    lists = [[(a, b, INDEX_BYTES) for a, b in own if a != b] for own in (told, asked)]
+    return tuple((joined((a, b, size if counted else 0) for a, b, size in own), 0) for own in lists if own for counted in (True, False))

@@ -1,0 +1,68 @@
+"""Who keeps which shard of the parameters, and what is synchronized together: each parameter as its method lays it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.model.regions import Box
+from soap.plan.placement import first_servers, server_devices
+from soap.plan.plan import Shard, ShardSync
+from soap.plan.syncs.seam import Servers, SyncMethod, method_of
+from soap.plan.tiling import Tile
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.methods import METHODS
+
+Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
+"""A region of a parameter that tiles read alike: (box, devices, uses as (operator, tile, parameter position))."""
+
+
+class Keeping:
+    """For one graph on one cluster."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology) -> None:
+        self._graph, self._topology = graph, topology
+        devices = server_devices(topology)
+        self._servers = Servers(devices, first_servers(graph, len(devices)))
+
+    def keep(
+        self, tiles: Sequence[Tile], first_tile: Sequence[int], regions: Iterable[tuple[str, Sequence[Cell]]], strategy: Strategy
+    ) -> tuple[tuple[Shard, ...], tuple[ShardSync, ...]]:
+        """All shards, parameter by parameter, and all synchronizations, method by method. ``regions``: of each parameter, in order."""
+        shards: list[Shard] = []
+        syncs: dict[str, list[ShardSync]] = {}
+        usual = SyncConfig()
+        for parameter, cells in regions:
+            sync, first, trainable = strategy.sync(parameter), len(shards), self._graph.tensors[parameter].requires_grad
+            wanted = method_of(sync.contract)
+            for index, (box, readers, uses) in enumerate(cells):
+                places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
+                if not (trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)):
+                    shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
+                    continue
+                used = sync if wanted.serves_region(readers) else usual
+                method = wanted if used is sync else method_of(used.contract)
+                owned = method.owners(parameter, index, box, readers, used, self._servers)
+                numbers = tuple(range(len(shards), len(shards) + len(owned)))
+                shards += [Shard(parameter, len(shards) - first + i, part, owners, places, True) for i, (part, owners) in enumerate(owned)]
+                leaders = self._leaders(readers) if used.within == "host" else readers
+                name = method.contract.name
+                syncs.setdefault(name, []).append(ShardSync(name, parameter, index, box, numbers, readers, leaders, places))
+        return tuple(shards), tuple(joined for method in self._in_order(syncs) for joined in self._groups(method, tiles, shards, syncs))
+
+    def _groups(
+        self, method: SyncMethod, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: dict[str, list[ShardSync]]
+    ) -> Sequence[ShardSync]:
+        return method.groups(self._graph, tiles, shards, syncs[method.contract.name])
+
+    @staticmethod
+    def _in_order(syncs: Iterable[str]) -> list[SyncMethod]:
+        """The methods that are used, as the registry lists them."""
+        used = set(syncs)
+        return [method_of(contract) for contract in METHODS if contract.name in used]
+
+    def _leaders(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """For each of these devices (ascending) the first that is on its host."""
+        first: dict[int, int] = {}
+        return tuple([first.setdefault(self._topology.devices[device].host, device) for device in devices])

@@ -1,0 +1,118 @@
+"""Parameter servers of dense parameters: readers have copies, push their gradients, and pull values after the update.
+
+A push and a pull a step as in Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; a parameter in
+several partitions, and the sum over a host's devices before the network, as in Kim et al., "Parallax: Sparsity-aware Data Parallel Training
+of Deep Neural Networks", EuroSys 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from soap.model.regions import Box
+from soap.plan.flows import box_bytes
+from soap.plan.placement import cut_rows
+from soap.plan.plan import Plan, ShardSync, serve_name, sync_name
+from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, Amounts, moving_rounds, reading_groups
+from soap.plan.syncs.seam import PULL, PUSH, Hold, Phase, Servers, ShardUpdate, SyncMethod, SyncStep
+from soap.strategy.config import SyncConfig
+from soap.strategy.methods import named
+
+
+class ParameterServer(SyncMethod):
+    """A region in partitions, each a shard of its server."""
+
+    pull_phase = Phase.AFTER_UPDATE
+
+    def serves_region(self, readers: Sequence[int]) -> bool:
+        """What one device reads needs no server."""
+        return len(readers) > 1
+
+    def owners(
+        self, parameter: str, region: int, box: Box, readers: tuple[int, ...], sync: SyncConfig, servers: Servers
+    ) -> Sequence[tuple[Box, tuple[int, ...]]]:
+        """By rows, on the hosts in turn."""
+        return [(part, (servers.owner(parameter, region, number),)) for number, part in enumerate(cut_rows(box, sync.partitions))]
+
+    def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
+        """Each host's leader deals with the servers, and the others with it; unless ``pull_together``, for gradients alone."""
+        amounts, groups = self.amounts(plan, sync), reading_groups(sync)
+        pulling = groups if pull_together else [(reader,) for reader in sync.readers]
+        pulled, pushed, handed, summed, most = [], [], [], [], 0
+        for number in sync.shards:
+            box, server = plan.shards[number].box, plan.shards[number].devices[0]
+            for group in pulling:
+                pulled += [(server, group[0], amounts.values(group, box)), (group[0], server, amounts.indices(group, box))]
+            pushed += [(group[0], server, amounts.values(group, box)) for group in groups]
+        for leader, *others in groups:
+            sizes = {device: amounts.values((device,), sync.box) for device in others}
+            for device, size in sizes.items():
+                if pull_together:
+                    handed += [(leader, device, size), (device, leader, amounts.indices((device,), sync.box))]
+                summed.append((device, leader, size))
+            most = max(most, sum(sizes.values()))
+        push, pull = moving_rounds((summed, most), (pushed, 0)), moving_rounds((pulled, 0), (handed, 0))
+        found = [SyncStep(Phase.AFTER_BACKWARD, PUSH, sync_name(sync, "push"), push)] if push else []
+        return [*found, SyncStep(self.pull_phase, PULL, sync_name(sync, "pull"), pull)] if pull else found
+
+    def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
+        """Each partition is a task of its server."""
+        amounts, groups, found = self.amounts(plan, sync), reading_groups(sync), []
+        by_rows = self.contract.by_rows
+        for partition, number in enumerate(sync.shards):
+            box = plan.shards[number].box
+            given = [amounts.values(group, box) for group in groups]
+            added = sum(given) if by_rows else sum(given[1:])  # the first dense one is there already
+            rows = sum(amounts.rows(group, box) for group in groups)
+            adding = (added, rows) if len(groups) > 1 else (0, 0)
+            found.append(ShardUpdate(number, *adding, amounts.values(sync.readers, box), by_rows, serve_name(sync, partition)))
+        return found
+
+    def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
+        """All of the region."""
+        return dict.fromkeys(sync.readers, box_bytes(plan, sync.parameter, sync.box))
+
+    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
+        """Of readers, of leaders for their members, and of servers."""
+        own = self.copies(plan, sync)
+        for device, size in own.items():
+            yield device, COPIES * size + self.index_bytes(plan, sync, device)
+        for leader, *others in reading_groups(sync):
+            yield leader, COPIES * sum(own[device] + self.index_bytes(plan, sync, device) for device in others)
+        for device, size in self.received(plan, sync):
+            yield device, size + (0 if device in plan.accelerators else COUNT_BYTES)
+
+    def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
+        """A copy and its gradient all the time; what servers receive until they have used it."""
+        for device, size in self.copies(plan, sync).items():
+            yield Hold(device, 2 * size)
+        yield from self.server_holds(plan, sync)
+
+    def server_holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
+        """What servers receive, from the push on."""
+        for partition, (device, size) in enumerate(self.received(plan, sync)):
+            yield Hold(device, size, since=sync_name(sync, "push"), until=serve_name(sync, partition))
+
+    def received(self, plan: Plan, sync: ShardSync) -> Iterator[tuple[int, int]]:
+        """By partition (device, bytes) of gradients that its server receives; none in a host's memory."""
+        own = self.copies(plan, sync)
+        for number in sync.shards:
+            shard = plan.shards[number]
+            most = box_bytes(plan, shard.parameter, shard.box)
+            received = self.received_bytes(plan, sync, shard.box, [min(most, size) for size in own.values()])
+            yield shard.devices[0], 0 if shard.devices[0] in plan.accelerators else received
+
+    def received_bytes(self, plan: Plan, sync: ShardSync, box: Box, given: Sequence[int]) -> int:
+        """Of a partition, for which readers give so many bytes at most."""
+        return sum(given)
+
+    def index_bytes(self, plan: Plan, sync: ShardSync, device: int) -> int:
+        """Indices that a reader has."""
+        return 0
+
+    def amounts(self, plan: Plan, sync: ShardSync) -> Amounts:
+        """How much travels."""
+        return Amounts(plan, sync, by_rows=self.contract.by_rows)
+
+
+METHOD = ParameterServer(named("parameter_server"))

@@ -1,0 +1,54 @@
+"""Parameter servers of sparse parameters: readers pull the rows that a step looks up, and push gradients of just these.
+
+Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks", EuroSys 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from soap.model.regions import Box
+from soap.plan.plan import Plan, ShardSync, sync_name
+from soap.plan.row_counts import device_lookups, most_rows, row_bytes
+from soap.plan.syncs.amounts import COPIES, INDEX_BYTES, reading_groups
+from soap.plan.syncs.parameter_server import ParameterServer
+from soap.plan.syncs.seam import Asked, Hold, Phase
+from soap.strategy.methods import named
+
+
+class RowServer(ParameterServer):
+    """No reader has a copy."""
+
+    pull_phase = Phase.BEFORE_FORWARD
+
+    def serves_region(self, readers: Sequence[int]) -> bool:
+        """Also for one reader: it needs no room for the table."""
+        return True
+
+    def asked(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Asked:
+        """Members tell leaders, leaders the servers."""
+        told = [(device, leader) for leader, *others in reading_groups(sync) for device in others] if pull_together else []
+        speakers = dict.fromkeys(sync.leaders if pull_together else sync.readers)
+        return told, [(speaker, plan.shards[number].devices[0]) for speaker in speakers for number in sync.shards]
+
+    def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
+        """The rows that are looked up, as if no look-up repeated another."""
+        size = row_bytes(plan.graph, sync.parameter, sync.box)
+        return {device: rows * size for device, rows in most_rows(plan, sync.parameter, sync.box, sync.uses).items()}
+
+    def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
+        """Rows from the pull to the push."""
+        for device, size in self.copies(plan, sync).items():
+            yield Hold(device, 2 * size, since=sync_name(sync, "pull"), until=sync_name(sync, "push"), with_uses=True)
+        yield from self.server_holds(plan, sync)
+
+    def received_bytes(self, plan: Plan, sync: ShardSync, box: Box, given: Sequence[int]) -> int:
+        """Gradients, rows that are sent, and indices of both."""
+        return COPIES * sum(given) + 2 * INDEX_BYTES * sum(most_rows(plan, sync.parameter, box, sync.uses).values())
+
+    def index_bytes(self, plan: Plan, sync: ShardSync, device: int) -> int:
+        """As they come, and as positions in what is pulled."""
+        return 2 * INDEX_BYTES * device_lookups(plan.graph, sync.parameter, plan.tiles, sync.uses)[device]
+
+
+METHOD = RowServer(named("row_server"))

@@ -1,0 +1,84 @@
+"""The optional fields of strategy files: one entry for each field of a configuration that has a default.
+
+A file says only what differs from the default, and a reader refuses what is not listed here. So a later version of this program can add a
+field without a new version of the format: files that do not use it stay as they are, and keep their ``strategy_hash``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any
+
+from soap.errors import StrategyError
+from soap.strategy.methods import MAX_PARTITIONS, METHODS, OWNERS, RESIDENCES, WITHIN
+
+MAX_NUMBER = 2**31
+"""Bound of degrees, replicas and sizes: beyond any real one, and small enough to compute with."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalField:
+    """A field of a configuration and of its entry in a file. ``schema``: of its value there. ``read``: from that value."""
+
+    name: str
+    schema: Callable[[], Mapping[str, Any]]
+    read: Callable[[Any], Any]
+
+
+def _one_of(names: Callable[[], Sequence[str]]) -> Callable[[], Mapping[str, Any]]:
+    return lambda: {"enum": list(names())}
+
+
+def _count(most: int) -> Callable[[], Mapping[str, Any]]:
+    return lambda: {"type": "integer", "minimum": 1, "maximum": most}
+
+
+PARAMETER_FIELDS = (
+    OptionalField("owner", _one_of(lambda: OWNERS), str),
+    OptionalField("payload", _one_of(lambda: list(dict.fromkeys(contract.payload for contract in METHODS))), str),
+    OptionalField("residence", _one_of(lambda: RESIDENCES), str),
+    OptionalField("within", _one_of(lambda: WITHIN), str),
+    OptionalField("partitions", _count(MAX_PARTITIONS), int),
+)
+"""Of ``SyncConfig``."""
+
+OPERATOR_FIELDS = (OptionalField("replicas", _count(MAX_NUMBER), int),)
+"""Of ``OpConfig``, beside its degrees and devices."""
+
+STRATEGY_FIELDS: tuple[OptionalField, ...] = ()
+"""Of ``Strategy``, beside its operators and parameters."""
+
+
+def properties(known: Sequence[OptionalField]) -> dict[str, Any]:
+    """Their schemas by name."""
+    return {field.name: dict(field.schema()) for field in known}
+
+
+def written(config: Any, known: Sequence[OptionalField], beside: Sequence[str] = ()) -> dict[str, Any]:
+    """The fields of a configuration that are not as by default. StrategyError if one of these is neither known nor ``beside`` them."""
+    names, found = [field.name for field in known], {}
+    for own in fields(config):
+        if own.name in beside:
+            continue
+        value = getattr(config, own.name)
+        if value == _default(own):
+            continue
+        if own.name not in names:
+            raise StrategyError(
+                f"{own.name} {value!r} of {type(config).__name__} cannot be written to a strategy file; expected one of "
+                f"{', '.join(names)}: list it in soap.strategy.fields"
+            )
+        found[own.name] = value
+    return {name: found[name] for name in names if name in found}
+
+
+def read(entry: Mapping[str, Any], known: Sequence[OptionalField]) -> dict[str, Any]:
+    """The reverse: what an entry says of these fields, to be given by keyword."""
+    return {field.name: field.read(entry[field.name]) for field in known if field.name in entry}
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default is not MISSING:
+        return field.default
+    return field.default_factory() if field.default_factory is not MISSING else MISSING

@@ -1,0 +1,157 @@
+"""The methods of synchronizing parameters: what each promises and which combinations of owner, payload and residence it serves.
+
+This registry is the one list of them. A method has a part of the same name in ``soap.plan.syncs`` (what it moves, updates and holds) and
+one in ``soap.runtime.sync`` (what a rank does). All else asks the contract, never for the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from soap.errors import StrategyError
+
+Owner = Literal["readers", "servers"]
+"""Who keeps the updated value and the optimizer's state: every device that reads it, or servers in partitions."""
+Residence = Literal["kept", "gathered"]
+"""Whether readers keep the value between its uses, or get it for each."""
+Within = Literal["none", "host"]
+"""What is done inside a host first: nothing, or its devices deal with other hosts through one of them."""
+
+OWNERS: tuple[Owner, ...] = ("readers", "servers")
+RESIDENCES: tuple[Residence, ...] = ("kept", "gathered")
+WITHIN: tuple[Within, ...] = ("none", "host")
+
+MAX_PARTITIONS = 4096
+"""Bound of the partitions on servers: above any host's cores, and few enough to simulate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """What a method promises, and what it needs.
+
+    ``name``: of its modules. ``word``: what commands, reports and strategy files of version 1 call it; methods that serve sparse and dense
+    parameters in one spirit share a word. ``owner``, ``payload``, ``residence``: the combination that it serves. ``within``: what it can do
+    inside hosts. ``most_partitions``: on servers. ``parameters``: which it serves; ``sparse`` ones are those of which a step touches some
+    rows. ``exact``: N ranks train as one process does; a lossy method is used only where the user names it. ``wire_bits``: what an element
+    of a gradient takes on its way, if not the width of its type. ``state``: tensors that it keeps from step to step, which checkpoints must
+    hold (a residual). ``folding``: why plans with it are not folded over copies; empty if its sums over D copies stand in two copies as
+    they are.
+    """
+
+    name: str
+    word: str
+    owner: Owner
+    payload: str
+    residence: Residence
+    parameters: Literal["all", "dense", "sparse"]
+    exact: bool
+    within: tuple[Within, ...] = ("none",)
+    most_partitions: int = 1
+    wire_bits: int | None = None
+    state: tuple[str, ...] = ()
+    folding: str = "its sums over copies are not known to stand in two of them"
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether tiles have just the rows of a parameter that they look up, and their gradients are of these rows."""
+        return self.payload == "rows"
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers keep what several devices read, in partitions."""
+        return self.owner == "servers"
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether readers sum dense gradients in buffers that stay from step to step."""
+        return not self.by_rows and not self.has_servers
+
+    def serves(self, *, sparse: bool) -> bool:
+        """Whether it can synchronize a parameter that is sparse, or dense."""
+        return self.parameters in ("all", "sparse" if sparse else "dense")
+
+
+ALL_REDUCE = Contract(
+    name="all_reduce",
+    word="allreduce",
+    owner="readers",
+    payload="dense",
+    residence="kept",
+    parameters="all",
+    exact=True,
+    folding="",
+)
+"""Gradients are summed over the readers, each of which updates its copy. What everything else is a change of."""
+
+METHODS: list[Contract] = [
+    ALL_REDUCE,
+    Contract(
+        name="sparse_all_gather",
+        word="allgather",
+        owner="readers",
+        payload="rows",
+        residence="kept",
+        parameters="sparse",
+        exact=True,
+        folding="gradients are gathered by rows",
+    ),
+    Contract(
+        name="parameter_server",
+        word="parameter_server",
+        owner="servers",
+        payload="dense",
+        residence="kept",
+        parameters="dense",
+        exact=True,
+        within=("none", "host"),
+        most_partitions=MAX_PARTITIONS,
+        folding="parameters on servers",
+    ),
+    Contract(
+        name="row_server",
+        word="parameter_server",
+        owner="servers",
+        payload="rows",
+        residence="gathered",
+        parameters="sparse",
+        exact=True,
+        within=("none", "host"),
+        most_partitions=MAX_PARTITIONS,
+        folding="parameters on servers",
+    ),
+]
+"""All methods, the default first; their places here are their numbers in compiled code."""
+
+
+def find_contract(owner: object, payload: object, residence: object) -> Contract:
+    """The method that serves a combination. StrategyError if none does."""
+    for contract in METHODS:
+        if (contract.owner, contract.payload, contract.residence) == (owner, payload, residence):
+            return contract
+    served = "; ".join(f"{c.owner}, {c.payload}, {c.residence}" for c in METHODS)
+    asked = f"owner {owner!r}, payload {payload!r}, residence {residence!r}"
+    raise StrategyError(f"no method synchronizes with {asked}; expected one of: {served}")
+
+
+def named(name: str) -> Contract:
+    """The method of this name. StrategyError if there is none."""
+    for contract in METHODS:
+        if contract.name == name:
+            return contract
+    raise StrategyError(f"synchronization method {name!r} is unknown; expected one of {', '.join(c.name for c in METHODS)}")
+
+
+def by_word(word: str, *, sparse: bool) -> Contract | None:
+    """The method that a word means for a parameter that is sparse, or dense; None if it serves no such parameter. StrategyError if the word
+    is unknown."""
+    found = [contract for contract in METHODS if contract.word == word]
+    if not found:
+        raise StrategyError(f"synchronization {word!r} is unknown; expected one of {', '.join(words())}")
+    return next((contract for contract in found if contract.serves(sparse=sparse)), None)
+
+
+def words(contracts: Iterable[Contract] = METHODS) -> tuple[str, ...]:
+    """Each method's word, once."""
+    return tuple(dict.fromkeys(contract.word for contract in contracts))
