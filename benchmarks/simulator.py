@@ -40,6 +40,7 @@ from soap.search.metropolis import DEFAULT_BETA
 from soap.search.space import build_space
 from soap.simulator.engine import Engine
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.sync import parameter_server, synchronized
 from soap.zoo.gpt import GPT, GPTConfig
 
 SAMPLES = 64
@@ -210,8 +211,6 @@ def start_up() -> tuple[float, float]:
 FIRST_USE = """
 from soap import api
 from soap.simulator.engine import Engine
-from soap.strategy.sync import parameter_server, synchronized
-from soap.strategy.sync import parameter_server, synchronized
 graph, topology = api.load("zoo:gpt:tiny", plan_only=True).graph, api.load_cluster("local:2")
 simulator = api.simulator_for(graph, topology)
 strategy = api.classical("data_parallel", graph, topology)

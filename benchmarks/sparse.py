@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcome.simulator, args.cluster, model, spec, strategies, args.steps, args.rounds, optimizer=OPTIMIZER, data=spec
         )
         print("\n".join(table(plans, names)), flush=True)
-        used = {f"{sync.method}:{sync.partitions}" for sync in found.parameters.values()}
+        used = {f"{sync.contract.word}:{sync.partitions}" for sync in found.parameters.values()}
         shares = ", ".join(f"{name} {access.alpha:.3f}" for name, access in list(graph.sparse.items())[:4])
         print(f"\n{model}: found {', '.join(sorted(used)) or 'all-reduces alone'}; alpha {shares}\n", flush=True)
     return 0

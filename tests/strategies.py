@@ -171,8 +171,9 @@ def strategies_for(
 
 def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]:
     """Any synchronization of a parameter."""
-    servers = [parameter_server(partitions, "host" if local else "none") for partitions in (1, 3) for local in (False, True)]
-    gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
+    rows = parameter in graph.sparse
+    servers = [parameter_server(count, "host" if local else "none", rows=rows) for count in (1, 3) for local in (False, True)]
+    gathered = [SPARSE_ALL_GATHER] if rows else []
     return st.sampled_from([SyncConfig(), *gathered, *servers])
 
 

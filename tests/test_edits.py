@@ -70,7 +70,7 @@ def new_config(config: OpConfig, mark: str) -> NewOpConfig:
 
 
 def new_sync(sync: SyncConfig, mark: str) -> NewSyncConfig:
-    return NewSyncConfig(sync.method, sync.partitions, sync.local_aggregation, mark)
+    return NewSyncConfig(sync.owner, sync.payload, sync.residence, sync.within, sync.partitions, mark)
 
 
 def marked(graph: OperatorGraph, strategy: Strategy) -> NewStrategy:
@@ -96,7 +96,7 @@ def lookups() -> OperatorGraph:
 GRAPH, FOUR = lookups(), cluster([2, 2], CPU)
 COSTS = RooflineCosts(FOUR)
 SIMULATOR = Simulator(GRAPH, FOUR, COSTS)
-SYNCS = (SyncConfig(), SPARSE_ALL_GATHER, parameter_server(2), parameter_server(4, "host"))
+SYNCS = (SyncConfig(), SPARSE_ALL_GATHER, parameter_server(2, rows=True), parameter_server(4, "host", rows=True))
 
 
 def space_of(device_count: int = 4, **options: Any) -> Space:
@@ -397,7 +397,7 @@ def test_configurations_are_made_anew_in_few_modules_only() -> None:
     "def f(config, devices):\n    return OpConfig(config.degrees, devices, config.replicas)",
     "def f(strategy, name, config):\n    return soap.strategy.config.Strategy({**strategy.operators, name: config}, strategy.parameters)",
     "def f(config):\n    degrees = config.degrees\n    return OpConfig(degrees=degrees, devices=(0,))",
-    "def f(sync):\n    return SyncConfig(sync.method, 2)",
+    "def f(sync):\n    return SyncConfig(sync.owner, partitions=2)",
 ])  # fmt: skip
 def test_the_search_for_copies_finds_some(edit: str) -> None:
     ((name, scope, line),) = made_in(ast.parse(edit))

@@ -67,10 +67,11 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         contract = self.contract
+        said = f"synchronization by {contract.word}"
         if self.within not in contract.within:
-            raise StrategyError(f"{contract.word} with {self.within!r} within hosts: expected one of {', '.join(contract.within)}")
+            raise StrategyError(f"{said} with {self.within!r} within hosts: expected one of {', '.join(contract.within)}")
         if not 1 <= self.partitions <= contract.most_partitions:
-            raise StrategyError(f"{contract.word} in {self.partitions} partitions: expected 1 to {contract.most_partitions}")
+            raise StrategyError(f"{said} in {self.partitions} partitions: expected 1 to {contract.most_partitions}")
 
     @property
     def contract(self) -> Contract:

@@ -18,6 +18,7 @@ from soap import api
 from soap.cli.search import main
 from soap.model.regions import whole
 from soap.simulator.lowering import build_plan
+from soap.strategy.sync import parameter_server
 from tests.cli.refusals import assert_refused
 
 MODEL = "zoo:gpt:tiny"
@@ -329,8 +330,6 @@ import os, signal, sys
 from soap import api, files
 from soap.cli import search
 from soap.search import chains
-from soap.strategy.sync import parameter_server
-from soap.strategy.sync import parameter_server
 real, write, calls = chains._Run._show, api.write_text_atomically, []
 def show(self, done=0):
     calls.append(done)

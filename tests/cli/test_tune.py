@@ -23,6 +23,7 @@ from soap.cli.tune import main
 from soap.errors import RuntimeFailure, SoapError
 from soap.runner.tuning import BATCHES, Range, Tuned, tuned_range
 from soap.search.partition_tuning import MOST_SAMPLES, Sample, Tuning, choose, next_partitions
+from soap.strategy.sync import parameter_server
 from tests.cli import tune_ranks
 from tests.cli.refusals import assert_refused
 from tests.cli.tune_ranks import CURVE, ITERATIONS, MODEL
@@ -34,8 +35,6 @@ TABLES = ["layers.0.weight", "layers.1.weight"]
 DATA = """
 import os
 import soap.zoo
-from soap.strategy.sync import parameter_server
-from soap.strategy.sync import parameter_server
 
 def batches():
     for step, batch in enumerate(soap.zoo.batches("zoo:full_sparse:tiny")):

@@ -29,8 +29,8 @@ def on_a_curve(seen: list[Seen]) -> Callable[..., StepTimes]:
 
     def measure(trainer: Trainer, *args: Any, **options: Any) -> StepTimes:
         found = measure_steps(trainer, *args, **options)
-        shards, sparse = trainer.plan.shards, trainer.plan.graph.sparse
-        (partitions,) = {len(own.shards) for own in trainer.plan.served if shards[own.shards[0]].parameter in sparse}
+        sparse = trainer.plan.graph.sparse
+        (partitions,) = {len(own.shards) for own in trainer.plan.syncs if own.parameter in sparse}
         seen.append((partitions, found.losses))
         return replace(found, times_ns=tuple(round(CURVE.time_ns(partitions)) for _ in found.times_ns))
 

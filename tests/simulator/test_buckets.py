@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
 from soap.model.graph import DimMap, Factor, OperatorGraph
-from soap.plan import buckets
-from soap.plan.buckets import bucket_bytes, idle_shards, shard_bytes
-from soap.plan.plan import Bucket, Plan
+from soap.plan.plan import Plan, ShardSync
+from soap.plan.syncs import buckets
+from soap.plan.syncs.buckets import gradient_bytes, idle_shards, shard_bytes
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
@@ -28,7 +28,7 @@ def plan_of(graph: OperatorGraph, chosen: Strategy) -> Plan:
 
 
 def names(plan: Plan) -> list[list[str]]:
-    return [[plan.shards[i].parameter for i in bucket.shards] for bucket in plan.buckets]
+    return [[plan.shards[i].parameter for i in bucket.shards] for bucket in plan.syncs]
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, first: int, others: int) -> None:
@@ -59,12 +59,12 @@ def test_each_set_of_devices_and_dtype_has_buckets_of_its_own() -> None:
     split = strategy(l1=two, l2=three, l3=on(1, 0, degrees=(2, 1, 1)), l4=three, l5=two, loss=on(0, degrees=(1,)))
     plan = plan_of(replace(graph, tensors=kinds), split)
     assert names(plan) == [["l5.weight"], ["l4.weight", "l2.weight"], ["l3.weight", "l1.weight"]]
-    assert [bucket.devices for bucket in plan.buckets] == [(0, 1), (0, 1, 2), (0, 1)]
+    assert [bucket.readers for bucket in plan.syncs] == [(0, 1), (0, 1, 2), (0, 1)]
 
 
 def test_a_single_device_has_a_bucket_for_each_shard() -> None:
     graph = chain(8, 2, 3, 4)
-    assert plan_of(graph, batch_split(graph, [2])).buckets == (Bucket((1,), (2,)), Bucket((0,), (2,)))
+    assert [(own.shards, own.readers) for own in plan_of(graph, batch_split(graph, [2])).syncs] == [((1,), (2,)), ((0,), (2,))]
 
 
 def test_a_shared_parameter_waits_for_its_first_operator() -> None:
@@ -93,7 +93,7 @@ def test_what_no_tile_reads_of_a_parameter_is_idle() -> None:
     plan = plan_of(graph, batch_split(graph, [0, 1]))
     (idle,) = idle_shards(plan)
     assert (plan.shards[idle].parameter, plan.shards[idle].box, plan.shards[idle].uses) == ("table", ((4, 9), (0, 6)), ())
-    assert all(idle not in bucket.shards for bucket in plan.buckets)
+    assert all(idle not in bucket.shards for bucket in plan.syncs)
 
 
 @settings(max_examples=80, deadline=None)
@@ -110,17 +110,17 @@ def test_what_holds_for_every_plan(case: tuple[OperatorGraph, Topology, Strategy
     def lowest(number: int) -> int:
         return min(users[number] & graph.backward_operators)
 
-    listed = [i for bucket in plan.buckets for i in bucket.shards]
+    listed = [i for bucket in plan.syncs for i in bucket.shards]
     assert len(listed) == len(set(listed)) and set(listed) == used
-    seen: dict[tuple[tuple[int, ...], str], list[Bucket]] = {}
-    for bucket in plan.buckets:
+    seen: dict[tuple[tuple[int, ...], str], list[ShardSync]] = {}
+    for bucket in plan.syncs:
         shards = [plan.shards[i] for i in bucket.shards]
         (dtype,) = {graph.tensors[shard.parameter].dtype for shard in shards}
-        assert {shard.devices for shard in shards} == {bucket.devices}
+        assert {shard.devices for shard in shards} == {bucket.readers}
         assert all((-lowest(a), a) < (-lowest(b), b) for a, b in pairwise(bucket.shards))
-        assert bucket_bytes(plan, bucket) == sum(shard_bytes(graph, shard) for shard in shards)
-        seen.setdefault((bucket.devices, dtype), []).append(bucket)
-    assert [lowest(bucket.shards[-1]) for bucket in plan.buckets] == sorted((lowest(b.shards[-1]) for b in plan.buckets), reverse=True)
+        assert gradient_bytes(plan, bucket) == sum(shard_bytes(graph, shard) for shard in shards)
+        seen.setdefault((bucket.readers, dtype), []).append(bucket)
+    assert [lowest(bucket.shards[-1]) for bucket in plan.syncs] == sorted((lowest(b.shards[-1]) for b in plan.syncs), reverse=True)
     for (devices, _), own in seen.items():
         if len(devices) == 1:
             assert all(len(bucket.shards) == 1 for bucket in own)
@@ -128,7 +128,7 @@ def test_what_holds_for_every_plan(case: tuple[OperatorGraph, Topology, Strategy
         own.sort(key=lambda bucket: (-lowest(bucket.shards[0]), bucket.shards[0]))
         for place, bucket in enumerate(own):
             limit = others if place else first
-            size, last = bucket_bytes(plan, bucket), shard_bytes(graph, plan.shards[bucket.shards[-1]])
+            size, last = gradient_bytes(plan, bucket), shard_bytes(graph, plan.shards[bucket.shards[-1]])
             assert size - last < limit  # closed by its last shard at the latest
             assert size >= limit or bucket is own[-1]
     given = {plan.shards[i].parameter for i in listed}

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import volume
-from soap.plan.buckets import bucket_bytes, idle_shards
 from soap.plan.plan import sync_name, update_name
+from soap.plan.syncs.buckets import gradient_bytes, idle_shards
 from soap.simulator.communication.allreduce import allreduce_bytes
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
 from soap.simulator.reference import execution_order, simulate
@@ -292,15 +292,15 @@ def test_gradients_are_summed_in_buckets_and_every_device_updates_once(case: Cas
     plan, named = tasks.plan, by_name(tasks)
     backward = {task.tile: position for position, task in enumerate(tasks.tasks) if task.kind is TaskKind.BACKWARD}
     syncs = {position for position, task in enumerate(tasks.tasks) if task.kind is TaskKind.SYNC}
-    assert len(syncs) == sum(len(bucket.devices) > 1 for bucket in plan.buckets)
-    for bucket in plan.buckets:
+    assert len(syncs) == sum(len(bucket.readers) > 1 for bucket in plan.syncs)
+    for bucket in plan.syncs:
         users = {tile for i in bucket.shards for tile, _ in plan.shards[i].uses}
-        if len(bucket.devices) > 1:
-            sync = named[sync_name(plan, bucket)]
+        if len(bucket.readers) > 1:
+            sync = named[sync_name(bucket)]
             assert set(sync.predecessors) == {backward[tile] for tile in users if tile in backward}
-            assert sync.bytes == allreduce_bytes(bucket_bytes(plan, bucket), len(bucket.devices))
-    devices_of = {sync_name(plan, bucket): bucket.devices for bucket in plan.buckets}
-    found = {i for bucket in plan.buckets for i in bucket.shards}
+            assert sync.bytes == allreduce_bytes(gradient_bytes(plan, bucket), len(bucket.readers))
+    devices_of = {sync_name(bucket): bucket.readers for bucket in plan.syncs}
+    found = {i for bucket in plan.syncs for i in bucket.shards}
     for i, shard in enumerate(plan.shards):  # whatever gets a gradient is in a bucket
         assert i in found or not (shard.trainable and any(tile in backward for tile, _ in shard.uses))
     for device in range(topology.device_count):

@@ -139,7 +139,7 @@ def test_data_parallel_parameters_have_one_shard_on_all_devices() -> None:
     graph = chain(4, 2, 6)
     plan = build_plan(graph, batch_split(graph, [3, 1]), FOUR)
     assert plan.shards == (Shard("l1.weight", 0, ((0, 6), (0, 2)), (1, 3), ((0, 0), (1, 0)), True),)
-    assert sync_name(plan, plan.buckets[0]) == "sync l1.weight[0]"
+    assert sync_name(plan.syncs[0]) == "sync l1.weight[0]"
     assert update_name(3) == "update @3"
 
 

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.flows import box_bytes
+from soap.plan.syncs.parameter_server import METHOD
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import transit
 from soap.simulator.memory.ledger import MemoryCurve
-from soap.simulator.memory.parameters import kept_shards, reader_bytes
+from soap.simulator.memory.parameters import kept_shards
 from soap.simulator.memory.peaks import MemoryUse, kept_bytes, peak_bytes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time
 from soap.simulator.memory.transit import Send, packed_by_source, send_spans
@@ -120,7 +121,7 @@ def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topolo
         held = curve.bytes_held[curve.times_ns.searchsorted(time, side="right") - 1]
         alive = sum(kept[tile] for tile, (start, end) in lives.items() if plan.tiles[tile].device == device and start <= time < end)
         shards = sum((3 if trained else 1) * size for _, keeper, size, trained in kept_shards(plan) if keeper == device)
-        copies = sum(reader_bytes(plan, served).get(device, 0) for served in plan.served if not served.sparse)
+        copies = sum(METHOD.copies(plan, sync).get(device, 0) for sync in plan.syncs if sync.contract is METHOD.contract)
         assert held >= alive + shards + copies + needed
 
 

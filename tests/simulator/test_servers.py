@@ -11,10 +11,10 @@ from soap.cluster.topology import DeviceType, Topology
 from soap.errors import StrategyError
 from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
 from soap.model.sparse_access import Lookup
-from soap.plan.buckets import shard_bytes
-from soap.plan.plan import ASK_NAME, gather_name, pull_name, push_name, serve_name, update_name
+from soap.plan.plan import ASK_NAME, serve_name, sync_name, update_name
 from soap.plan.row_counts import DeviceLookups, operators_on_rows, row_bytes, touched_rows
-from soap.plan.serving import INDEX_BYTES
+from soap.plan.syncs.amounts import INDEX_BYTES
+from soap.plan.syncs.buckets import shard_bytes
 from soap.plan.tiling import Tile
 from soap.simulator.analysis.timeline import busy_time_ns, chrome_trace, link_bytes, resource_names
 from soap.simulator.communication.servers import HOST_CORE, core_names, first_cores, server_resources, server_type
@@ -24,6 +24,7 @@ from soap.simulator.memory.peaks import memory_use
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.methods import Within
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.graph_builder import REDUCTION, SAMPLE, GraphBuilder
 from tests.simulator.examples import (
@@ -42,7 +43,7 @@ from tests.simulator.examples import (
 from tests.strategies import CPU, GPU, cases, cluster
 
 TWO = pairwise_cluster(1, 1)
-SERVER = parameter_server()
+SERVER, ROW_SERVER = parameter_server(), parameter_server(rows=True)
 GATHER = SPARSE_ALL_GATHER
 
 
@@ -59,8 +60,8 @@ def looked_up(rows: int, width: int, batch: int) -> OperatorGraph:
 def test_gradients_are_pushed_and_values_pulled() -> None:
     graph = chain(4, 2, 3)
     tasks = lowered(graph, batch_split(graph, [0, 1]).with_parameter("l1.weight", SERVER))
-    (served,) = tasks.plan.served
-    assert (tasks.plan.buckets, served.readers, served.shards, served.sparse) == ((), (0, 1), (0,), False)
+    (served,) = tasks.plan.syncs
+    assert (served.method, served.readers, served.shards) == ("parameter_server", (0, 1), (0,))
     schedule = simulate(tasks)
     spans = {task.name: (units(a), units(b)) for task, a, b in zip(tasks.tasks, schedule.start_ns, schedule.end_ns, strict=True)}
     assert spans["backward l1[1]"] == (24, 48)
@@ -82,8 +83,8 @@ def test_rows_are_pulled_before_the_step_and_pushed_behind_it() -> None:
     graph = looked_up(rows=8, width=3, batch=4)
     tasks = lowered(graph, batch_split(graph, [0, 1]).with_parameter("table", parameter_server(2, rows=True)))
     assert graph.sparse["table"].touched_by(2) == 2
-    (served,) = tasks.plan.served
-    assert [tasks.plan.shards[i].devices for i in served.shards] == [(0,), (1,)] and served.sparse
+    (served,) = (sync for sync in tasks.plan.syncs if sync.contract.has_servers)
+    assert [tasks.plan.shards[i].devices for i in served.shards] == [(0,), (1,)] and served.method == "row_server"
     schedule = simulate(tasks)
     spans = {task.name: (int(a), int(b)) for task, a, b in zip(tasks.tasks, schedule.start_ns, schedule.end_ns, strict=True)}
     named = by_name(tasks)
@@ -108,10 +109,10 @@ def test_all_tables_are_asked_for_at_once_before_anything_is_computed() -> None:
     finds = [g.embedding(g.input(f"ids{i}", 6, dtype="int64"), 100, 3, name=f"find{i}") for i in range(2)]
     graph, topology = finish(g, *finds, g.linear(g.input("x", 6, 2), 3, bias=False, name="fc")), pairwise_cluster(2, 2)
     chosen = batch_split(graph, [0, 1, 2]).with_operator("fc", on(3, degrees=(1, 1, 1))).with_parameter("find0.weight", GATHER)
-    for local, told in ((False, ()), (True, ((1, 0, 8), (1, 0, 0)))):
+    for within, told in (("none", ()), ("host", ((1, 0, 8), (1, 0, 0)))):
         tasks = lowered(graph, chosen.with_parameter("find1.weight", parameter_server(1, within, rows=True)), topology)
         (asked,) = (task for task in tasks.tasks if task.name == ASK_NAME)
-        (served,) = tasks.plan.served
+        (served,) = (sync for sync in tasks.plan.syncs if sync.contract.has_servers)
         (server,) = tasks.plan.shards[served.shards[0]].devices
         lists = {(a, b): 8 for a in range(3) for b in range(3) if a != b}
         for reader in sorted({*served.leaders} - {server}):
@@ -126,7 +127,7 @@ def test_all_tables_are_asked_for_at_once_before_anything_is_computed() -> None:
 
 def test_rows_that_the_server_has_itself_do_not_travel() -> None:
     graph = looked_up(rows=8, width=3, batch=4)
-    tasks = lowered(graph, batch_split(graph, [0]).with_parameter("table", SERVER))
+    tasks = lowered(graph, batch_split(graph, [0]).with_parameter("table", ROW_SERVER))
     assert set(by_name(tasks)) == {"forward find[0]", "forward loss[0]", "backward find[0]", "backward loss[0]", "serve table[0]/0"}
     assert predecessors(tasks, "serve table[0]/0") == {"backward find[0]"}
 
@@ -161,7 +162,7 @@ def test_a_sparse_table_takes_no_memory_of_accelerators() -> None:
     plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", parameter_server(3, rows=True)), topology)
     assert [(use.parameters, use.gradients, use.optimizer) for use in memory_use(plan, 2)] == [(24, 24, 0)] * 2  # two rows
     assert all(use.total < 1000 * 12 for use in memory_use(plan, 2))
-    on_cpus = memory_use(build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", SERVER), TWO), 2)
+    on_cpus = memory_use(build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", ROW_SERVER), TWO), 2)
     assert [use.optimizer for use in on_cpus] == [2 * 12000, 0]
 
 
@@ -172,7 +173,8 @@ def test_cores_of_the_host_take_partitions_in_turn() -> None:
     plan = build_plan(graph, chosen, topology)
     first = first_cores(topology)
     assert first == [3 + len(topology.links), 3 + len(topology.links) + 4]
-    assert [[plan.shards[i].devices for i in own.shards] for own in plan.served] == [[(2,), (0,)] * 2, [(0,), (2,)] * 2]
+    kept = [own for own in plan.syncs if own.contract.has_servers]
+    assert [[plan.shards[i].devices for i in own.shards] for own in kept] == [[(2,), (0,)] * 2, [(0,), (2,)] * 2]
     held = zip(server_resources(plan, topology), [(1, 0) * 2, (0, 1) * 2], strict=True)
     cores = [[resource - first[host] for resource, host in zip(own, hosts, strict=True)] for own, hosts in held]
     assert cores == [[0, 0, 1, 1], [2, 2, 3, 3]]
@@ -186,7 +188,7 @@ def test_cores_of_the_host_take_partitions_in_turn() -> None:
 def test_no_partition_is_empty() -> None:
     graph = chain(4, 2, 3)
     plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("l1.weight", parameter_server(4096)), TWO)
-    assert [shard_bytes(graph, plan.shards[i]) for i in plan.served[0].shards] == [8] * 3
+    assert [shard_bytes(graph, plan.shards[i]) for i in plan.syncs[-1].shards] == [8] * 3
 
 
 def test_a_device_without_gradient_pulls_and_pushes_zeros() -> None:
@@ -229,7 +231,7 @@ def test_an_optimizer_that_changes_all_rows_goes_over_the_whole_table(rows_alone
     assert [size for _, size in device_updates(gathered.plan, rows_alone=rows_alone)] == [48 if rows_alone else 96] * 2
 
 
-@pytest.mark.parametrize("sync", [SyncConfig(), GATHER, SERVER, parameter_server(2, "host")])
+@pytest.mark.parametrize("sync", [SyncConfig(), GATHER, ROW_SERVER, parameter_server(2, "host", rows=True)])
 def test_a_tile_is_on_rows_where_rows_travel(sync: SyncConfig) -> None:
     graph = looked_up(rows=8, width=3, batch=4)
     plan = build_plan(graph, batch_split(graph, [0, 1]).with_parameter("table", sync), TWO)
@@ -264,7 +266,7 @@ def test_figures_of_a_core() -> None:
 def test_what_one_device_keeps_needs_no_server() -> None:
     graph = chain(4, 2, 3)
     tasks = lowered(graph, batch_split(graph, [1]).with_parameter("l1.weight", SERVER))
-    assert tasks.plan.served == ()
+    assert not tasks.plan.on_servers
     assert "update @1" in by_name(tasks)
 
 
@@ -273,7 +275,7 @@ def test_impossible_numbers_of_partitions(count: int) -> None:
     with pytest.raises(StrategyError, match=f"^synchronization by parameter_server in {count} partitions: expected 1 to 4096$"):
         parameter_server(count)
     with pytest.raises(StrategyError, match=r"^synchronization by allreduce in 2 partitions: expected 1 to 1$"):
-        SyncConfig("allreduce", 2)
+        SyncConfig(partitions=2)
 
 
 WIDTH = 6
@@ -314,7 +316,7 @@ def test_bytes_on_the_wire_are_those_of_parallax(machines: int, balanced: bool) 
     assert touched == batch
     w, alpha_w, count = rows * ROW_BYTES, touched * ROW_BYTES, machines
     split, names = batch_split(graph, range(machines)), [f"table{i}" for i in range(variables)]
-    served, gathered = (replace(split, parameters=dict.fromkeys(names, sync)) for sync in (SERVER, GATHER))
+    served, gathered = (replace(split, parameters=dict.fromkeys(names, sync)) for sync in (ROW_SERVER, GATHER))
     server, gather = lowered(graph, served, topology), lowered(graph, gathered, topology)
     owner = server.plan.shards[0].devices[0]
     values, indices = machine_bytes(server, owner, "push", "pull")
@@ -326,8 +328,8 @@ def test_bytes_on_the_wire_are_those_of_parallax(machines: int, balanced: bool) 
         assert values == 2 * alpha_w * (count - 1)
         assert machine_bytes(gather, 0, "gather")[0] == 2 * alpha_w * (count - 1)
     assert indices == values // (2 * ROW_BYTES) * INDEX_BYTES  # of rows that are pulled; rows come in the same order when they are pushed
-    dense = replace(graph, sparse={})
-    tasks = [task for task in lowered(dense, served, topology).tasks if task.name.startswith(("push", "pull"))]
+    dense, on_servers = replace(graph, sparse={}), replace(split, parameters=dict.fromkeys(names, SERVER))
+    tasks = [task for task in lowered(dense, on_servers, topology).tasks if task.name.startswith(("push", "pull"))]
     found = sum(size for task in tasks for source, target, size in task.flows if owner in (source, target))
     assert found == (4 * w * variables * (count - 1) / count if balanced else 2 * w * (count - 1))
     whole = sum(task.bytes for task in lowered(dense, split, topology).tasks if task.name.startswith("sync"))
@@ -342,7 +344,7 @@ def test_local_aggregation_cuts_bytes_between_hosts_as_rows_overlap(workers: int
     alone, together = access.touched_by(batch), access.touched_by(batch * workers)
     assert alone < together < workers * alone
 
-    def crossing(local: bool, *, pull_together: bool = True) -> tuple[int, int]:
+    def crossing(within: Within, *, pull_together: bool = True) -> tuple[int, int]:
         """Bytes between hosts by (pull, push)."""
         chosen = batch_split(graph, range(hosts * workers)).with_parameter("table", parameter_server(1, within, rows=True))
         tasks = lower(build_plan(graph, chosen, topology), topology, PointCosts(), pull_together=pull_together)
@@ -350,10 +352,11 @@ def test_local_aggregation_cuts_bytes_between_hosts_as_rows_overlap(workers: int
         pull, push = (named[f"{name} table[0]"].flows for name in ("pull", "push"))
         return sum(n for a, b, n in pull if place[a] != place[b]), sum(n for a, b, n in push if place[a] != place[b])
 
-    for local, rows in ((False, workers * alone), (True, together)):
-        assert crossing(local) == ((hosts - 1) * rows * (ROW_BYTES + INDEX_BYTES), (hosts - 1) * rows * ROW_BYTES)
+    expected: tuple[tuple[Within, int], ...] = (("none", workers * alone), ("host", together))
+    for within, rows in expected:
+        assert crossing(within) == ((hosts - 1) * rows * (ROW_BYTES + INDEX_BYTES), (hosts - 1) * rows * ROW_BYTES)
     pull = (hosts - 1) * workers * alone * (ROW_BYTES + INDEX_BYTES)
-    assert crossing(True, pull_together=False) == (pull, (hosts - 1) * together * ROW_BYTES)
+    assert crossing("host", pull_together=False) == (pull, (hosts - 1) * together * ROW_BYTES)
 
 
 @settings(max_examples=150, deadline=None)
@@ -365,12 +368,12 @@ def test_what_holds_for_every_plan(case: tuple[OperatorGraph, Topology, Strategy
     assert len(named) == len(tasks.tasks) == len({task.id for task in tasks.tasks})
     resources = server_resources(plan, topology)
     active = {task.tile for task in tasks.tasks if task.kind is TaskKind.BACKWARD}
-    for number, own in enumerate(plan.served):
-        assert chosen.sync(own.parameter).method == "parameter_server"
-        push, pull = named.get(push_name(own)), named.get(pull_name(own))
+    for own in (sync for sync in plan.syncs if sync.contract.has_servers):
+        assert chosen.sync(own.parameter).contract is own.contract
+        push, pull = named.get(sync_name(own, "push")), named.get(sync_name(own, "pull"))
         servers = {plan.shards[i].devices[0] for i in own.shards}
         assert (push is None) == (pull is None) == (servers == set(own.readers) and len(servers) == 1)
-        for index, (shard, resource) in enumerate(zip(own.shards, resources[number], strict=True)):
+        for index, (shard, resource) in enumerate(zip(own.shards, [resources[i] for i in own.shards], strict=True)):
             task = named[serve_name(own, index)]
             assert (task.resources, task.kind, task.bytes) == ((resource,), TaskKind.UPDATE, 0)
             device = topology.devices[plan.shards[shard].devices[0]]
@@ -378,20 +381,20 @@ def test_what_holds_for_every_plan(case: tuple[OperatorGraph, Topology, Strategy
             assert resource_names(tasks)[resource].startswith(device.name if device.type.kind == "cpu" else f"{host}/core")
         if push is None or pull is None:
             continue
-        assert predecessors(tasks, push_name(own)) == {
+        assert predecessors(tasks, sync_name(own, "push")) == {
             task.name for task in tasks.tasks if task.kind is TaskKind.BACKWARD and task.tile in {tile for tile, _ in own.uses} & active
         }
         for flows, ends in ((push.flows, servers), (tuple((b, a, n) for a, b, n in pull.flows), servers)):
             assert {a for a, _, _ in flows} | ends >= set(own.readers)
-        if own.sparse:
-            assert predecessors(tasks, pull_name(own)) == {ASK_NAME}
+        if own.contract.by_rows:
+            assert predecessors(tasks, sync_name(own, "pull")) == {ASK_NAME}
             after = tasks.tasks.index(pull)
             assert {task.tile for task in tasks.tasks if after in task.predecessors} == {tile for tile, _ in own.uses}
         else:
-            assert predecessors(tasks, pull_name(own)) == {serve_name(own, index) for index in range(len(own.shards))}
-    for number in plan.gathered:
-        shard = plan.shards[number]
-        task = named.get(gather_name(plan, number))
+            assert predecessors(tasks, sync_name(own, "pull")) == {serve_name(own, index) for index in range(len(own.shards))}
+    for own in (sync for sync in plan.syncs if sync.method == "sparse_all_gather"):
+        shard = plan.shards[own.shards[0]]
+        task = named.get(sync_name(own, "gather"))
         assert (task is None) == (len(shard.devices) == 1)
         lookups = DeviceLookups(graph, shard.parameter, plan.tiles, shard.uses)
         size = row_bytes(graph, shard.parameter, shard.box) + INDEX_BYTES
@@ -404,7 +407,7 @@ def test_what_replicas_look_up_alike_counts_once() -> None:
     """Four devices on two hosts look up the same four rows; each has them come, a host with local aggregation once."""
     graph, topology = looked_up(rows=100, width=3, batch=4), pairwise_cluster(2, 2)
     alike = Strategy({"find": on(0, 1, 2, 3, degrees=(1, 1, 1), replicas=4), "loss": on(0, 1, 2, 3, degrees=(1,), replicas=4)})
-    for local, crossing in ((False, 2), (True, 1)):
+    for within, crossing in (("none", 2), ("host", 1)):
         chosen = alike.with_parameter("table", parameter_server(1, within, rows=True))
         (pull,) = (task for task in lowered(graph, chosen, topology).tasks if task.name == "pull table[0]")
         hosts = [device.host for device in topology.devices]

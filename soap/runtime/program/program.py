@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from soap.errors import RuntimeFailure
-from soap.plan.buckets import idle_shards
 from soap.plan.flows import reduced_tensor
 from soap.plan.plan import Bucket, Part, Plan
+from soap.plan.syncs.buckets import idle_shards
 from soap.runtime.program.actions import Action, ActionKind
 from soap.runtime.program.activity import Activity, Carrier, PlanIndex, Tail, ValueKey, count_readers, find_activity, no_tail
 from soap.runtime.program.backward_order import backward_turns

@@ -13,7 +13,7 @@ from soap.simulator.engine import Engine
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import Strategy
-from soap.strategy.sync import SPARSE_ALL_GATHER
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 
 Played = tuple[int, int, frozenset[int], int, int]
 """(duration, start, resources, end, bytes)."""
