@@ -31,7 +31,7 @@ from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.engine import Engine, same_timeline
 from soap.strategy.classical import random_config
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import parameter_server
+from soap.strategy.sync import fitted, parameter_server
 
 SYNC_SHARE = 0.1
 """Part of the proposals that change a parameter's synchronization."""
@@ -77,6 +77,7 @@ def _propose(
     """A random change of the engine's strategy, and its makespan by a delta simulation."""
     if graph.parameters and draw.random() < SYNC_SHARE:
         name, sync = draw.choice(graph.parameters).name, draw.choice(SYNCS)
+        sync = fitted(graph, name, sync)
         proposed, found = strategy.with_parameter(name, sync), engine.propose_sync(name, sync)
     else:
         op = draw.choice(graph.operators)

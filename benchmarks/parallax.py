@@ -99,9 +99,9 @@ def synchronized(graph: OperatorGraph, topology: Topology, sync: str, partitions
     hosts = len(topology.hosts)
     methods = {
         "AR": (SPARSE_ALL_GATHER, SyncConfig()),
-        "PS": (parameter_server(partitions), parameter_server(hosts)),
-        "OptPS": (parameter_server(partitions, "host"), parameter_server(hosts, "host")),
-        "HYB": (parameter_server(partitions, "host"), SyncConfig()),
+        "PS": (parameter_server(partitions, rows=True), parameter_server(hosts)),
+        "OptPS": (parameter_server(partitions, "host", rows=True), parameter_server(hosts, "host")),
+        "HYB": (parameter_server(partitions, "host", rows=True), SyncConfig()),
     }
     sparse, dense = methods[sync]
     trained = [parameter.name for parameter in graph.parameters if parameter.requires_grad]

@@ -22,7 +22,7 @@ from tests.strategies import cases, cluster
 
 GRAPH, CLUSTER = mlp(), cluster([2, 2])
 RECORD = {"seed": 1, "budget": 200, "predicted": {"iteration_ns": 12345, "speedup": 1.5}, "note": "größer"}
-SERVED = {"sync": "parameter_server"}
+SERVED = {"owner": "servers"}
 
 
 def document() -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_text_is_golden() -> None:
     assert dumps(strategy, graph, topology, {"seed": 7}) == (
         "{\n"
         '  "format": "soap-strategy",\n'
-        '  "version": 1,\n'
+        '  "version": 2,\n'
         f'  "model": {{"name": "tiny", "hash": "{graph.hash}", "operators": 2}},\n'
         f'  "cluster": {{"name": "test", "hash": "{topology.hash}", "devices": ["host0/device0", "host0/device1"]}},\n'
         '  "operators": {\n'
@@ -134,8 +134,8 @@ def test_other_files(text: str) -> None:
 
 
 def test_other_versions() -> None:
-    expected = "strategy file has version {}; this program reads version 1: search again with it"
-    assert changed(lambda d: d.update(version=2)) == expected.format(2)
+    expected = "strategy file has version {}; this program reads versions 1 to 2: search again with it"
+    assert changed(lambda d: d.update(version=3)) == expected.format(3)
     assert changed(lambda d: d.update(version="1")) == expected.format("'1'")
     assert changed(lambda d: d.update(version=True)) == expected.format("True")
     assert changed(lambda d: d.pop("version")) == expected.format("None")
@@ -154,7 +154,7 @@ def test_other_versions() -> None:
         (lambda d: d["operators"]["fc0"].update(degrees={"b": 1e300}), "at operators/fc0/degrees/b"),
         (lambda d: d["operators"]["fc0"].update(replicas=0), "at operators/fc0/replicas"),
         (lambda d: d["operators"]["fc0"].pop("kind"), "at operators/fc0: 'kind' is a required property"),
-        (lambda d: d.update(parameters={"fc0.weight": {"sync": "gossip"}}), "at parameters/fc0.weight/sync: 'gossip' is not one of"),
+        (lambda d: d.update(parameters={"fc0.weight": {"owner": "gossip"}}), "at parameters/fc0.weight/owner: 'gossip' is not one of"),
         (lambda d: d.update(parameters={"fc0.weight": {**SERVED, "partitions": 0}}), "at parameters/fc0.weight/partitions: 0 is less"),
         (lambda d: d.update(parameters={"fc0.weight": {**SERVED, "partitions": 10**9}}), "at parameters/fc0.weight/partitions: 10000"),
         (lambda d: d["cluster"].update(devices="all"), "at cluster/devices: 'all' is not of type 'array'"),
@@ -233,15 +233,15 @@ def test_impossible_degrees_and_devices() -> None:
 def test_parameter_servers_are_written_and_read() -> None:
     syncs = {"fc0.weight": parameter_server(4), "fc1.weight": parameter_server(1, "host")}
     data = json.loads(dumps(replace(data_parallel(GRAPH, CLUSTER), parameters=syncs), GRAPH, CLUSTER))
-    assert data["parameters"] == {"fc0.weight": {**SERVED, "partitions": 4}, "fc1.weight": {**SERVED, "local_aggregation": True}}
+    assert data["parameters"] == {"fc0.weight": {**SERVED, "partitions": 4}, "fc1.weight": {**SERVED, "within": "host"}}
     assert loads(json.dumps(data), GRAPH, CLUSTER)[0].parameters == syncs
-    data["parameters"]["fc0.weight"]["sync"] = "allreduce"
+    data["parameters"]["fc0.weight"]["owner"] = "readers"
     expected = "parameter 'fc0.weight': synchronization by allreduce in 4 partitions: expected 1 to 1"
     assert refused(json.dumps(data)) == expected
 
 
 def test_unknown_parameters_are_refused() -> None:
-    message = changed(lambda d: d.update(parameters={"nothing": {"sync": "allreduce"}}))
+    message = changed(lambda d: d.update(parameters={"nothing": {}}))
     assert message == "strategy names parameter 'nothing', which model 'mlp' does not have"
 
 

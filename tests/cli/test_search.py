@@ -157,7 +157,7 @@ def test_parameters_may_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[
     arguments = [model, "--cluster", CLUSTER, "--budget", "600", "--margin", "1", "-o", str(out), "--json", "--sync", "parameter_server:2"]
     assert main(arguments) == 0
     found, strategy = json.loads(capsys.readouterr().out), soap.load_strategy(out, model, CLUSTER)
-    assert set(strategy.parameters.values()) == {parameter_server(2)}
+    assert set(strategy.parameters.values()) == {parameter_server(2), parameter_server(2, rows=True)}
     assert soap.simulate(model, CLUSTER, strategy).makespan_ns == found["predicted_ns"]
     reduced = replace(strategy, parameters={})
     assert found["predicted_ns"] < soap.simulate(model, CLUSTER, reduced).makespan_ns

@@ -35,8 +35,8 @@ def lookups(batch: int = 8, rows: int = 4096, width: int = 16) -> OperatorGraph:
     return g.build(g.mean(g.linear(found, 4, name="dense")))
 
 
-def servers(*counts: int, local: bool = False) -> list[SyncConfig]:
-    return [parameter_server(count, "host" if local else "none") for count in counts]
+def servers(*counts: int, local: bool = False, rows: bool = True) -> list[SyncConfig]:
+    return [parameter_server(count, "host" if local else "none", rows=rows) for count in counts]
 
 
 def test_partitions_reach_every_server_and_core() -> None:
@@ -51,7 +51,7 @@ def test_sparse_parameters_have_every_choice_and_dense_ones_what_is_asked() -> N
     graph, topology = lookups(), cluster([1, 1], CPU)
     assert sync_choices(graph, topology) == {"table": (SyncConfig(), GATHER, *servers(1, 2))}
     asked = sync_choices(graph, topology, [parameter_server(3), GATHER])
-    assert asked["table"] == (SyncConfig(), *servers(3), GATHER) and asked["dense.weight"] == (SyncConfig(), *servers(3))
+    assert asked["table"] == (SyncConfig(), *servers(3), GATHER) and asked["dense.weight"] == (SyncConfig(), *servers(3, rows=False))
     assert sync_choices(graph, topology, [SyncConfig()]) == {}
     assert sync_choices(transformer(), topology) == {}
     both = sync_choices(graph, cluster([2, 1], CPU))["table"]

@@ -175,8 +175,8 @@ def test_cores_of_the_host_take_partitions_in_turn() -> None:
     assert first == [3 + len(topology.links), 3 + len(topology.links) + 4]
     kept = [own for own in plan.syncs if own.contract.has_servers]
     assert [[plan.shards[i].devices for i in own.shards] for own in kept] == [[(2,), (0,)] * 2, [(0,), (2,)] * 2]
-    held = zip(server_resources(plan, topology), [(1, 0) * 2, (0, 1) * 2], strict=True)
-    cores = [[resource - first[host] for resource, host in zip(own, hosts, strict=True)] for own, hosts in held]
+    resources = server_resources(plan, topology)
+    cores = [[resources[i] - first[topology.devices[plan.shards[i].devices[0]].host] for i in own.shards] for own in kept]
     assert cores == [[0, 0, 1, 1], [2, 2, 3, 3]]
     assert core_names(topology)[:5] == ["host0/core0", "host0/core1", "host0/core2", "host0/core3", "host1/core0"]
     tasks = lower(plan, topology, PointCosts())

@@ -151,7 +151,7 @@ def test_equal_lookups_of_which_other_numbers_of_rows_are_known() -> None:
     graph = replace(graph, sparse={**graph.sparse, "table1": scaled(graph.sparse["table1"], 0.005)})
     topology = cluster([2, 1], CPU)
     start = api.classical("data_parallel", graph, topology)
-    gather, server = SPARSE_ALL_GATHER, parameter_server(2)
+    gather, server = SPARSE_ALL_GATHER, parameter_server(2, rows=True)
     syncs = [{"table0": gather}, {"table1": server}, {"table0": server, "table1": gather}, {"table0": SyncConfig(), "table1": SyncConfig()}]
     edits = [Edit({}, own, accepted) for own in syncs for accepted in (False, True)]
     moved = {graph.operators[1].name: OpConfig((1, 2, 1, 1), (2, 0))}

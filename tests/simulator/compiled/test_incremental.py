@@ -17,7 +17,7 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel, random_config, random_strategy
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.sync import SPARSE_ALL_GATHER, fitted, parameter_server
 from tests.graph_builder import transformer
 from tests.strategies import cases, cluster
 
@@ -31,7 +31,8 @@ def following(graph: OperatorGraph, topology: Topology, strategy: Strategy, draw
         return random_strategy(graph, topology, draw)
     if kind < 0.3 and graph.parameters:
         name = draw.choice(graph.parameters).name
-        return strategy.with_parameter(name, draw.choice((*SERVERS, SPARSE_ALL_GATHER) if name in graph.sparse else SERVERS))
+        sync = draw.choice((*SERVERS, SPARSE_ALL_GATHER) if name in graph.sparse else SERVERS)
+        return strategy.with_parameter(name, fitted(graph, name, sync))
     for _ in range(draw.choice((1, 1, 1, 2, 5))):
         op = draw.choice(graph.operators)
         strategy = strategy.with_operator(op.name, random_config(op, topology.device_count, draw))
