@@ -5,7 +5,7 @@ from __future__ import annotations
 from soap.plan.flows import Round, joined
 from soap.plan.plan import Plan
 from soap.plan.syncs.amounts import INDEX_BYTES
-from soap.plan.syncs.seam import method_named
+from soap.plan.syncs.seam import method_for
 
 
 def asking_rounds(plan: Plan, *, pull_together: bool = True) -> tuple[Round, ...]:
@@ -14,7 +14,7 @@ def asking_rounds(plan: Plan, *, pull_together: bool = True) -> tuple[Round, ...
     told: list[tuple[int, int]] = []
     asked: list[tuple[int, int]] = []
     for sync in plan.syncs:
-        members, speakers = method_named(sync.method).asked(plan, sync, pull_together=pull_together)
+        members, speakers = method_for(sync).asked(plan, sync, pull_together=pull_together)
         told += members
         asked += speakers
     lists = [[(a, b, INDEX_BYTES) for a, b in own if a != b] for own in (told, asked)]

@@ -53,7 +53,8 @@ class ParameterServer(SyncMethod):
             most = max(most, sum(sizes.values()))
         push, pull = moving_rounds((summed, most), (pushed, 0)), moving_rounds((pulled, 0), (handed, 0))
         found = [SyncStep(Phase.AFTER_BACKWARD, PUSH, sync_name(sync, "push"), push)] if push else []
-        return [*found, SyncStep(self.pull_phase, PULL, sync_name(sync, "pull"), pull)] if pull else found
+        found += [SyncStep(self.pull_phase, PULL, sync_name(sync, "pull"), pull)] if pull else []
+        return sorted(found, key=lambda step: step.phase)
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """Each partition is a task of its server."""

@@ -19,7 +19,7 @@ from soap.plan.placement import server_of
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
 from soap.strategy.config import SyncConfig
-from soap.strategy.methods import Contract, named
+from soap.strategy.methods import Contract
 
 
 class Phase(IntEnum):
@@ -150,6 +150,6 @@ def method_of(contract: Contract) -> SyncMethod:
     return method
 
 
-def method_named(name: str) -> SyncMethod:
-    """The same by the method's name. StrategyError if there is none."""
-    return method_of(named(name))
+def method_for(sync: ShardSync) -> SyncMethod:
+    """The method of a synchronization."""
+    return method_of(sync.contract)

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from soap.plan.plan import ASK_NAME, Plan
 from soap.plan.syncs.buckets import idle_shards, shard_bytes
-from soap.plan.syncs.seam import method_named
+from soap.plan.syncs.seam import method_for
 from soap.simulator.task_list import BACKWARD, FORWARD, UPDATE
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
 
@@ -79,7 +79,7 @@ def _synchronized(plan: Plan) -> dict[str, Shares]:
     for sync in plan.syncs:
         of_parameter = [i for i, shard in enumerate(plan.shards) if shard.parameter == sync.parameter]
         shares = _by_bytes(plan, sync.shards if sync.contract.sums_in_place else of_parameter)
-        method = method_named(sync.method)
+        method = method_for(sync)
         names = [step.name for step in method.steps(plan, sync)] + [part.name for part in method.updates(plan, sync)]
         found.update(dict.fromkeys(filter(None, names), shares))
     return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from soap.plan.collectives import flow_links
 from soap.plan.plan import Plan, reduce_name
-from soap.plan.syncs.seam import method_named
+from soap.plan.syncs.seam import method_for
 from soap.simulator.communication import allreduce
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import core_names
@@ -235,7 +235,7 @@ class _Lanes:
 
 def sum_groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
     """Name of each all-reduce -> its devices."""
-    steps = ((sync, step) for sync in plan.syncs for step in method_named(sync.method).steps(plan, sync))
+    steps = ((sync, step) for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
     groups = {step.name: sync.readers for sync, step in steps if step.summed_bytes}
     for reduction in plan.reductions:
         for gradient in (False, True):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from soap.plan.plan import ASK_NAME, Plan, ShardSync, update_name
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.buckets import idle_shards, shard_bytes
-from soap.plan.syncs.seam import SERVE, Phase, ShardUpdate, SyncStep, method_named
+from soap.plan.syncs.seam import SERVE, Phase, ShardUpdate, SyncStep, method_for
 from soap.simulator.communication.servers import adding_ns, device_row_seconds, row_seconds, server_resources, server_type
 from soap.simulator.costs import CostModel, table_update_ns
 from soap.simulator.task_list import FORWARD, SYNC, UPDATE, TaskList
@@ -23,7 +23,7 @@ class Synchronization:
     def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList, *, pull_together: bool = True) -> None:
         self._plan, self._costs, self._tasks = plan, costs, tasks
         self._positions = {tensor.name: position for position, tensor in enumerate(plan.graph.parameters)}
-        methods = [method_named(sync.method) for sync in plan.syncs]
+        methods = [method_for(sync) for sync in plan.syncs]
         self._steps = [method.steps(plan, sync, pull_together=pull_together) for method, sync in zip(methods, plan.syncs, strict=True)]
         self._updates = [method.updates(plan, sync) for method, sync in zip(methods, plan.syncs, strict=True)]
         self._asking = asking_rounds(plan, pull_together=pull_together)
@@ -108,7 +108,7 @@ def own_updates(plan: Plan, updates: Iterable[Sequence[ShardUpdate]]) -> Iterato
 def device_updates(plan: Plan, *, rows_alone: bool) -> Iterator[tuple[int, int]]:
     """(device, bytes) of everything that a device's own update changes: shards, and of those that are updated by rows, if an optimizer
     updates ``rows_alone``, the rows that all touch."""
-    for part in own_updates(plan, (method_named(sync.method).updates(plan, sync) for sync in plan.syncs)):
+    for part in own_updates(plan, (method_for(sync).updates(plan, sync) for sync in plan.syncs)):
         shard = plan.shards[part.shard]
         size = part.updated_bytes if part.by_rows and rows_alone else shard_bytes(plan.graph, shard)
         for device in shard.devices:

@@ -13,7 +13,7 @@ from soap.model.regions import Box
 from soap.plan.flows import box_bytes
 from soap.plan.plan import Plan
 from soap.plan.row_counts import row_bytes, tile_lookups
-from soap.plan.syncs.seam import method_named
+from soap.plan.syncs.seam import method_for
 from soap.plan.tiling import Tile
 
 
@@ -25,7 +25,7 @@ def kept_parameters(plan: Plan) -> tuple[list[int], list[int], list[int]]:
         gradients[device] += size if trainable else 0
         updated[device] += size if trainable else 0
     for sync in plan.syncs:
-        for device, size in method_named(sync.method).copies(plan, sync).items():
+        for device, size in method_for(sync).copies(plan, sync).items():
             held[device] += size
             gradients[device] += size
     return held, gradients, updated
@@ -57,7 +57,7 @@ def exchanged_bytes(plan: Plan) -> list[int]:
     """By device, buffers of what is synchronized otherwise than by sums in place."""
     result = [0] * plan.device_count
     for sync in plan.syncs:
-        for device, size in method_named(sync.method).buffers(plan, sync):
+        for device, size in method_for(sync).buffers(plan, sync):
             result[device] += size
     return result
 
@@ -114,7 +114,7 @@ def gradient_bytes(plan: Plan) -> list[int]:
             for device in _several(plan, shard.uses):
                 collected[device] += box_bytes(plan, shard.parameter, shard.box)
     for sync in plan.syncs:
-        sizes = method_named(sync.method).copies(plan, sync)
+        sizes = method_for(sync).copies(plan, sync)
         for device in _several(plan, sync.uses) if sizes else ():
             collected[device] += sizes[device]
     return [2 * size + held for size, held in zip(largest, collected, strict=True)]

@@ -21,7 +21,7 @@ from soap.plan.plan import (
 )
 from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.buckets import idle_shards, sums_of_one
-from soap.plan.syncs.seam import method_named
+from soap.plan.syncs.seam import method_for
 from soap.plan.tiling import made_bytes
 from soap.simulator.memory import peaks
 from soap.simulator.memory.gradient_residency import GradientResidency
@@ -87,7 +87,7 @@ class _Values:
     def synchronized(self) -> None:
         """What devices have of parameters that others keep, and what they exchange to keep them in step."""
         for sync in self.plan.syncs:
-            for own in method_named(sync.method).holds(self.plan, sync):
+            for own in method_for(sync).holds(self.plan, sync):
                 if own.since and own.since not in self.spans.named and not own.with_uses:
                     continue
                 begun = self.spans.named.get(own.since, (0, 0))[0]
@@ -210,7 +210,7 @@ class _Values:
         ``soap-run`` make nothing."""
         spans: dict[int, Span] = {}
         for sync in self.plan.syncs:
-            for part in method_named(sync.method).updates(self.plan, sync):
+            for part in method_for(sync).updates(self.plan, sync):
                 for device in self.plan.shards[part.shard].devices if part.name else ():
                     spans[device] = max(spans.get(device, (0, 0)), self.spans.named.get(part.name, (0, 0)))
         sizes = updating_bytes(self.plan, optimizer_states)

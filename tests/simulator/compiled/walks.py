@@ -1,0 +1,94 @@
+"""Walks of proposals on the compiled simulator, and their check against simulations from the ground up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.compiled.events import NO_BOUND
+from soap.simulator.engine import Engine
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks
+from tests.simulator.examples import LaunchedCosts
+from tests.strategies import cases, configs, syncs
+
+
+class Edit(NamedTuple):
+    """A proposal for some operators and parameters' synchronization at once, and whether it is accepted."""
+
+    operators: dict[str, OpConfig]
+    parameters: dict[str, SyncConfig]
+    accepted: bool
+
+    def of(self, strategy: Strategy) -> Strategy:
+        for name, config in self.operators.items():
+            strategy = strategy.with_operator(name, config)
+        for name, sync in self.parameters.items():
+            strategy = strategy.with_parameter(name, sync)
+        return strategy
+
+    def propose(self, engine: Engine, at_most_ns: int = NO_BOUND) -> int | None:
+        return engine.propose_changes(self.operators, self.parameters, at_most_ns=at_most_ns)
+
+
+Walk = tuple[OperatorGraph, Topology, Strategy, list[Edit]]
+
+
+@st.composite
+def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits: int = 6) -> Walk:
+    """A strategy and a sequence of edits of it."""
+    graph, topology, strategy = draw(cases(max_moves=max_moves, max_tiles=max_tiles, servers=True, ports=True))
+    edits = []
+    for _ in range(draw(st.integers(1, max_edits))):
+        operators, parameters = {}, {}
+        for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3, 5)))):
+            if graph.parameters and draw(st.integers(0, 4)) == 0:
+                name = draw(st.sampled_from([*[tensor.name for tensor in graph.parameters], *graph.sparse]))
+                parameters[name] = draw(syncs(graph, name))
+            else:
+                op = draw(st.sampled_from(graph.operators))
+                operators[op.name] = draw(configs(op, topology.device_count, max_tiles=max_tiles))
+        edits.append(Edit(operators, parameters, draw(st.booleans())))
+    return graph, topology, strategy, edits
+
+
+def makespan_of(tasks: dict[tuple[int, int], Played]) -> int:
+    return max(end for _, _, _, end, _ in tasks.values())
+
+
+def check(walk: Walk, *, afresh: bool, launched: bool = False) -> None:
+    """``afresh``: simulate every proposal with another engine as well, from the ground up. ``launched``: devices' work is."""
+    graph, topology, strategy, edits = walk
+    states = 2 * (len(edits) % 2)  # of an optimizer that updates rows alone, or whole tables
+    costs = (LaunchedCosts if launched else RooflineCosts)(topology, states)
+    engine = Engine(graph, topology, costs)
+    full = Engine(graph, topology, costs) if afresh else engine
+    engine.load(strategy)
+    engine.simulate()
+    current = reference_tasks(graph, topology, costs, strategy)
+    for edit in edits:
+        edited = edit.of(strategy)
+        expected = reference_tasks(graph, topology, costs, edited)
+        cost_ns = makespan_of(expected)
+        for at_most_ns in (cost_ns, cost_ns - 1, cost_ns // 2):  # the bounded decision is the exact one
+            assert edit.propose(engine, at_most_ns) == (cost_ns if at_most_ns == cost_ns else None)
+            engine.reject()
+        assert edit.propose(engine) == cost_ns
+        if edit.accepted:
+            engine.accept()
+            strategy, current = edited, expected
+        else:
+            engine.reject()
+        assert engine.makespan_ns == makespan_of(current)
+        assert engine.strategy == strategy
+        assert compiled_tasks(engine) == current
+        if afresh:
+            full.load(edited)
+            assert full.simulate() == makespan_of(expected)
+            assert compiled_tasks(full) == expected
+    engine.simulate()  # what the edits have left behind is a whole task graph
+    assert compiled_tasks(engine) == current

@@ -1,0 +1,13 @@
+"""For each method of synchronization the configurations that its conformance is tried with; a method without an entry fails the suites."""
+
+from __future__ import annotations
+
+from soap.strategy.config import SyncConfig
+from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+
+CASES: dict[str, tuple[SyncConfig, ...]] = {
+    "all_reduce": (SyncConfig(),),
+    "sparse_all_gather": (SPARSE_ALL_GATHER,),
+    "parameter_server": tuple(parameter_server(count, within) for count in (1, 2, 7) for within in ("none", "host")),
+    "row_server": tuple(parameter_server(count, within, rows=True) for count in (1, 3, 40) for within in ("none", "host")),
+}
