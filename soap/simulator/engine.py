@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import core_names
-from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit, Undo, make_edit, make_undo
+from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, TAKEN, Trial, keep_order, make_trial, simulate_all
@@ -21,30 +21,29 @@ from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.fragment import CROWDED
 from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
-from soap.simulator.compiled.history import History, complete, make_history, retrace
+from soap.simulator.compiled.history import complete, make_history, retrace
 from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.rebuild import lower_all
-from soap.simulator.compiled.scratch import FULL, Scratch, make_scratch
-from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, make_state
+from soap.simulator.compiled.scratch import FULL, make_scratch
+from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
 from soap.simulator.compiled.sync_codes import sync_code, sync_codes, sync_of
 from soap.simulator.compiled.tables import (
-    ClusterTables,
-    GraphTables,
     Ints,
     Longs,
     cluster_tables,
     graph_tables,
 )
-from soap.simulator.compiled.variants import Variants, VariantTables
+from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
+from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
 
 Result = TypeVar("Result")
-Handles = tuple[GraphTables, VariantTables, ClusterTables, Groups, ShardTables, State, Scratch, Undo, Trial, Trial, History, Edit]
-"""What every change needs."""
+Handles = tuple[World, Trial, Trial, Edit]
+"""What every change needs: the world, the simulation of what is held, room for another, and what is to be changed."""
 
 
 class PlayedTask(NamedTuple):
@@ -87,13 +86,8 @@ class Engine:
     other: Trial
     edit: Edit
     _edit: Edit
-    _state: State
     _trial: Trial
     _other: Trial
-    _undo: Undo
-    _undo_log: Undo
-    _history: History
-    _snapshots: History
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, communication: Communication | None = None) -> None:
         """``communication``: of this topology, if it is a special one."""
@@ -101,15 +95,17 @@ class Engine:
         self.choices: Mapping[str, Sequence[SyncConfig]] = {}
         """By parameter, the synchronizations that compiled work chooses from."""
         communication = communication or Communication(topology)
-        self._graph, self._cluster = graph_tables(graph, topology), cluster_tables(communication)
-        self._fixed = (handle(self._graph), handle(self._cluster))
+        self._parts: dict[str, Any] = {}
+        self._world: World | None = None
+        self._graph = graph_tables(graph, topology)
+        cluster = cluster_tables(communication)
         self.variants = Variants(graph, topology, costs)
-        self._groups = DeviceGroups(communication, self._cluster)
+        self._groups = DeviceGroups(communication, cluster)
+        self._renew(graph=self._graph, cluster=cluster, groups=self._groups.tables)
         self._size, self._slots, self._arena = 4096, 4096, 65536
         self._make_scratch()
         self.dtypes = 1 + int(max(self._graph.parameter_dtype, default=0))
         self._resources = topology.device_count + len(topology.links) + len(core_names(topology))
-        self._group_handle = handle(self._groups.tables)
         self._parameters = {tensor.name: position for position, tensor in enumerate(graph.parameters)}
         self._proposed: tuple[dict[int, OpConfig], dict[str, SyncConfig], dict[int, int]] = {}, {}, {}
         self._proposed_ns: int | None = None
@@ -155,7 +151,8 @@ class Engine:
 
     def play(self) -> int:
         """The same, without getting ready for proposals."""
-        return int(simulate_all(self._fixed[0], self._state, self._group_handle, self._other, self._trial, 0, NO_BOUND))
+        graph, state, groups = self._parts["graph"], self._parts["state"], self._parts["groups"]
+        return int(simulate_all(graph, state, groups, self._other, self._trial, 0, NO_BOUND))
 
     def propose(self, operator: str, config: OpConfig, at_most_ns: int = NO_BOUND) -> int | None:
         """Makespan in ns with another configuration of one operator, by a delta simulation; None if it exceeds ``at_most_ns``.
@@ -208,7 +205,7 @@ class Engine:
         self._syncs.update(syncs)
         for parameter, code in codes.items():
             self._codes[parameter] = code
-        confirm(self._state, self._undo, self._trial, self._other)
+        confirm(self.world, self._trial, self._other)
         self.trial, self.other = self.other, self.trial
         self._trial, self._other = self._other, self._trial
         self._keep()
@@ -216,20 +213,29 @@ class Engine:
 
     def reject(self) -> None:
         """Back to before the proposal."""
-        take_back(self._fixed[0], self._group_handle, self._state, self._undo)
+        take_back(self.world)
         self._proposed_ns = None
 
     def _keep(self) -> None:
         """Make what was simulated last the simulation that proposals are compared with."""
         keep_order(self._trial)
-        retrace(self._state, self._trial, self._history)
+        retrace(self._parts["state"], self._trial, self._parts["history"])
 
     def handles(self) -> Handles:
         """What compiled functions are called with."""
-        return (
-            self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch, self._undo,
-            self._trial, self._other, self._history, self._edit,
-        )  # fmt: skip
+        return self.world, self._trial, self._other, self._edit
+
+    @property
+    def world(self) -> World:
+        """What compiled functions read and write, until a part of it is renewed."""
+        if self._world is None:
+            self._world = handle(World(**self._parts))
+        return self._world
+
+    def _renew(self, **parts: NamedTuple) -> None:
+        """Parts of the world that were made anew. Handles know where arrays are: theirs change, and the world's."""
+        self._parts |= {name: handle(part) for name, part in parts.items()}
+        self._world = None
 
     def _whole(self, work: Callable[[], Result]) -> Result:
         """Do all of something, or nothing of it."""
@@ -356,10 +362,7 @@ class Engine:
 
     def _lower_all(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
         self.state.sync[: len(self._codes)] = self._codes
-        lower_all(
-            self._fixed[0], self._tables, self._fixed[1], self._group_handle, self._shard_handle, self._state, self._scratch,
-            variants, replicas, devices, self.dtypes,
-        )  # fmt: skip
+        lower_all(self.world, variants, replicas, devices, self.dtypes)
 
     def _renew_state(self) -> None:
         """Get rid of what accepted changes have left behind, or if that is nothing, grow."""
@@ -407,7 +410,7 @@ class Engine:
         sets, tied, price = self._groups.tables.sets, self._shards.tied, self._shards.price
         if sets.missing[0]:
             self._groups.add(missing_entry(sets))
-            self._group_handle = handle(self._groups.tables)
+            self._renew(groups=self._groups.tables)
         elif tied.missing[0]:
             self.variants.tie(missing_entry(tied))
             self._renew_tables()
@@ -416,15 +419,12 @@ class Engine:
             self._renew_tables()
 
     def _renew_tables(self) -> None:
-        self._variant_arrays = self.variants.tables()
-        self._known_variants = len(self._variant_arrays.rows)
-        self._tables = handle(self._variant_arrays)
-        self._shards = self.variants.geometries.tables()
-        self._shard_handle = handle(self._shards)
+        variants, self._shards = self.variants.tables(), self.variants.geometries.tables()
+        self._known_variants = len(variants.rows)
+        self._renew(variants=variants, shards=self._shards)
 
     def _make_scratch(self) -> None:
-        self._scratch_arrays = make_scratch(self._size, self.topology.device_count, len(self.topology.links))
-        self._scratch = handle(self._scratch_arrays)
+        self._renew(scratch=make_scratch(self._size, self.topology.device_count, len(self.topology.links)))
 
     def make_edit_room(self, devices: int) -> None:
         """Room for edits with so many devices in all."""
@@ -440,7 +440,7 @@ class Engine:
         self.state = make_state(len(self.graph.operators), readers, parameters, self.topology.device_count, self._slots, self._arena)
         self.trial = make_trial(self._slots + 1, self._resources, self.topology.device_count)
         self.other = make_trial(self._slots + 1, self._resources, self.topology.device_count)
-        self._undo_log = make_undo(len(self.graph.operators), readers, parameters, self.topology.device_count, self._slots)
-        self._snapshots = make_history(self._slots + 1, self._resources, self.topology.device_count)
-        self._state, self._trial, self._other = handle(self.state), handle(self.trial), handle(self.other)
-        self._undo, self._history = handle(self._undo_log), handle(self._snapshots)
+        undo = make_undo(len(self.graph.operators), readers, parameters, self.topology.device_count, self._slots)
+        history = make_history(self._slots + 1, self._resources, self.topology.device_count)
+        self._renew(state=self.state, undo=undo, history=history)
+        self._trial, self._other = handle(self.trial), handle(self.other)

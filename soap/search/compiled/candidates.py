@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import exp, log
 
 from soap.search.compiled.memory import CANDIDATES, RANDOM, ChainTables
-from soap.search.compiled.tables import NO_WEIGHT, GridTables
+from soap.search.compiled.tables import NO_WEIGHT, GridTables, SearchTables
 from soap.simulator.compiled.hashing import draw
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.state import State
@@ -14,25 +14,25 @@ FIRST_LISTED = 1 + CANDIDATES
 
 
 @compiled
-def uniform(W: ChainTables) -> float:
+def uniform(X: ChainTables) -> float:
     """In (0, 1]."""
-    return float((draw(W.at, RANDOM) >> 10) + 1) / 9007199254740992.0
+    return float((draw(X.at, RANDOM) >> 10) + 1) / 9007199254740992.0
 
 
 @compiled
-def below(W: ChainTables, count: int):  # type: ignore[no-untyped-def]
+def below(X: ChainTables, count: int):  # type: ignore[no-untyped-def]
     """One of so many numbers."""
-    return draw(W.at, RANDOM) % count
+    return draw(X.at, RANDOM) % count
 
 
 @compiled
-def find_place(Q: GridTables, W: ChainTables, grid: int, first: int) -> int:
+def find_place(Q: GridTables, X: ChainTables, grid: int, first: int) -> int:
     """Which structured placement of a grid the devices ``c_dev[first:]`` are; -1 if none."""
     tiles, places = Q.tiles[grid], Q.places[grid]
     at = Q.place_ptr[places]
     for number in range(Q.place_count[places]):
         tile = 0
-        while tile < tiles and Q.place[at + tile] == W.c_dev[first + tile]:
+        while tile < tiles and Q.place[at + tile] == X.c_dev[first + tile]:
             tile += 1
         if tile == tiles:
             return number
@@ -41,38 +41,39 @@ def find_place(Q: GridTables, W: ChainTables, grid: int, first: int) -> int:
 
 
 @compiled
-def log_weight(Q: GridTables, W: ChainTables, op: int, grid: int, first: int) -> float:
+def log_weight(Q: GridTables, X: ChainTables, op: int, grid: int, first: int) -> float:
     """Logarithm of the weight of an operator's configuration on distinct devices."""
-    if find_place(Q, W, grid, first) >= 0:
+    if find_place(Q, X, grid, first) >= 0:
         return 0.0
     allowed = True
     for tile in range(Q.tiles[grid]):
-        allowed &= Q.permitted[Q.space[op] * len(W.order) + W.c_dev[first + tile]] > 0
+        allowed &= Q.permitted[Q.space[op] * len(X.order) + X.c_dev[first + tile]] > 0
     return Q.shuffled_log[grid] if allowed else NO_WEIGHT
 
 
 @compiled
-def take_current(Q: GridTables, C: State, W: ChainTables, op: int) -> None:
+def take_current(Z: SearchTables, C: State, op: int) -> None:
     """The current configuration becomes candidate 0; ``c_log`` is ``NO_WEIGHT`` if it lies outside of the space."""
-    W.c_grid[0], W.c_log[0] = W.grid[op], NO_WEIGHT
-    if W.grid[op] >= 0:
+    Q, X = Z.grids, Z.chain
+    X.c_grid[0], X.c_log[0] = X.grid[op], NO_WEIGHT
+    if X.grid[op] >= 0:
         for tile in range(C.tiles[op]):
-            W.c_dev[tile] = C.dev[C.dev_ptr[op] + tile]
-        W.c_log[0] = 0.0 if W.structured[op] else Q.shuffled_log[W.grid[op]]
+            X.c_dev[tile] = C.dev[C.dev_ptr[op] + tile]
+        X.c_log[0] = 0.0 if X.structured[op] else Q.shuffled_log[X.grid[op]]
 
 
 @compiled
-def choose(W, inside):  # type: ignore[no-untyped-def]
+def choose(X, inside):  # type: ignore[no-untyped-def]
     """One of the candidates 0 (if it is ``inside``) to ``CANDIDATES`` in proportion to exp(``c_weight``)."""
     first = 0 if inside else 1
-    most, total = W.c_weight[first], 0.0
+    most, total = X.c_weight[first], 0.0
     for slot in range(first, CANDIDATES + 1):
-        most = max(most, W.c_weight[slot])
+        most = max(most, X.c_weight[slot])
     for slot in range(first, CANDIDATES + 1):
-        total += exp(W.c_weight[slot] - most)
-    left, chosen = uniform(W) * total, CANDIDATES
+        total += exp(X.c_weight[slot] - most)
+    left, chosen = uniform(X) * total, CANDIDATES
     for slot in range(first, CANDIDATES + 1):
-        left -= exp(W.c_weight[slot] - most)
+        left -= exp(X.c_weight[slot] - most)
         if left <= 0:
             chosen = slot
             break
@@ -80,10 +81,10 @@ def choose(W, inside):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def draw_structured(Q: GridTables, W: ChainTables, op: int, slot: int) -> None:
+def draw_structured(Q: GridTables, X: ChainTables, op: int, slot: int) -> None:
     """One of the structured configurations, uniformly."""
     space = Q.space[op]
-    number = below(W, Q.structured[space])
+    number = below(X, Q.structured[space])
     low, high = Q.grid_ptr[space], Q.grid_ptr[space + 1]
     while high - low > 1:
         middle = (low + high) // 2
@@ -91,26 +92,26 @@ def draw_structured(Q: GridTables, W: ChainTables, op: int, slot: int) -> None:
             low = middle
         else:
             high = middle
-    put_place(Q, W, slot, low, number - Q.before[low])
+    put_place(Q, X, slot, low, number - Q.before[low])
 
 
 @compiled
-def put_place(Q: GridTables, W: ChainTables, slot: int, grid: int, place: int) -> None:
+def put_place(Q: GridTables, X: ChainTables, slot: int, grid: int, place: int) -> None:
     """A structured configuration."""
-    tiles, first = Q.tiles[grid], slot * len(W.order)
+    tiles, first = Q.tiles[grid], slot * len(X.order)
     at = Q.place_ptr[Q.places[grid]] + place * tiles
     for tile in range(tiles):
-        W.c_dev[first + tile] = Q.place[at + tile]
-    W.c_grid[slot], W.c_log[slot] = grid, 0.0
+        X.c_dev[first + tile] = Q.place[at + tile]
+    X.c_grid[slot], X.c_log[slot] = grid, 0.0
 
 
 @compiled
-def draw_any(Q: GridTables, W: ChainTables, op: int, slot: int) -> None:
+def draw_any(Q: GridTables, X: ChainTables, op: int, slot: int) -> None:
     """A configuration in proportion to its weight."""
     space = Q.space[op]
-    mass = uniform(W) * Q.mass[space]
+    mass = uniform(X) * Q.mass[space]
     if mass <= Q.structured[space]:
-        draw_structured(Q, W, op, slot)
+        draw_structured(Q, X, op, slot)
         return
     mass -= Q.structured[space]
     low, high = Q.grid_ptr[space], Q.grid_ptr[space + 1] - 1
@@ -121,50 +122,50 @@ def draw_any(Q: GridTables, W: ChainTables, op: int, slot: int) -> None:
         else:
             high = middle
     if Q.shuffled_log[low] == NO_WEIGHT:  # the sum was rounded
-        draw_structured(Q, W, op, slot)
+        draw_structured(Q, X, op, slot)
         return
-    first, devices = slot * len(W.order), Q.device_ptr[space + 1] - Q.device_ptr[space]
+    first, devices = slot * len(X.order), Q.device_ptr[space + 1] - Q.device_ptr[space]
     for i in range(devices):
-        W.order[i] = Q.device[Q.device_ptr[space] + i]
+        X.order[i] = Q.device[Q.device_ptr[space] + i]
     placed = True
     while placed:
         for tile in range(Q.tiles[low]):
-            other = tile + below(W, devices - tile)
-            W.order[tile], W.order[other] = W.order[other], W.order[tile]
-            W.c_dev[first + tile] = W.order[tile]
-        placed = find_place(Q, W, low, first) >= 0
-    W.c_grid[slot], W.c_log[slot] = low, Q.shuffled_log[low]
+            other = tile + below(X, devices - tile)
+            X.order[tile], X.order[other] = X.order[other], X.order[tile]
+            X.c_dev[first + tile] = X.order[tile]
+        placed = find_place(Q, X, low, first) >= 0
+    X.c_grid[slot], X.c_log[slot] = low, Q.shuffled_log[low]
 
 
 @compiled
-def same(Q: GridTables, W: ChainTables, a: int, b: int) -> bool:
+def same(Q: GridTables, X: ChainTables, a: int, b: int) -> bool:
     """Whether two candidates are the same configuration."""
-    equal = W.c_grid[a] == W.c_grid[b]
-    if equal and W.c_grid[a] >= 0:
-        for tile in range(Q.tiles[W.c_grid[a]]):
-            equal &= W.c_dev[a * len(W.order) + tile] == W.c_dev[b * len(W.order) + tile]
+    equal = X.c_grid[a] == X.c_grid[b]
+    if equal and X.c_grid[a] >= 0:
+        for tile in range(Q.tiles[X.c_grid[a]]):
+            equal &= X.c_dev[a * len(X.order) + tile] == X.c_dev[b * len(X.order) + tile]
     return equal
 
 
 @compiled
-def log_density(Q: GridTables, W: ChainTables, op: int, listed: int, slot: int, share: float) -> float:
+def log_density(Q: GridTables, X: ChainTables, op: int, listed: int, slot: int, share: float) -> float:
     """Logarithm of the probability with which ``draw_candidate`` gives a candidate, if so many are listed."""
-    drawn = exp(W.c_log[slot]) / Q.mass[Q.space[op]]
+    drawn = exp(X.c_log[slot]) / Q.mass[Q.space[op]]
     if listed == 0:
         return log(drawn)
     equal = 0
     for other in range(FIRST_LISTED, FIRST_LISTED + listed):
-        equal += same(Q, W, slot, other)
+        equal += same(Q, X, slot, other)
     return log(share * equal / listed + (1 - share) * drawn)
 
 
 @compiled
-def draw_candidate(Q: GridTables, W: ChainTables, op: int, listed: int, slot: int, share: float) -> None:
+def draw_candidate(Q: GridTables, X: ChainTables, op: int, listed: int, slot: int, share: float) -> None:
     """One that is listed, uniformly, with probability ``share`` (if any is), or any."""
-    if listed > 0 and uniform(W) <= share:
-        chosen = FIRST_LISTED + below(W, listed)
-        for tile in range(Q.tiles[W.c_grid[chosen]]):
-            W.c_dev[slot * len(W.order) + tile] = W.c_dev[chosen * len(W.order) + tile]
-        W.c_grid[slot], W.c_log[slot] = W.c_grid[chosen], W.c_log[chosen]
+    if listed > 0 and uniform(X) <= share:
+        chosen = FIRST_LISTED + below(X, listed)
+        for tile in range(Q.tiles[X.c_grid[chosen]]):
+            X.c_dev[slot * len(X.order) + tile] = X.c_dev[chosen * len(X.order) + tile]
+        X.c_grid[slot], X.c_log[slot] = X.c_grid[chosen], X.c_log[chosen]
     else:
-        draw_any(Q, W, op, slot)
+        draw_any(Q, X, op, slot)

@@ -14,12 +14,12 @@ NO_EFFECT = 1e300
 
 
 @compiled
-def add(Q, W, E, op, grid, devices, first):  # type: ignore[no-untyped-def]
+def add(Q, X, E, op, grid, devices, first):  # type: ignore[no-untyped-def]
     """One more operator, on ``devices[first:]``."""
     n = E.count[OPERATORS]
-    variant = W.variant[Q.estimate_ptr[op] + grid - Q.grid_ptr[Q.space[op]]]
+    variant = X.variant[Q.estimate_ptr[op] + grid - Q.grid_ptr[Q.space[op]]]
     if variant < 0:
-        W.at[WANTED_OPERATOR], W.at[WANTED_GRID] = op, grid
+        X.at[WANTED_OPERATOR], X.at[WANTED_GRID] = op, grid
         raise LookupError(UNKNOWN)
     E.operator[n], E.variant[n], E.replicas[n] = op, variant, Q.replicas[grid]
     E.dev_ptr[0] = 0
@@ -27,5 +27,5 @@ def add(Q, W, E, op, grid, devices, first):  # type: ignore[no-untyped-def]
     E.dev_ptr[n + 1] = at + Q.tiles[grid]
     for tile in range(Q.tiles[grid]):
         E.dev[at + tile] = devices[first + tile]
-    W.edited[n] = grid
+    X.edited[n] = grid
     E.count[OPERATORS] = n + 1

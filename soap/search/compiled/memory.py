@@ -93,10 +93,10 @@ def make_chain(operators: int, parameters: int, devices: int, configurations: in
     sizes |= dict.fromkeys(("r_op", "r_from", "r_edge"), LONGEST_RUN)
     sizes |= {"r_grid": LONGEST_RUN * (1 + CANDIDATES), "r_dev": LONGEST_RUN * (1 + CANDIDATES) * devices}
     kinds = {"Longs": np.int64, "Floats": np.float64, "Ints": np.int32}
-    fields: list[Any] = []
+    fields: dict[str, Any] = {}
     for name, annotation in ChainTables.__annotations__.items():
         kind = next(own for key, own in kinds.items() if key in str(annotation))
-        fields.append(np.zeros(sizes.get(name, log if name.startswith("log_") else operators) + 1, kind))
-    found = ChainTables(*fields)
+        fields[name] = np.zeros(sizes.get(name, log if name.startswith("log_") else operators) + 1, kind)
+    found = ChainTables(**fields)
     found.variant[:] = found.r_place[:] = -1
     return found._replace(order=np.arange(devices, dtype=np.int32))

@@ -29,7 +29,7 @@ from soap.search.compiled.memory import (
     WANTED_OPERATOR,
     make_chain,
 )
-from soap.search.compiled.tables import grid_tables, group_tables, neighbour_tables
+from soap.search.compiled.tables import SearchTables, grid_tables, group_tables, neighbour_tables
 from soap.search.space import Grid, Space, grid_of
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS
 from soap.simulator.compiled.handles import handle
@@ -100,7 +100,8 @@ class CompiledChain:
         tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())
         self.engine.make_edit_room(tiles)
         self.tables = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), tiles, proposals)
-        self._handle = handle(self.tables)
+        Q, N, M = space.handles
+        self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.tables))
         self._memory = MemoryBound(self.engine, [d.type.memory_bytes for d in space.topology.devices], space.optimizer_states)
         self._beta = self._focus = 0.0
         at = self.tables.at
@@ -129,7 +130,7 @@ class CompiledChain:
             config = strategy.operators[op.name]
             distinct = len(set(config.devices)) == len(config.devices)
             self.tables.grid[position] = self._space.number(position, grid_of(config)) if distinct else -1
-        begin_chain(self._space.handles[0], self.engine.handles()[5], self._handle, cost_ns)
+        begin_chain(self.engine.world, self.handle, cost_ns)
 
     def run(self, proposals: int, *, beta: float, focus: float, fits: Callable[[Strategy], bool] | None = None) -> int:
         """Go on until so many proposals are evaluated, or nothing has an effect any more; how many have been, in all. ``beta``: as in
@@ -138,12 +139,11 @@ class CompiledChain:
         if len(self._space.space.movable) == 0 and not self._space.has_syncs:
             return self.proposals
         at = self.tables.at
-        Q, N, M = self._space.handles
         last, focus = min(proposals, len(self.tables.log_cost) - 1), focus / float(at[START])
 
         def go_on() -> int:
-            X = NO_TABLES if fits is None else self._memory.handle()
-            return int(advance(*self.engine.handles(), Q, N, M, self._handle, X, last, beta, focus, fits is not None, self.engine.dtypes))
+            M = NO_TABLES if fits is None else self._memory.handle()
+            return int(advance(*self.engine.handles(), self.handle, M, last, beta, focus, fits is not None, self.engine.dtypes))
 
         while True:
             try:
@@ -216,22 +216,22 @@ class CompiledChain:
     @property
     def best(self) -> Strategy:
         """The strategy of least cost so far."""
-        W, found = self.tables, {}
+        X, found = self.tables, {}
         for position, op in enumerate(self._space.space.graph.operators):
-            devices = W.best_dev[W.best_dev_ptr[position] : W.best_dev_ptr[position + 1]]
-            found[op.name] = self.engine.config(position, W.best_variant[position], devices, W.best_replicas[position])
-        return replace(self.engine.strategy, operators=found, parameters=self.engine.syncs(W.best_sync))
+            devices = X.best_dev[X.best_dev_ptr[position] : X.best_dev_ptr[position + 1]]
+            found[op.name] = self.engine.config(position, X.best_variant[position], devices, X.best_replicas[position])
+        return replace(self.engine.strategy, operators=found, parameters=self.engine.syncs(X.best_sync))
 
     @property
     def moves(self) -> Mapping[str, Counts]:
         """By move."""
-        W = self.tables
-        columns = (W.proposed, W.accepted, W.idle, W.gained)
+        X = self.tables
+        columns = (X.proposed, X.accepted, X.idle, X.gained)
         return {move: Counts(*(int(column[i]) for column in columns)) for i, move in enumerate(MOVES)}
 
     def log(self, first: int = 0) -> Iterator[Logged]:
         """The proposals from number ``first`` on."""
-        W, last = self.tables, self.proposals
-        columns = (W.log_move, W.log_operator, W.log_count, W.log_cost, W.log_accepted)
+        X, last = self.tables, self.proposals
+        columns = (X.log_move, X.log_operator, X.log_count, X.log_cost, X.log_accepted)
         for move, operator, count, cost, accepted in zip(*(column[first:last].tolist() for column in columns), strict=True):
             yield Logged(MOVES[move], operator, count, cost if cost >= 0 else None, bool(accepted))

@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 from soap.search.compiled.candidates import FIRST_LISTED, log_weight
-from soap.search.compiled.memory import MOST_LISTED, ChainTables
-from soap.search.compiled.tables import NO_WEIGHT, GridTables, NeighbourTables
+from soap.search.compiled.memory import MOST_LISTED
+from soap.search.compiled.tables import NO_WEIGHT, SearchTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.state import State
 
 
 @compiled
-def list_candidates(Q: GridTables, N: NeighbourTables, C: State, W: ChainTables, op: int) -> int:
+def list_candidates(Z: SearchTables, C: State, op: int) -> int:
     """What references give an operator, and what follows from its neighbours; how many. The operator's own configuration has no part in
     it: that is what the move's detailed balance rests on."""
-    n = list_references(Q, N, W, op)
+    N, X = Z.neighbours, Z.chain
+    n = list_references(Z, op)
     for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
         neighbour = N.neighbour[edge]
-        if W.grid[neighbour] >= 0:
-            n = list_aligned(Q, N, W, op, edge, W.grid[neighbour], C.dev, C.dev_ptr[neighbour], n)
+        if X.grid[neighbour] >= 0:
+            n = list_aligned(Z, op, edge, X.grid[neighbour], C.dev, C.dev_ptr[neighbour], n)
     return n
 
 
 @compiled
-def list_references(Q: GridTables, N: NeighbourTables, W: ChainTables, op: int) -> int:
+def list_references(Z: SearchTables, op: int) -> int:
     """What references give an operator; how many."""
+    Q, N, X = Z.grids, Z.neighbours, Z.chain
     n = 0
     for reference in range(N.reference_ptr[op], N.reference_ptr[op + 1]):
         if n < MOST_LISTED:
             slot = FIRST_LISTED + n
             for i in range(N.dev_ptr[reference], N.dev_ptr[reference + 1]):
-                W.c_dev[slot * len(W.order) + i - N.dev_ptr[reference]] = N.dev[i]
-            W.c_grid[slot] = N.grid[reference]
-            W.c_log[slot] = log_weight(Q, W, op, N.grid[reference], slot * len(W.order))
+                X.c_dev[slot * len(X.order) + i - N.dev_ptr[reference]] = N.dev[i]
+            X.c_grid[slot] = N.grid[reference]
+            X.c_log[slot] = log_weight(Q, X, op, N.grid[reference], slot * len(X.order))
             n += 1
     return n
 
 
 @compiled
-def list_aligned(Q, N, W, op, edge, source, devices, first, n):  # type: ignore[no-untyped-def]
+def list_aligned(Z, op, edge, source, devices, first, n):  # type: ignore[no-untyped-def]
     """``alignment.aligned_with`` a neighbour of grid ``source`` on ``devices[first:]``, after ``n`` others; how many in all."""
+    Q, N = Z.grids, Z.neighbours
     tiles, sizes, factors = Q.tiles[source], Q.size_ptr[op], Q.size_ptr[op + 1] - Q.size_ptr[op]
     shared, fits = 1, True
     for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
@@ -47,16 +50,16 @@ def list_aligned(Q, N, W, op, edge, source, devices, first, n):  # type: ignore[
         fits &= degree <= Q.size[sizes + N.mine[pair]]
     rest = tiles // shared
     if fits:
-        n = _follow(Q, N, W, op, edge, source, devices, first, rest, -1, n)
+        n = _follow(Z, op, edge, source, devices, first, rest, -1, n)
         if rest > 1:
-            n = _follow(Q, N, W, op, edge, source, devices, first, 1, -1, n)
+            n = _follow(Z, op, edge, source, devices, first, 1, -1, n)
             for factor in range(factors):
                 if Q.size[sizes + factor] >= rest and not _is_shared(Q, N, edge, source, factor):
-                    n = _follow(Q, N, W, op, edge, source, devices, first, rest, factor, n)
+                    n = _follow(Z, op, edge, source, devices, first, rest, factor, n)
     if shared > 1:
         for factor in range(-1, factors):
             if factor < 0 or Q.size[sizes + factor] >= tiles:
-                n = _single_axis(Q, N, W, op, devices, first, tiles, factor, n)
+                n = _single_axis(Z, op, devices, first, tiles, factor, n)
     return n
 
 
@@ -102,13 +105,14 @@ def _degree(Q, N, edge, source, factor, extra, length):  # type: ignore[no-untyp
 
 
 @compiled
-def _follow(Q, N, W, op, edge, source, devices, start, rest, extra, n):  # type: ignore[no-untyped-def]
+def _follow(Z, op, edge, source, devices, start, rest, extra, n):  # type: ignore[no-untyped-def]
     """``alignment._follow``; ``rest``: cells of the neighbour's other axes that are followed (1: they are dropped)."""
+    Q, N, X = Z.grids, Z.neighbours, Z.chain
     neighbour = N.neighbour[edge]
     grid = _find_grid(Q, N, op, edge, source, rest if extra < 0 else 1, extra, rest)
     if grid < 0 or n >= MOST_LISTED:
         return n
-    first = (FIRST_LISTED + n) * len(W.order)
+    first = (FIRST_LISTED + n) * len(X.order)
     axes, theirs = Q.size_ptr[op + 1] - Q.size_ptr[op], Q.size_ptr[neighbour + 1] - Q.size_ptr[neighbour]
     for tile in range(Q.tiles[grid]):
         left, stride, from_tile = tile, 1, 0
@@ -129,8 +133,8 @@ def _follow(Q, N, W, op, edge, source, devices, start, rest, extra, n):  # type:
                 from_tile += stride * (other % length if rest > 1 else 0)
                 other //= length
             stride *= length
-        W.c_dev[first + tile] = devices[start + from_tile]
-    return _keep(Q, W, op, grid, n)
+        X.c_dev[first + tile] = devices[start + from_tile]
+    return _keep(Q, X, op, grid, n)
 
 
 @compiled
@@ -153,21 +157,22 @@ def _cell(Q, grid, axes, tile, factor):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _single_axis(Q, N, W, op, devices, start, tiles, factor, n):  # type: ignore[no-untyped-def]
+def _single_axis(Z, op, devices, start, tiles, factor, n):  # type: ignore[no-untyped-def]
     """All of the neighbour's devices for one factor (-1: for replicas)."""
+    Q, N, X = Z.grids, Z.neighbours, Z.chain
     grid = _find_grid(Q, N, op, -1, 0, tiles if factor < 0 else 1, factor, tiles)
     if grid < 0 or n >= MOST_LISTED:
         return n
-    first = (FIRST_LISTED + n) * len(W.order)
+    first = (FIRST_LISTED + n) * len(X.order)
     for tile in range(tiles):
-        W.c_dev[first + tile] = devices[start + tile]
-    return _keep(Q, W, op, grid, n)
+        X.c_dev[first + tile] = devices[start + tile]
+    return _keep(Q, X, op, grid, n)
 
 
 @compiled
-def _keep(Q, W, op, grid, n):  # type: ignore[no-untyped-def]
+def _keep(Q, X, op, grid, n):  # type: ignore[no-untyped-def]
     """Only what has some weight."""
     slot = FIRST_LISTED + n
-    W.c_grid[slot] = grid
-    W.c_log[slot] = log_weight(Q, W, op, grid, slot * len(W.order))
-    return n if W.c_log[slot] == NO_WEIGHT else n + 1
+    X.c_grid[slot] = grid
+    X.c_log[slot] = log_weight(Q, X, op, grid, slot * len(X.order))
+    return n if X.c_log[slot] == NO_WEIGHT else n + 1

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from soap.search.compiled.candidates import below
 from soap.search.compiled.edits import NO_EFFECT
-from soap.search.compiled.memory import ChainTables
-from soap.search.compiled.tables import GridTables
+from soap.search.compiled.tables import SearchTables
 from soap.simulator.compiled.change import PARAMETERS, Edit
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.state import State
 
 
 @compiled
-def propose_sync(Q: GridTables, C: State, W: ChainTables, E: Edit) -> float:
+def propose_sync(Z: SearchTables, C: State, E: Edit) -> float:
     """One parameter, another of the ways that are allowed, both uniformly: symmetric. A parameter that is synchronized in a way that is not
     allowed leaves it for good."""
+    Q, X = Z.grids, Z.chain
     if len(Q.sync_parameter) == 0:
         return NO_EFFECT
-    place = below(W, len(Q.sync_parameter))
+    place = below(X, len(Q.sync_parameter))
     parameter, first = Q.sync_parameter[place], Q.sync_ptr[place]
     count, current = Q.sync_ptr[place + 1] - first, -1
     for i in range(count):
         current = i if Q.sync_choice[first + i] == C.sync[parameter] else current
-    chosen = below(W, count - 1) if current >= 0 else below(W, count)
+    chosen = below(X, count - 1) if current >= 0 else below(X, count)
     if current >= 0 and chosen >= current:
         chosen += 1
     E.parameter[0], E.sync[0] = parameter, Q.sync_choice[first + chosen]

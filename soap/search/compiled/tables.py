@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.search.compiled.estimates import rough_ns
+from soap.search.compiled.memory import ChainTables
 from soap.search.compiled.segments import find_segments
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.simulator.compiled.sync_codes import sync_code
@@ -109,6 +110,16 @@ class GroupTables(NamedTuple):
     choice: Ints
 
 
+class SearchTables(NamedTuple):
+    """What the moves of one chain read and write: the space, and the chain itself. Compiled functions read from it what they use, each
+    under one letter: ``Q, N, M, X = Z.grids, Z.neighbours, Z.groups, Z.chain``."""
+
+    grids: GridTables
+    neighbours: NeighbourTables
+    groups: GroupTables
+    chain: ChainTables
+
+
 def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTables:
     """The configurations of a space."""
     graph = space.graph
@@ -120,23 +131,39 @@ def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTable
     number = {shape: i for i, shape in enumerate(options)}
     estimates = [rough_ns(graph, position, own.grids, topology, costs) for position, own in enumerate(space.operators)]
     before = [np.cumsum([0, *(len(own.placements(grid)) for grid in own.grids)])[:-1] for own in spaces]
-    return _pack(GridTables, [
-        space.movable, [spaces.index(own) for own in space.operators], _pointers(own.grids for own in spaces),
-        [own.structured_count for own in spaces], [own.mass for own in spaces], *_lookup(spaces), np.concatenate(before),
-        [grid[0] for grid in grids], [prod(grid) for grid in grids], _pointers(grid[1:] for grid in grids),
-        [degree for grid in grids for degree in grid[1:]], [number[shape] for shape in shapes],
-        np.concatenate([np.cumsum([own.shuffled_mass(grid) for grid in own.grids]) for own in spaces]),
-        [_shuffled_log(own, grid) for own, grid in pairs],
-        np.cumsum([0, *(len(found) * len(found[0]) for found in options.values())]), [len(found) for found in options.values()],
-        [device for found in options.values() for devices in found for device in devices],
-        _pointers(own.devices for own in spaces), [device for own in spaces for device in own.devices],
-        [device in own.devices for own in spaces for device in range(space.device_count)],
-        _pointers(estimates), np.concatenate(estimates), _pointers(op.factors for op in graph.operators),
-        [factor.size if op.partitionable else 1 for op in graph.operators for factor in op.factors],
-        [number for number, tensor in enumerate(graph.parameters) if tensor.name in space.syncs],
-        _pointers(space.syncs[tensor.name] for tensor in graph.parameters if tensor.name in space.syncs),
-        [sync_code(sync) for tensor in graph.parameters for sync in space.syncs.get(tensor.name, ())],
-    ])  # fmt: skip
+    lookup_ptr, lookup_mask, lookup = _lookup(spaces)
+    return _pack(
+        GridTables,
+        movable=space.movable,
+        space=[spaces.index(own) for own in space.operators],
+        grid_ptr=_pointers(own.grids for own in spaces),
+        structured=[own.structured_count for own in spaces],
+        mass=[own.mass for own in spaces],
+        lookup_ptr=lookup_ptr,
+        lookup_mask=lookup_mask,
+        lookup=lookup,
+        before=np.concatenate(before),
+        replicas=[grid[0] for grid in grids],
+        tiles=[prod(grid) for grid in grids],
+        degree_ptr=_pointers(grid[1:] for grid in grids),
+        degree=[degree for grid in grids for degree in grid[1:]],
+        places=[number[shape] for shape in shapes],
+        shuffled=np.concatenate([np.cumsum([own.shuffled_mass(grid) for grid in own.grids]) for own in spaces]),
+        shuffled_log=[_shuffled_log(own, grid) for own, grid in pairs],
+        place_ptr=np.cumsum([0, *(len(found) * len(found[0]) for found in options.values())]),
+        place_count=[len(found) for found in options.values()],
+        place=[device for found in options.values() for devices in found for device in devices],
+        device_ptr=_pointers(own.devices for own in spaces),
+        device=[device for own in spaces for device in own.devices],
+        permitted=[device in own.devices for own in spaces for device in range(space.device_count)],
+        estimate_ptr=_pointers(estimates),
+        estimate=np.concatenate(estimates),
+        size_ptr=_pointers(op.factors for op in graph.operators),
+        size=[factor.size if op.partitionable else 1 for op in graph.operators for factor in op.factors],
+        sync_parameter=[number for number, tensor in enumerate(graph.parameters) if tensor.name in space.syncs],
+        sync_ptr=_pointers(space.syncs[tensor.name] for tensor in graph.parameters if tensor.name in space.syncs),
+        sync_choice=[sync_code(sync) for tensor in graph.parameters for sync in space.syncs.get(tensor.name, ())],
+    )
 
 
 def _shuffled_log(own: OperatorSpace, grid: Grid) -> float:
@@ -175,14 +202,21 @@ def neighbour_tables(space: Space) -> NeighbourTables:
     numbers = _grid_numbers(space)
     references = _references(space)
     flat = [(position, config) for position, own in enumerate(references) for config in own]
-    return _pack(NeighbourTables, [
-        _pointers(space.edges), [edge[0] for edge in edges], [edge[1] for edge in edges], [edge[2] for edge in edges],
-        _pointers(edge[3] for edge in edges), [theirs for edge in edges for theirs, _ in edge[3]],
-        [mine for edge in edges for _, mine in edge[3]], _pointers(references),
-        [numbers[space.operators[position]][grid_of(config)] for position, config in flat],
-        _pointers(config.devices for _, config in flat), [device for _, config in flat for device in config.devices],
-        [space.operators[position].log_weight(config) for position, config in flat],
-    ])  # fmt: skip
+    return _pack(
+        NeighbourTables,
+        edge_ptr=_pointers(space.edges),
+        neighbour=[edge[0] for edge in edges],
+        reads=[edge[1] for edge in edges],
+        bytes=[edge[2] for edge in edges],
+        pair_ptr=_pointers(edge[3] for edge in edges),
+        theirs=[theirs for edge in edges for theirs, _ in edge[3]],
+        mine=[mine for edge in edges for _, mine in edge[3]],
+        reference_ptr=_pointers(references),
+        grid=[numbers[space.operators[position]][grid_of(config)] for position, config in flat],
+        dev_ptr=_pointers(config.devices for _, config in flat),
+        dev=[device for _, config in flat for device in config.devices],
+        log_weight=[space.operators[position].log_weight(config) for position, config in flat],
+    )
 
 
 def _grid_numbers(space: Space) -> dict[OperatorSpace, dict[Grid, int]]:
@@ -226,16 +260,24 @@ def group_tables(space: Space) -> GroupTables:
         order.append({config: first + i for i, config in enumerate(own)})
         first += len(own)
     choices = [[order[op][c] for row in s.alternatives for op, c in zip(s.operators, row, strict=True)] for s in segments]
-    return _pack(GroupTables, [
-        group, _pointers(space.groups), [op for members in space.groups for op in members], _pointers(s.operators for s in segments),
-        [op for s in segments for op in s.operators], _pointers(choices), [number for own in choices for number in own],
-    ])  # fmt: skip
+    return _pack(
+        GroupTables,
+        group=group,
+        member_ptr=_pointers(space.groups),
+        member=[op for members in space.groups for op in members],
+        segment_ptr=_pointers(s.operators for s in segments),
+        segment=[op for s in segments for op in s.operators],
+        choice_ptr=_pointers(choices),
+        choice=[number for own in choices for number in own],
+    )
 
 
-def _pack(kind: type[Tables], values: Sequence[Any]) -> Tables:
+def _pack(kind: type[Tables], **values: Any) -> Tables:
+    """Tables of these values, as arrays of what the fields are."""
     kinds = {"Longs": np.int64, "Floats": np.float64, "Ints": np.int32}
-    types = [next(kinds[own] for own in kinds if own in str(annotation)) for annotation in kind.__annotations__.values()]
-    return kind._make(np.ascontiguousarray(own, type_) for own, type_ in zip(values, types, strict=True))
+    types = {name: next(kinds[own] for own in kinds if own in str(annotation)) for name, annotation in kind.__annotations__.items()}
+    arrays = {name: np.ascontiguousarray(own, types[name]) for name, own in values.items()}
+    return kind._make(arrays[name] for name in types)
 
 
 def _pointers(lists: Iterable[Any]) -> NDArray[np.int64]:

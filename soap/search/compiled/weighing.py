@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from soap.search.compiled.memory import ESTIMATES, ChainTables
-from soap.search.compiled.tables import GridTables, NeighbourTables
+from soap.search.compiled.memory import ESTIMATES
+from soap.search.compiled.tables import GridTables, SearchTables
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.state import State
-from soap.simulator.compiled.tables import ClusterTables
+from soap.simulator.compiled.world import World
 
 
 @compiled
@@ -16,27 +15,30 @@ def own_ns(Q: GridTables, op: int, grid: int) -> float:
 
 
 @compiled
-def rough_cost_ns(Q: GridTables, N: NeighbourTables, K: ClusterTables, C: State, W: ChainTables, op: int, slot: int) -> float:
+def rough_cost_ns(W: World, Z: SearchTables, op: int, slot: int) -> float:
     """Of a candidate, given the neighbours' configurations."""
-    found = own_ns(Q, op, W.c_grid[slot])
+    K, C = W.cluster, W.state
+    Q, N, X = Z.grids, Z.neighbours, Z.chain
+    found = own_ns(Q, op, X.c_grid[slot])
     for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
         neighbour = N.neighbour[edge]
-        if W.grid[neighbour] >= 0:
-            first = slot * len(W.order)
-            found += edge_ns(Q, N, K, W, op, edge, W.c_grid[slot], W.c_dev, first, W.grid[neighbour], C.dev, C.dev_ptr[neighbour])
+        if X.grid[neighbour] >= 0:
+            first = slot * len(X.order)
+            found += edge_ns(Z, K, op, edge, X.c_grid[slot], X.c_dev, first, X.grid[neighbour], C.dev, C.dev_ptr[neighbour])
     return found
 
 
 @compiled
-def edge_ns(Q, N, K, W, op, edge, mine, own, own_at, theirs, other, other_at):  # type: ignore[no-untyped-def]
+def edge_ns(Z, K, op, edge, mine, own, own_at, theirs, other, other_at):  # type: ignore[no-untyped-def]
     """Twice (there and back) what the device that waits longest has to be sent. ``mine``: the operator's grid, on ``own[own_at:]``;
     ``theirs``: the neighbour's, on ``other[other_at:]``."""
-    W.at[ESTIMATES] += 1  # what is marked is not any more
+    Q, N, X = Z.grids, Z.neighbours, Z.chain
+    X.at[ESTIMATES] += 1  # what is marked is not any more
     neighbour, reads = N.neighbour[edge], N.reads[edge]
     reader, writer = (mine, theirs) if reads else (theirs, mine)
     for tile in range(Q.tiles[writer]):
         device = _device(own, own_at, other, other_at, not reads, tile)
-        W.where[device], W.stamp[device] = tile, W.at[ESTIMATES]
+        X.where[device], X.stamp[device] = tile, X.at[ESTIMATES]
     need, unshared = 1.0, float(Q.tiles[writer]) / Q.replicas[writer]
     for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
         need /= _parts(Q, N, reader, pair, reads)
@@ -45,8 +47,8 @@ def edge_ns(Q, N, K, W, op, edge, mine, own, own_at, theirs, other, other_at):  
     for tile in range(Q.tiles[reader]):
         device = _device(own, own_at, other, other_at, reads, tile)
         local = 0.0
-        if W.stamp[device] == W.at[ESTIMATES]:
-            local = _overlap(Q, N, op, neighbour, edge, reader, writer, reads, tile, W.where[device]) / unshared
+        if X.stamp[device] == X.at[ESTIMATES]:
+            local = _overlap(Q, N, op, neighbour, edge, reader, writer, reads, tile, X.where[device]) / unshared
         if local < need:
             source = _device(own, own_at, other, other_at, not reads, tile % Q.tiles[writer])
             if source == device:

@@ -7,9 +7,8 @@ from soap.simulator.compiled.fetches import identify, is_remote, same_piece
 from soap.simulator.compiled.hashing import hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import CARRIERS, FULL, PARTS, PIECES, STAMP, Scratch
-from soap.simulator.compiled.state import State
-from soap.simulator.compiled.tables import GraphTables
-from soap.simulator.compiled.variants import GRIDS, VariantTables
+from soap.simulator.compiled.variants import GRIDS
+from soap.simulator.compiled.world import World
 
 MESSAGE, ALL_GATHER, ALL_TO_ALL, BROADCAST = range(4)
 """Patterns of carriers."""
@@ -19,8 +18,9 @@ DTYPES = 1 << 6
 
 
 @compiled
-def carry(G: GraphTables, V: VariantTables, C: State, S: Scratch, op: int) -> None:
+def carry(W: World, op: int) -> None:
     """Divide the remote pieces among carriers; ``p_carrier`` says which."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     S.count[CARRIERS] = 0
     S.count[PARTS] = 0
     S.k_part[0] = 0
@@ -37,7 +37,7 @@ def carry(G: GraphTables, V: VariantTables, C: State, S: Scratch, op: int) -> No
                 _gathers(V, S, out, rank)
                 _all_to_alls(C, S, out)
             _broadcasts(C, S, out)
-    _messages(G, C, S, op)
+    _messages(W, op)
 
 
 @compiled
@@ -241,8 +241,9 @@ def tree_depth(devices: int) -> int:
 
 
 @compiled
-def _messages(G, C, S, op):  # type: ignore[no-untyped-def]
+def _messages(W, op):  # type: ignore[no-untyped-def]
     """What one device sends another from the same moment on, of one dtype, in one go."""
+    G, C, S = W.graph, W.state, W.scratch
     S.count[STAMP] += 1
     mask = len(S.hash_key) - 1
     first = S.count[CARRIERS]

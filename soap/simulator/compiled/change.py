@@ -15,13 +15,14 @@ from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.fragment import CROWDED, count_edges, lower_operator, place_tiles
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.scratch import STAMP, Scratch
+from soap.simulator.compiled.scratch import STAMP
 from soap.simulator.compiled.serving import count_pulls, make_pulls
-from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, Groups, ShardTables, State
+from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, State
 from soap.simulator.compiled.sync_codes import travels_by_rows
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
-from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Longs
-from soap.simulator.compiled.variants import CELLS, VariantTables
+from soap.simulator.compiled.tables import GraphTables, Ints, Longs
+from soap.simulator.compiled.variants import CELLS
+from soap.simulator.compiled.world import World
 
 UNDER_WAY, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
 REPLACED, RESYNCED, REPULLED, OLD_PULLS, OLD_PULL_SLOT = 10, 11, 12, 13, 14
@@ -51,8 +52,17 @@ class Edit(NamedTuple):
 def make_edit(operators: int, parameters: int, devices: int) -> Edit:
     """Room for a change of anything, with so many devices in all."""
     ints = lambda n: np.zeros(n + 1, np.int32)  # noqa: E731
-    per_operator = (ints(operators), ints(operators), ints(operators), ints(operators + 1))
-    return Edit(np.zeros(4, np.int64), *per_operator, ints(devices), ints(parameters), ints(parameters))
+    return Edit(
+        count=np.zeros(4, np.int64),
+        operator=ints(operators),
+        variant=ints(operators),
+        replicas=ints(operators),
+        dev_ptr=ints(operators + 1),
+        dev=ints(devices),
+        parameter=ints(parameters),
+        sync=ints(parameters),
+    )
+
 
 FIELDS = 13
 
@@ -86,19 +96,19 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
     """Room for a change of anything."""
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
     return Undo(
-        longs(16),
-        ints(FIELDS * operators),
-        ints(readers + 1),
-        ints(slots),
-        ints(operators + 1),
-        ints(operators),
-        longs(devices),
-        ints(devices),
-        longs(operators),
-        ints(operators),
-        longs(operators),
-        ints(parameters),
-        ints(parameters),
+        what=longs(16),
+        fields=ints(FIELDS * operators),
+        rows=ints(readers + 1),
+        alive=ints(slots),
+        alive_ptr=ints(operators + 1),
+        sync_row=ints(operators),
+        update_ns=longs(devices),
+        update_alive=ints(devices),
+        dirty=longs(operators),
+        entry=ints(operators),
+        saved=longs(operators),
+        parameter=ints(parameters),
+        sync=ints(parameters),
     )
 
 
@@ -121,10 +131,9 @@ def find_replaced(G: GraphTables, C: State, E: Edit) -> None:
 
 
 @compiled
-def change(
-    G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D: ShardTables, C: State, S: Scratch, U: Undo, E: Edit
-) -> None:
+def change(W: World, E: Edit) -> None:
     """Do what an edit says. Gradients' sums are left as they were: ``change_sums``, if ``needs_sums``."""
+    G, C, U = W.graph, W.state, W.undo
     what = U.what
     what[UNDER_WAY], what[CHANGED], what[SYNCHRONIZED], what[ALIVE_SAVED], what[LIST_SAVED] = 1, 0, 0, 0, 0
     what[REPLACED] = what[RESYNCED] = what[REPULLED] = 0
@@ -143,16 +152,17 @@ def change(
         what[REPULLED], what[OLD_PULLS], what[OLD_PULL_SLOT] = 1, C.used[PULLS], C.pull_slot[0]
         count_pulls(C, -1)
     if E.count[REPLACED_OPERATORS] > 0:
-        _change_operators(G, V, K, R, C, S, U, E)
+        _change_operators(W, E)
     if pulls:
-        make_pulls(G, V, K, D, C, S)
+        make_pulls(W)
         count_pulls(C, 1)
         what[REPULLED] = 2
 
 
 @compiled
-def _change_operators(G, V, K, R, C, S, U, E):  # type: ignore[no-untyped-def]
+def _change_operators(W, E):  # type: ignore[no-untyped-def]
     """All tiles first: blocks lead to the tiles of those that read. Then the blocks, readers first."""
+    G, V, C, S, U = W.graph, W.variants, W.state, W.scratch, W.undo
     S.count[STAMP] += 1
     stamp = S.count[STAMP]
     last = 0
@@ -160,7 +170,7 @@ def _change_operators(G, V, K, R, C, S, U, E):  # type: ignore[no-untyped-def]
         op = E.operator[i]
         _mark(G, U, op, stamp)
         U.dirty[op] = stamp
-        _save(G, C, U, op, stamp)
+        _save(W, op, stamp)
         last = max(last, op)
     U.what[REPLACED] = E.count[REPLACED_OPERATORS]
     for i in range(E.count[OPERATORS]):
@@ -172,13 +182,13 @@ def _change_operators(G, V, K, R, C, S, U, E):  # type: ignore[no-untyped-def]
         copy(C.dev, C.used[DEVICES], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         C.used[DEVICES] += count
     for i in range(E.count[REPLACED_OPERATORS]):
-        place_tiles(G, V, K, C, E.operator[i])
+        place_tiles(W, E.operator[i])
     for position in range(last, -1, -1):
         if U.dirty[position] != stamp:
             continue
         if U.saved[position] != stamp:
-            _save(G, C, U, position, stamp)
-        if lower_operator(G, V, K, R, C, S, position):
+            _save(W, position, stamp)
+        if lower_operator(W, position):
             _mark(G, U, position, stamp)
         count_backward(G, C, position, 1)
         U.fields[U.entry[position] * FIELDS + DONE] = 1
@@ -192,8 +202,9 @@ def _mark(G, U, op, stamp):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _save(G, C, U, op, stamp):  # type: ignore[no-untyped-def]
+def _save(W, op, stamp):  # type: ignore[no-untyped-def]
     """Note what an operator's block is, and take away its edges and backward tiles."""
+    G, C, U = W.graph, W.state, W.undo
     n = U.what[CHANGED]
     U.entry[op], U.saved[op] = n, stamp
     at = n * FIELDS
@@ -216,8 +227,9 @@ def _save(G, C, U, op, stamp):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def needs_sums(G: GraphTables, C: State, U: Undo) -> bool:
+def needs_sums(W: World) -> bool:
     """Whether the change has to do with gradients' sums."""
+    G, C, U = W.graph, W.state, W.undo
     if U.what[RESYNCED] > 0:
         return True
     for n in range(U.what[CHANGED]):
@@ -238,10 +250,9 @@ def _alive_changed(C, U, n):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def change_sums(
-    G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D: ShardTables, C: State, S: Scratch, U: Undo, dtypes: int
-) -> None:
+def change_sums(W: World, dtypes: int) -> None:
     """Make gradients' sums and updates anew."""
+    G, R, C, U = W.graph, W.groups, W.state, W.undo
     U.what[OLD_SYNCS], U.what[OLD_SYNC_SLOT] = C.used[SYNCS], C.sync_slot[0]
     for op in range(len(G.backward)):
         U.sync_row[op] = C.sync_row[op]
@@ -249,13 +260,14 @@ def change_sums(
         U.update_ns[device], U.update_alive[device] = C.duration[device], C.alive[device]
     count_sums(R, C, -1)
     U.what[SYNCHRONIZED] = 1
-    synchronize(G, V, K, R, D, C, S, dtypes)
+    synchronize(W, dtypes)
     U.what[SYNCHRONIZED] = 2
 
 
 @compiled
-def undo(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
+def undo(W: World) -> None:
     """Take the last change back, whole or (after an exception) in part."""
+    G, R, C, U = W.graph, W.groups, W.state, W.undo
     if not U.what[UNDER_WAY]:
         return
     for i in range(U.what[RESYNCED]):

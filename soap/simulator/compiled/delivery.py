@@ -7,18 +7,17 @@ from soap.simulator.compiled.fetches import cover_all
 from soap.simulator.compiled.holdings import gather_reads, make_holdings
 from soap.simulator.compiled.jit import entry
 from soap.simulator.compiled.scattering import scatter_sums
-from soap.simulator.compiled.scratch import BOUNDS, CELL_BOXES, Scratch
-from soap.simulator.compiled.state import State
-from soap.simulator.compiled.tables import ClusterTables, GraphTables
-from soap.simulator.compiled.variants import VariantTables
+from soap.simulator.compiled.scratch import BOUNDS, CELL_BOXES
+from soap.simulator.compiled.world import World
 
 
 @entry
-def deliver(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: Scratch, op: int) -> None:
+def deliver(W: World, op: int) -> None:
     """Holdings, reductions, fetches with their pieces, and carriers of an operator, in the scratch."""
+    S = W.scratch
     S.count[CELL_BOXES] = S.count[BOUNDS] = 0
-    make_holdings(G, V, C, S, op)
-    gather_reads(G, V, C, S, op)
-    scattered = scatter_sums(V, C, S, op)
-    cover_all(G, V, K, C, S, op, scattered)
-    carry(G, V, C, S, op)
+    make_holdings(W, op)
+    gather_reads(W, op)
+    scattered = scatter_sums(W, op)
+    cover_all(W, op, scattered)
+    carry(W, op)

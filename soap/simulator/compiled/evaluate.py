@@ -14,7 +14,6 @@ from soap.simulator.compiled.change import (
     REPLACED_OPERATORS,
     UNDER_WAY,
     Edit,
-    Undo,
     change,
     change_sums,
     find_replaced,
@@ -34,48 +33,35 @@ from soap.simulator.compiled.events import (
     make_sums_ready,
     play,
 )
-from soap.simulator.compiled.history import History, complete, first_difference, first_tile, resume, retrace, take_snapshots
+from soap.simulator.compiled.history import complete, first_difference, first_tile, resume, retrace, take_snapshots
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.rows import is_on_rows
-from soap.simulator.compiled.scratch import EXPECTED, Scratch
-from soap.simulator.compiled.state import Groups, ShardTables, State
+from soap.simulator.compiled.scratch import EXPECTED
 from soap.simulator.compiled.synchronization import expect_updates, is_certain
-from soap.simulator.compiled.tables import ClusterTables, GraphTables
-from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS, VariantTables
+from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
+from soap.simulator.compiled.world import World
 
 
 @entry
-def evaluate(
-    G: GraphTables,
-    V: VariantTables,
-    K: ClusterTables,
-    R: Groups,
-    D: ShardTables,
-    C: State,
-    S: Scratch,
-    U: Undo,
-    P: Trial,
-    T: Trial,
-    H: History,
-    E: Edit,
-    dtypes: int,
-    at_most: int,
-) -> int:
+def evaluate(W: World, P: Trial, T: Trial, E: Edit, dtypes: int, at_most: int) -> int:
     """Make a change and simulate; the makespan in ns, or STOPPED if that would exceed ``at_most``. ``P``: the simulation of what is
-    changed, complete; ``H``: its snapshots; ``T``: room for the new one. The change stays, if any was made: ``take_back`` undoes it."""
+    changed, complete, with its snapshots in ``history``; ``T``: room for the new one. The change stays, if any was made: ``take_back``
+    undoes it."""
+    G, R, C, H = W.graph, W.groups, W.state, W.history
     find_replaced(G, C, E)
-    _expect_updates(G, V, K, D, C, S, E, at_most)
-    if at_most < NO_BOUND and overworked(G, V, K, C, S, E, at_most):
+    _expect_updates(W, E, at_most)
+    if at_most < NO_BOUND and overworked(W, E, at_most):
         return STOPPED
     take_snapshots(G, C, R, P, H, first_tile(C, P, E) if E.count[REPLACED_OPERATORS] > 0 else H.first_sum[0])
-    change(G, V, K, R, D, C, S, U, E)
-    return _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most)
+    change(W, E)
+    return _simulate(W, P, T, dtypes, at_most)
 
 
 @compiled
-def _expect_updates(G, V, K, D, C, S, E, at_most):  # type: ignore[no-untyped-def]
+def _expect_updates(W, E, at_most):  # type: ignore[no-untyped-def]
     """``floor``: what updates take without the parameters of the operators that change. 0 if nothing is bounded, or may be served."""
+    C, S = W.state, W.scratch
     fill(S.floor, 0, len(S.floor), 0)
     if at_most == NO_BOUND or E.count[PARAMETERS] > 0:
         return
@@ -83,14 +69,15 @@ def _expect_updates(G, V, K, D, C, S, E, at_most):  # type: ignore[no-untyped-de
         S.floor[device] = C.duration[device]
     S.count[EXPECTED] += 1
     for i in range(E.count[OPERATORS]):
-        expect_updates(G, V, K, D, C, S, E.operator[i])
+        expect_updates(W, E.operator[i])
 
 
 @compiled
-def _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most):  # type: ignore[no-untyped-def]
+def _simulate(W, P, T, dtypes, at_most):  # type: ignore[no-untyped-def]
     """Simulate what was changed."""
-    match_slots(C, S, U, P)
-    sums = needs_sums(G, C, U)
+    G, R, C, S, U, H = W.graph, W.groups, W.state, W.scratch, W.undo, W.history
+    match_slots(W, P)
+    sums = needs_sums(W)
     latest = min(first_difference(G, C, U, P), H.first_sum[0] if sums else H.first_update[0])
     if not resume(C, U, P, T, H, latest, not sums):
         begin(G, C, P, T, P.size[TAKEN], not sums)
@@ -102,8 +89,8 @@ def _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most):  # type: ignore
     makespan = play(G, C, R, P, T, at_most, sums)
     if makespan != PAUSED and not (sums and makespan != STOPPED):
         return makespan
-    change_sums(G, V, K, R, D, C, S, U, dtypes)
-    match_sums(C, S, U, P)
+    change_sums(W, dtypes)
+    match_sums(W, P)
     if any_sum_is_ready(C):
         begin(G, C, P, T, P.size[TAKEN], True)  # they are the first to be played
     else:
@@ -116,8 +103,9 @@ def _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most):  # type: ignore
 
 
 @compiled
-def overworked(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: Scratch, E: Edit, at_most: int) -> bool:
+def overworked(W: World, E: Edit, at_most: int) -> bool:
     """Whether the tiles and the update (at least ``floor``) of some device alone would certainly take longer than ``at_most``."""
+    G, C, S = W.graph, W.state, W.scratch
     for device in range(len(C.busy)):
         S.update[device] = C.busy[device] - C.doubtful[device] + S.floor[device]
     for i in range(E.count[REPLACED_OPERATORS]):
@@ -129,9 +117,9 @@ def overworked(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: 
             if C.alive[slot + count] and sure:
                 S.update[device] -= C.duration[slot + count]
         if i < E.count[OPERATORS]:
-            _add_tiles(G, V, K, C, S, E, op, E.variant[i], E.replicas[i], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
+            _add_tiles(W, E, op, E.variant[i], E.replicas[i], E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
         else:
-            _add_tiles(G, V, K, C, S, E, op, C.variant[op], C.replicas[op], C.dev, C.dev_ptr[op], C.dev_ptr[op] + count)
+            _add_tiles(W, E, op, C.variant[op], C.replicas[op], C.dev, C.dev_ptr[op], C.dev_ptr[op] + count)
     worst = 0
     for device in range(len(C.busy)):
         worst = max(worst, S.update[device])
@@ -139,9 +127,10 @@ def overworked(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: 
 
 
 @compiled
-def _add_tiles(G, V, K, C, S, E, op, variant, replicas, devices, first, last):  # type: ignore[no-untyped-def]
+def _add_tiles(W, E, op, variant, replicas, devices, first, last):  # type: ignore[no-untyped-def]
     """What the tiles of an operator of the edit take at least on ``devices[first:last]``: if parameters are synchronized in another way,
     they may be on rows or not."""
+    G, V, K, C, S = W.graph, W.variants, W.cluster, W.state, W.scratch
     row = V.rows[variant]
     cells, costs, others = row[CELLS], row[COSTS], row[ROW_COSTS]
     if E.count[PARAMETERS] == 0:
@@ -157,24 +146,26 @@ def _add_tiles(G, V, K, C, S, E, op, variant, replicas, devices, first, last):  
 
 
 @entry
-def take_back(G: GraphTables, R: Groups, C: State, U: Undo) -> None:
+def take_back(W: World) -> None:
     """Undo what ``evaluate`` has changed, if it has."""
+    C, U = W.state, W.undo
     if U.what[UNDER_WAY]:
         forget_matches(C, U)
-        undo(G, R, C, U)
+        undo(W)
 
 
 @entry
-def confirm(C: State, U: Undo, P: Trial, T: Trial) -> None:
+def confirm(W: World, P: Trial, T: Trial) -> None:
     """Keep what ``evaluate`` has changed. ``T``, its simulation, takes the place of ``P``: call ``keep_order`` and ``retrace``."""
+    C, U = W.state, W.undo
     forget_matches(C, U)
     U.what[UNDER_WAY] = 0
     complete(P, T)
 
 
 @compiled
-def adopt(C: State, U: Undo, P: Trial, T: Trial, H: History) -> None:
+def adopt(W: World, P: Trial, T: Trial) -> None:
     """``confirm``, and make ``T`` the simulation that the next proposal is compared with."""
-    confirm(C, U, P, T)
+    confirm(W, P, T)
     keep_order(T)
-    retrace(C, T, H)
+    retrace(W.state, T, W.history)

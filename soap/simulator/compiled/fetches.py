@@ -5,9 +5,8 @@ from __future__ import annotations
 from soap.simulator.compiled.hashing import hash_join, hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import BOUNDS, CELL_BOXES, FETCHES, FULL, HOLDINGS, PIECES, STAMP, Scratch
-from soap.simulator.compiled.state import State
-from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.variants import CELLS, GRIDS, GROUPS, VariantTables
+from soap.simulator.compiled.world import World
 
 UNCOVERED = "a region that is read is computed by no tile"
 
@@ -55,17 +54,18 @@ def add_box(S: Scratch, rank: int) -> int:
 
 
 @compiled
-def cover_all(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: Scratch, op: int, scattered: bool) -> None:
+def cover_all(W: World, op: int, scattered: bool) -> None:
     """The pieces of every fetch. ``scattered``: some sums lie in cells, so that the outputs' grids say nothing."""
+    V, C, S = W.variants, W.state, W.scratch
     S.count[PIECES] = 0
     S.f_piece[0] = 0
     row = V.rows[C.variant[op]]
     for fetch in range(S.count[FETCHES]):
         grid = V.data[row[GRIDS] + S.f_out[fetch]]
         if scattered or V.data[grid + 1] == 0:
-            _cover_by_scan(V, K, C, S, op, fetch, V.data[grid])
+            _cover_by_scan(W, op, fetch, V.data[grid])
         else:
-            _cover_by_grid(V, K, C, S, op, row, fetch, grid)
+            _cover_by_grid(W, op, row, fetch, grid)
         S.f_piece[fetch + 1] = S.count[PIECES]
         total = 0
         for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
@@ -75,8 +75,9 @@ def cover_all(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: S
 
 
 @compiled
-def _cover_by_grid(V, K, C, S, op, row, fetch, grid):  # type: ignore[no-untyped-def]
+def _cover_by_grid(W, op, row, fetch, grid):  # type: ignore[no-untyped-def]
     """The holdings' distinct regions are disjoint: those met are found by bisection per dimension, each from its nearest holder."""
+    V, K, S = W.variants, W.cluster, W.scratch
     box, device, out = S.f_box[fetch], S.f_dev[fetch], S.f_out[fetch]
     rank = V.data[grid]
     tail = grid + 3 + 2 * rank
@@ -112,7 +113,7 @@ def _cover_by_grid(V, K, C, S, op, row, fetch, grid):  # type: ignore[no-untyped
             flat = flat * V.data[grid + 3 + 2 * dim] + place[dim]
         distinct = V.data[held + flat]
         if distinct >= 0:
-            best = _nearest(V, K, C, S, op, row, device, out, V.data[ptr + distinct], V.data[ptr + distinct + 1], holders)
+            best = _nearest(W, op, row, device, out, V.data[ptr + distinct], V.data[ptr + distinct + 1], holders)
             _insert(K, S, device, best, found)
             found += 1
         dim = rank - 1
@@ -130,8 +131,9 @@ def _cover_by_grid(V, K, C, S, op, row, fetch, grid):  # type: ignore[no-untyped
 
 
 @compiled
-def _nearest(V, K, C, S, op, row, device, out, first, last, holders):  # type: ignore[no-untyped-def]
+def _nearest(W, op, row, device, out, first, last, holders):  # type: ignore[no-untyped-def]
     """Of all holdings of one region, the first by (distance, tile, place)."""
+    V, K, C, S = W.variants, W.cluster, W.state, W.scratch
     cells, replicas, groups = row[CELLS], C.replicas[op], row[GROUPS]
     best = -1
     for replica in range(replicas):
@@ -172,8 +174,9 @@ def _insert(K, S, device, hold, found):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _cover_by_scan(V, K, C, S, op, fetch, rank):  # type: ignore[no-untyped-def]
+def _cover_by_scan(W, op, fetch, rank):  # type: ignore[no-untyped-def]
     """Any holdings: from one that has all of it on the device itself, else from all that meet it, each giving what those before lack."""
+    V, K, S = W.variants, W.cluster, W.scratch
     box, device, out = S.f_box[fetch], S.f_dev[fetch], S.f_out[fetch]
     best, found = -1, 0
     for hold in range(S.count[HOLDINGS]):

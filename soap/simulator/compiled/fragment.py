@@ -39,11 +39,10 @@ from soap.simulator.compiled.scratch import (
     RESOURCES,
     STAMP,
     TASKS,
-    Scratch,
 )
-from soap.simulator.compiled.state import ARENA, FORWARD_TILE, OTHER, SLOTS, Groups, State
-from soap.simulator.compiled.tables import ClusterTables, GraphTables
-from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS, VariantTables
+from soap.simulator.compiled.state import ARENA, FORWARD_TILE, OTHER, SLOTS, State
+from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
+from soap.simulator.compiled.world import World
 from soap.simulator.task_ids import CHUNKS, MICRO_BATCHES, OPERANDS, PHASES, PIECES, POSITIONS, STAGES, TILES, UNNUMBERED
 
 CROWDED = "the state is full"
@@ -69,8 +68,9 @@ def set_key(C, slot, key):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def place_tiles(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, op: int) -> None:
+def place_tiles(W: World, op: int) -> None:
     """New slots for the tiles of an operator, by its current configuration; none has a backward pass yet."""
+    G, V, K, C = W.graph, W.variants, W.cluster, W.state
     row = V.rows[C.variant[op]]
     cells, costs, operators = row[CELLS], row[COSTS], len(G.backward)
     if row[ROW_COSTS] != costs and is_on_rows(G, C, op):
@@ -97,11 +97,12 @@ def place_tiles(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, op
 
 
 @compiled
-def lower_operator(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, C: State, S: Scratch, op: int) -> bool:
+def lower_operator(W: World, op: int) -> bool:
     """Make an operator's block anew, from the current configurations. Whether other tiles of it have a backward pass than before."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     count = tile_count(V, C, op)
     S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
-    deliver(G, V, K, C, S, op)
+    deliver(W, op)
     own = count
     for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
         S.slot_base[slot] = own
@@ -109,8 +110,8 @@ def lower_operator(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups
         if slot + 2 > len(S.slot_base):
             raise MemoryError(FULL)
     own_slot = C.used[SLOTS]
-    _forward(G, V, K, R, C, S, op, own, own_slot)
-    changed = _backward(G, V, K, R, C, S, op, own, own_slot)
+    _forward(W, op, own, own_slot)
+    changed = _backward(W, op, own, own_slot)
     _install(C, S, op, own, own_slot, G.reader_ptr[op], G.reader_ptr[op + 1])
     return changed
 
@@ -162,18 +163,19 @@ def _after_sum(S, cells, red, own, target):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _forward(G, V, K, R, C, S, op, own, own_slot):  # type: ignore[no-untyped-def]
+def _forward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
     """Sums, messages, exchanges, and what the readers' tiles wait for."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     cells = V.rows[C.variant[op], CELLS]
     first_output = G.output_ptr[op]
     for red in range(S.count[REDUCTIONS]):
         if S.r_dev_ptr[red + 1] - S.r_dev_ptr[red] > 1:
             key = task_key(FORWARD, op, 2, _first_tile(S, red, cells), S.r_out[red], 0)
-            S.r_task[red] = _sum_task(G, V, K, R, S, first_output, red, key, False)
+            S.r_task[red] = _sum_task(W, first_output, red, key, False)
             for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
                 _edge(S, S.r_rep[red] * cells + S.member[i], own_slot + S.r_task[red])
     for carrier in range(S.count[CARRIERS]):
-        task = _carrier_task(G, K, C, S, op, carrier, False)
+        task = _carrier_task(W, op, carrier, False)
         S.k_task[carrier] = task
         before = -1
         for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
@@ -197,8 +199,9 @@ def _forward(G, V, K, R, C, S, op, own, own_slot):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _sum_task(G, V, K, R, S, first_output, red, key, gradient):  # type: ignore[no-untyped-def]
+def _sum_task(W, first_output, red, key, gradient):  # type: ignore[no-untyped-def]
     """An all-reduce, or if the sum is left in cells a reduce-scatter (of gradients: an all-gather)."""
+    G, V, K, R, S = W.graph, W.variants, W.cluster, W.groups, W.scratch
     first, last = S.r_dev_ptr[red], S.r_dev_ptr[red + 1]
     out = first_output + S.r_out[red]
     itemsize = G.output_itemsize[out] if gradient else G.output_partial_itemsize[out]
@@ -234,8 +237,9 @@ def _is_active(S, carrier, piece):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _carrier_task(G, K, C, S, op, carrier, gradient):  # type: ignore[no-untyped-def]
+def _carrier_task(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
     """The task of a message or exchange, or of the gradients on their way back."""
+    G, K, S = W.graph, W.cluster, W.scratch
     first_output, devices = G.output_ptr[op], len(K.device_type)
     piece = S.part[S.k_part[carrier]]
     fetch = S.p_fetch[piece]
@@ -265,7 +269,7 @@ def _carrier_task(G, K, C, S, op, carrier, gradient):  # type: ignore[no-untyped
     resources = S.count[RESOURCES]
     itemsize = G.output_itemsize[first_output + S.f_out[fetch]]
     if S.k_pattern[carrier] == BROADCAST:
-        duration, moved, members = _tree(K, C, S, carrier, S.p_volume[piece] * itemsize, gradient)
+        duration, moved, members = _tree(W, carrier, S.p_volume[piece] * itemsize, gradient)
         return _collective_task(S, key, duration, sum_handling_ns(K, members, duration), resources, moved)
     begin_flows(S)
     S.count[STAMP] += 1
@@ -283,9 +287,10 @@ def _carrier_task(G, K, C, S, op, carrier, gradient):  # type: ignore[no-untyped
 
 
 @compiled
-def _tree(K, C, S, carrier, size, gradient):  # type: ignore[no-untyped-def]
+def _tree(W, carrier, size, gradient):  # type: ignore[no-untyped-def]
     """A broadcast along a binomial tree from the holder to the others in ascending order, or the sum of gradients the other way round: its
     duration, bytes moved, and number of devices."""
+    K, S = W.cluster, W.scratch
     source = S.h_dev[S.p_hold[S.part[S.k_part[carrier]]]]
     count = 1
     S.order[0] = source
@@ -318,13 +323,14 @@ def _add_gradient(S, hold, source):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _backward(G, V, K, R, C, S, op, own, own_slot):  # type: ignore[no-untyped-def]
+def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
     """Gradients on their way back to the holdings, sums of them, and what the operator's backward tiles wait for."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     cells = V.rows[C.variant[op], CELLS]
     count = tile_count(V, C, op)
     for hold in range(S.count[HOLDINGS]):
         S.gradient_head[hold] = -1
-    _return_gradients(G, V, C, S, op, own, own_slot, K)
+    _return_gradients(W, op, own, own_slot)
     if not G.backward[op]:
         return False
     if count > len(S.order):
@@ -333,7 +339,7 @@ def _backward(G, V, K, R, C, S, op, own, own_slot):  # type: ignore[no-untyped-d
     fill(got, 0, count, 0)
     target = C.tile_slot[op] + count
     for red in range(S.count[REDUCTIONS]):
-        _reduce_gradient(G, V, K, R, C, S, op, red, own, own_slot, target, got)
+        _reduce_gradient(W, op, red, own, own_slot, target, got)
     for hold in range(S.count[HOLDINGS]):
         if S.h_red[hold] < 0:
             node = S.gradient_head[hold]
@@ -342,7 +348,7 @@ def _backward(G, V, K, R, C, S, op, own, own_slot):  # type: ignore[no-untyped-d
                 got[S.h_tile[hold]] += 1
                 node = S.gradient_next[node]
     if op == G.loss[0]:
-        _start_from_loss(G, C, S, cells, own, target, got)
+        _start_from_loss(W, cells, own, target, got)
     changed = False
     for tile in range(count):
         alive = 1 if got[tile] > 0 else 0
@@ -352,7 +358,8 @@ def _backward(G, V, K, R, C, S, op, own, own_slot):  # type: ignore[no-untyped-d
 
 
 @compiled
-def _return_gradients(G, V, C, S, op, own, own_slot, K):  # type: ignore[no-untyped-def]
+def _return_gradients(W, op, own, own_slot):  # type: ignore[no-untyped-def]
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     first_output, first_reader = G.output_ptr[op], G.reader_ptr[op]
     for fetch in range(S.count[FETCHES]):
         S.f_alive[fetch] = 0
@@ -371,7 +378,7 @@ def _return_gradients(G, V, C, S, op, own, own_slot, K):  # type: ignore[no-unty
             active |= S.f_alive[S.p_fetch[S.part[i]]] > 0
         if not active:
             continue
-        task = _carrier_task(G, K, C, S, op, carrier, True)
+        task = _carrier_task(W, op, carrier, True)
         before = -1
         for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
             part = S.part[i]
@@ -379,13 +386,14 @@ def _return_gradients(G, V, C, S, op, own, own_slot, K):  # type: ignore[no-unty
             if _is_active(S, carrier, part):
                 _add_gradient(S, S.p_hold[part], own + task)
             if fetch != before and S.f_alive[fetch] > 0:
-                _after_consumers(G, V, C, S, first_reader, fetch, own_slot + task)
+                _after_consumers(W, first_reader, fetch, own_slot + task)
             before = fetch
 
 
 @compiled
-def _after_consumers(G, V, C, S, first_reader, fetch, target):  # type: ignore[no-untyped-def]
+def _after_consumers(W, first_reader, fetch, target):  # type: ignore[no-untyped-def]
     """Edges from the backward passes of all that have read a region."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     consumer = S.f_first[fetch]
     while consumer >= 0:
         reader = G.reader[first_reader + S.c_slot[consumer]]
@@ -395,8 +403,9 @@ def _after_consumers(G, V, C, S, first_reader, fetch, target):  # type: ignore[n
 
 
 @compiled
-def _reduce_gradient(G, V, K, R, C, S, op, red, own, own_slot, target, got):  # type: ignore[no-untyped-def]
+def _reduce_gradient(W, op, red, own, own_slot, target, got):  # type: ignore[no-untyped-def]
     """What becomes of the gradient of a sum: every tile of the group gets it."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     cells = V.rows[C.variant[op], CELLS]
     first, last = S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]
     task = -1
@@ -406,7 +415,7 @@ def _reduce_gradient(G, V, K, R, C, S, op, red, own, own_slot, target, got):  # 
             if S.r_dev_ptr[red + 1] - S.r_dev_ptr[red] > 1:
                 if task < 0:
                     key = task_key(BACKWARD, len(G.backward) - 1 - op, 0, _first_tile(S, red, cells), S.r_out[red], 0)
-                    task = _sum_task(G, V, K, R, S, G.output_ptr[op], red, key, True)
+                    task = _sum_task(W, G.output_ptr[op], red, key, True)
                 _edge(S, S.gradient_task[node], own_slot + task)
             else:
                 for i in range(first, last):
@@ -422,8 +431,9 @@ def _reduce_gradient(G, V, K, R, C, S, op, red, own, own_slot, target, got):  # 
 
 
 @compiled
-def _start_from_loss(G, C, S, cells, own, target, got):  # type: ignore[no-untyped-def]
+def _start_from_loss(W, cells, own, target, got):  # type: ignore[no-untyped-def]
     """The loss's tiles of replica 0 start the backward pass when the loss is there."""
+    G, S = W.graph, W.scratch
     summed = S.count[REDUCTIONS] > 0
     for red in range(S.count[REDUCTIONS]):
         if S.r_out[red] == G.loss[1] and S.r_rep[red] == 0:

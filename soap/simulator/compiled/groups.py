@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.simulator.communication.prices import Communication
@@ -45,9 +42,17 @@ class DeviceGroups:
         self.tables = self._make()
 
     def _make(self) -> Groups:
-        growing = (self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static)
-        figures: list[NDArray[Any]] = [*(figure.array() for figure in growing), self._port_device, self._restart]
-        return Groups(self._sets.tables(), *figures)
+        return Groups(
+            sets=self._sets.tables(),
+            way_ptr=self._way_ptr.array(),
+            latency_seconds=self._latency.array(),
+            seconds_per_byte=self._per_byte.array(),
+            resource=self._resource.array(),
+            resource_n=self._resource_n.array(),
+            static=self._static.array(),
+            port_device=self._port_device,
+            restart=self._restart,
+        )
 
 
 def _port_devices(topology: Topology) -> Ints:

@@ -30,7 +30,7 @@ class HandleType(types.Type):
         for field, kind in layout:
             self.fields[field] = (place, kind)
             place += 1 if isinstance(kind, HandleType) else 1 + kind.ndim
-        self._described = f"{name}{layout}"
+        self._described = f"{name}{[(field, kind.key) for field, kind in layout]}"
         super().__init__(name)
 
     @property
@@ -54,8 +54,8 @@ class _Handle:
         words: list[int] = []
         self._kept: list[Any] = [structure]
         for name, value in zip(structure._fields, structure, strict=True):
-            if isinstance(value, tuple):
-                inner = _Handle(value)
+            if isinstance(value, (tuple, _Handle)):
+                inner = value if isinstance(value, _Handle) else _Handle(value)
                 self._kept.append(inner)
                 layout.append((name, inner._numba_type_))
                 words.append(inner.address)
@@ -71,7 +71,8 @@ class _Handle:
 
 
 def handle(structure: Structure) -> Structure:
-    """What compiled functions take for a structure. To the type checker it is the structure itself; only compiled code can read it."""
+    """What compiled functions take for a structure, parts of which may be handles already. To the type checker it is the structure itself;
+    only compiled code can read it."""
     return cast(Structure, _Handle(structure))
 
 

@@ -10,8 +10,8 @@ from soap.simulator.compiled.hashing import hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import CONSUMERS, FETCHES, FULL, HOLDINGS, REDUCTIONS, STAMP, Scratch
 from soap.simulator.compiled.state import State
-from soap.simulator.compiled.tables import GraphTables
 from soap.simulator.compiled.variants import CELLS, GROUP_BOXES, GROUP_OF, GROUPS, OUTPUTS, READS, VariantTables
+from soap.simulator.compiled.world import World
 
 
 @compiled
@@ -21,8 +21,9 @@ def tile_count(V: VariantTables, C: State, op: int) -> int:
 
 
 @compiled
-def make_holdings(G: GraphTables, V: VariantTables, C: State, S: Scratch, op: int) -> None:
+def make_holdings(W: World, op: int) -> None:
     """Reductions with whole sums, and all holdings, of an operator."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     row = V.rows[C.variant[op]]
     cells, replicas, groups = row[CELLS], C.replicas[op], row[GROUPS]
     outputs = G.output_ptr[op + 1] - G.output_ptr[op]
@@ -129,8 +130,9 @@ def hold_sum(C: State, S: Scratch, op: int, cells: int, red: int) -> None:
 
 
 @compiled
-def gather_reads(G: GraphTables, V: VariantTables, C: State, S: Scratch, op: int) -> None:
+def gather_reads(W: World, op: int) -> None:
     """Distinct regions of the operator's outputs on each device that reads them, with their readers, in the order of first readers."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     S.count[FETCHES] = 0
     S.count[CONSUMERS] = 0
     S.count[STAMP] += 1

@@ -7,40 +7,43 @@ from soap.simulator.compiled.communication import find_list
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, USES, Scratch
-from soap.simulator.compiled.state import ShardTables, State
+from soap.simulator.compiled.state import ShardTables
 from soap.simulator.compiled.sync_codes import has_server
-from soap.simulator.compiled.tables import GraphTables
-from soap.simulator.compiled.variants import CELLS, GEOMETRIES, LOOKUPS, VariantTables
+from soap.simulator.compiled.variants import CELLS, GEOMETRIES, LOOKUPS
+from soap.simulator.compiled.world import World
 
 
 @compiled
-def find_geometries(G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: Scratch) -> None:
+def find_geometries(W: World) -> None:
     """``geometry``: how each parameter that is trained is cut at present."""
+    G, S = W.graph, W.scratch
     if len(G.parameter_dtype) > len(S.geometry):
         raise MemoryError(FULL)
     for parameter in range(len(G.parameter_dtype)):
-        find_geometry(G, V, D, C, S, parameter)
+        find_geometry(W, parameter)
 
 
 @compiled
-def find_geometry(G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: Scratch, parameter: int) -> None:
+def find_geometry(W: World, parameter: int) -> None:
     """The same for one of them."""
+    G, D, S = W.graph, W.shards, W.scratch
     first, last = G.user_ptr[parameter], G.user_ptr[parameter + 1]
     if last == first or G.user_place[first] < 0:
         return  # nobody's, or frozen
     if last - first == 1:
-        S.geometry[parameter] = _own_geometry(G, V, C, first)
+        S.geometry[parameter] = _own_geometry(W, first)
         return
     key = D.tied.missing[1 : 2 + last - first]  # where it is to stand if it is missing
     key[0] = parameter
     for use in range(first, last):
-        key[1 + use - first] = D.cut[_own_geometry(G, V, C, use)]
+        key[1 + use - first] = D.cut[_own_geometry(W, use)]
     S.geometry[parameter] = D.tied_geometry[find_list(D.tied, key)]
 
 
 @compiled
-def _own_geometry(G, V, C, use):  # type: ignore[no-untyped-def]
+def _own_geometry(W, use):  # type: ignore[no-untyped-def]
     """How an operator cuts a parameter; ``use``: place in ``GraphTables.user``."""
+    G, V, C = W.graph, W.variants, W.state
     return V.data[V.rows[C.variant[G.user[use]], GEOMETRIES] + G.user_place[use]]
 
 
@@ -54,12 +57,13 @@ def first_user_with_gradient(D: ShardTables, geometry: int) -> int:
 
 
 @compiled
-def find_keepers(G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: Scratch, parameter: int, shard: int) -> None:
+def find_keepers(W: World, parameter: int, shard: int) -> None:
     """``use_slot`` (backward), ``use_device``, ``use_lookups``, ``use_block``: the tiles that use a shard, replicas one after the other.
     ``members``: number of its keepers, then these devices, ascending."""
+    D, S = W.shards, W.scratch
     first = D.ptr[S.geometry[parameter]]
     unread = D.use_ptr[shard] == D.use_ptr[shard + 1]  # is kept by the first device of the first shard
-    _gather_uses(G, V, D, C, S, parameter, first if unread else shard)
+    _gather_uses(W, parameter, first if unread else shard)
     S.count[STAMP] += 1
     n = 0
     for i in range(S.count[USES]):
@@ -73,23 +77,25 @@ def find_keepers(G: GraphTables, V: VariantTables, D: ShardTables, C: State, S: 
 
 
 @compiled
-def _gather_uses(G, V, D, C, S, parameter, shard):  # type: ignore[no-untyped-def]
+def _gather_uses(W, parameter, shard):  # type: ignore[no-untyped-def]
+    G, D, S = W.graph, W.shards, W.scratch
     S.count[USES] = 0
     first = G.user_ptr[parameter]
     alone = G.user_ptr[parameter + 1] - first == 1
     for i in range(D.use_ptr[shard], D.use_ptr[shard + 1]):
         if alone:
-            _add_use(G, V, C, S, first, D.use_place[i])
+            _add_use(W, first, D.use_place[i])
             continue
         use = first + D.use_user[i]
-        own = D.ptr[_own_geometry(G, V, C, use)] + D.use_place[i]
+        own = D.ptr[_own_geometry(W, use)] + D.use_place[i]
         for j in range(D.use_ptr[own], D.use_ptr[own + 1]):
-            _add_use(G, V, C, S, use, D.use_place[j])
+            _add_use(W, use, D.use_place[j])
 
 
 @compiled
-def _add_use(G, V, C, S, use, first):  # type: ignore[no-untyped-def]
+def _add_use(W, use, first):  # type: ignore[no-untyped-def]
     """The tile ``first`` of all replicas of an operator; ``use``: place in ``GraphTables.user``."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
     op = G.user[use]
     lookups = V.rows[C.variant[op], LOOKUPS]
     rows = V.data[lookups + G.user_place[use] * V.rows[C.variant[op], CELLS] + first] if lookups >= 0 else 0
@@ -105,8 +111,9 @@ def _add_use(G, V, C, S, use, first):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def is_served(G: GraphTables, C: State, S: Scratch, parameter: int) -> bool:
+def is_served(W: World, parameter: int) -> bool:
     """Whether servers keep a shard that gets a gradient, after ``find_keepers``. What one device reads needs none, unless by rows."""
+    G, C, S = W.graph, W.state, W.scratch
     return has_server(C.sync[parameter]) and (S.members[0] > 1 or is_sparse(G, parameter))
 
 

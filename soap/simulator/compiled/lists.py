@@ -38,7 +38,7 @@ class GrowingLists:
                 size *= 2
             self._table, self._entered = np.full(size, -1, np.int32), 0
         self._missing[0] = 0
-        lists = Lists(self._ptr.array(), self._item.array(), self._table, self._missing)
+        lists = Lists(ptr=self._ptr.array(), item=self._item.array(), table=self._table, missing=self._missing)
         if self._entered < count:
             fill_table(handle(lists), self._entered)
         self._entered = count

@@ -17,15 +17,17 @@ from soap.simulator.compiled.change import (
 from soap.simulator.compiled.events import Trial
 from soap.simulator.compiled.hashing import hash_join, hash_place
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.scratch import FULL, STAMP, Scratch
+from soap.simulator.compiled.scratch import FULL, STAMP
 from soap.simulator.compiled.state import PULLS, SLOTS, SYNCS, State
+from soap.simulator.compiled.world import World
 
 NOWHERE = -1
 
 
 @compiled
-def match_slots(C: State, S: Scratch, U: Undo, P: Trial) -> None:
+def match_slots(W: World, P: Trial) -> None:
     """Give new slots the places of the old ones with the same keys in the earlier simulation ``P``."""
+    C, S, U = W.state, W.scratch, W.undo
     for slot in range(U.what[OLD_SLOTS], C.used[SLOTS]):
         C.alias[slot] = slot
         P.place[slot] = NOWHERE
@@ -40,8 +42,9 @@ def match_slots(C: State, S: Scratch, U: Undo, P: Trial) -> None:
 
 
 @compiled
-def match_sums(C: State, S: Scratch, U: Undo, P: Trial) -> None:
+def match_sums(W: World, P: Trial) -> None:
     """The same for the sums of gradients, once they were made anew."""
+    C, S, U = W.state, W.scratch, W.undo
     for slot in range(C.sync_slot[0], C.used[SLOTS]):
         C.alias[slot] = slot
         P.place[slot] = NOWHERE

@@ -40,31 +40,30 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.scratch import Scratch
-from soap.simulator.compiled.state import State
 from soap.simulator.compiled.sync_codes import has_server, sums_in_place
 from soap.simulator.compiled.synchronized_memory import add_synchronized, cut_of
-from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
-from soap.simulator.compiled.variants import CELLS, VariantTables
+from soap.simulator.compiled.variants import CELLS
+from soap.simulator.compiled.world import World
 
 
 @entry
-def bound_memory(G: GraphTables, V: VariantTables, K: ClusterTables, C: State, S: Scratch, M: MemoryTables) -> int:
+def bound_memory(W: World, M: MemoryTables) -> int:
     """``total`` and ``least`` of the strategy that the state holds; FITS, UNKNOWN or LACKING."""
+    G, K, C, S = W.graph, W.cluster, W.state, W.scratch
     devices, operators = len(C.busy), len(G.backward)
     fill(M.step, 0, len(M.step), 0)
     for row in range(PARTS):
         fill(M.part[row], 0, devices, 0)
     for parameter in range(len(M.user_ptr) - 1):
-        _parameter(G, V, K, C, M, parameter)
+        _parameter(W, M, parameter)
     for op in range(operators):
-        _tiles(G, V, C, M, op)
-        deliver(G, V, K, C, S, op)
+        _tiles(W, M, op)
+        deliver(W, op)
         add_fetches(G, S, M, op)
-        add_sent(G, V, S, M, op)
-        add_sums(G, V, S, M, op)
-        add_holdings(G, V, S, M, op)
+        add_sent(W, M, op)
+        add_sums(W, M, op)
+        add_holdings(W, M, op)
     fits, lacking = True, False
     for device in range(devices):
         _sum_up(K, M, operators, device)
@@ -93,8 +92,9 @@ def _sum_up(K, M, operators, device):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _parameter(G, V, K, C, M, parameter):  # type: ignore[no-untyped-def]
+def _parameter(W, M, parameter):  # type: ignore[no-untyped-def]
     """What all users of a parameter make their devices hold of it."""
+    G, V, C = W.graph, W.variants, W.state
     first, last = M.user_ptr[parameter], M.user_ptr[parameter + 1]
     if first == last:
         return
@@ -108,7 +108,7 @@ def _parameter(G, V, K, C, M, parameter):  # type: ignore[no-untyped-def]
     disjoint = same and M.cut_volume[cut] >= 0
     by_rows = has_server(code) and is_sparse(G, parameter)
     if not sums_in_place(code):
-        add_synchronized(G, V, K, C, M, parameter, code, disjoint)
+        add_synchronized(W, M, parameter, code, disjoint)
     fill(M.total, 0, devices, 0)
     M.seen[0] += 1
     stamp = M.seen[0]
@@ -153,7 +153,8 @@ def _parameter(G, V, K, C, M, parameter):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _tiles(G, V, C, M, op):  # type: ignore[no-untyped-def]
+def _tiles(W, M, op):  # type: ignore[no-untyped-def]
+    V, C = W.variants, W.state
     row = C.variant[op]
     cells, part = V.rows[row, CELLS], M.part
     kept, read, gradients, own = M.rows[row, KEPT], M.rows[row, READ], M.rows[row, GRADIENTS], M.rows[row, PARAMETER_GRADIENTS]
@@ -165,14 +166,15 @@ def _tiles(G, V, C, M, op):  # type: ignore[no-untyped-def]
         part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])
         most, sure = M.data[own + cell], M.data[own + cell]
         if has_rows:
-            most, sure = _gradient(G, V, C, M, op, cell, most)
+            most, sure = _gradient(W, M, op, cell, most)
         part[LARGEST_GRADIENT, device] = max(part[LARGEST_GRADIENT, device], most)
         part[LARGEST_SURE_GRADIENT, device] = max(part[LARGEST_SURE_GRADIENT, device], sure)
 
 
 @compiled
-def _gradient(G, V, C, M, op, cell, size):  # type: ignore[no-untyped-def]
+def _gradient(W, M, op, cell, size):  # type: ignore[no-untyped-def]
     """Bytes of a tile's parameters' gradients, of some of which it has rows only: at most, and at least."""
+    G, V, C = W.graph, W.variants, W.state
     row, most, sure = C.variant[op], size, size
     cells = V.rows[row, CELLS]
     for k in range(M.operand_ptr[op + 1] - M.operand_ptr[op]):

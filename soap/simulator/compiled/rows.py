@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, USES, Scratch
-from soap.simulator.compiled.state import ShardTables, State
+from soap.simulator.compiled.state import State
 from soap.simulator.compiled.sync_codes import travels_by_rows
 from soap.simulator.compiled.tables import GraphTables
+from soap.simulator.compiled.world import World
 
 INDEX_BYTES = 8
 
@@ -88,15 +89,17 @@ def count_together(S: Scratch) -> None:
 
 
 @compiled
-def gathered_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shard: int) -> int:
+def gathered_bytes(W: World, parameter: int, shard: int) -> int:
     """What each device updates of a gathered shard, after ``find_keepers``: the rows that all touch."""
+    G, D, S = W.graph, W.shards, W.scratch
     touched = touched_by(G, parameter, count_lookups(S))
     return part_of_rows(G, parameter, touched, D.rows[shard]) * D.row_bytes[shard]
 
 
 @compiled
-def gathered_rows(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shard: int) -> int:
+def gathered_rows(W: World, parameter: int, shard: int) -> int:
     """How many rows each device adds up then, its own and those of others; 0 if there are no others. After ``gathered_bytes``."""
+    G, D, S = W.graph, W.shards, W.scratch
     rows = 0
     for i in range(S.members[0] if S.members[0] > 1 else 0):
         rows += part_of_rows(G, parameter, touched_by(G, parameter, S.lookups[i]), D.rows[shard])

@@ -5,14 +5,15 @@ from __future__ import annotations
 from soap.simulator.compiled.fetches import add_box, common_volume, edge
 from soap.simulator.compiled.holdings import hold_sum
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.scratch import CELL_BOXES, FETCHES, FULL, HOLDINGS, REDUCTIONS, STAMP, Scratch
-from soap.simulator.compiled.state import State
-from soap.simulator.compiled.variants import CELLS, GRIDS, VariantTables
+from soap.simulator.compiled.scratch import CELL_BOXES, FETCHES, FULL, HOLDINGS, REDUCTIONS, STAMP
+from soap.simulator.compiled.variants import CELLS, GRIDS
+from soap.simulator.compiled.world import World
 
 
 @compiled
-def scatter_sums(V: VariantTables, C: State, S: Scratch, op: int) -> bool:
+def scatter_sums(W: World, op: int) -> bool:
     """Leave cells where the readers are better served so; whether that is anywhere. Needs the fetches."""
+    V, C, S = W.variants, W.state, W.scratch
     row = V.rows[C.variant[op]]
     any_cells = False
     if C.replicas[op] > 1:

@@ -27,22 +27,20 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometry, find_keepers, is_served
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
 from soap.simulator.compiled.scratch import FLOWS, PRICES, RESOURCES, TASKS, USES, Scratch
-from soap.simulator.compiled.state import ARENA, LOW_BITS, OTHER, PULLS, SLOTS, SYNC_BUCKET, Groups, ShardTables, State
+from soap.simulator.compiled.state import ARENA, LOW_BITS, OTHER, PULLS, SLOTS, SYNC_BUCKET, ShardTables, State
 from soap.simulator.compiled.sync_codes import gathers_rows, has_server, is_local, sums_in_place, travels_by_rows
-from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.traffic import added_bytes, added_rows, gather_ns, prepare, pull_ns, push_ns, updated_bytes
-from soap.simulator.compiled.variants import VariantTables
+from soap.simulator.compiled.world import World
 
 SUM, PUSH, SERVE, PULL = range(4)
 """Stages of a task's id, as in ``synchronizing``."""
 
 
 @compiled
-def serve(
-    G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D: ShardTables, C: State, S: Scratch, slot0: int
-) -> None:
+def serve(W: World, slot0: int) -> None:
     """Add the tasks of all regions on servers, and of all gathered shards, behind the ``count[TASKS]`` that stand from ``slot0`` on, in the
     order of the parameters, whose geometries are known."""
+    G, D, C, S = W.graph, W.shards, W.state, W.scratch
     fill(S.taken, 0, len(S.taken), 0)
     for parameter in range(len(G.parameter_dtype)):
         if sums_in_place(C.sync[parameter]) or not _is_trained(G, parameter):
@@ -51,11 +49,11 @@ def serve(
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
             if D.lowest[shard] < 0:
                 continue
-            find_keepers(G, V, D, C, S, parameter, shard)
-            if is_served(G, C, S, parameter):
-                _serve_shard(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry], slot0)
+            find_keepers(W, parameter, shard)
+            if is_served(W, parameter):
+                _serve_shard(W, parameter, shard, shard - D.ptr[geometry], slot0)
             elif gathers_rows(C.sync[parameter]) and S.members[0] > 1:
-                _gather(G, K, R, D, C, S, parameter, shard, shard - D.ptr[geometry], slot0 + S.count[TASKS])
+                _gather(W, parameter, shard, shard - D.ptr[geometry], slot0 + S.count[TASKS])
                 S.count[TASKS] += 1
 
 
@@ -66,20 +64,22 @@ def _is_trained(G, parameter):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _gather(G, K, R, D, C, S, parameter, shard, number, slot):  # type: ignore[no-untyped-def]
+def _gather(W, parameter, shard, number, slot):  # type: ignore[no-untyped-def]
     """The task of giving each other rows, which the keepers' updates wait for."""
+    R, C, S = W.groups, W.state, W.scratch
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
     _begin_exchange(S)
-    duration, moved = gather_ns(G, K, D, S, parameter, shard)
-    _exchange(K, C, S, slot, task_key(SYNC, parameter, SUM, number, 0, 0), duration, moved)
+    duration, moved = gather_ns(W, parameter, shard)
+    _exchange(W, slot, task_key(SYNC, parameter, SUM, number, 0, 0), duration, moved)
     C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = SYNC_BUCKET, -1, group, 0
     _after_tiles(C, S, slot, slot + 1)
 
 
 @compiled
-def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0):  # type: ignore[no-untyped-def]
+def _serve_shard(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def]
     """The tasks of one region: its push, the updates of its partitions, and the pull of a dense parameter."""
-    count, sparse = prepare(G, K, D, S, parameter, shard, number, C.sync[parameter]), is_sparse(G, parameter)
+    G, K, C, S = W.graph, W.cluster, W.state, W.scratch
+    count, sparse = prepare(W, parameter, shard, number, C.sync[parameter]), is_sparse(G, parameter)
     first = slot0 + S.count[TASKS]
     base = C.used[ARENA]  # rows of the push, the updates and the pull; the updates, the pull, the updates' cores
     updates, pulls, cores = base + 6, base + 6 + count, base + 7 + count
@@ -87,10 +87,10 @@ def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0):  # type: ignor
         raise MemoryError(CROWDED)
     C.used[ARENA] = cores + count
     _begin_exchange(S)
-    duration, moved = push_ns(G, K, D, S, parameter, shard, count)
+    duration, moved = push_ns(W, parameter, shard, count)
     pushes = 1 if duration > 0 else 0
     if pushes:
-        _exchange(K, C, S, first, task_key(SYNC, parameter, PUSH, number, 0, 0), duration, moved)
+        _exchange(W, first, task_key(SYNC, parameter, PUSH, number, 0, 0), duration, moved)
         C.kind[first], C.owner[first], C.index[first], C.waits[first] = OTHER, -1, base, 0
     served = first + pushes
     for part in range(count):
@@ -98,7 +98,7 @@ def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0):  # type: ignor
         C.arena[updates + part] = slot
         set_key(C, slot, task_key(SYNC, parameter, SERVE, number, 0, part))
         C.latency[slot], C.handling[slot] = 0, 0
-        C.duration[slot] = _serve_ns(G, K, D, S, parameter, shard, part)
+        C.duration[slot] = _serve_ns(W, parameter, shard, part)
         C.resource[slot], C.resource_n[slot] = server, 1
         if not K.serves_itself[server]:
             C.arena[cores + part] = K.core[server] + S.taken[K.host_device[server]] % K.cores[server]
@@ -109,9 +109,9 @@ def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0):  # type: ignor
     end, pull = served + count, 0
     if not sparse:
         _begin_exchange(S)
-        duration, moved = pull_ns(G, K, D, S, parameter, shard, count)
+        duration, moved = pull_ns(W, parameter, shard, count)
         if duration > 0:
-            _exchange(K, C, S, end, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
+            _exchange(W, end, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
             C.kind[end], C.owner[end], C.index[end], C.waits[end] = OTHER, -1, base + 4, count
             C.arena[pulls] = end
             pull = 1
@@ -138,8 +138,9 @@ def _begin_exchange(S):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _exchange(K, C, S, slot, key, duration, moved):  # type: ignore[no-untyped-def]
+def _exchange(W, slot, key, duration, moved):  # type: ignore[no-untyped-def]
     """A collective, whose links are ``res``."""
+    K, C, S = W.cluster, W.state, W.scratch
     at, count = C.used[ARENA], S.count[RESOURCES]
     if at + count > len(C.arena) or slot + 1 > len(C.key):
         raise MemoryError(CROWDED)
@@ -152,16 +153,17 @@ def _exchange(K, C, S, slot, key, duration, moved):  # type: ignore[no-untyped-d
 
 
 @compiled
-def _serve_ns(G, K, D, S, parameter, shard, part):  # type: ignore[no-untyped-def]
+def _serve_ns(W, parameter, shard, part):  # type: ignore[no-untyped-def]
     """``servers.serve_ns``."""
+    G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
     server = S.p_server[part]
-    changed, host = updated_bytes(G, D, S, parameter, shard, part), K.core_host[server]
+    changed, host = updated_bytes(W, parameter, shard, part), K.core_host[server]
     if is_sparse(G, parameter):
-        update = table_price_ns(K, D, S, host, changed, S.p_rows[part] * D.row_bytes[shard])
+        update = table_price_ns(W, host, changed, S.p_rows[part] * D.row_bytes[shard])
     else:
         update = price_ns(D, S, host, changed)
-    added = added_bytes(G, D, S, parameter, shard, part)
-    rows = added_rows(G, D, S, parameter, part)
+    added = added_bytes(W, parameter, shard, part)
+    rows = added_rows(W, parameter, part)
     return adding_ns(added, rows, K.core_bandwidth[server], K.row_seconds[server]) + update
 
 
@@ -172,8 +174,9 @@ def adding_ns(added: int, rows: int, bandwidth: float, row_seconds: float) -> in
 
 
 @compiled
-def table_price_ns(K: ClusterTables, D: ShardTables, S: Scratch, owner: int, rows_bytes: int, table_bytes: int) -> int:
+def table_price_ns(W: World, owner: int, rows_bytes: int, table_bytes: int) -> int:
     """``costs.table_update_ns``."""
+    K, D, S = W.cluster, W.shards, W.scratch
     of_rows = owner + K.hosts[0] + D.update_ns.shape[0]
     return price_ns(D, S, of_rows, rows_bytes if D.rows_alone[0] else table_bytes)
 
@@ -204,20 +207,21 @@ def ask_prices(D: ShardTables, S: Scratch) -> None:
 
 
 @compiled
-def make_pulls(G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C: State, S: Scratch) -> None:
+def make_pulls(W: World) -> None:
     """Make the tasks anew that bring rows of sparse parameters, and the one before them that asks for rows. What waits for them is not
     counted: ``count_pulls``."""
+    G, D, C, S = W.graph, W.shards, W.state, W.scratch
     C.pull_slot[0], C.used[PULLS] = C.used[SLOTS], 0
     for parameter in range(len(G.parameter_dtype)):
         if not _is_asked_for(G, C, parameter):
             continue
-        find_geometry(G, V, D, C, S, parameter)
+        find_geometry(W, parameter)
         geometry = S.geometry[parameter]
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
             if has_server(C.sync[parameter]) and D.lowest[shard] >= 0:
-                find_keepers(G, V, D, C, S, parameter, shard)
-                _pull(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry])
-    _ask(G, V, K, D, C, S)
+                find_keepers(W, parameter, shard)
+                _pull(W, parameter, shard, shard - D.ptr[geometry])
+    _ask(W)
 
 
 @compiled
@@ -227,8 +231,9 @@ def _is_asked_for(G, C, parameter):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _ask(G, V, K, D, C, S):  # type: ignore[no-untyped-def]
+def _ask(W):  # type: ignore[no-untyped-def]
     """The task of ``serving.asking``, behind the pulls, which wait for it."""
+    G, K, D, C, S = W.graph, W.cluster, W.shards, W.state, W.scratch
     _begin_exchange(S)
     duration = moved = 0
     for within in (True, False):  # those who speak for them, then those who keep rows
@@ -240,8 +245,8 @@ def _ask(G, V, K, D, C, S):  # type: ignore[no-untyped-def]
             geometry = S.geometry[parameter]
             for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
                 if D.lowest[shard] >= 0:
-                    find_keepers(G, V, D, C, S, parameter, shard)
-                    _join_asked(G, K, D, C, S, parameter, shard, shard - D.ptr[geometry], stamp, within)
+                    find_keepers(W, parameter, shard)
+                    _join_asked(W, parameter, shard, shard - D.ptr[geometry], stamp, within)
         if S.count[FLOWS] > 0:
             counted_ns, counted = round_ns(K, S, 0), total_flow(S)
             hold_ends(S)
@@ -253,13 +258,14 @@ def _ask(G, V, K, D, C, S):  # type: ignore[no-untyped-def]
     row = _new_row(C, pulls)
     for i in range(pulls):
         C.arena[row + 2 + i] = C.pull_slot[0] + i
-    slot = _add_before(K, C, S, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved, -1, row)
+    slot = _add_before(W, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved, -1, row)
     C.handling[slot] = 0
 
 
 @compiled
-def _join_asked(G, K, D, C, S, parameter, shard, number, stamp, within):  # type: ignore[no-untyped-def]
+def _join_asked(W, parameter, shard, number, stamp, within):  # type: ignore[no-untyped-def]
     """Who tells whom, for one shard. ``within``: those for whom others speak."""
+    K, C, S = W.cluster, W.state, W.scratch
     devices, code = len(K.device_type), C.sync[parameter]
     if not has_server(code):
         for i in range(S.members[0]):
@@ -267,7 +273,7 @@ def _join_asked(G, K, D, C, S, parameter, shard, number, stamp, within):  # type
                 if j != i:
                     join_flow(S, stamp, devices, S.members[1 + i], S.members[1 + j], INDEX_BYTES)
         return
-    count = prepare(G, K, D, S, parameter, shard, number, code)
+    count = prepare(W, parameter, shard, number, code)
     for i in range(S.members[0]):
         device = S.members[1 + i]
         if within and S.leader[i] != i:
@@ -279,16 +285,17 @@ def _join_asked(G, K, D, C, S, parameter, shard, number, stamp, within):  # type
 
 
 @compiled
-def _pull(G, K, D, C, S, parameter, shard, number):  # type: ignore[no-untyped-def]
-    count = prepare(G, K, D, S, parameter, shard, number, C.sync[parameter])
+def _pull(W, parameter, shard, number):  # type: ignore[no-untyped-def]
+    C, S = W.state, W.scratch
+    count = prepare(W, parameter, shard, number, C.sync[parameter])
     _begin_exchange(S)
-    duration, moved = pull_ns(G, K, D, S, parameter, shard, count)
+    duration, moved = pull_ns(W, parameter, shard, count)
     if duration == 0:
         return
     row = _new_row(C, S.count[USES])
     for i in range(S.count[USES]):  # forward passes stand before backward passes
         C.arena[row + 2 + i] = S.use_slot[i] - C.tiles[C.owner[S.use_slot[i]]]
-    _add_before(K, C, S, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved, C.owner[S.use_slot[0]], row)
+    _add_before(W, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved, C.owner[S.use_slot[0]], row)
 
 
 @compiled
@@ -303,10 +310,11 @@ def _new_row(C, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _add_before(K, C, S, key, duration, moved, owner, row):  # type: ignore[no-untyped-def]
+def _add_before(W, key, duration, moved, owner, row):  # type: ignore[no-untyped-def]
     """A task before the forward pass; its slot."""
+    C = W.state
     slot = C.used[SLOTS]
-    _exchange(K, C, S, slot, key, duration, moved)
+    _exchange(W, slot, key, duration, moved)
     C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = OTHER, owner, row, 0
     C.used[SLOTS] = slot + 1
     C.used[PULLS] += 1

@@ -98,12 +98,22 @@ class Geometries:
     def tables(self) -> ShardTables:
         """All of them as arrays."""
         return ShardTables(
-            self._ptr.array(), self._bytes.array(), self._rows.array(), self._row_bytes.array(), self._lowest.array(),
-            np.stack([update.array() for update in self._updates]),
-            self._use_ptr.array(), self._use_user.array(), self._use_place.array(), self._cut.array(), self._tied.tables(),
-            self._tied_geometry.array(), self._prices.tables(), self._price_ns.array(),
-            np.array([updates_rows_alone(self._costs)], np.int32),
-        )  # fmt: skip
+            ptr=self._ptr.array(),
+            bytes=self._bytes.array(),
+            rows=self._rows.array(),
+            row_bytes=self._row_bytes.array(),
+            lowest=self._lowest.array(),
+            update_ns=np.stack([update.array() for update in self._updates]),
+            use_ptr=self._use_ptr.array(),
+            use_user=self._use_user.array(),
+            use_place=self._use_place.array(),
+            cut=self._cut.array(),
+            tied=self._tied.tables(),
+            tied_geometry=self._tied_geometry.array(),
+            price=self._prices.tables(),
+            price_ns=self._price_ns.array(),
+            rows_alone=np.array([updates_rows_alone(self._costs)], np.int32),
+        )
 
 
 def _grid(needed: dict[Box, list[tuple[int, int]]]) -> list[Box]:

@@ -144,10 +144,10 @@ def make_state(operators: int, readers: int, parameters: int, devices: int, slot
     sizes |= {"sync_slot": 1, "pull_slot": 1}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}
     per_operator |= {"sync_row", "loose"}
-    fields: list[Any] = []
+    fields: dict[str, Any] = {}
     for name, kind in State.__annotations__.items():
         size = sizes.get(name, operators if name in per_operator else slots)
-        fields.append(np.zeros(size + 1, np.int64 if "Longs" in str(kind) else np.int32))
+        fields[name] = np.zeros(size + 1, np.int64 if "Longs" in str(kind) else np.int32)
     for name in ("busy", "doubtful"):
-        fields[State._fields.index(name)] = np.zeros(devices, np.int64)
-    return State(*fields)
+        fields[name] = np.zeros(devices, np.int64)
+    return State(**fields)

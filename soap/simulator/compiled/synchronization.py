@@ -10,12 +10,12 @@ from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, set_key, tas
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_geometry, find_keepers, first_user_with_gradient, is_served
 from soap.simulator.compiled.rows import gathered_bytes, gathered_rows
-from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, PRICES, STAMP, TASKS, USES, Scratch
+from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, PRICES, STAMP, TASKS, USES
 from soap.simulator.compiled.serving import adding_ns, ask_prices, serve, table_price_ns
-from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, ShardTables, State
+from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, State
 from soap.simulator.compiled.sync_codes import gathers_rows
-from soap.simulator.compiled.tables import ClusterTables, GraphTables
-from soap.simulator.compiled.variants import VariantTables
+from soap.simulator.compiled.tables import GraphTables
+from soap.simulator.compiled.world import World
 
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
@@ -64,8 +64,9 @@ def count_sums(R: Groups, C: State, sign: int) -> None:
 
 
 @compiled
-def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D: ShardTables, C: State, S: Scratch, dtypes: int) -> None:
+def synchronize(W: World, dtypes: int) -> None:
     """Make all sums of gradients and updates anew."""
+    G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     devices = len(C.busy)
     slot0 = C.used[SLOTS]
     S.count[EDGES] = S.count[TASKS] = S.count[PRICES] = 0
@@ -73,7 +74,7 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
     opened = S.count[STAMP]
     for device in range(devices):
         S.update[device] = 0
-    find_geometries(G, V, D, C, S)
+    find_geometries(W)
     for op in range(len(G.backward) - 1, -1, -1):
         for k in range(G.parameter_ptr[op + 1] - G.parameter_ptr[op]):
             parameter = G.parameter[G.parameter_ptr[op] + k]
@@ -86,15 +87,15 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
                 lowest = D.lowest[shard]
                 if lowest < 0:  # no gradient, but an update: it is counted with the parameter's first shard
                     if G.user[first_user + first_lowest] == op:
-                        find_keepers(G, V, D, C, S, parameter, shard)
-                        _add_update(G, K, D, C, S, parameter, shard)
+                        find_keepers(W, parameter, shard)
+                        _add_update(W, parameter, shard)
                 elif G.user[first_user + lowest] == op:
-                    _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0)
+                    _join(W, parameter, shard, opened, dtypes, slot0)
     for bucket in range(S.count[TASKS]):
-        _finish(K, R, C, S, bucket, slot0 + bucket)
-    serve(G, V, K, R, D, C, S, slot0)
+        _finish(W, bucket, slot0 + bucket)
+    serve(W, slot0)
     ask_prices(D, S)
-    _install(V, C, S, slot0)
+    _install(W, slot0)
     for device in range(devices):
         if C.alive[device] and S.update[device] == 0:
             C.waits[device] += NEVER
@@ -106,64 +107,67 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
 
 
 @compiled
-def expect_updates(
-    G: GraphTables, V: VariantTables, K: ClusterTables, D: ShardTables, C: State, S: Scratch, op: int
-) -> None:
+def expect_updates(W: World, op: int) -> None:
     """Take from ``floor`` what the devices' updates of an operator's parameters take, none of which has been taken before."""
+    G, D, S = W.graph, W.shards, W.scratch
     S.count[PRICES] = 0
     for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
         parameter = G.parameter[k]
         if S.expected[parameter] == S.count[EXPECTED]:
             continue
         S.expected[parameter] = S.count[EXPECTED]
-        find_geometry(G, V, D, C, S, parameter)
+        find_geometry(W, parameter)
         geometry = S.geometry[parameter]
         if first_user_with_gradient(D, geometry) < 0:
             continue
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-            find_keepers(G, V, D, C, S, parameter, shard)
-            if D.lowest[shard] < 0 or not is_served(G, C, S, parameter):
-                own, rows = _gathered(G, D, C, S, parameter, shard)
+            find_keepers(W, parameter, shard)
+            if D.lowest[shard] < 0 or not is_served(W, parameter):
+                own, rows = _gathered(W, parameter, shard)
                 for i in range(1, 1 + S.members[0]):
-                    S.floor[S.members[i]] -= _update_ns(K, D, S, S.members[i], shard, own, rows)
+                    S.floor[S.members[i]] -= _update_ns(W, S.members[i], shard, own, rows)
     ask_prices(D, S)
 
 
 @compiled
-def _add_update(G, K, D, C, S, parameter, shard):  # type: ignore[no-untyped-def]
+def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
     """The keepers of a shard update it."""
-    own, rows = _gathered(G, D, C, S, parameter, shard)
+    S = W.scratch
+    own, rows = _gathered(W, parameter, shard)
     for i in range(S.members[0]):
         device = S.members[1 + i]
-        S.update[device] += _update_ns(K, D, S, device, shard, own, rows)
+        S.update[device] += _update_ns(W, device, shard, own, rows)
 
 
 @compiled
-def _gathered(G, D, C, S, parameter, shard):  # type: ignore[no-untyped-def]
+def _gathered(W, parameter, shard):  # type: ignore[no-untyped-def]
     """How many bytes of a shard each keeper updates, if rows of its gradient are gathered, and how many rows it adds up for that; else
     -1."""
+    D, C = W.shards, W.state
     if not gathers_rows(C.sync[parameter]) or D.lowest[shard] < 0:
         return -1, 0
-    return gathered_bytes(G, D, S, parameter, shard), gathered_rows(G, D, S, parameter, shard)
+    return gathered_bytes(W, parameter, shard), gathered_rows(W, parameter, shard)
 
 
 @compiled
-def _update_ns(K, D, S, device, shard, gathered, rows):  # type: ignore[no-untyped-def]
+def _update_ns(W, device, shard, gathered, rows):  # type: ignore[no-untyped-def]
+    K, D = W.cluster, W.shards
     kind = K.device_type[device]
     if gathered < 0:
         return D.update_ns[kind, shard]
-    update = table_price_ns(K, D, S, K.hosts[0] + kind, gathered, D.bytes[shard])
+    update = table_price_ns(W, K.hosts[0] + kind, gathered, D.bytes[shard])
     row_seconds = K.row_seconds[device] if K.serves_itself[device] else 0.0
     return adding_ns(rows * D.row_bytes[shard], rows, K.memory_bandwidth[device], row_seconds) + update
 
 
 @compiled
-def _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0):  # type: ignore[no-untyped-def]
+def _join(W, parameter, shard, opened, dtypes, slot0):  # type: ignore[no-untyped-def]
     """A shard joins the open bucket of its devices and dtype, unless it is served or gathered."""
-    find_keepers(G, V, D, C, S, parameter, shard)
-    if is_served(G, C, S, parameter):
+    G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
+    find_keepers(W, parameter, shard)
+    if is_served(W, parameter):
         return
-    _add_update(G, K, D, C, S, parameter, shard)
+    _add_update(W, parameter, shard)
     if S.members[0] == 1 or gathers_rows(C.sync[parameter]):
         return
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
@@ -190,7 +194,8 @@ def _join(G, V, K, R, D, C, S, parameter, shard, opened, dtypes, slot0):  # type
 
 
 @compiled
-def _finish(K, R, C, S, bucket, slot):  # type: ignore[no-untyped-def]
+def _finish(W, bucket, slot):  # type: ignore[no-untyped-def]
+    K, R, C, S = W.cluster, W.groups, W.state, W.scratch
     if slot + 1 > len(C.key):
         raise MemoryError(CROWDED)
     group = S.t_res_n[bucket]
@@ -204,8 +209,9 @@ def _finish(K, R, C, S, bucket, slot):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _install(V, C, S, slot0):  # type: ignore[no-untyped-def]
+def _install(W, slot0):  # type: ignore[no-untyped-def]
     """Edges by operator and tile."""
+    C, S = W.state, W.scratch
     base, edges = C.used[ARENA], S.count[EDGES]
     at = base
     for op in range(len(C.sync_row) - 1):

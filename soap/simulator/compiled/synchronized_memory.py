@@ -18,10 +18,9 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
-from soap.simulator.compiled.state import State
 from soap.simulator.compiled.sync_codes import gathers_rows, has_server, is_local, partitions_of
-from soap.simulator.compiled.tables import ClusterTables, GraphTables
-from soap.simulator.compiled.variants import CELLS, VariantTables
+from soap.simulator.compiled.variants import CELLS
+from soap.simulator.compiled.world import World
 
 
 @compiled
@@ -31,10 +30,9 @@ def cut_of(C, M, user):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def add_synchronized(
-    G: GraphTables, V: VariantTables, K: ClusterTables, C: State, M: MemoryTables, parameter: int, code: int, disjoint: bool
-) -> None:
+def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjoint: bool) -> None:
     """All of it is in doubt. ``disjoint``: regions that users need are equal or apart."""
+    G, V, K, C = W.graph, W.variants, W.cluster, W.state
     devices, sparse = len(C.busy), is_sparse(G, parameter)
     fill(M.total, 0, devices, 0)
     fill(M.looked_up, 0, devices, 0)

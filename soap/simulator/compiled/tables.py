@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,38 +127,45 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
     places: list[list[tuple[int]]] = [[] for _ in graph.operators]
     for place, operator in enumerate(r for own in readers for r in own):
         places[operator].append((place,))
-    source_ptr, source = _joined(places, 1)
+    source_ptr, source_table = _joined(places, 1)
     output_ptr, output_table = _joined(outputs, 4)
-    parameter_ptr, parameter = _joined(uses, 1)
+    parameter_ptr, parameter_table = _joined(uses, 1)
     users = [sorted({position for position, _ in graph.parameter_users.get(t.name, ())}) for t in graph.parameters]
     places_of = [{number: place for place, (number,) in enumerate(own)} for own in uses]
-    user_ptr, user = _joined([[(op, places_of[op].get(number, -1)) for op in own] for number, own in enumerate(users)], 2)
+    user_ptr, user_table = _joined([[(op, places_of[op].get(number, -1)) for op in own] for number, own in enumerate(users)], 2)
     servers = first_servers(graph, len(server_devices(topology)))
     touched = [_touched(graph.sparse.get(t.name)) for t in graph.parameters]
-    tables: list[NDArray[Any]] = [
-        read_ptr,
-        *_columns(read_table),
-        reader_ptr,
-        *_columns(reader_table),
-        source_ptr,
-        *_columns(source),
-        output_ptr,
-        output_table[:, 0].astype(np.int64),
-        output_table[:, 1].astype(np.int64),
-        *_columns(output_table[:, 2:]),
-        parameter_ptr,
-        *_columns(parameter),
-        user_ptr,
-        *_columns(user),
-        np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
-        np.array([servers[t.name] for t in graph.parameters], np.int32),
-        np.cumsum([0, *map(len, touched)]).astype(np.int32),
-        np.array([count for own in touched for count in own], np.int64),
-        np.array([graph.needs_backward(op) for op in graph.operators], np.int32),
-        np.array(graph.producers.get(graph.loss, (-1, 0)), np.int32),
-        np.array(_solid(graph), np.int32),
-    ]
-    return GraphTables(*tables)
+    read_operand, read_producer, read_output, read_slot = _columns(read_table)
+    output_itemsize, output_partial_itemsize, output_gradient, output_dtype = _columns(output_table)
+    user, user_place = _columns(user_table)
+    return GraphTables(
+        read_ptr=read_ptr,
+        read_operand=read_operand,
+        read_producer=read_producer,
+        read_output=read_output,
+        read_slot=read_slot,
+        reader_ptr=reader_ptr,
+        reader=reader_table.ravel(),
+        source_ptr=source_ptr,
+        source=source_table.ravel(),
+        output_ptr=output_ptr,
+        output_itemsize=output_itemsize.astype(np.int64),
+        output_partial_itemsize=output_partial_itemsize.astype(np.int64),
+        output_gradient=output_gradient,
+        output_dtype=output_dtype,
+        parameter_ptr=parameter_ptr,
+        parameter=parameter_table.ravel(),
+        user_ptr=user_ptr,
+        user=user,
+        user_place=user_place,
+        parameter_dtype=np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
+        first_server=np.array([servers[t.name] for t in graph.parameters], np.int32),
+        touched_ptr=np.cumsum([0, *map(len, touched)]).astype(np.int32),
+        touched=np.array([count for own in touched for count in own], np.int64),
+        backward=np.array([graph.needs_backward(op) for op in graph.operators], np.int32),
+        loss=np.array(graph.producers.get(graph.loss, (-1, 0)), np.int32),
+        solid=np.array(_solid(graph), np.int32),
+    )
 
 
 def _touched(access: RowAccess | None) -> tuple[int, ...]:
@@ -207,32 +214,33 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         message_shares[:] = np.array(shares).T.reshape(2, count, count)
     sum_shares = np.array([topology.handling.of_all_reduce(devices) for devices in range(1, count + 1)], np.int64).T.copy()
     exchange_shares = np.array([topology.handling.of_exchange(1 + messages) for messages in range(count + 1)], np.int64).T.copy()
+    tree_crowding = [topology.crowding.of_tree(devices, (devices - 1).bit_length()) for devices in range(1, count + 1)]
     return ClusterTables(
-        np.where(host[:, None] == host, 1 - np.eye(count, dtype=np.int8), 2).astype(np.int8),
-        np.append(0, np.cumsum((routes >= 0).sum(axis=1))),
-        (count + routes[routes >= 0]).astype(np.int32),
-        latency.reshape(count, count),
-        per_byte[routes].max(axis=1, initial=0.0).reshape(count, count),
-        bandwidths,
-        np.array([device.type.memory_bandwidth_bytes_per_second for device in topology.devices], np.float64),
-        np.array([types.index(device.type.name) for device in topology.devices], np.int32),
-        np.array([places.index(host) for host in places], np.int32),
-        np.array([first_core[host] for host in places], np.int32),
-        np.array([topology.hosts[host].cpu_cores for host in places], np.int32),
-        np.array(servers, np.int32),
-        np.array([device.type.kind == "cpu" for device in topology.devices], np.int32),
-        np.array([len(topology.hosts)], np.int32),
-        np.array([cores[host].memory_bandwidth_bytes_per_second for host in places], np.float64),
-        np.array([next(h for h, kind in cores.items() if kind == cores[host]) for host in places], np.int32),
-        np.array([row_seconds(topology, device) for device in range(count)], np.float64),
-        message_shares[0],
-        message_shares[1],
-        np.array([topology.crowding.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
-        exchange_shares[0],
-        exchange_shares[1],
-        np.array([topology.crowding.of_tree(devices, (devices - 1).bit_length()) for devices in range(1, count + 1)], np.float64),
-        sum_shares[0],
-        sum_shares[1],
+        distance=np.where(host[:, None] == host, 1 - np.eye(count, dtype=np.int8), 2).astype(np.int8),
+        route_ptr=np.append(0, np.cumsum((routes >= 0).sum(axis=1))),
+        route=(count + routes[routes >= 0]).astype(np.int32),
+        latency_seconds=latency.reshape(count, count),
+        seconds_per_byte=per_byte[routes].max(axis=1, initial=0.0).reshape(count, count),
+        link_bandwidth=bandwidths,
+        memory_bandwidth=np.array([device.type.memory_bandwidth_bytes_per_second for device in topology.devices], np.float64),
+        device_type=np.array([types.index(device.type.name) for device in topology.devices], np.int32),
+        host_device=np.array([places.index(host) for host in places], np.int32),
+        core=np.array([first_core[host] for host in places], np.int32),
+        cores=np.array([topology.hosts[host].cpu_cores for host in places], np.int32),
+        server=np.array(servers, np.int32),
+        serves_itself=np.array([device.type.kind == "cpu" for device in topology.devices], np.int32),
+        hosts=np.array([len(topology.hosts)], np.int32),
+        core_bandwidth=np.array([cores[host].memory_bandwidth_bytes_per_second for host in places], np.float64),
+        core_host=np.array([next(h for h, kind in cores.items() if kind == cores[host]) for host in places], np.int32),
+        row_seconds=np.array([row_seconds(topology, device) for device in range(count)], np.float64),
+        message_ns=message_shares[0],
+        message_permille=message_shares[1],
+        crowding=np.array([topology.crowding.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
+        exchange_ns=exchange_shares[0],
+        exchange_permille=exchange_shares[1],
+        tree_crowding=np.array(tree_crowding, np.float64),
+        sum_ns=sum_shares[0],
+        sum_permille=sum_shares[1],
     )
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 from soap.simulator.compiled.communication import begin_joining, join_flow, round_ns, total_flow
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, count_lookups, count_together, is_sparse, part_of_rows, touched_by
-from soap.simulator.compiled.scratch import FLOWS, FULL, STAMP, Scratch
-from soap.simulator.compiled.state import ShardTables
+from soap.simulator.compiled.scratch import FLOWS, FULL, STAMP
 from soap.simulator.compiled.sync_codes import is_local, partitions_of
-from soap.simulator.compiled.tables import ClusterTables, GraphTables
+from soap.simulator.compiled.world import World
 
 
 @compiled
-def prepare(G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, parameter: int, shard: int, number: int, code: int) -> int:
+def prepare(W: World, parameter: int, shard: int, number: int, code: int) -> int:
     """Who reads together (``leader``: by reader, its group's first one's place), how much (``touched``: rows of the parameter; -1 of a
     dense one: by reader, and ``together``: by group's leader), and where the partitions are; how many."""
+    G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
     rows, servers = D.rows[shard], len(K.server)
     count = min(partitions_of(code), rows)
     if max(count, S.members[0]) > len(S.p_rows) or S.members[0] > len(S.leader):
@@ -62,8 +62,9 @@ def _indices(G, parameter, touched, rows):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def added_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shard: int, part: int) -> int:
+def added_bytes(W: World, parameter: int, shard: int, part: int) -> int:
     """What a partition's server adds up."""
+    G, D, S = W.graph, W.shards, W.scratch
     groups = added = 0
     for i in range(S.members[0]):
         if S.leader[i] == i:
@@ -75,8 +76,9 @@ def added_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shar
 
 
 @compiled
-def added_rows(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, part: int) -> int:
+def added_rows(W: World, parameter: int, part: int) -> int:
     """How many rows that are; 0 of a dense parameter."""
+    G, S = W.graph, W.scratch
     rows = 0
     for i in range(S.members[0]):
         if S.leader[i] == i and S.together[i] >= 0:
@@ -85,8 +87,9 @@ def added_rows(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, part:
 
 
 @compiled
-def updated_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, shard: int, part: int) -> int:
+def updated_bytes(W: World, parameter: int, shard: int, part: int) -> int:
     """What it then updates."""
+    G, D, S = W.graph, W.shards, W.scratch
     touched = -1
     if is_sparse(G, parameter):
         touched = touched_by(G, parameter, count_lookups(S))
@@ -94,25 +97,23 @@ def updated_bytes(G: GraphTables, D: ShardTables, S: Scratch, parameter: int, sh
 
 
 @compiled
-def pull_ns(
-    G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, parameter: int, shard: int, count: int
-) -> tuple[int, int]:
+def pull_ns(W: World, parameter: int, shard: int, count: int) -> tuple[int, int]:
     """(duration, bytes) of a pull from so many partitions, whose links are added to ``res``; zeros if nothing travels."""
-    _with_servers(G, K, D, S, parameter, shard, count, True)
+    K, S = W.cluster, W.scratch
+    _with_servers(W, parameter, shard, count, True)
     duration, moved = _round(K, S, 0)
-    _inside(G, K, D, S, parameter, shard, True)
+    _inside(W, parameter, shard, True)
     inner_ns, inner = _round(K, S, 0)
     return duration + inner_ns, moved + inner
 
 
 @compiled
-def push_ns(
-    G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, parameter: int, shard: int, count: int
-) -> tuple[int, int]:
+def push_ns(W: World, parameter: int, shard: int, count: int) -> tuple[int, int]:
     """The same of a push."""
-    most = _inside(G, K, D, S, parameter, shard, False)
+    K, S = W.cluster, W.scratch
+    most = _inside(W, parameter, shard, False)
     inner_ns, inner = _round(K, S, most)
-    _with_servers(G, K, D, S, parameter, shard, count, False)
+    _with_servers(W, parameter, shard, count, False)
     duration, moved = _round(K, S, 0)
     return duration + inner_ns, moved + inner
 
@@ -123,8 +124,9 @@ def _round(K, S, reduced):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _with_servers(G, K, D, S, parameter, shard, count, pull):  # type: ignore[no-untyped-def]
+def _with_servers(W, parameter, shard, count, pull):  # type: ignore[no-untyped-def]
     """Flows between servers and leaders."""
+    G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
     stamp, devices = begin_joining(S), len(K.device_type)
     for part in range(count):
         server, rows = S.p_server[part], S.p_rows[part]
@@ -142,8 +144,9 @@ def _with_servers(G, K, D, S, parameter, shard, count, pull):  # type: ignore[no
 
 
 @compiled
-def _inside(G, K, D, S, parameter, shard, pull):  # type: ignore[no-untyped-def]
+def _inside(W, parameter, shard, pull):  # type: ignore[no-untyped-def]
     """Flows between leaders and the others of their groups; the most bytes that a leader gets."""
+    G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
     stamp, devices, rows = begin_joining(S), len(K.device_type), D.rows[shard]
     for i in range(S.members[0]):
         S.received[i] = 0
@@ -166,8 +169,9 @@ def _inside(G, K, D, S, parameter, shard, pull):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def gather_ns(G: GraphTables, K: ClusterTables, D: ShardTables, S: Scratch, parameter: int, shard: int) -> tuple[int, int]:
+def gather_ns(W: World, parameter: int, shard: int) -> tuple[int, int]:
     """(duration, bytes) of giving each other the rows of a shard's gradient; links as in ``pull_ns``."""
+    G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
     count_lookups(S)
     stamp, devices = begin_joining(S), len(K.device_type)
     for i in range(S.members[0]):

@@ -9,7 +9,7 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.memory_tables import ACTIVATIONS, LARGEST_ADDED, LARGEST_SUM, SENT, MemoryTables
 from soap.simulator.compiled.scratch import CARRIERS, FETCHES, FULL, HOLDINGS, REDUCTIONS, Scratch
 from soap.simulator.compiled.tables import GraphTables
-from soap.simulator.compiled.variants import VariantTables
+from soap.simulator.compiled.world import World
 from soap.simulator.memory.peaks import ADDING_COPIES
 
 
@@ -47,8 +47,9 @@ def add_fetches(G: GraphTables, S: Scratch, M: MemoryTables, op: int) -> None:
 
 
 @compiled
-def add_sent(G: GraphTables, V: VariantTables, S: Scratch, M: MemoryTables, op: int) -> None:
+def add_sent(W: World, M: MemoryTables, op: int) -> None:
     """As ``transit.sent_bytes``, without sums."""
+    G, V, S = W.graph, W.variants, W.scratch
     first = G.output_ptr[op]
     for carrier in range(S.count[CARRIERS]):
         begin, end, pattern = S.k_part[carrier], S.k_part[carrier + 1], S.k_pattern[carrier]
@@ -74,8 +75,9 @@ def add_sent(G: GraphTables, V: VariantTables, S: Scratch, M: MemoryTables, op: 
 
 
 @compiled
-def add_sums(G: GraphTables, V: VariantTables, S: Scratch, M: MemoryTables, op: int) -> None:
+def add_sums(W: World, M: MemoryTables, op: int) -> None:
     """Partial results that are summed: what is left of them, what cells need besides, and the buffers."""
+    G, V, S = W.graph, W.variants, W.scratch
     part = M.part
     for red in range(S.count[REDUCTIONS]):
         out = G.output_ptr[op] + S.r_out[red]
@@ -96,8 +98,9 @@ def add_sums(G: GraphTables, V: VariantTables, S: Scratch, M: MemoryTables, op: 
 
 
 @compiled
-def add_holdings(G: GraphTables, V: VariantTables, S: Scratch, M: MemoryTables, op: int) -> None:
+def add_holdings(W: World, M: MemoryTables, op: int) -> None:
     """Gradients that wait between operators, as ``peaks._frontier_bytes``, and additions of two."""
+    G, V, S = W.graph, W.variants, W.scratch
     width = len(G.backward) + 2
     if S.count[HOLDINGS] + S.count[REDUCTIONS] > len(S.work):
         raise MemoryError(FULL)

@@ -95,9 +95,15 @@ class Variants:
 
     def tables(self) -> VariantTables:
         """All of them as arrays."""
-        rows = self._rows.array().reshape(-1, COLUMNS)
-        boxes = (self._box_ptr.array(), self._box_volume.array(), self._bounds.array())
-        return VariantTables(rows, self._data.array(), self._costs.array(), self._launches.array(), *boxes)
+        return VariantTables(
+            rows=self._rows.array().reshape(-1, COLUMNS),
+            data=self._data.array(),
+            costs=self._costs.array(),
+            launches=self._launches.array(),
+            box_ptr=self._box_ptr.array(),
+            box_volume=self._box_volume.array(),
+            bounds=self._bounds.array(),
+        )
 
     def _make(self, position: int, degrees: tuple[int, ...]) -> list[int]:
         op = self.graph.operators[position]

@@ -11,16 +11,13 @@ from math import log
 from typing import NamedTuple
 
 from soap.simulator.compiled.arrays import copy
-from soap.simulator.compiled.change import OPERATORS, PARAMETERS, Edit, Undo
+from soap.simulator.compiled.change import OPERATORS, PARAMETERS, Edit
 from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
 from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial
 from soap.simulator.compiled.hashing import draw
-from soap.simulator.compiled.history import History
 from soap.simulator.compiled.jit import compiled, entry
-from soap.simulator.compiled.scratch import Scratch
-from soap.simulator.compiled.state import Groups, ShardTables, State
-from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Longs
-from soap.simulator.compiled.variants import VariantTables
+from soap.simulator.compiled.tables import Ints, Longs
+from soap.simulator.compiled.world import World
 
 STEP, RANDOM, SWAPPED, COST, ACCEPTED, BEST, PLAYED, QUEUED, WITHOUT_PLAY, UNCHANGED, LOG = range(11)
 """Places in ``Choices.walk``: steps done; the generator's state; whether the two trials have changed places; current cost; accepted
@@ -42,58 +39,41 @@ class Choices(NamedTuple):
 
 
 @entry
-def walk_on(
-    G: GraphTables,
-    V: VariantTables,
-    K: ClusterTables,
-    R: Groups,
-    D: ShardTables,
-    C: State,
-    S: Scratch,
-    U: Undo,
-    A: Trial,
-    B: Trial,
-    H: History,
-    E: Edit,
-    W: Choices,
-    steps: int,
-    beta: float,
-    bounded: bool,
-    dtypes: int,
-) -> None:
+def walk_on(W: World, A: Trial, B: Trial, E: Edit, choices: Choices, steps: int, beta: float, bounded: bool, dtypes: int) -> None:
     """Go on until ``steps`` steps are done. What is lacking raises, with all as it was before the step (after ``take_back``)."""
-    walk = W.walk
+    C = W.state
+    walk = choices.walk
     while walk[STEP] < steps:
         before = walk[RANDOM]
-        op = W.operator[draw(walk, RANDOM) % len(W.operator)]
-        choice = W.ptr[op] + draw(walk, RANDOM) % (W.ptr[op + 1] - W.ptr[op])
+        op = choices.operator[draw(walk, RANDOM) % len(choices.operator)]
+        choice = choices.ptr[op] + draw(walk, RANDOM) % (choices.ptr[op + 1] - choices.ptr[op])
         after = draw(walk, RANDOM) >> 10
         threshold = walk[COST] - log((after + 1) / 9007199254740992.0) / beta
         drawn = walk[RANDOM]
         walk[RANDOM] = before
         bound = int(threshold) if threshold < NO_BOUND else NO_BOUND
-        devices = W.dev[W.dev_ptr[choice] : W.dev_ptr[choice + 1]]
+        devices = choices.dev[choices.dev_ptr[choice] : choices.dev_ptr[choice + 1]]
         P, T = (B, A) if walk[SWAPPED] else (A, B)
-        if _is_current(C, op, W.variant[choice], devices):
+        if _is_current(C, op, choices.variant[choice], devices):
             walk[UNCHANGED] += 1
         else:
             T.size[TAKEN] = T.size[SKIPPED] = T.size[HEAPED] = 0
-            _set(E, op, W.variant[choice], devices)
-            cost = evaluate(G, V, K, R, D, C, S, U, P, T, H, E, dtypes, bound if bounded else NO_BOUND)
+            _set(E, op, choices.variant[choice], devices)
+            cost = evaluate(W, P, T, E, dtypes, bound if bounded else NO_BOUND)
             walk[PLAYED] += T.size[TAKEN] - T.size[SKIPPED]
             walk[QUEUED] += T.size[HEAPED]
             walk[WITHOUT_PLAY] += T.size[TAKEN] == 0
             if cost != STOPPED and cost <= bound:
-                adopt(C, U, P, T, H)
+                adopt(W, P, T)
                 walk[SWAPPED] = 1 - walk[SWAPPED]
                 walk[COST] = cost
                 walk[ACCEPTED] += 1
                 walk[BEST] = min(walk[BEST], cost)
             else:
-                take_back(G, R, C, U)
+                take_back(W)
         walk[RANDOM] = drawn
         if walk[STEP] < walk[LOG]:
-            W.log[walk[STEP]] = walk[COST]
+            choices.log[walk[STEP]] = walk[COST]
         walk[STEP] += 1
 
 

@@ -39,5 +39,13 @@ def make_choices(graph: OperatorGraph, variants: Variants, choices: Mapping[str,
             dev_ptr.append(len(dev))
         ptr.append(len(numbers))
     movable = [position for position in range(len(graph.operators)) if ptr[position + 1] > ptr[position]]
-    lists = [np.array(values, np.int32) for values in (movable, ptr, numbers, dev_ptr, dev)]
-    return Choices(walk, np.zeros(max(1, log), np.int64), *lists)
+    ints = lambda values: np.array(values, np.int32)  # noqa: E731
+    return Choices(
+        walk=walk,
+        log=np.zeros(max(1, log), np.int64),
+        operator=ints(movable),
+        ptr=ints(ptr),
+        variant=ints(numbers),
+        dev_ptr=ints(dev_ptr),
+        dev=ints(dev),
+    )

@@ -22,10 +22,10 @@ from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
 
 
 def _empty() -> MemoryTables:
-    fields: list[Any] = []
+    fields: dict[str, Any] = {}
     for name, kind in MemoryTables.__annotations__.items():
-        fields.append(np.zeros((1, 1) if name in ("rows", "part") else 1, np.int64 if "Longs" in str(kind) else np.int32))
-    return MemoryTables(*fields)
+        fields[name] = np.zeros((1, 1) if name in ("rows", "part") else 1, np.int64 if "Longs" in str(kind) else np.int32)
+    return MemoryTables(**fields)
 
 
 NO_TABLES = handle(_empty())
@@ -95,8 +95,7 @@ class MemoryBound:
         """What the bounds say of the strategy that the engine holds, or that is proposed to it: FITS, UNKNOWN or LACKING."""
 
         def ask() -> int:
-            G, V, K, _, _, C, S, *_ = self._engine.handles()
-            return int(bound_memory(G, V, K, C, S, self.handle()))
+            return int(bound_memory(self._engine.world, self.handle()))
 
         return self._engine.consult(ask)
 

@@ -21,22 +21,22 @@ from soap.strategy.config import OpConfig, Strategy
 
 
 @entry
-def _listed(Q, N, C, W, op):  # type: ignore[no-untyped-def]
-    return list_candidates(Q, N, C, W, op)
+def _listed(W, Z, op):  # type: ignore[no-untyped-def]
+    return list_candidates(Z, W.state, op)
 
 
 @entry
-def _drawn(Q, W, op):  # type: ignore[no-untyped-def]
-    draw_any(Q, W, op, 1)
+def _drawn(Z, op):  # type: ignore[no-untyped-def]
+    draw_any(Z.grids, Z.chain, op, 1)
 
 
 def config_in(chain: CompiledChain, space: CompiledSpace, position: int, slot: int) -> OpConfig:
-    W, devices = chain.tables, space.topology.device_count
-    grid = space.grid(position, int(W.c_grid[slot]))
+    X, devices = chain.tables, space.topology.device_count
+    grid = space.grid(position, int(X.c_grid[slot]))
     tiles = 1
     for length in grid:
         tiles *= length
-    return OpConfig(grid[1:], tuple(W.c_dev[slot * devices : slot * devices + tiles].tolist()), grid[0])
+    return OpConfig(grid[1:], tuple(X.c_dev[slot * devices : slot * devices + tiles].tolist()), grid[0])
 
 
 @pytest.mark.parametrize("model", ["nmt", "gpt", "alexnet"])
@@ -46,7 +46,6 @@ def test_neighbours_suggest_what_alignment_says(model: str) -> None:
     references = reference_strategies(graph, topology, starts.values())
     space = build_space(graph, 16, references=references)
     compiled = CompiledSpace(space, topology, api.simulator_for(graph, topology).costs)
-    Q, N, _ = compiled.handles
     draw = random.Random(5)
     for _ in range(2):
         strategy = Strategy({op.name: own.draw(draw) for op, own in zip(graph.operators, space.operators, strict=True)})
@@ -56,7 +55,7 @@ def test_neighbours_suggest_what_alignment_says(model: str) -> None:
             wanted = [config for config in given if own.log_weight(config) > -inf]
             aligned = aligned_configs(graph, strategy, position, space.edges[position])
             wanted += [config for config in aligned if own.log_weight(config) > -inf]
-            count = int(_listed(Q, N, chain.engine.handles()[5], chain._handle, position))
+            count = int(_listed(chain.engine.world, chain.handle, position))
             found = [config_in(chain, compiled, position, 9 + i) for i in range(count)]
             assert found == wanted[:MOST_LISTED]
             assert chain.tables.c_log[9 : 9 + count].tolist() == pytest.approx([own.log_weight(config) for config in found])
@@ -71,7 +70,7 @@ def test_draws_follow_the_weights() -> None:
     position = space.movable[0]
     own, counts, total = space.operators[position], Counter[OpConfig](), 40_000
     for _ in range(total):
-        _drawn(compiled.handles[0], chain._handle, position)
+        _drawn(chain.handle, position)
         config = config_in(chain, compiled, position, 1)
         assert chain.tables.c_log[1] == pytest.approx(own.log_weight(config))
         counts[config] += 1

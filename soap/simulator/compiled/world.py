@@ -1,0 +1,34 @@
+"""All that compiled functions read and write beside the simulations that they compare, as one structure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from soap.simulator.compiled.scratch import Scratch
+from soap.simulator.compiled.state import Groups, ShardTables, State
+from soap.simulator.compiled.tables import ClusterTables, GraphTables
+from soap.simulator.compiled.variants import VariantTables
+
+if TYPE_CHECKING:
+    from soap.simulator.compiled.change import Undo
+    from soap.simulator.compiled.history import History
+
+
+class World(NamedTuple):
+    """What is simulated (``graph`` on ``cluster``), what grows as it is asked for (``variants``, ``groups``, ``shards``), the strategy that
+    is held (``state``), how it was before the last change (``undo``), snapshots of its simulation (``history``), and working memory
+    (``scratch``). Trials are not in it: they change places when a proposal is accepted.
+
+    Compiled functions that need three of these or more take a world, and read from it what they use, each under one letter:
+    ``G, V, K, R, D = W.graph, W.variants, W.cluster, W.groups, W.shards``; ``C, S, U, H = W.state, W.scratch, W.undo, W.history``.
+    """
+
+    graph: GraphTables
+    variants: VariantTables
+    cluster: ClusterTables
+    groups: Groups
+    shards: ShardTables
+    state: State
+    scratch: Scratch
+    undo: Undo
+    history: History
