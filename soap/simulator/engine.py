@@ -104,7 +104,6 @@ class Engine:
         self._renew(graph=self._graph, cluster=cluster, groups=self._groups.tables)
         self._size, self._slots, self._arena = 4096, 4096, 65536
         self._make_scratch()
-        self.dtypes = 1 + int(max(self._graph.parameter_dtype, default=0))
         self._resources = topology.device_count + len(topology.links) + len(core_names(topology))
         self._parameters = {tensor.name: position for position, tensor in enumerate(graph.parameters)}
         self._proposed: tuple[dict[int, OpConfig], dict[str, SyncConfig], dict[int, int]] = {}, {}, {}
@@ -176,7 +175,7 @@ class Engine:
         codes = [sync_code(sync) for sync in parameters.values()]
         variants = [self.variant(position, config.degrees) for position, config in zip(positions, operators.values(), strict=True)]
         self._write_edit(positions, variants, list(operators.values()), numbers, codes)
-        found = int(self._try(lambda: self._whole(lambda: evaluate(*self.handles(), self.dtypes, at_most_ns)), self._renew_state))
+        found = int(self._try(lambda: self._whole(lambda: evaluate(*self.handles(), at_most_ns)), self._renew_state))
         configs = dict(zip(positions, operators.values(), strict=True))
         self._proposed = configs, dict(parameters), dict(zip(numbers, codes, strict=True))
         self._proposed_ns = None if found == STOPPED else found
@@ -267,7 +266,7 @@ class Engine:
         self._renew_tables()
 
         def go_on() -> None:
-            walk_on(*self.handles(), walking, steps, beta_per_ns, bounded, self.dtypes)
+            walk_on(*self.handles(), walking, steps, beta_per_ns, bounded)
 
         def settle() -> None:
             self.settle(swapped=bool(found.walk[SWAPPED]), makespan_ns=int(found.walk[COST]))
@@ -362,7 +361,7 @@ class Engine:
 
     def _lower_all(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
         self.state.sync[: len(self._codes)] = self._codes
-        lower_all(self.world, variants, replicas, devices, self.dtypes)
+        lower_all(self.world, variants, replicas, devices)
 
     def _renew_state(self) -> None:
         """Get rid of what accepted changes have left behind, or if that is nothing, grow."""

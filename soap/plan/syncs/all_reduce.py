@@ -5,12 +5,12 @@ Buckets as in Li et al., "PyTorch Distributed: Experiences on Accelerating Data 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name
 from soap.plan.syncs.buckets import make_buckets, wire_bytes
-from soap.plan.syncs.seam import SUM, Phase, SyncMethod, SyncStep
+from soap.plan.syncs.seam import SUM, Hold, Phase, SyncMethod, SyncStep
 from soap.plan.tiling import Tile
 from soap.strategy.methods import named
 
@@ -29,6 +29,18 @@ class BucketedSum(SyncMethod):
         if len(sync.readers) < 2:
             return ()
         return (SyncStep(Phase.AFTER_BACKWARD, SUM, sync_name(sync), summed_bytes=wire_bytes(plan, sync), large=True),)
+
+
+    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
+        """What travels otherwise than it is kept lies beside it."""
+        if self.contract.wire_bits is None or len(sync.readers) < 2:
+            return ()
+        return [(device, wire_bytes(plan, sync)) for device in sync.readers]
+
+    def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
+        """For the whole step: it is made once."""
+        for device, size in self.buffers(plan, sync):
+            yield Hold(device, size)
 
 
 METHOD = BucketedSum(named("all_reduce"))

@@ -57,7 +57,6 @@ def advance(
     beta: float,
     focus: float,
     memory: bool,
-    dtypes: int,
 ) -> int:
     """Go on until ``steps`` proposals are logged (moves without effect are none), or ``MOST_IDLE`` moves in a row had no effect.
 
@@ -79,7 +78,7 @@ def advance(
             at[STEP] += 1
             at[BEFORE] = at[RANDOM]
             continue
-        cost = _evaluate(W, P, T, E, X, dtypes, at[COST] + (log_ratio - decision) * at[START] / beta)
+        cost = _evaluate(W, P, T, E, X, at[COST] + (log_ratio - decision) * at[START] / beta)
         accepted = cost != STOPPED
         if accepted and memory and at[PENDING] == NOTHING:
             verdict = bound_memory(W, M)
@@ -108,13 +107,13 @@ def advance(
 
 
 @compiled
-def _evaluate(W, P, T, E, X, dtypes, threshold):  # type: ignore[no-untyped-def]
+def _evaluate(W, P, T, E, X, threshold):  # type: ignore[no-untyped-def]
     """Cost of the proposal, or STOPPED if it is over the threshold."""
     if threshold <= 0:
         return STOPPED
     bound = int(threshold) if threshold < NO_BOUND else NO_BOUND
     T.size[TAKEN] = T.size[SKIPPED] = T.size[HEAPED] = 0
-    cost = evaluate(W, P, T, E, dtypes, bound)
+    cost = evaluate(W, P, T, E, bound)
     X.at[PLAYED] += T.size[TAKEN] - T.size[SKIPPED]
     return STOPPED if cost > bound else cost
 

@@ -143,7 +143,7 @@ class CompiledChain:
 
         def go_on() -> int:
             M = NO_TABLES if fits is None else self._memory.handle()
-            return int(advance(*self.engine.handles(), self.handle, M, last, beta, focus, fits is not None, self.engine.dtypes))
+            return int(advance(*self.engine.handles(), self.handle, M, last, beta, focus, fits is not None))
 
         while True:
             try:

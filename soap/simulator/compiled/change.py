@@ -250,7 +250,7 @@ def _alive_changed(C, U, n):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def change_sums(W: World, dtypes: int) -> None:
+def change_sums(W: World) -> None:
     """Make gradients' sums and updates anew."""
     G, R, C, U = W.graph, W.groups, W.state, W.undo
     U.what[OLD_SYNCS], U.what[OLD_SYNC_SLOT] = C.used[SYNCS], C.sync_slot[0]
@@ -260,7 +260,7 @@ def change_sums(W: World, dtypes: int) -> None:
         U.update_ns[device], U.update_alive[device] = C.duration[device], C.alive[device]
     count_sums(R, C, -1)
     U.what[SYNCHRONIZED] = 1
-    synchronize(W, dtypes)
+    synchronize(W)
     U.what[SYNCHRONIZED] = 2
 
 

@@ -44,7 +44,7 @@ from soap.simulator.compiled.world import World
 
 
 @entry
-def evaluate(W: World, P: Trial, T: Trial, E: Edit, dtypes: int, at_most: int) -> int:
+def evaluate(W: World, P: Trial, T: Trial, E: Edit, at_most: int) -> int:
     """Make a change and simulate; the makespan in ns, or STOPPED if that would exceed ``at_most``. ``P``: the simulation of what is
     changed, complete, with its snapshots in ``history``; ``T``: room for the new one. The change stays, if any was made: ``take_back``
     undoes it."""
@@ -55,7 +55,7 @@ def evaluate(W: World, P: Trial, T: Trial, E: Edit, dtypes: int, at_most: int) -
         return STOPPED
     take_snapshots(G, C, R, P, H, first_tile(C, P, E) if E.count[REPLACED_OPERATORS] > 0 else H.first_sum[0])
     change(W, E)
-    return _simulate(W, P, T, dtypes, at_most)
+    return _simulate(W, P, T, at_most)
 
 
 @compiled
@@ -73,7 +73,7 @@ def _expect_updates(W, E, at_most):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _simulate(W, P, T, dtypes, at_most):  # type: ignore[no-untyped-def]
+def _simulate(W, P, T, at_most):  # type: ignore[no-untyped-def]
     """Simulate what was changed."""
     G, R, C, S, U, H = W.graph, W.groups, W.state, W.scratch, W.undo, W.history
     match_slots(W, P)
@@ -89,7 +89,7 @@ def _simulate(W, P, T, dtypes, at_most):  # type: ignore[no-untyped-def]
     makespan = play(G, C, R, P, T, at_most, sums)
     if makespan != PAUSED and not (sums and makespan != STOPPED):
         return makespan
-    change_sums(W, dtypes)
+    change_sums(W)
     match_sums(W, P)
     if any_sum_is_ready(C):
         begin(G, C, P, T, P.size[TAKEN], True)  # they are the first to be played

@@ -40,7 +40,7 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.sync_codes import has_server, sums_in_place
+from soap.simulator.compiled.sync_codes import has_server, is_as_it_travels, sums_in_place
 from soap.simulator.compiled.synchronized_memory import add_synchronized, cut_of
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
 from soap.simulator.compiled.variants import CELLS
@@ -107,7 +107,7 @@ def _parameter(W, M, parameter):  # type: ignore[no-untyped-def]
         covered |= M.cut_volume[own] == M.elements[parameter]
     disjoint = same and M.cut_volume[cut] >= 0
     by_rows = has_server(code) and is_sparse(G, parameter)
-    if not sums_in_place(code):
+    if not sums_in_place(code) or not is_as_it_travels(code):
         add_synchronized(W, M, parameter, code, disjoint)
     fill(M.total, 0, devices, 0)
     M.seen[0] += 1

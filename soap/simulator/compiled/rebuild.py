@@ -14,7 +14,7 @@ from soap.simulator.compiled.world import World
 
 
 @entry
-def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints, dtypes: int) -> None:
+def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints) -> None:
     """Begin with a strategy: variant and replicas by operator, devices one operator after the other."""
     G, V, C = W.graph, W.variants, W.state
     operators = len(G.backward)
@@ -37,6 +37,6 @@ def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints, dtypes: i
         count_backward(G, C, op, 1)
     make_pulls(W)
     count_pulls(C, 1)
-    synchronize(W, dtypes)
+    synchronize(W)
     for slot in range(len(C.alias)):
         C.alias[slot] = slot

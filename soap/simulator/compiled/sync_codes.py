@@ -33,7 +33,7 @@ def sync_code(sync: SyncConfig) -> int:
 
 def sync_of(code: int) -> SyncConfig:
     """The synchronization of which that is the number."""
-    contract = METHODS[code >> _METHOD & (1 << _PARTITIONS - _METHOD) - 1]
+    contract = METHODS[code >> _METHOD & 63]
     within = contract.within[code >> _HOSTS & 1]
     return SyncConfig(contract.owner, contract.payload, contract.residence, within, 1 + (code >> _PARTITIONS))
 
@@ -72,6 +72,18 @@ def partitions_of(code: int) -> int:
 def is_local(code: int) -> bool:
     """Whether a host's devices deal with servers together."""
     return code >> _HOSTS & 1 == 1
+
+
+@compiled
+def method_of(code: int) -> int:
+    """The method's place in the registry: what is summed in one buffer has one."""
+    return code >> _METHOD & 63
+
+
+@compiled
+def is_as_it_travels(code: int) -> bool:
+    """Whether what is summed in place travels as it is kept."""
+    return code >> _WIRE & 255 == 0
 
 
 @compiled

@@ -13,7 +13,7 @@ from soap.simulator.compiled.rows import gathered_bytes, gathered_rows
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, PRICES, STAMP, TASKS, USES
 from soap.simulator.compiled.serving import adding_ns, ask_prices, serve, table_price_ns
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, State
-from soap.simulator.compiled.sync_codes import gathers_rows
+from soap.simulator.compiled.sync_codes import gathers_rows, method_of, wire_bytes
 from soap.simulator.compiled.tables import GraphTables
 from soap.simulator.compiled.world import World
 
@@ -64,7 +64,7 @@ def count_sums(R: Groups, C: State, sign: int) -> None:
 
 
 @compiled
-def synchronize(W: World, dtypes: int) -> None:
+def synchronize(W: World) -> None:
     """Make all sums of gradients and updates anew."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     devices = len(C.busy)
@@ -90,7 +90,7 @@ def synchronize(W: World, dtypes: int) -> None:
                         find_keepers(W, parameter, shard)
                         _add_update(W, parameter, shard)
                 elif G.user[first_user + lowest] == op:
-                    _join(W, parameter, shard, opened, dtypes, slot0)
+                    _join(W, parameter, shard, opened, slot0)
     for bucket in range(S.count[TASKS]):
         _finish(W, bucket, slot0 + bucket)
     serve(W, slot0)
@@ -161,8 +161,8 @@ def _update_ns(W, device, shard, gathered, rows):  # type: ignore[no-untyped-def
 
 
 @compiled
-def _join(W, parameter, shard, opened, dtypes, slot0):  # type: ignore[no-untyped-def]
-    """A shard joins the open bucket of its devices and dtype, unless it is served or gathered."""
+def _join(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
+    """A shard joins the open bucket of its devices, method and dtype, unless it is served or gathered."""
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     find_keepers(W, parameter, shard)
     if is_served(W, parameter):
@@ -171,7 +171,7 @@ def _join(W, parameter, shard, opened, dtypes, slot0):  # type: ignore[no-untype
     if S.members[0] == 1 or gathers_rows(C.sync[parameter]):
         return
     group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
-    place = group * dtypes + G.parameter_dtype[parameter]
+    place = (group * G.bucket_kinds[1] + method_of(C.sync[parameter])) * G.bucket_kinds[0] + G.parameter_dtype[parameter]
     if place >= len(S.bucket_stamp):
         raise MemoryError(FULL)
     if S.bucket_stamp[place] != opened:  # the first bucket is closed early
@@ -182,7 +182,7 @@ def _join(W, parameter, shard, opened, dtypes, slot0):  # type: ignore[no-untype
         if bucket + 2 > len(S.t_key):
             raise MemoryError(FULL)
         S.t_key[bucket], S.t_subkey[bucket] = task_key(SYNC, parameter, 0, shard - D.ptr[S.geometry[parameter]], 0, 0)
-        S.t_bytes[bucket], S.t_res_n[bucket] = 0, group
+        S.t_bytes[bucket], S.t_res_n[bucket], S.t_res[bucket] = 0, group, parameter
         S.count[TASKS] = bucket + 1
         S.bucket_of[place] = bucket
     S.t_bytes[bucket] += D.bytes[shard]
@@ -199,13 +199,14 @@ def _finish(W, bucket, slot):  # type: ignore[no-untyped-def]
     if slot + 1 > len(C.key):
         raise MemoryError(CROWDED)
     group = S.t_res_n[bucket]
-    duration, way = allreduce(R, group, S.t_bytes[bucket])
+    size = wire_bytes(C.sync[S.t_res[bucket]], S.t_bytes[bucket], W.graph.parameter_itemsize[S.t_res[bucket]])
+    duration, way = allreduce(R, group, size)
     members = R.sets.ptr[group + 1] - R.sets.ptr[group]
     C.key[slot], C.subkey[slot] = S.t_key[bucket], S.t_subkey[bucket]
     C.duration[slot], C.resource[slot], C.resource_n[slot] = duration, R.resource[way], R.resource_n[way]
     C.latency[slot], C.handling[slot] = 0, sum_handling_ns(K, members, duration)
     C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, SYNC_BUCKET, -1, group
-    C.moved[slot] = 2 * (members - 1) * S.t_bytes[bucket]
+    C.moved[slot] = 2 * (members - 1) * size
 
 
 @compiled

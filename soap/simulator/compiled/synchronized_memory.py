@@ -18,7 +18,7 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
-from soap.simulator.compiled.sync_codes import gathers_rows, has_server, is_local, partitions_of
+from soap.simulator.compiled.sync_codes import gathers_rows, has_server, is_local, partitions_of, sums_in_place, wire_bytes
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 
@@ -39,13 +39,16 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
     regions = 0
     for i in range(M.user_ptr[parameter], M.user_ptr[parameter + 1]):
         pieces = 1 if disjoint else _pieces(V, C, M, parameter, cut_of(C, M, i))
-        _add_user(V, C, M, parameter, M.user[i], M.user_operand[i], sparse and disjoint, pieces)
+        _add_user(V, C, M, parameter, M.user[i], M.user_operand[i], sparse and disjoint and not sums_in_place(code), pieces)
         regions += V.rows[C.variant[M.user[i]], CELLS]
     values = indices = 0
     for device in range(devices):
         values += M.total[device]
         indices += M.looked_up[device] * INDEX_BYTES
     for device in range(devices):
+        if sums_in_place(code):
+            _add(M, device, 0, wire_bytes(code, M.total[device], M.itemsize[parameter]))
+            continue
         if gathers_rows(code):
             _add(M, device, 0, COPIES * (values + indices))
             continue

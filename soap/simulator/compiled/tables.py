@@ -14,6 +14,7 @@ from soap.model.sparse_access import RowAccess
 from soap.plan.placement import first_servers, server_devices
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import first_cores, row_seconds, server_type
+from soap.strategy.methods import METHODS
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -29,8 +30,9 @@ class GraphTables(NamedTuple):
     whether it carries a gradient, number of its dtype. ``parameter``: trainable parameters that an operator uses, each once, ascending.
     ``user``: operators that use a parameter (all of them, trainable or not), ascending; ``user_place``: which of their ``parameter`` it
     is, -1 if it is frozen.
-    ``parameter_dtype``: by parameter, as are ``first_server`` (``placement.first_servers``) and of sparse ones ``touched`` from
-    ``touched_ptr`` on: how many rows a batch looks up, how many there are, ``RowAccess.touched``. ``backward``: whether any output carries
+    ``bucket_kinds``: numbers of dtypes and of methods: what differs in one of them is summed in buffers of its own.
+    ``parameter_dtype``, ``parameter_itemsize``: by parameter, as are ``first_server`` (``placement.first_servers``) and of sparse ones
+    ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many there are, ``RowAccess.touched``. ``backward``: whether any output carries
     a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile has a backward
     pass, whatever the strategy.
     """
@@ -55,6 +57,8 @@ class GraphTables(NamedTuple):
     user: Ints
     user_place: Ints
     parameter_dtype: Ints
+    parameter_itemsize: Ints
+    bucket_kinds: Ints
     first_server: Ints
     touched_ptr: Ints
     touched: Longs
@@ -159,6 +163,8 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         user=user,
         user_place=user_place,
         parameter_dtype=np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
+        parameter_itemsize=np.array([t.itemsize for t in graph.parameters], np.int32),
+        bucket_kinds=np.array([len(dtypes), len(METHODS)], np.int32),
         first_server=np.array([servers[t.name] for t in graph.parameters], np.int32),
         touched_ptr=np.cumsum([0, *map(len, touched)]).astype(np.int32),
         touched=np.array([count for own in touched for count in own], np.int64),

@@ -39,7 +39,7 @@ class Choices(NamedTuple):
 
 
 @entry
-def walk_on(W: World, A: Trial, B: Trial, E: Edit, choices: Choices, steps: int, beta: float, bounded: bool, dtypes: int) -> None:
+def walk_on(W: World, A: Trial, B: Trial, E: Edit, choices: Choices, steps: int, beta: float, bounded: bool) -> None:
     """Go on until ``steps`` steps are done. What is lacking raises, with all as it was before the step (after ``take_back``)."""
     C = W.state
     walk = choices.walk
@@ -59,7 +59,7 @@ def walk_on(W: World, A: Trial, B: Trial, E: Edit, choices: Choices, steps: int,
         else:
             T.size[TAKEN] = T.size[SKIPPED] = T.size[HEAPED] = 0
             _set(E, op, choices.variant[choice], devices)
-            cost = evaluate(W, P, T, E, dtypes, bound if bounded else NO_BOUND)
+            cost = evaluate(W, P, T, E, bound if bounded else NO_BOUND)
             walk[PLAYED] += T.size[TAKEN] - T.size[SKIPPED]
             walk[QUEUED] += T.size[HEAPED]
             walk[WITHOUT_PLAY] += T.size[TAKEN] == 0
