@@ -26,7 +26,7 @@ from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
-from soap.simulator.compiled.sync_codes import sync_code, sync_codes, sync_of
+from soap.simulator.compiled.syncs.codes import sync_code, sync_codes, sync_of
 from soap.simulator.compiled.tables import (
     Ints,
     Longs,

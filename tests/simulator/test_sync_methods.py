@@ -14,7 +14,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
 from soap.plan.syncs.seam import Phase, SyncMethod, method_for, method_of
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.compiled.sync_codes import sync_code, sync_of
+from soap.simulator.compiled.syncs.codes import sync_code, sync_of
 from soap.simulator.folding import Folding, fold
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.peaks import peak_bytes

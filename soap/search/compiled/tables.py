@@ -17,7 +17,7 @@ from soap.search.compiled.estimates import rough_ns
 from soap.search.compiled.memory import ChainTables
 from soap.search.compiled.segments import find_segments
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
-from soap.simulator.compiled.sync_codes import sync_code
+from soap.simulator.compiled.syncs.codes import sync_code
 from soap.simulator.compiled.tables import Floats, Ints, Longs
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig

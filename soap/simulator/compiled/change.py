@@ -16,10 +16,10 @@ from soap.simulator.compiled.fragment import CROWDED, count_edges, lower_operato
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import STAMP
-from soap.simulator.compiled.serving import count_pulls, make_pulls
 from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, State
-from soap.simulator.compiled.sync_codes import travels_by_rows
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
+from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
+from soap.simulator.compiled.syncs.codes import travels_by_rows
 from soap.simulator.compiled.tables import GraphTables, Ints, Longs
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World

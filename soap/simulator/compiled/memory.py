@@ -40,8 +40,8 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.sync_codes import has_server, is_as_it_travels, sums_in_place
-from soap.simulator.compiled.synchronized_memory import add_synchronized, cut_of
+from soap.simulator.compiled.syncs.codes import has_server, is_as_it_travels, sums_in_place
+from soap.simulator.compiled.syncs.memory import add_synchronized, cut_of
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World

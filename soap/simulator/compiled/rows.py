@@ -5,9 +5,8 @@ from __future__ import annotations
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, USES, Scratch
 from soap.simulator.compiled.state import State
-from soap.simulator.compiled.sync_codes import travels_by_rows
+from soap.simulator.compiled.syncs.codes import travels_by_rows
 from soap.simulator.compiled.tables import GraphTables
-from soap.simulator.compiled.world import World
 
 INDEX_BYTES = 8
 
@@ -57,8 +56,8 @@ def part_of_rows(G: GraphTables, parameter: int, touched: int, rows: int) -> int
 
 @compiled
 def count_lookups(S: Scratch) -> int:
-    """``lookups``: by keeper (place in ``members``, from 0 on), how many rows its tiles look up; how many all do. What replicas look up
-    alike counts once. After ``find_keepers``."""
+    """``lookups``: by reader (place in ``members``, from 0 on), how many rows its tiles look up; how many all do. What replicas look up
+    alike counts once. After ``find_members``."""
     if S.members[0] > len(S.lookups):
         raise MemoryError(FULL)
     S.count[STAMP] += 1
@@ -86,21 +85,3 @@ def count_together(S: Scratch) -> None:
         if S.seen[place] != S.use_block[i]:
             S.seen[place] = S.use_block[i]
             S.together[place] += S.use_lookups[i]
-
-
-@compiled
-def gathered_bytes(W: World, parameter: int, shard: int) -> int:
-    """What each device updates of a gathered shard, after ``find_keepers``: the rows that all touch."""
-    G, D, S = W.graph, W.shards, W.scratch
-    touched = touched_by(G, parameter, count_lookups(S))
-    return part_of_rows(G, parameter, touched, D.rows[shard]) * D.row_bytes[shard]
-
-
-@compiled
-def gathered_rows(W: World, parameter: int, shard: int) -> int:
-    """How many rows each device adds up then, its own and those of others; 0 if there are no others. After ``gathered_bytes``."""
-    G, D, S = W.graph, W.shards, W.scratch
-    rows = 0
-    for i in range(S.members[0] if S.members[0] > 1 else 0):
-        rows += part_of_rows(G, parameter, touched_by(G, parameter, S.lookups[i]), D.rows[shard])
-    return rows

@@ -34,7 +34,7 @@ def stamp(function: CPUDispatcher) -> str:
 
 @cache
 def _files() -> frozenset[Path]:
-    return frozenset(Path(__file__).parents[2].glob("*/compiled/*.py"))
+    return frozenset(Path(__file__).parents[2].glob("*/compiled/**/*.py"))
 
 
 @cache

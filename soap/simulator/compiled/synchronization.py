@@ -5,20 +5,18 @@ In ``State`` the tasks of parameter servers and gathered rows (``serving``) stan
 
 from __future__ import annotations
 
-from soap.simulator.compiled.communication import allreduce, find_list, sum_handling_ns
-from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, set_key, task_key
+from soap.simulator.compiled.fragment import CROWDED, UPDATE, set_key, task_key
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.keepers import add_sync_edge, find_geometries, find_geometry, find_keepers, first_user_with_gradient, is_served
-from soap.simulator.compiled.rows import gathered_bytes, gathered_rows
-from soap.simulator.compiled.scratch import EDGES, EXPECTED, FULL, PRICES, STAMP, TASKS, USES
-from soap.simulator.compiled.serving import adding_ns, ask_prices, serve, table_price_ns
+from soap.simulator.compiled.scratch import EDGES, EXPECTED, PRICES, STAMP, TASKS
 from soap.simulator.compiled.state import ARENA, NEVER, SLOTS, SYNC_BUCKET, SYNCS, UPDATE_DEVICE, Groups, State
-from soap.simulator.compiled.sync_codes import gathers_rows, method_of, wire_bytes
+from soap.simulator.compiled.syncs.all_reduce import finish_bucket, join_bucket
+from soap.simulator.compiled.syncs.codes import gathers_rows
+from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_servers
+from soap.simulator.compiled.syncs.members import find_geometries, find_geometry, find_members, first_user_with_gradient
+from soap.simulator.compiled.syncs.pricing import adding_ns, ask_prices, table_price_ns
+from soap.simulator.compiled.syncs.sparse_all_gather import gathered_bytes, gathered_rows
 from soap.simulator.compiled.tables import GraphTables
 from soap.simulator.compiled.world import World
-
-BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20
 
 
 @compiled
@@ -87,13 +85,13 @@ def synchronize(W: World) -> None:
                 lowest = D.lowest[shard]
                 if lowest < 0:  # no gradient, but an update: it is counted with the parameter's first shard
                     if G.user[first_user + first_lowest] == op:
-                        find_keepers(W, parameter, shard)
+                        find_members(W, parameter, shard)
                         _add_update(W, parameter, shard)
                 elif G.user[first_user + lowest] == op:
-                    _join(W, parameter, shard, opened, slot0)
+                    _synchronize_shard(W, parameter, shard, opened, slot0)
     for bucket in range(S.count[TASKS]):
-        _finish(W, bucket, slot0 + bucket)
-    serve(W, slot0)
+        finish_bucket(W, bucket, slot0 + bucket)
+    add_owners_tasks(W, slot0)
     ask_prices(D, S)
     _install(W, slot0)
     for device in range(devices):
@@ -104,6 +102,16 @@ def synchronize(W: World) -> None:
         C.alive[device] = 1 if S.update[device] > 0 else 0
         C.duration[device] = S.update[device]
     count_sums(R, C, 1)
+
+
+@compiled
+def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
+    """Its readers update it, and it joins a sum, unless it is owned by servers or gathered: these come behind all sums."""
+    find_members(W, parameter, shard)
+    if not owned_by_servers(W, parameter):
+        _add_update(W, parameter, shard)
+        if W.scratch.members[0] > 1 and not gathers_rows(W.state.sync[parameter]):
+            join_bucket(W, parameter, shard, opened, slot0)
 
 
 @compiled
@@ -121,8 +129,8 @@ def expect_updates(W: World, op: int) -> None:
         if first_user_with_gradient(D, geometry) < 0:
             continue
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-            find_keepers(W, parameter, shard)
-            if D.lowest[shard] < 0 or not is_served(W, parameter):
+            find_members(W, parameter, shard)
+            if D.lowest[shard] < 0 or not owned_by_servers(W, parameter):
                 own, rows = _gathered(W, parameter, shard)
                 for i in range(1, 1 + S.members[0]):
                     S.floor[S.members[i]] -= _update_ns(W, S.members[i], shard, own, rows)
@@ -131,7 +139,7 @@ def expect_updates(W: World, op: int) -> None:
 
 @compiled
 def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
-    """The keepers of a shard update it."""
+    """The readers of a shard update it."""
     S = W.scratch
     own, rows = _gathered(W, parameter, shard)
     for i in range(S.members[0]):
@@ -141,7 +149,7 @@ def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
 
 @compiled
 def _gathered(W, parameter, shard):  # type: ignore[no-untyped-def]
-    """How many bytes of a shard each keeper updates, if rows of its gradient are gathered, and how many rows it adds up for that; else
+    """How many bytes of a shard each reader updates, if rows of its gradient are gathered, and how many rows it adds up for that; else
     -1."""
     D, C = W.shards, W.state
     if not gathers_rows(C.sync[parameter]) or D.lowest[shard] < 0:
@@ -158,55 +166,6 @@ def _update_ns(W, device, shard, gathered, rows):  # type: ignore[no-untyped-def
     update = table_price_ns(W, K.hosts[0] + kind, gathered, D.bytes[shard])
     row_seconds = K.row_seconds[device] if K.serves_itself[device] else 0.0
     return adding_ns(rows * D.row_bytes[shard], rows, K.memory_bandwidth[device], row_seconds) + update
-
-
-@compiled
-def _join(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
-    """A shard joins the open bucket of its devices, method and dtype, unless it is served or gathered."""
-    G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
-    find_keepers(W, parameter, shard)
-    if is_served(W, parameter):
-        return
-    _add_update(W, parameter, shard)
-    if S.members[0] == 1 or gathers_rows(C.sync[parameter]):
-        return
-    group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
-    place = (group * G.bucket_kinds[1] + method_of(C.sync[parameter])) * G.bucket_kinds[0] + G.parameter_dtype[parameter]
-    if place >= len(S.bucket_stamp):
-        raise MemoryError(FULL)
-    if S.bucket_stamp[place] != opened:  # the first bucket is closed early
-        S.bucket_stamp[place], S.bucket_of[place], S.bucket_limit[place] = opened, -1, FIRST_BUCKET_BYTES
-    bucket = S.bucket_of[place]
-    if bucket < 0:
-        bucket = S.count[TASKS]
-        if bucket + 2 > len(S.t_key):
-            raise MemoryError(FULL)
-        S.t_key[bucket], S.t_subkey[bucket] = task_key(SYNC, parameter, 0, shard - D.ptr[S.geometry[parameter]], 0, 0)
-        S.t_bytes[bucket], S.t_res_n[bucket], S.t_res[bucket] = 0, group, parameter
-        S.count[TASKS] = bucket + 1
-        S.bucket_of[place] = bucket
-    S.t_bytes[bucket] += D.bytes[shard]
-    for i in range(S.count[USES]):
-        if C.alive[S.use_slot[i]]:
-            add_sync_edge(S, S.use_slot[i], slot0 + bucket)
-    if S.t_bytes[bucket] >= S.bucket_limit[place]:
-        S.bucket_of[place], S.bucket_limit[place] = -1, BUCKET_BYTES
-
-
-@compiled
-def _finish(W, bucket, slot):  # type: ignore[no-untyped-def]
-    K, R, C, S = W.cluster, W.groups, W.state, W.scratch
-    if slot + 1 > len(C.key):
-        raise MemoryError(CROWDED)
-    group = S.t_res_n[bucket]
-    size = wire_bytes(C.sync[S.t_res[bucket]], S.t_bytes[bucket], W.graph.parameter_itemsize[S.t_res[bucket]])
-    duration, way = allreduce(R, group, size)
-    members = R.sets.ptr[group + 1] - R.sets.ptr[group]
-    C.key[slot], C.subkey[slot] = S.t_key[bucket], S.t_subkey[bucket]
-    C.duration[slot], C.resource[slot], C.resource_n[slot] = duration, R.resource[way], R.resource_n[way]
-    C.latency[slot], C.handling[slot] = 0, sum_handling_ns(K, members, duration)
-    C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, SYNC_BUCKET, -1, group
-    C.moved[slot] = 2 * (members - 1) * size
 
 
 @compiled

@@ -32,9 +32,9 @@ class GraphTables(NamedTuple):
     is, -1 if it is frozen.
     ``bucket_kinds``: numbers of dtypes and of methods: what differs in one of them is summed in buffers of its own.
     ``parameter_dtype``, ``parameter_itemsize``: by parameter, as are ``first_server`` (``placement.first_servers``) and of sparse ones
-    ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many there are, ``RowAccess.touched``. ``backward``: whether any output carries
-    a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile has a backward
-    pass, whatever the strategy.
+    ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many there are, ``RowAccess.touched``. ``backward``: whether
+    any output carries a gradient. ``loss``: operator and output that make the loss. ``solid``: whether at least one replica of every tile
+    has a backward pass, whatever the strategy.
     """
 
     read_ptr: Ints

@@ -1,14 +1,12 @@
-"""Who keeps which shard of a parameter at present (compiled). The counterpart of ``planning._make_cells`` with its devices."""
+"""Who reads which shard of a parameter at present, and through which tiles (compiled). The counterpart of ``planning._make_cells``."""
 
 from __future__ import annotations
 
 from soap.simulator.compiled.arrays import sort
 from soap.simulator.compiled.communication import find_list
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.rows import is_sparse
-from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, USES, Scratch
+from soap.simulator.compiled.scratch import FULL, STAMP, USES
 from soap.simulator.compiled.state import ShardTables
-from soap.simulator.compiled.sync_codes import has_server
 from soap.simulator.compiled.variants import CELLS, GEOMETRIES, LOOKUPS
 from soap.simulator.compiled.world import World
 
@@ -57,9 +55,9 @@ def first_user_with_gradient(D: ShardTables, geometry: int) -> int:
 
 
 @compiled
-def find_keepers(W: World, parameter: int, shard: int) -> None:
+def find_members(W: World, parameter: int, shard: int) -> None:
     """``use_slot`` (backward), ``use_device``, ``use_lookups``, ``use_block``: the tiles that use a shard, replicas one after the other.
-    ``members``: number of its keepers, then these devices, ascending."""
+    ``members``: number of its readers, then these devices, ascending."""
     D, S = W.shards, W.scratch
     first = D.ptr[S.geometry[parameter]]
     unread = D.use_ptr[shard] == D.use_ptr[shard + 1]  # is kept by the first device of the first shard
@@ -111,17 +109,6 @@ def _add_use(W, use, first):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def is_served(W: World, parameter: int) -> bool:
-    """Whether servers keep a shard that gets a gradient, after ``find_keepers``. What one device reads needs none, unless by rows."""
-    G, C, S = W.graph, W.state, W.scratch
-    return has_server(C.sync[parameter]) and (S.members[0] > 1 or is_sparse(G, parameter))
-
-
-@compiled
-def add_sync_edge(S: Scratch, source: int, target: int) -> None:
-    """The task in slot ``target`` waits for the backward pass of a tile."""
-    n = S.count[EDGES]
-    if n + 1 > len(S.e_src):
-        raise MemoryError(FULL)
-    S.e_src[n], S.e_dst[n] = source, target
-    S.count[EDGES] = n + 1
+def is_trained(G, parameter):  # type: ignore[no-untyped-def]
+    first = G.user_ptr[parameter]
+    return first < G.user_ptr[parameter + 1] and G.user_place[first] >= 0

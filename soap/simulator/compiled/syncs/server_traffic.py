@@ -1,16 +1,17 @@
 """What keeping parameters on servers, or gathering rows of gradients, moves (compiled). The counterpart of ``plan.serving``.
 
-Of one shard at a time, whose keepers are known (``keepers.find_keepers``). Its partitions are ``S.p_rows`` rows each, on the devices
+Of one shard at a time, whose members are known (``members.find_members``). Its partitions are ``S.p_rows`` rows each, on the devices
 ``S.p_server``.
 """
 
 from __future__ import annotations
 
-from soap.simulator.compiled.communication import begin_joining, join_flow, round_ns, total_flow
+from soap.simulator.compiled.communication import begin_joining, join_flow
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, count_lookups, count_together, is_sparse, part_of_rows, touched_by
-from soap.simulator.compiled.scratch import FLOWS, FULL, STAMP
-from soap.simulator.compiled.sync_codes import is_local, partitions_of
+from soap.simulator.compiled.scratch import FULL, STAMP
+from soap.simulator.compiled.syncs.codes import is_local, partitions_of
+from soap.simulator.compiled.syncs.exchange import round_of_flows
 from soap.simulator.compiled.world import World
 
 
@@ -101,9 +102,9 @@ def pull_ns(W: World, parameter: int, shard: int, count: int) -> tuple[int, int]
     """(duration, bytes) of a pull from so many partitions, whose links are added to ``res``; zeros if nothing travels."""
     K, S = W.cluster, W.scratch
     _with_servers(W, parameter, shard, count, True)
-    duration, moved = _round(K, S, 0)
+    duration, moved = round_of_flows(K, S, 0)
     _inside(W, parameter, shard, True)
-    inner_ns, inner = _round(K, S, 0)
+    inner_ns, inner = round_of_flows(K, S, 0)
     return duration + inner_ns, moved + inner
 
 
@@ -112,15 +113,10 @@ def push_ns(W: World, parameter: int, shard: int, count: int) -> tuple[int, int]
     """The same of a push."""
     K, S = W.cluster, W.scratch
     most = _inside(W, parameter, shard, False)
-    inner_ns, inner = _round(K, S, most)
+    inner_ns, inner = round_of_flows(K, S, most)
     _with_servers(W, parameter, shard, count, False)
-    duration, moved = _round(K, S, 0)
+    duration, moved = round_of_flows(K, S, 0)
     return duration + inner_ns, moved + inner
-
-
-@compiled
-def _round(K, S, reduced):  # type: ignore[no-untyped-def]
-    return (round_ns(K, S, reduced), total_flow(S)) if S.count[FLOWS] > 0 else (0, 0)
 
 
 @compiled
@@ -166,18 +162,3 @@ def _inside(W, parameter, shard, pull):  # type: ignore[no-untyped-def]
         if S.touched[i] >= 0:
             join_flow(S, stamp, devices, device, leader, _indices(G, parameter, S.touched[i], rows))
     return most
-
-
-@compiled
-def gather_ns(W: World, parameter: int, shard: int) -> tuple[int, int]:
-    """(duration, bytes) of giving each other the rows of a shard's gradient; links as in ``pull_ns``."""
-    G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
-    count_lookups(S)
-    stamp, devices = begin_joining(S), len(K.device_type)
-    for i in range(S.members[0]):
-        rows = part_of_rows(G, parameter, touched_by(G, parameter, S.lookups[i]), D.rows[shard])
-        size = rows * (D.row_bytes[shard] + INDEX_BYTES)
-        for j in range(S.members[0]):
-            if j != i:
-                join_flow(S, stamp, devices, S.members[1 + i], S.members[1 + j], size)
-    return _round(K, S, 0)

@@ -18,7 +18,7 @@ from soap.simulator.compiled.memory_tables import (
     MemoryTables,
 )
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
-from soap.simulator.compiled.sync_codes import gathers_rows, has_server, is_local, partitions_of, sums_in_place, wire_bytes
+from soap.simulator.compiled.syncs.codes import gathers_rows, has_server, is_local, partitions_of, sums_in_place, wire_bytes
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 

@@ -1,0 +1,56 @@
+"""Sums of gradients in buckets (compiled). The counterpart of ``plan.syncs.all_reduce``."""
+
+from __future__ import annotations
+
+from soap.plan.syncs.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from soap.simulator.compiled.communication import allreduce, find_list, sum_handling_ns
+from soap.simulator.compiled.fragment import CROWDED, SYNC, task_key
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import FULL, TASKS, USES
+from soap.simulator.compiled.state import SYNC_BUCKET
+from soap.simulator.compiled.syncs.codes import method_of, wire_bytes
+from soap.simulator.compiled.syncs.exchange import add_sync_edge
+
+
+@compiled
+def join_bucket(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
+    """A shard, whose members are known, joins the open bucket of its devices, method and dtype."""
+    G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
+    group = find_list(R.sets, S.members[1 : 1 + S.members[0]])
+    place = (group * G.bucket_kinds[1] + method_of(C.sync[parameter])) * G.bucket_kinds[0] + G.parameter_dtype[parameter]
+    if place >= len(S.bucket_stamp):
+        raise MemoryError(FULL)
+    if S.bucket_stamp[place] != opened:  # the first bucket is closed early
+        S.bucket_stamp[place], S.bucket_of[place], S.bucket_limit[place] = opened, -1, FIRST_BUCKET_BYTES
+    bucket = S.bucket_of[place]
+    if bucket < 0:
+        bucket = S.count[TASKS]
+        if bucket + 2 > len(S.t_key):
+            raise MemoryError(FULL)
+        S.t_key[bucket], S.t_subkey[bucket] = task_key(SYNC, parameter, 0, shard - D.ptr[S.geometry[parameter]], 0, 0)
+        S.t_bytes[bucket], S.t_res_n[bucket], S.t_res[bucket] = 0, group, parameter
+        S.count[TASKS] = bucket + 1
+        S.bucket_of[place] = bucket
+    S.t_bytes[bucket] += D.bytes[shard]
+    for i in range(S.count[USES]):
+        if C.alive[S.use_slot[i]]:
+            add_sync_edge(S, S.use_slot[i], slot0 + bucket)
+    if S.t_bytes[bucket] >= S.bucket_limit[place]:
+        S.bucket_of[place], S.bucket_limit[place] = -1, BUCKET_BYTES
+
+
+@compiled
+def finish_bucket(W, bucket, slot):  # type: ignore[no-untyped-def]
+    """The task of a bucket in which nothing is missing."""
+    K, R, C, S = W.cluster, W.groups, W.state, W.scratch
+    if slot + 1 > len(C.key):
+        raise MemoryError(CROWDED)
+    group = S.t_res_n[bucket]
+    size = wire_bytes(C.sync[S.t_res[bucket]], S.t_bytes[bucket], W.graph.parameter_itemsize[S.t_res[bucket]])
+    duration, way = allreduce(R, group, size)
+    members = R.sets.ptr[group + 1] - R.sets.ptr[group]
+    C.key[slot], C.subkey[slot] = S.t_key[bucket], S.t_subkey[bucket]
+    C.duration[slot], C.resource[slot], C.resource_n[slot] = duration, R.resource[way], R.resource_n[way]
+    C.latency[slot], C.handling[slot] = 0, sum_handling_ns(K, members, duration)
+    C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, SYNC_BUCKET, -1, group
+    C.moved[slot] = 2 * (members - 1) * size

@@ -1,0 +1,103 @@
+"""What comes before the forward pass: telling owners which rows are looked up, and their pulls (compiled). See ``plan.syncs.asking``."""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.communication import begin_joining, forget_sizes, hold_ends, join_flow, round_ns, total_flow
+from soap.simulator.compiled.fragment import FORWARD, task_key
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
+from soap.simulator.compiled.scratch import FLOWS
+from soap.simulator.compiled.state import PULLS, SLOTS, State
+from soap.simulator.compiled.syncs.codes import has_server, is_local, travels_by_rows
+from soap.simulator.compiled.syncs.exchange import add_before, begin_exchange, new_row
+from soap.simulator.compiled.syncs.members import find_geometry, find_members, is_trained
+from soap.simulator.compiled.syncs.parameter_server import pull_region
+from soap.simulator.compiled.syncs.server_traffic import prepare
+from soap.simulator.compiled.world import World
+
+
+@compiled
+def make_pulls(W: World) -> None:
+    """Make the tasks anew that bring rows of sparse parameters, and the one before them that asks for rows. What waits for them is not
+    counted: ``count_pulls``."""
+    G, D, C, S = W.graph, W.shards, W.state, W.scratch
+    C.pull_slot[0], C.used[PULLS] = C.used[SLOTS], 0
+    for parameter in range(len(G.parameter_dtype)):
+        if not is_asked_for(G, C, parameter):
+            continue
+        find_geometry(W, parameter)
+        geometry = S.geometry[parameter]
+        for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+            if has_server(C.sync[parameter]) and D.lowest[shard] >= 0:
+                find_members(W, parameter, shard)
+                pull_region(W, parameter, shard, shard - D.ptr[geometry])
+    _ask(W)
+
+
+@compiled
+def is_asked_for(G, C, parameter):  # type: ignore[no-untyped-def]
+    """Whether devices tell others which rows of a parameter they look up."""
+    return travels_by_rows(C.sync[parameter]) and is_sparse(G, parameter) and is_trained(G, parameter)
+
+
+@compiled
+def _ask(W):  # type: ignore[no-untyped-def]
+    """The task of ``serving.asking``, behind the pulls, which wait for it."""
+    G, K, D, C, S = W.graph, W.cluster, W.shards, W.state, W.scratch
+    begin_exchange(S)
+    duration = moved = 0
+    for within in (True, False):  # those who speak for them, then those who keep rows
+        stamp = begin_joining(S)
+        for parameter in range(len(G.parameter_dtype)):
+            code = C.sync[parameter]
+            if not is_asked_for(G, C, parameter) or (within and not (has_server(code) and is_local(code))):
+                continue
+            geometry = S.geometry[parameter]
+            for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
+                if D.lowest[shard] >= 0:
+                    find_members(W, parameter, shard)
+                    _join_asked(W, parameter, shard, shard - D.ptr[geometry], stamp, within)
+        if S.count[FLOWS] > 0:
+            counted_ns, counted = round_ns(K, S, 0), total_flow(S)
+            hold_ends(S)
+            forget_sizes(S)
+            duration, moved = duration + counted_ns + round_ns(K, S, 0), moved + counted
+    if duration == 0:
+        return
+    pulls = C.used[PULLS]
+    row = new_row(C, pulls)
+    for i in range(pulls):
+        C.arena[row + 2 + i] = C.pull_slot[0] + i
+    slot = add_before(W, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved, -1, row)
+    C.handling[slot] = 0
+
+
+@compiled
+def _join_asked(W, parameter, shard, number, stamp, within):  # type: ignore[no-untyped-def]
+    """Who tells whom, for one shard. ``within``: those for whom others speak."""
+    K, C, S = W.cluster, W.state, W.scratch
+    devices, code = len(K.device_type), C.sync[parameter]
+    if not has_server(code):
+        for i in range(S.members[0]):
+            for j in range(S.members[0]):
+                if j != i:
+                    join_flow(S, stamp, devices, S.members[1 + i], S.members[1 + j], INDEX_BYTES)
+        return
+    count = prepare(W, parameter, shard, number, code)
+    for i in range(S.members[0]):
+        device = S.members[1 + i]
+        if within and S.leader[i] != i:
+            join_flow(S, stamp, devices, device, S.members[1 + S.leader[i]], INDEX_BYTES)
+        elif not within and S.leader[i] == i:
+            for part in range(count):
+                if S.p_server[part] != device:
+                    join_flow(S, stamp, devices, device, S.p_server[part], INDEX_BYTES)
+
+
+@compiled
+def count_pulls(C: State, sign: int) -> None:
+    """Add (1) or take away (-1) what waits for pulled rows."""
+    for slot in range(C.pull_slot[0], C.pull_slot[0] + C.used[PULLS]):
+        row = C.index[slot]
+        for i in range(C.arena[row], C.arena[row + 1]):
+            C.waits[C.arena[i]] += sign

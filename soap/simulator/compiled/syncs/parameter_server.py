@@ -1,0 +1,89 @@
+"""Pushes, updates and pulls of what servers keep (compiled). The counterpart of ``plan.syncs.parameter_server`` and ``row_server``."""
+
+from __future__ import annotations
+
+from soap.plan.syncs.seam import PULL, PUSH, SERVE
+from soap.simulator.compiled.fragment import CROWDED, SYNC, set_key, task_key
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.rows import is_sparse
+from soap.simulator.compiled.scratch import TASKS, USES
+from soap.simulator.compiled.state import ARENA, OTHER
+from soap.simulator.compiled.syncs.exchange import add_before, add_exchange, begin_exchange, new_row, wait_for_tiles
+from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns, table_price_ns
+from soap.simulator.compiled.syncs.server_traffic import added_bytes, added_rows, prepare, pull_ns, push_ns, updated_bytes
+
+
+@compiled
+def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped-def]
+    """The tasks of one region: its push, the updates of its partitions, and the pull of a dense parameter."""
+    G, K, C, S = W.graph, W.cluster, W.state, W.scratch
+    count, sparse = prepare(W, parameter, shard, number, C.sync[parameter]), is_sparse(G, parameter)
+    first = slot0 + S.count[TASKS]
+    base = C.used[ARENA]  # rows of the push, the updates and the pull; the updates, the pull, the updates' cores
+    updates, pulls, cores = base + 6, base + 6 + count, base + 7 + count
+    if first + count + 3 > len(C.key) or cores + count > len(C.arena):
+        raise MemoryError(CROWDED)
+    C.used[ARENA] = cores + count
+    begin_exchange(S)
+    duration, moved = push_ns(W, parameter, shard, count)
+    pushes = 1 if duration > 0 else 0
+    if pushes:
+        add_exchange(W, first, task_key(SYNC, parameter, PUSH, number, 0, 0), duration, moved)
+        C.kind[first], C.owner[first], C.index[first], C.waits[first] = OTHER, -1, base, 0
+    served = first + pushes
+    for part in range(count):
+        slot, server = served + part, S.p_server[part]
+        C.arena[updates + part] = slot
+        set_key(C, slot, task_key(SYNC, parameter, SERVE, number, 0, part))
+        C.latency[slot], C.handling[slot] = 0, 0
+        C.duration[slot] = _serve_ns(W, parameter, shard, part)
+        C.resource[slot], C.resource_n[slot] = server, 1
+        if not K.serves_itself[server]:
+            C.arena[cores + part] = K.core[server] + S.taken[K.host_device[server]] % K.cores[server]
+            S.taken[K.host_device[server]] += 1
+            C.resource[slot] = -1 - (cores + part)
+        C.waits[slot], C.index[slot], C.moved[slot] = pushes, base + 2, 0
+        C.alive[slot], C.kind[slot], C.owner[slot] = 1, OTHER, -1
+    end, pull = served + count, 0
+    if not sparse:
+        begin_exchange(S)
+        duration, moved = pull_ns(W, parameter, shard, count)
+        if duration > 0:
+            add_exchange(W, end, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved)
+            C.kind[end], C.owner[end], C.index[end], C.waits[end] = OTHER, -1, base + 4, count
+            C.arena[pulls] = end
+            pull = 1
+    C.arena[base], C.arena[base + 1] = updates, pulls
+    C.arena[base + 2], C.arena[base + 3] = pulls, pulls + pull
+    C.arena[base + 4], C.arena[base + 5] = cores, cores
+    S.count[TASKS] += pushes + count + pull
+    wait_for_tiles(C, S, first, first + 1 if pushes else end)
+
+
+@compiled
+def _serve_ns(W, parameter, shard, part):  # type: ignore[no-untyped-def]
+    """``servers.serve_ns``."""
+    G, K, D, S = W.graph, W.cluster, W.shards, W.scratch
+    server = S.p_server[part]
+    changed, host = updated_bytes(W, parameter, shard, part), K.core_host[server]
+    if is_sparse(G, parameter):
+        update = table_price_ns(W, host, changed, S.p_rows[part] * D.row_bytes[shard])
+    else:
+        update = price_ns(D, S, host, changed)
+    added = added_bytes(W, parameter, shard, part)
+    rows = added_rows(W, parameter, part)
+    return adding_ns(added, rows, K.core_bandwidth[server], K.row_seconds[server]) + update
+
+
+@compiled
+def pull_region(W, parameter, shard, number):  # type: ignore[no-untyped-def]
+    C, S = W.state, W.scratch
+    count = prepare(W, parameter, shard, number, C.sync[parameter])
+    begin_exchange(S)
+    duration, moved = pull_ns(W, parameter, shard, count)
+    if duration == 0:
+        return
+    row = new_row(C, S.count[USES])
+    for i in range(S.count[USES]):  # forward passes stand before backward passes
+        C.arena[row + 2 + i] = S.use_slot[i] - C.tiles[C.owner[S.use_slot[i]]]
+    add_before(W, task_key(SYNC, parameter, PULL, number, 0, 0), duration, moved, C.owner[S.use_slot[0]], row)
