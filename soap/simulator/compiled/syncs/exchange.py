@@ -11,6 +11,7 @@ from soap.simulator.compiled.state import ARENA, OTHER, PULLS, SLOTS
 
 @compiled
 def begin_exchange(S):  # type: ignore[no-untyped-def]
+    """Before the rounds of an exchange: it holds nothing yet."""
     begin_links(S)
     S.count[RESOURCES] = 0
 
@@ -74,4 +75,5 @@ def add_before(W, key, duration, moved, owner, row):  # type: ignore[no-untyped-
 
 @compiled
 def round_of_flows(K, S, reduced):  # type: ignore[no-untyped-def]
+    """(duration, bytes) of the flows that were joined; zeros if there are none."""
     return (round_ns(K, S, reduced), total_flow(S)) if S.count[FLOWS] > 0 else (0, 0)

@@ -110,5 +110,6 @@ def _add_use(W, use, first):  # type: ignore[no-untyped-def]
 
 @compiled
 def is_trained(G, parameter):  # type: ignore[no-untyped-def]
+    """Whether an operator uses a parameter that is not frozen."""
     first = G.user_ptr[parameter]
     return first < G.user_ptr[parameter + 1] and G.user_place[first] >= 0

@@ -77,6 +77,7 @@ def _serve_ns(W, parameter, shard, part):  # type: ignore[no-untyped-def]
 
 @compiled
 def pull_region(W, parameter, shard, number):  # type: ignore[no-untyped-def]
+    """The task that brings the rows of a region before the forward pass."""
     C, S = W.state, W.scratch
     count = prepare(W, parameter, shard, number, C.sync[parameter])
     begin_exchange(S)
