@@ -12,6 +12,7 @@ from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
+from soap.strategy.methods import WITHIN
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
@@ -172,8 +173,8 @@ def strategies_for(
 def syncs(graph: OperatorGraph, parameter: str) -> st.SearchStrategy[SyncConfig]:
     """Any synchronization of a parameter."""
     rows = parameter in graph.sparse
-    servers = [parameter_server(count, "host" if local else "none", rows=rows) for count in (1, 3) for local in (False, True)]
-    gathered = [SPARSE_ALL_GATHER] if rows else []
+    servers = [parameter_server(partitions, within, rows=rows) for partitions in (1, 3) for within in WITHIN]
+    gathered = [SPARSE_ALL_GATHER] if parameter in graph.sparse else []
     return st.sampled_from([SyncConfig(), *gathered, *servers])
 
 

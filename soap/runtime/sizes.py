@@ -98,7 +98,7 @@ class BatchSizes:
     def _compile(self, model: TracedModel) -> SizedProgram:
         comm = self.trainer.comm
         program = resized_program(self.trainer.program, model.graph, self._topology)
-        text = repr((model.graph.hash, program.order, program.plan.messages, program.plan.exchanges, program.buckets, program.plan.served))
+        text = repr((model.graph.hash, program.order, program.plan.messages, program.plan.exchanges, program.plan.syncs))
         if len(set(comm.gather(hashlib.sha256(text.encode()).hexdigest()))) > 1:
             raise RuntimeFailure("ranks were given batches of different sizes: every rank gets the whole global batch")
         comm.open_groups(program.device_groups())

@@ -132,7 +132,7 @@ class Trainer:
         self.schedule = Schedule.of(schedule, self.optimizer)
         self.lazy_sparse = lazy_sparse
         self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, clip_norm, lazy_sparse)
-        by_rows = {table.parameter for table in self.program.tables}
+        by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
         kept = {plan.shards[number].parameter for number in self.shards.tensors}
         self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if lazy_sparse else []
         self._refresh_copies()
@@ -196,7 +196,7 @@ class Trainer:
         """Leave tables that servers keep to the servers: the model has room for none of their rows any more."""
         parameters = self.model.parameters
         assert isinstance(parameters, dict)
-        for name in {own.parameter for own in self.plan.served if own.sparse}:
+        for name in {sync.parameter for sync in self.plan.syncs if sync.contract.has_servers and sync.contract.by_rows}:
             shape = self.plan.graph.tensors[name].shape
             if not any(i in self.shards.tensors and s.parameter == name and s.box == whole(shape) for i, s in enumerate(self.plan.shards)):
                 parameters[name] = parameters[name].detach().to("meta")
@@ -204,13 +204,12 @@ class Trainer:
     def _refresh_copies(self) -> None:
         """Bring what servers keep to its readers when it was loaded: no traffic of a step."""
         counted = replace(self.comm.traffic)
-        self.sizes.gradients.served.pull()
+        self.sizes.gradients.refresh()
         self.comm.traffic = counted
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Full gradients of the last step by canonical name, on rank 0 (empty elsewhere). Parameters without gradient are left out."""
-        shards = (*(shard for bucket in self.program.buckets for shard in bucket.shards), *self.plan.gathered)
-        wanted = sorted((*shards, *(shard for own in self.plan.served for shard in own.shards)))
+        wanted = sorted(self.plan.synchronized)
         full: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self.plan.shards[shard].parameter for shard in wanted):
             full[name] = torch.zeros(self.plan.graph.tensors[name].shape, dtype=self.dtype_of(name), device=self._home(name))
@@ -335,8 +334,8 @@ class Trainer:
     def _check_agreement(self) -> None:
         """Ranks with different programs would wait for each other forever."""
         options = (self.dtype, self.accumulate, self.clip_norm)
-        moved = (self.plan.messages, self.plan.exchanges, self.plan.served, self.plan.gathered)
-        text = repr((self.plan.graph.hash, self.program.order, moved, self.program.buckets, options))
+        moved = (self.plan.messages, self.plan.exchanges, self.plan.syncs)
+        text = repr((self.plan.graph.hash, self.program.order, moved, options))
         digests = self.comm.gather(hashlib.sha256(text.encode()).hexdigest())
         for rank, digest in enumerate(digests):
             if digest != digests[0]:

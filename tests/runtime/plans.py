@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import volume
-from soap.plan.plan import Plan
+from soap.plan.plan import Plan, ShardSync
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import OpConfig, Strategy
 from tests.strategies import CPU, cluster
@@ -32,6 +32,13 @@ def plan_of(graph: OperatorGraph, default: Split, device_count: int = 3, **other
         devices = tuple(chosen[1][i % len(chosen[1])] for i in range(count))
         configs[op.name] = OpConfig(degrees, devices, chosen[2])
     return build_plan(graph, Strategy(configs), cluster([device_count], CPU))
+
+
+def summed(plan: Plan, shards: Sequence[int]) -> ShardSync:
+    """Gradients of shards of the same devices, summed in one buffer."""
+    first = plan.shards[shards[0]]
+    uses = tuple(use for number in shards for use in plan.shards[number].uses)
+    return ShardSync("all_reduce", first.parameter, first.index, first.box, tuple(shards), first.devices, first.devices, uses)
 
 
 def random_order(plan: Plan, rng: random.Random) -> list[int]:

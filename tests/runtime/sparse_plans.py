@@ -10,7 +10,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import FactorKind, OperatorGraph
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.sync import SPARSE_ALL_GATHER, fitted, parameter_server
 from tests.strategies import CPU, cluster
 
 
@@ -30,11 +30,11 @@ def by_samples(graph: OperatorGraph, devices: Sequence[int], samples: int) -> St
 
 
 def synchronized(strategy: Strategy, graph: OperatorGraph, sparse: SyncConfig, dense: SyncConfig | None = None) -> Strategy:
-    """The strategy with its sparse, and its dense, parameters synchronized so."""
+    """The strategy with its sparse, and its dense, parameters synchronized so, as far as these are of that kind."""
     for tensor in graph.parameters:
         sync = sparse if tensor.name in graph.sparse else dense
         if sync is not None:
-            strategy = strategy.with_parameter(tensor.name, sync)
+            strategy = strategy.with_parameter(tensor.name, fitted(graph, tensor.name, sync))
     return strategy
 
 
@@ -51,7 +51,7 @@ SYNCS: Mapping[str, SyncConfig] = {
 def random_sync(rng: random.Random, sparse: bool) -> SyncConfig:
     method = rng.choice(["allreduce", "allgather", "parameter_server", "parameter_server"])
     if method == "parameter_server":
-        return parameter_server(rng.choice([1, 2, 3, 7, 40]), "host" if rng.random() < 0.5 else "none", rows=True)
+        return parameter_server(rng.choice([1, 2, 3, 7, 40]), "host" if rng.random() < 0.5 else "none", rows=sparse)
     return SPARSE_ALL_GATHER if method == "allgather" and sparse else SyncConfig()
 
 

@@ -25,7 +25,7 @@ from soap.runtime.trainer import Trainer
 from soap.runtime.updates.optimizers import OPTIMIZERS as OFFERED
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.sync import parameter_server
+from soap.strategy.sync import fitted, parameter_server
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
@@ -107,7 +107,7 @@ def strategies(graph: OperatorGraph, randoms: int) -> dict[str, Strategy]:
     result["scattered"] = scattered(graph)
     served = result["data_parallel"]
     for parameter in graph.parameters:
-        served = served.with_parameter(parameter.name, parameter_server(2))
+        served = served.with_parameter(parameter.name, fitted(graph, parameter.name, parameter_server(2)))
     result["served"] = served
     return result | {f"random {i}": random_strategy(graph, local_topology(2 + 2 * (i % 2)), random.Random(i)) for i in range(randoms)}
 

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
-from soap.plan.plan import Bucket
-from soap.runtime.program.actions import ActionKind, part_of
+from soap.plan.syncs.buckets import sums_of_one
+from soap.runtime.program.actions import LAST_ONLY, ActionKind, part_of
 from soap.runtime.program.program import Program, compile_program
-from soap.runtime.step.early_start import SyncSchedule
+from soap.runtime.program.sync_schedule import sync_schedule
 from soap.runtime.step.loss_epilogue import find_tail
 from soap.simulator.lowering import build_plan
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.graph_builder import GraphBuilder, convnet, mlp
-from tests.runtime.plans import plan_of, random_order, split
+from tests.runtime.plans import plan_of, random_order, split, summed
 from tests.runtime.traced import traced
 from tests.simulator.examples import batch_split, finish
 from tests.strategies import cases, cluster
@@ -35,8 +35,8 @@ def test_data_parallel_is_one_segment_per_rank_and_one_bucket() -> None:
     assert [segment.device for segment in program.segments] == [0, 1, 2]
     assert [action.kind for action in part_of(program.forward, 1)].count(ActionKind.TILE) == len(program.plan.graph.operators)
     assert [action.kind for action in part_of(program.backward, 1)] == [ActionKind.SEGMENT, ActionKind.SYNC, ActionKind.LOSS]
-    (bucket,) = program.plan.buckets
-    assert bucket.devices == (0, 1, 2)
+    (bucket,) = program.plan.syncs
+    assert bucket.readers == (0, 1, 2)
     assert sorted(bucket.shards) == list(range(6))
 
 
@@ -98,17 +98,18 @@ def test_gradients_go_before_the_backward_pass_is_over(local: bool) -> None:
     table = g.parameter("table", 16, 2)
     deep = g.linear(g.linear(g.input("x", 4, 2), 2, bias=False, name="l1"), 2, bias=False, name="l2")
     graph = finish(g, deep, g.embedding(g.input("ids", 4, dtype="int64"), 16, 2, weight=table, name="find"))
-    method = parameter_server(2, "host") if local else SPARSE_ALL_GATHER
-    chosen = batch_split(graph, range(4)).with_parameter("table", method).with_parameter("l2.weight", parameter_server(1, rows=True))
+    method = parameter_server(2, "host", rows=True) if local else SPARSE_ALL_GATHER
+    chosen = batch_split(graph, range(4)).with_parameter("table", method).with_parameter("l2.weight", parameter_server())
     program = compile_program(build_plan(graph, chosen, cluster([2, 2])))
-    schedule = SyncSchedule(program, 1)
+    schedule = sync_schedule(program, 1)
     (segment,) = (i for i, segment in enumerate(program.segments) if segment.device == 1)
-    first = ActionKind.COLLECT_ROWS if local else ActionKind.PUSH_ROWS
-    (dense,) = (number for number, own in enumerate(program.plan.served) if not own.sparse)
-    assert schedule.follow[segment] == ((first, 0), (ActionKind.PUSH, dense), (ActionKind.SYNC, 0))
-    assert [schedule.contributions[key] for key in schedule.follow[segment]] == [1, 1, 1]
+    first = ActionKind.COLLECT if local else ActionKind.SYNC
+    found = {own.parameter: number for number, own in enumerate(program.plan.syncs)}
+    rows, dense, summed = found["table"], found["l2.weight"], found["l1.weight"]
+    assert schedule.follow[segment] == ((first, rows), (ActionKind.SYNC, dense), (ActionKind.SYNC, summed))
+    assert [schedule.contributions[number] for _, number in schedule.follow[segment]] == [1, 1, 1]
     behind = [(action.kind, action.subject) for action in part_of(program.backward, 1)][1:-1]
-    assert behind == [*schedule.follow[segment], *[(ActionKind.PUSH_ROWS, 0)] * local]
+    assert behind == [*schedule.follow[segment], *[(ActionKind.SYNC, rows)] * local]
 
 
 def test_a_sum_need_not_wait_until_a_segment_has_sent_its_gradients_back() -> None:
@@ -116,16 +117,16 @@ def test_a_sum_need_not_wait_until_a_segment_has_sent_its_gradients_back() -> No
     sum is behind that in the program. Not where all are in one queue."""
     plan = plan_of(mlp(), split((0, 1), b=2), device_count=2, fc0=split((1, 0), b=2))
     first = [number for number, shard in enumerate(plan.shards) if shard.parameter.startswith("fc0")]
-    others = [number for bucket in plan.buckets for number in bucket.shards if number not in first]
-    program = compile_program(replace(plan, buckets=(Bucket(tuple(others), (0, 1)), Bucket(tuple(first), (0, 1)))))
+    others = [number for number in sorted(plan.synchronized) if number not in first]
+    program = compile_program(replace(plan, syncs=(summed(plan, others), summed(plan, first))))
     for rank in (0, 1):
         actions = part_of(program.backward, rank)
         assert {action.kind for action in actions[:-1]} == {ActionKind.SEGMENT, ActionKind.RETURN, ActionKind.SYNC}
         kinds = [action.kind for action in actions]
         long, short = (action.subject for action in actions if action.kind is ActionKind.SEGMENT)
         assert ActionKind.RETURN in kinds[kinds.index(ActionKind.SEGMENT) : kinds.index(ActionKind.SYNC)]
-        assert SyncSchedule(program, rank).follow == {long: (), short: ((ActionKind.SYNC, 1),)}
-        assert SyncSchedule(program, rank, messages_apart=True).follow == {long: ((ActionKind.SYNC, 0),), short: ((ActionKind.SYNC, 1),)}
+        assert sync_schedule(program, rank).follow == {long: (), short: ((ActionKind.SYNC, 1),)}
+        assert sync_schedule(program, rank, messages_apart=True).follow == {long: ((ActionKind.SYNC, 0),), short: ((ActionKind.SYNC, 1),)}
 
 
 @pytest.mark.parametrize("scattered", [False, True])
@@ -140,9 +141,9 @@ def test_sums_of_a_group_stay_in_their_order(scattered: bool) -> None:
     segment, reduce = part_of(program.backward, 0)[:2]
     assert (segment.kind, reduce.kind, reduce.subject) == (ActionKind.SEGMENT, ActionKind.REDUCE_GRADIENT, number)
     program = replace(program, backward=(segment, reduce, sync))
-    assert SyncSchedule(program, 0).follow == {segment.subject: ()}
+    assert sync_schedule(program, 0).follow == {segment.subject: ()}
     passing = ((ActionKind.SYNC, sync.subject),) if scattered else ()
-    assert SyncSchedule(program, 0, messages_apart=True).follow == {segment.subject: passing}
+    assert sync_schedule(program, 0, messages_apart=True).follow == {segment.subject: passing}
 
 
 def test_gradients_are_pushed_when_they_are_complete() -> None:
@@ -151,14 +152,16 @@ def test_gradients_are_pushed_when_they_are_complete() -> None:
     for local in (False, True):
         chosen = batch_split(graph, [2, 3]).with_parameter("fc1.weight", parameter_server(2, "host" if local else "none"))
         program = compile_program(build_plan(graph, chosen, topology))
-        (served,) = program.plan.served
+        ((subject, served),) = ((i, own) for i, own in enumerate(program.plan.syncs) if own.contract.has_servers)
         assert served.readers == (2, 3) and served.leaders == ((2, 2) if local else (2, 3))
         places = {(action.kind, action.subject): place for place, action in enumerate(program.backward)}
-        pushed = [action for action in program.backward if action.kind in (ActionKind.COLLECT, ActionKind.PUSH)]
-        assert [action.kind for action in pushed] == [*[ActionKind.COLLECT] * local, ActionKind.PUSH]
+        pushed = [action for action in program.backward if action.kind in LAST_ONLY and action.subject == subject]
+        assert [action.kind for action in pushed] == [*[ActionKind.COLLECT] * local, ActionKind.SYNC]
         assert all(action.devices == (0, 2, 3) for action in pushed)
-        assert all(places[ActionKind.SEGMENT, program.segment_of[tile]] < places[ActionKind.PUSH, 0] for tile, _ in served.uses)
-        assert program.tables == () and not {ActionKind.ASK, ActionKind.PULL} & {action.kind for action in program.forward}
+        assert all(places[ActionKind.SEGMENT, program.segment_of[tile]] < places[ActionKind.SYNC, subject] for tile, _ in served.uses)
+        assert not {ActionKind.ASK, ActionKind.BRING} & {action.kind for action in program.forward}
+        brought = [ActionKind.BRING, *[ActionKind.HAND_ON] * local]
+        assert [(action.kind, action.subject) for action in program.after_update] == [(kind, subject) for kind in brought]
 
 
 def test_replica_of_the_loss_has_no_backward_pass() -> None:
@@ -219,7 +222,7 @@ def test_every_action_comes_after_what_it_needs(case: tuple[OperatorGraph, Topol
     assert len(places) == len(program.forward) + len(program.backward)
     _check_forward(program, places)
     _check_backward(program, places)
-    found = {shard for bucket in program.buckets for shard in bucket.shards}
+    found = {shard for sync in plan.syncs for shard in sync.shards}
     for number, shard in enumerate(plan.shards):  # whatever gets a gradient is summed
         assert number in found or not (shard.trainable and any(tile in program.activity.tiles for tile, _ in shard.uses))
 
@@ -256,7 +259,10 @@ def _check_backward(program: Program, places: dict[tuple[ActionKind, int], int])
     for number in program.activity.reductions:
         here = places[ActionKind.REDUCE_GRADIENT, number]
         assert all(here < of_tile(tile) for tile in plan.reductions[number].tiles)
-    for number, bucket in enumerate(plan.buckets):
-        for shard in bucket.shards if len(bucket.devices) > 1 else ():
-            uses = [tile for tile, _ in plan.shards[shard].uses if tile in program.activity.tiles]
-            assert all(of_tile(tile) < places[ActionKind.SYNC, number] for tile in uses)
+    for number, sync in enumerate(plan.syncs):
+        kinds = [kind for kind in (ActionKind.COLLECT, ActionKind.SYNC) if (kind, number) in places]
+        assert (ActionKind.SYNC in kinds) or (len(sync.readers) == 1 and set(sync.shards) <= sums_of_one(plan))
+        assert (ActionKind.COLLECT in kinds) == sync.aggregated
+        for kind in kinds:
+            assert all(of_tile(tile) < places[kind, number] for tile, _ in sync.uses if tile in program.activity.tiles)
+        assert [places[kind, number] for kind in kinds] == sorted(places[kind, number] for kind in kinds)

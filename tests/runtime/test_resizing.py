@@ -18,7 +18,7 @@ from soap.runtime.program.resizing import resized_plan, resized_program
 from soap.simulator.lowering import build_plan, lower
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.sync import SPARSE_ALL_GATHER, fitted, parameter_server
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.runtime.plans import plan_of, split
 from tests.strategies import cases
@@ -39,7 +39,7 @@ def test_shards_stay_and_every_sample_is_computed_once(name: str, batch: int, rn
     resized = resized_program(program, new, FOUR)
     kept = [(s.parameter, s.box, s.devices, s.trainable) for s in resized.plan.shards]
     assert kept == [(s.parameter, s.box, s.devices, s.trainable) for s in program.plan.shards]
-    assert resized.plan.buckets == program.plan.buckets
+    assert [replace(sync, uses=()) for sync in resized.plan.syncs] == [replace(sync, uses=()) for sync in program.plan.syncs]
     for position, op in enumerate(new.operators):
         config = plan.strategy.operators[op.name]
         points = sum(tile.size for tile in resized.plan.tiles if tile.operator == position)
@@ -71,10 +71,10 @@ def test_synchronizations_stay_at_another_size(sync: SyncConfig) -> None:
     (old, new), devices = (looking_up(8), looking_up(4)), local_topology(2)
     strategy = CLASSICAL["data_parallel"](old, devices)
     for name in old.sparse:
-        strategy = strategy.with_parameter(name, sync)
+        strategy = strategy.with_parameter(name, fitted(old, name, sync))
     resized = resized_plan(build_plan(old, strategy, devices), new, devices)
     whole = build_plan(new, strategy, devices)
-    assert whole.on_rows and (whole.served or whole.gathered)
+    assert whole.on_rows and any(sync.contract.by_rows for sync in whole.syncs)
     assert {f.name for f in fields(Plan) if getattr(resized, f.name) != getattr(whole, f.name)} == set()
     assert durations(resized, devices) == durations(whole, devices)
 

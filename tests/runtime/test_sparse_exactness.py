@@ -86,10 +86,11 @@ def test_rows_travel_in_all_these_plans(files: dict[str, str]) -> None:
     graph = loaded(files["words"]).graph
     for name, sync in SYNCS.items():
         plan = build_plan(graph, synchronized(by_samples(graph, range(4), 6), graph, sync, SERVED), FOUR)
-        assert len(plan.gathered) == (name == "allgather")
-        assert sum(own.sparse for own in plan.served) == (sync.method == "parameter_server")
-        assert sum(not own.sparse for own in plan.served) == 4
-        assert len(plan.served[0].shards) == (2 if not plan.served[0].sparse else min(sync.partitions, ROWS))
+        table = {"allreduce": 0, "allgather": 1}.get(name, min(sync.partitions, ROWS))
+        assert [(own.contract.has_servers, len(own.shards)) for own in plan.syncs if own.contract.by_rows] == [
+            (name != "allgather", count) for count in [table] if count
+        ]
+        assert [len(own.shards) for own in plan.syncs if own.contract.has_servers and not own.contract.by_rows] == [2] * 4
 
 
 @pytest.mark.parametrize("sync", ["allgather", "server", "local"])

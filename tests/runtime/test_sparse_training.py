@@ -191,7 +191,7 @@ def test_a_trace_names_what_is_pulled_pushed_and_served(four: Pool, files: dict[
         events = {(event.name, event.kind) for event in results[0][0]}
         assert all({(e.name, e.kind) for e in other} == events for other, _ in results)
         plan = build_plan(loaded(files["words"]).graph, way.strategy, topology)
-        for own in plan.served:
+        for own in (sync for sync in plan.syncs if sync.contract.has_servers):
             name = f"{own.parameter}[{own.index}]"
             served = {f"serve {name}/{number}" for number in range(len(own.shards))}
             assert served == {n for n, kind in events if kind is TaskKind.UPDATE and n.startswith(f"serve {name}")}
@@ -213,7 +213,7 @@ def kept(way: Way) -> tuple[dict[str, int], list[bool], bool]:
         found: dict[str, int] = {}
         for tensor, number in ((t, n) for own in (trainer.shards.tensors, trainer.shards.leaves) for n, t in own.items()):
             shards = trainer.plan.shards
-            name = shards[number].parameter if number < len(shards) else trainer.plan.served[number - len(shards)].parameter
+            name = shards[number].parameter if number < len(shards) else trainer.plan.syncs[number - len(shards)].parameter
             found[name] = max(found.get(name, 0), tensor.numel())
         state = trainer.state_dict()
         same = all(torch.equal(state[name], tensor) for name, tensor in before.items()) if trainer.rank == 0 else True
@@ -272,7 +272,7 @@ def zoo_checked(name: str, topology: Topology, sync: SyncConfig) -> CheckResult:
     model = loaded(f"zoo:{name}:tiny")
     strategy = synchronized(CLASSICAL["data_parallel"](model.graph, topology), model.graph, sync)
     with Trainer(model, (strategy, topology), optimizer=OPTIMIZERS["adagrad"]) as trainer:
-        assert trainer.program.tables
+        assert any(sync.contract.by_rows for sync in trainer.plan.syncs)
         return check(trainer, lambda step: model.example_inputs, OPTIMIZERS["adagrad"], 2)
 
 

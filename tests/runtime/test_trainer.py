@@ -43,8 +43,8 @@ def test_trace_has_every_task_of_the_plan_once(pool: Pool) -> None:
     named = {kind: {name for name, k in counts if k is kind} for kind in TaskKind}
     assert named[TaskKind.FORWARD] == {forward_name(plan.operator(tile), tile) for tile in plan.tiles}
     assert named[TaskKind.BACKWARD] == {backward_name(plan.operator(plan.tiles[t]), plan.tiles[t]) for t in program.activity.tiles}
-    assert named[TaskKind.SYNC] == {sync_name(plan, bucket) for bucket in plan.buckets if len(bucket.devices) > 1}
-    assert named[TaskKind.UPDATE] == {update_name(device) for bucket in plan.buckets for device in bucket.devices}
+    assert named[TaskKind.SYNC] == {sync_name(sync) for sync in plan.syncs if len(sync.readers) > 1}
+    assert named[TaskKind.UPDATE] == {update_name(device) for sync in plan.syncs for device in sync.readers}
     assert all(0 <= event.start_ns <= event.end_ns for event in events)
 
 

@@ -118,7 +118,7 @@ def test_bytes_on_the_wire_are_the_plans(pool: Pool, name: str) -> None:
     back = 8 * sum(volume(box) for _, _, box, _ in remote_parts(plan, returned_parts(program)))
     sums = [r for r in plan.reductions if len(r.devices) > 1]
     returned = [plan.reductions[i] for i in program.activity.reductions if len(plan.reductions[i].devices) > 1]
-    shards = [plan.shards[s] for bucket in plan.buckets for s in bucket.shards if len(bucket.devices) > 1]
+    shards = [plan.shards[s] for sync in plan.syncs for s in sync.shards if len(sync.readers) > 1]
     traffic = [outcome.traffic for outcome in outcomes]
     assert sum(t.sent_bytes for t in traffic) == sum(t.received_bytes for t in traffic) == steps * (moved_bytes(plan) + back)
     assert sum(t.reduced_bytes for t in traffic) == steps * sum(8 * volume(r.box) * len(r.devices) for r in (*sums, *returned))

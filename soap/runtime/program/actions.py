@@ -30,27 +30,19 @@ class ActionKind(Enum):
     """Take part in the transpose of ``plan.exchanges[subject]``."""
     REDUCE_GRADIENT = auto()
     """Sum the gradients of ``plan.reductions[subject]``."""
-    SYNC = auto()
-    """Sum the gradients of ``buckets[subject]`` over its devices."""
     ASK = auto()
-    """Tell keepers which rows of all ``tables`` are wanted (no subject)."""
-    PULL = auto()
-    """Send or receive the rows of ``tables[subject]`` that were asked for."""
+    """Tell owners which rows are looked up, for all of ``plan.syncs`` that want to know (no subject)."""
+    BRING = auto()
+    """Bring values of ``plan.syncs[subject]`` from owners to leaders."""
     HAND_ON = auto()
-    """Send or receive, within hosts, the rows of ``tables[subject]`` that came for several readers."""
-    COLLECT_ROWS = auto()
-    """Add up the gradients of rows of ``tables[subject]`` within hosts."""
-    PUSH_ROWS = auto()
-    """Send or receive the gradients of rows of ``tables[subject]``."""
+    """Bring values of ``plan.syncs[subject]`` from leaders to the other members."""
     COLLECT = auto()
-    """Add up the gradients of ``plan.served[subject]`` within hosts."""
-    PUSH = auto()
-    """Send or receive the gradients of ``plan.served[subject]``."""
+    """Bring gradients of ``plan.syncs[subject]`` from members to their leaders."""
+    SYNC = auto()
+    """Bring gradients of ``plan.syncs[subject]`` to the owners."""
 
 
-LAST_ONLY = frozenset(
-    (ActionKind.SYNC, ActionKind.COLLECT_ROWS, ActionKind.PUSH_ROWS, ActionKind.COLLECT, ActionKind.PUSH)
-)
+LAST_ONLY = frozenset((ActionKind.COLLECT, ActionKind.SYNC))
 """Actions of a step's last micro-batch alone."""
 
 

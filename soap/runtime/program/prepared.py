@@ -14,6 +14,7 @@ from soap.plan.plan import forward_name, local_pieces
 from soap.plan.tiling import Tile
 from soap.runtime.program.activity import ValueKey
 from soap.runtime.program.program import Program
+from soap.runtime.sync.roles import piece_read
 from soap.runtime.sync.shards import Region, ShardStore
 from soap.tracing.types import partial_dtype
 
@@ -77,12 +78,12 @@ class Parameter:
 class RowsRead:
     """A tile's parameter region (``place``: position of the parameter) of which it has just the rows that it looks up.
 
-    ``tables``: of its pieces those of which rows travel, and their numbers in ``Program.tables``. ``sole``: the one that it is all of.
+    ``syncs``: of its pieces those of which rows travel, and their positions in ``Plan.syncs``. ``sole``: the one that it is all of.
     """
 
     place: int
     region: Region
-    tables: Mapping[int, int]
+    syncs: Mapping[int, int]
     sole: int | None
 
 
@@ -147,7 +148,7 @@ class PreparedTiles:
         self._program, self._plan = program, program.plan
         self._shards, self._dtype_of = shards, dtype_of
         self._places: dict[tuple[str, Region], int] = {}
-        self._tables = {table.piece: number for number, table in enumerate(program.tables)}
+        self._by_rows = {piece_read(self._plan, i): i for i, sync in enumerate(self._plan.syncs) if sync.contract.by_rows}
         self.readers = program.readers(rank)
         self.fetches = {i: self._fetched(i) for i, fetch in enumerate(self._plan.fetches) if fetch.device == rank}
         self.tiles = {i: self._prepare(i) for i, tile in enumerate(self._plan.tiles) if tile.device == rank}
@@ -206,9 +207,9 @@ class PreparedTiles:
 
     def _rows(self, number: int, place: int) -> Iterator[RowsRead]:
         region = self._shards.region(number, place)
-        tables = {piece: self._tables[piece] for piece in region.pieces if piece in self._tables}
-        if tables:
-            yield RowsRead(place, region, tables, tables[region.pieces[0]] if self._shards.is_one(region) else None)
+        syncs = {piece: self._by_rows[piece] for piece in region.pieces if piece in self._by_rows}
+        if syncs:
+            yield RowsRead(place, region, syncs, syncs[region.pieces[0]] if self._shards.is_one(region) else None)
 
     def _held(self, number: int, output: int, holding: int) -> Held:
         program, name = self._program, self._plan.holdings[holding].tensor

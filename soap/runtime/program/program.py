@@ -17,12 +17,12 @@ from functools import cached_property
 
 from soap.errors import RuntimeFailure
 from soap.plan.flows import reduced_tensor
-from soap.plan.plan import Bucket, Part, Plan
+from soap.plan.plan import Part, Plan
 from soap.plan.syncs.buckets import idle_shards
 from soap.runtime.program.actions import Action, ActionKind
 from soap.runtime.program.activity import Activity, Carrier, PlanIndex, Tail, ValueKey, count_readers, find_activity, no_tail
 from soap.runtime.program.backward_order import backward_turns
-from soap.runtime.sync.tables import Table, members_of, sparse_tables, speakers
+from soap.runtime.program.sync_actions import after_backward, after_update, before_forward, groups
 from soap.simulator.memory.transit import answered_from_afar
 from soap.simulator.tasks import ExecutionOrder
 
@@ -43,7 +43,6 @@ class Program:
     plan: Plan
     index: PlanIndex
     activity: Activity
-    tables: tuple[Table, ...]
     order: ExecutionOrder
     segments: tuple[Segment, ...]
     segment_of: dict[int, int]
@@ -64,16 +63,13 @@ class Program:
     """Whether every rank knows the loss from the first of ``number_sums``, by ``seeds``. Then the tail is not run."""
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """What is summed together, by the plan."""
-        return self.plan.buckets
+    after_update: tuple[Action, ...]
+    """Behind the optimizer's update, and whenever values were loaded."""
 
     @cached_property
     def looking_up(self) -> frozenset[int]:
-        """Tiles that read rows of ``tables``."""
-        return frozenset(tile for table in self.tables for tile, _ in table.uses)
+        """Tiles that read rows of sparse parameters."""
+        return frozenset(tile for sync in self.plan.syncs if sync.contract.by_rows for tile, _ in sync.uses)
 
     def readers(self, rank: int) -> dict[ValueKey, int]:
         """How often the forward pass of a rank reads each value that it keeps, in the sense of ``count_readers``; the loss once more."""
@@ -85,8 +81,7 @@ class Program:
     def device_groups(self) -> list[tuple[int, ...]]:
         """Distinct sets of devices that sum or exchange something together, in one order for all ranks."""
         sets = {r.devices for r in self.plan.reductions} | {s.devices for s in self.plan.shards} | {e.devices for e in self.plan.exchanges}
-        sets |= {speakers(self.tables)} | {t.devices for t in self.tables} | {members_of(self.plan, own) for own in self.plan.served}
-        return sorted(devices for devices in sets if len(devices) > 1)
+        return sorted(devices for devices in sets | groups(self.plan) if len(devices) > 1)
 
 
 def compile_program(
@@ -120,16 +115,14 @@ def compile_program(
     turns = backward_turns(plan, index, activity, segment_of, [segment.start for segment in segments], back)
     made = [(i, h) for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]
     losses = {held.device: i for i, held in reversed(made)}
-    tables = sparse_tables(plan)
     forward, number_sums, closing = _set_apart(plan, tail, _forward(plan, places))
-    backward = _backward(plan, index, activity, segments, segment_of, turns, tables, places)
+    backward = _backward(plan, index, activity, segments, segment_of, turns, places)
     known = _is_known(plan, tail, number_sums)
     told = Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before
     return Program(
         plan,
         index,
         activity,
-        tables,
         ExecutionOrder(forth, back),
         segments,
         segment_of,
@@ -140,8 +133,9 @@ def compile_program(
         tail.seeds,
         number_sums,
         known,
-        (*_opening(tables), *forward),
+        (*before_forward(plan), *forward),
         (*backward, *(() if known else closing), told),
+        after_update(plan),
     )
 
 
@@ -257,18 +251,6 @@ def _forward(plan: Plan, places: Sequence[int]) -> Iterator[Action]:
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
 
 
-def _opening(tables: Sequence[Table]) -> Iterator[Action]:
-    """Which rows are wanted, then the rows. Keepers answer at once, so that nobody who waits for rows waits for long."""
-    if tables:
-        yield Action(ActionKind.ASK, 0, speakers(tables))
-    pulled = [(number, table) for number, table in enumerate(tables) if table.pulled]
-    for number, table in pulled:
-        yield Action(ActionKind.PULL, number, table.devices)
-    for number, table in pulled:
-        if table.aggregated:
-            yield Action(ActionKind.HAND_ON, number, table.devices)
-
-
 def _closing(plan: Plan, tail: Tail) -> set[str]:
     """Tensors that are summed and sent when the backward pass is over."""
     made = {out.tensor for position in tail.operators for out in plan.graph.operators[position].outputs}
@@ -338,7 +320,6 @@ def _backward(
     segments: Sequence[Segment],
     segment_of: Mapping[int, int],
     turns: Sequence[int],
-    tables: Sequence[Table],
     places: Sequence[int],
 ) -> Iterator[Action]:
     """Segments in their turns; behind each the gradients that it completes: sent back, summed over a group, synchronized, the soonest
@@ -365,26 +346,7 @@ def _backward(
         complete_by = [complete[fetch] for fetch in fetches]
         complete_by += [returned[key] for holding in holdings for key in index.carriers_from.get(holding, ()) if key in returned]
         entries.append(((max(complete_by), 3, number), Action(ActionKind.REDUCE_GRADIENT, number, devices)))
-    def synchronize(uses: Sequence[tuple[int, int]], *actions: Action) -> None:
-        """Behind the segment with which all of these uses have had their backward pass. Second exchanges come behind all first ones: they
-        wait for these, which start before the segment is over."""
-        active = [tile for tile, _ in uses if tile in activity.tiles]
-        turn = max((turns[segment_of[tile]] for tile in active), default=len(turns))
-        first = min((places[tile] for tile in active), default=0)
-        for number, action in enumerate(actions):
-            entries.append(((turn, 4 + number, -first, action.kind.value, action.subject), action))
-
-    for number, bucket in enumerate(plan.buckets):
-        if len(bucket.devices) > 1:
-            synchronize([use for i in bucket.shards for use in plan.shards[i].uses], Action(ActionKind.SYNC, number, bucket.devices))
-    for number, own in enumerate(plan.served):
-        if not own.sparse:
-            members = members_of(plan, own)
-            collect = (Action(ActionKind.COLLECT, number, members),) if own.aggregated else ()
-            synchronize(own.uses, *collect, Action(ActionKind.PUSH, number, members))
-    for number, table in enumerate(tables):
-        collect = (Action(ActionKind.COLLECT_ROWS, number, table.devices),) if table.aggregated else ()
-        synchronize(table.uses, *collect, Action(ActionKind.PUSH_ROWS, number, table.devices))
+    entries += after_backward(plan, activity.tiles, segment_of, turns, places)
     yield from (action for _, action in sorted(entries, key=lambda entry: entry[0]))
 
 

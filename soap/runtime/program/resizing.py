@@ -15,14 +15,14 @@ from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
 from soap.model.graph import Factor, FactorKind, Operator, OperatorGraph
 from soap.model.regions import contains, intersect, volume
-from soap.plan.plan import Plan, Shard
+from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.planning import PlanBuilder
 from soap.runtime.program.program import Program, compile_program
 from soap.strategy.config import OpConfig
 
 
 def resized_program(program: Program, graph: OperatorGraph, topology: Topology) -> Program:
-    """The program for the same model traced at another batch size. It shares shards and buckets with ``program``.
+    """The program for the same model traced at another batch size. It shares shards and synchronizations with ``program``.
 
     Raises RuntimeFailure if the strategy cannot be carried over.
     """
@@ -58,7 +58,7 @@ def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
         exchanges=built.exchanges,
         reductions=built.reductions,
         shards=shards,
-        served=tuple(replace(own, uses=shards[own.shards[0]].uses) for own in plan.served),
+        syncs=tuple(replace(sync, uses=_uses_of(sync, shards)) for sync in plan.syncs),
         on_rows=frozenset(position for position, place in enumerate(places) if place in plan.on_rows),
     )
 
@@ -103,11 +103,17 @@ def _fits(old: Factor, new: Factor) -> bool:
     return old.kind is not FactorKind.PARAMETER or old.size == new.size
 
 
+def _uses_of(sync: ShardSync, shards: Sequence[Shard]) -> tuple[tuple[int, int], ...]:
+    """Of a region that servers own every partition has all uses; else shards have their own."""
+    own = sync.shards[:1] if sync.contract.has_servers else sync.shards
+    return tuple(use for number in own for use in shards[number].uses)
+
+
 def _with_uses(old: Plan, plan: Plan) -> tuple[Shard, ...]:
     """The old shards with the new plan's uses. Raises RuntimeFailure if a tile needs what its device neither keeps nor gets from
     a server."""
     shards = old.shards
-    readers = {number: own.readers for own in old.served for number in own.shards}
+    readers = {number: sync.readers for sync in old.syncs for number in sync.shards}
     of_parameter: dict[str, list[int]] = {}
     for number, shard in enumerate(shards):
         of_parameter.setdefault(shard.parameter, []).append(number)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from soap.plan.plan import (
-    ASK_NAME,
     backward_name,
     exchange_name,
     forward_name,
     message_name,
-    push_name,
     reduce_name,
-    sync_name,
 )
+from soap.runtime.program import sync_actions
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.program import Program
 
@@ -36,15 +34,7 @@ def task_name(program: Program, kind: str, subject: int) -> str:
             number = program.number_sums[subject][0] if ActionKind[kind] is ActionKind.REDUCE_NUMBERS else subject
             reduction = plan.reductions[number]
             return reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=back)
-        case ActionKind.SYNC:
-            return sync_name(plan, program.buckets[subject])
-        case ActionKind.ASK:
-            return ASK_NAME
-        case ActionKind.PULL | ActionKind.HAND_ON:
-            return program.tables[subject].pull
-        case ActionKind.COLLECT_ROWS | ActionKind.PUSH_ROWS:
-            return program.tables[subject].push
-        case ActionKind.COLLECT | ActionKind.PUSH:
-            return push_name(plan.served[subject])
         case ActionKind.LOSS:
             return "tell the loss"
+        case own:
+            return sync_actions.task_name(plan, own, subject)

@@ -21,11 +21,10 @@ from soap.plan.plan import (
     message_name,
     reduce_name,
     remote_parts,
-    sync_name,
 )
 from soap.runtime.comm.redistribute import Pending, cut
+from soap.runtime.step.early_start import EarlyStart
 from soap.runtime.step.state import Output, StepState
-from soap.runtime.sync.all_reduce import GradientSync
 from soap.simulator.tasks import TaskKind
 from soap.tracing.given import given
 
@@ -36,9 +35,9 @@ Room = tuple[int, Box, torch.Tensor]
 class BackwardPass:
     """One method per action."""
 
-    def __init__(self, state: StepState, gradients: GradientSync) -> None:
+    def __init__(self, state: StepState, early: EarlyStart) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
-        self.gradients = gradients
+        self._early = early
         self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
         self._takers: dict[int, int] = {}
         self._reduced: dict[int, Pending] = {}
@@ -58,7 +57,7 @@ class BackwardPass:
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
         root = given(gradients, outputs)
         outputs.clear()
-        with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self.gradients.early.segment(number):
+        with self.state.task(backward_name(self.plan.operator(first), first), TaskKind.BACKWARD), self._early.segment(number):
             torch.autograd.backward(root)
 
     def return_message(self, number: int) -> None:
@@ -123,11 +122,6 @@ class BackwardPass:
         else:
             self._reduced[number] = self.state.sum_over(own, reduction.devices, name)
         self._waiting[number] = sum(self.plan.tiles[tile].device == self.state.rank for tile in reduction.tiles)
-
-    def synchronize(self, bucket: int) -> None:
-        """Start summing the gradients of parameter shards over their copies."""
-        pending = self.gradients.start(bucket)
-        self.state.watch(sync_name(self.plan, self.plan.buckets[bucket]), TaskKind.SYNC, pending)
 
     def _gradient(self, output: Output) -> torch.Tensor | None:
         """What comes from outside for one output of a segment; None stands for zeros."""

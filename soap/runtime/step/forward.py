@@ -20,10 +20,10 @@ from soap.runtime.comm.redistribute import Pending, assemble, cut
 from soap.runtime.program.activity import ValueKey
 from soap.runtime.program.fused_tiles import Outputs, Unit
 from soap.runtime.program.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
+from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.state import Output, StepState
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
-from soap.runtime.sync.sparse_tables import TableSync
 from soap.simulator.tasks import TaskKind
 from soap.tracing.model import TileContext, TracedModel
 
@@ -40,7 +40,7 @@ class ForwardPass:
         tensors: Mapping[str, torch.Tensor],
         context: TileContext,
         look_ups: LookUps,
-        tables: TableSync,
+        gradients: Gradients,
         units: Mapping[int, Unit] | None = None,
     ) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
@@ -48,7 +48,8 @@ class ForwardPass:
         self.context = context
         self._prepared = prepared
         self._units = units or {}
-        self._look_ups, self._tables = look_ups, tables
+        self._look_ups, self._by_rows = look_ups, gradients.by_rows
+        self._sync_context = gradients.context
         self._asked: Asked = {}
         self._computed: dict[int, Outputs] = {}
         self._loss: Callable[[], float] = lambda: 0.0
@@ -100,7 +101,7 @@ class ForwardPass:
     def _on_rows(self, tile: PreparedTile) -> Outputs:
         """Compute a tile that looks rows up."""
         inputs = [self._input(source) for source in tile.inputs]
-        given = {own.place: rows_for(tile.number, own, self._asked, self._tables, self.shards) for own in tile.rows}
+        given = {own.place: rows_for(tile.number, own, self._asked, self._by_rows, self.shards) for own in tile.rows}
         parameters = [given[k][0] if k in given else self._parameter(parameter) for k, parameter in enumerate(tile.parameters)]
         rows = {place: own for place, (_, own) in given.items()}
         with self.state.task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(tile.active):
@@ -108,9 +109,10 @@ class ForwardPass:
 
     def ask(self, _: int) -> None:
         """Tell which rows this rank's tiles look up."""
-        with self.state.task(ASK_NAME, TaskKind.SYNC) if self._tables.asks_others else nullcontext():
+        requests = self._sync_context.requests
+        with self.state.task(ASK_NAME, TaskKind.SYNC) if requests.asks_others else nullcontext():
             self._asked = self._look_ups.asked(self.model, self.tensors, self.context)
-            self._tables.ask(self._look_ups.by_table(self._asked, self.state.comm.device))
+            requests.ask(self._look_ups.by_sync(self._asked, self.state.comm.device))
 
     def transfer(self, number: int) -> None:
         """Send or receive a message."""

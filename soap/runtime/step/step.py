@@ -13,9 +13,9 @@ from soap.runtime.program.actions import LAST_ONLY, Action, ActionKind, part_of
 from soap.runtime.program.fused_tiles import units_of
 from soap.runtime.program.prepared import PreparedTiles
 from soap.runtime.program.program import Program
+from soap.runtime.program.sync_schedule import sync_schedule
 from soap.runtime.program.task_names import task_name
 from soap.runtime.step.backward import BackwardPass
-from soap.runtime.step.early_start import SyncSchedule
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
@@ -48,9 +48,9 @@ class StepRunner:
         self.gradients = gradients or Gradients(program, shards, comm, dtype_of)
         self._units = units_of(program, model, comm.rank) if compiled else {}
         self._prepared = PreparedTiles(program, shards, comm.rank, dtype_of)
-        self._schedule = SyncSchedule(program, comm.rank, early=recorder is None, messages_apart=comm.messages_apart)
+        self._schedule = sync_schedule(program, comm.rank, early=recorder is None, messages_apart=comm.messages_apart)
         self._forward, self._backward = _calls(program.forward, comm.rank), _calls(program.backward, comm.rank)
-        self._look_ups = LookUps(self._prepared, program.tables, comm.rank)
+        self._look_ups = LookUps(self._prepared, program.plan, comm.rank)
         self._task_name = partial(task_name, program)
         last_only = {kind.name for kind in LAST_ONLY}
         self._without_sync = [call for call in self._backward if call[0] not in last_only]
@@ -65,10 +65,8 @@ class StepRunner:
         wanted: the parameters can be updated meanwhile."""
         state = StepState(self.program, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
         gradients = self.gradients
-        forward = ForwardPass(
-            state, self.model, self._prepared, self.shards, tensors, context, self._look_ups, gradients.tables, self._units
-        )
-        backward = BackwardPass(state, gradients.sums)
+        forward = ForwardPass(state, self.model, self._prepared, self.shards, tensors, context, self._look_ups, gradients, self._units)
+        backward = BackwardPass(state, gradients.early)
         handlers = _handlers(forward, backward, gradients)
         HERE.name = self._task_name
         with gradients.step(self._schedule, part, state.watch):
@@ -90,7 +88,7 @@ def _calls(actions: Sequence[Action], rank: int) -> list[tuple[str, int]]:
 
 
 def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients) -> dict[str, Callable[[int], None]]:
-    handlers = {
+    handlers: dict[ActionKind, Callable[[int], None]] = {
         ActionKind.TILE: forward.run_tile,
         ActionKind.TRANSFER: forward.transfer,
         ActionKind.EXCHANGE: forward.exchange,
@@ -101,13 +99,10 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
         ActionKind.RETURN: backward.return_message,
         ActionKind.RETURN_EXCHANGE: backward.return_exchange,
         ActionKind.REDUCE_GRADIENT: backward.reduce_gradient,
-        ActionKind.SYNC: backward.synchronize,
         ActionKind.ASK: forward.ask,
-        ActionKind.PULL: gradients.tables.pull,
-        ActionKind.HAND_ON: gradients.tables.hand_on,
-        ActionKind.COLLECT_ROWS: gradients.tables.collect,
-        ActionKind.PUSH_ROWS: gradients.tables.push,
-        ActionKind.COLLECT: gradients.served.collect,
-        ActionKind.PUSH: gradients.served.push,
+        ActionKind.BRING: gradients.bring,
+        ActionKind.HAND_ON: gradients.hand_on,
+        ActionKind.COLLECT: partial(gradients.start, ActionKind.COLLECT),
+        ActionKind.SYNC: partial(gradients.start, ActionKind.SYNC),
     }
     return {kind.name: handler for kind, handler in handlers.items()}

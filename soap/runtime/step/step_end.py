@@ -50,18 +50,17 @@ class StepEnd:
         with recorder.task(self._name, TaskKind.UPDATE) if recorder is not None and timed else nullcontext():
             self._updater.update(*merged(self.plan, self._parts, gradients.dense, gradients.rows), looked_up, left)
         HERE.task = ""
-        if gradients.served.regions:
-            gradients.served.pull(watch_nothing if recorder is None else recorder.watch)
+        gradients.refresh(watch_nothing if recorder is None else recorder.watch)
         return norm
 
     def _serve(self, recorder: Recorder) -> set[int]:
         """Add up and update what this rank keeps as a server, each partition as a task of its own; those that were updated. What is to be
         clipped is updated later."""
         updated = set[int]()
-        for own in self.plan.served:
-            for number, shard in enumerate(own.shards):
+        for sync in self.plan.syncs:
+            for number, shard in enumerate(sync.shards if sync.contract.has_servers else ()):
                 if shard in self._parts:
-                    with recorder.task(serve_name(own, number), TaskKind.UPDATE):
+                    with recorder.task(serve_name(sync, number), TaskKind.UPDATE):
                         self.gradients.add_up((shard,))
                         if self.clip_norm is None:
                             self._updater.update(self.gradients.dense, self.gradients.rows, {}, (shard,))

@@ -1,4 +1,4 @@
-"""All-reduces of gradients: buffers, one per bucket, that live for the whole training.
+"""All-reduces of gradients: buffers, one per synchronization, that live for the whole training.
 
 Gradients of shards that several devices keep are views of the buffers. Autograd leaves what a segment contributes on the shards, whence
 a hook brings it here as soon as it is there, while it is in the processor's cache. What a single device keeps stays where autograd adds it
@@ -8,73 +8,75 @@ up.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
-from soap.runtime.comm.redistribute import Communicator, Pending
+from soap.plan.plan import ShardSync
+from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
-from soap.runtime.program.program import Program
-from soap.runtime.step.early_start import EarlyStart, SyncSchedule
-from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
+from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
+from soap.runtime.trace import Watch
 
 
-class GradientSync:
-    """The gradients of a rank's shards. ``gradients``: shard -> its gradient, valid after ``step``.
+class BucketedSum(RankSync):
+    """Inside a step, backward passes through the shards give their gradients to this object; there is one of it for the shards."""
 
-    Inside ``step``, backward passes through ``tensors`` give their gradients to this object; there is one of it for the tensors. It serves
-    all programs whose plans have the same shards and buckets.
-    """
+    collective: ClassVar[bool] = True
 
-    def __init__(self, program: Program, tensors: Mapping[int, torch.Tensor], comm: Communicator) -> None:
-        self.program = program
-        self.comm = comm
-        self.gradients: dict[int, torch.Tensor] = {}
-        self._tensors = tensors
+    def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
+        super().__init__(context, syncs)
+        self._tensors = context.shards.tensors
+        self._gradients: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._places: dict[int, torch.Tensor] = {}
         self._alone: list[int] = []
         self._fresh: set[int] = set()
-        self._pending: dict[int, Pending] = {}
-        self.early = EarlyStart()
-        self.early.by(self.start, ActionKind.SYNC)
-        self._bucket_of: dict[int, int] = {}
-        for number, bucket in enumerate(program.buckets):
-            if comm.rank not in bucket.devices:
-                continue
-            if len(bucket.devices) == 1:  # nothing is summed: autograd's own tensors will do
-                self._alone.extend(bucket.shards)
-                continue
-            self._bucket_of.update(dict.fromkeys(bucket.shards, number))
-            shards = [tensors[i] for i in bucket.shards]
-            buffer = torch.zeros(sum(shard.numel() for shard in shards), dtype=shards[0].dtype, device=shards[0].device)
-            self._buffers[number] = buffer
-            first = 0
-            for i, shard in zip(bucket.shards, shards, strict=True):
-                self._places[i] = self.gradients[i] = buffer[first : first + shard.numel()].view(shard.shape)
-                first += shard.numel()
+        self._pending: list[Pending] = []
+        for number, sync in syncs.items():
+            if len(sync.readers) == 1:  # nothing is summed: autograd's own tensors will do
+                self._alone.extend(sync.shards)
+            else:
+                self._make_buffer(number, sync)
 
-        by_rows = {table.parameter for table in program.tables}
-        for i in program.idle_shards:
-            if i in tensors and program.plan.shards[i].parameter not in by_rows:
-                self.gradients[i] = torch.zeros_like(tensors[i], requires_grad=False)
-        self._open = False
-        for i in self._places:
-            self._hook(i)
+    def _make_buffer(self, number: int, sync: ShardSync) -> None:
+        shards = [self._tensors[i] for i in sync.shards]
+        buffer = torch.zeros(sum(shard.numel() for shard in shards), dtype=shards[0].dtype, device=shards[0].device)
+        self._buffers[number] = buffer
+        first = 0
+        for i, shard in zip(sync.shards, shards, strict=True):
+            self._places[i] = self._gradients[i] = buffer[first : first + shard.numel()].view(shard.shape)
+            first += shard.numel()
+            self._hook(i, number)
 
-    @contextmanager
-    def step(self, schedule: SyncSchedule, part: MicroBatch = WHOLE_STEP) -> Iterator[None]:
-        """One forward and backward pass. What an earlier step has left is forgotten; behind the last micro-batch gradients are complete."""
+    def begin(self, part: MicroBatch, watch: Watch) -> None:
+        """The optimizer's update has read ``.grad``, and has left it there."""
+        super().begin(part, watch)
         if part.first:
-            self._forget()
-        self._open = True
-        try:
-            with self.early.step(schedule, part):
-                yield
-        finally:
-            self._open = False
-        for pending in self._pending.values():
+            self._fresh = set(self._places)
+            for shard in self._places:
+                self._tensors[shard].grad = None
+            for shard in self._alone:
+                self._tensors[shard].grad = None
+                self._gradients.pop(shard, None)
+
+    def synchronize(self, number: int) -> None:
+        """Begin summing a buffer over its devices."""
+        sync = self.syncs[number]
+        for shard in sync.shards:
+            self._fill(shard)
+        self._pending.append(self.named(ActionKind.SYNC, number, self.start_sum(self._buffers[number], sync.readers)))
+
+    def start_sum(self, buffer: torch.Tensor, devices: tuple[int, ...]) -> Pending:
+        """Begin summing a buffer in place."""
+        self.comm.traffic.synchronized_bytes += buffer.nbytes
+        return self.comm.all_reduce(buffer, devices)
+
+    def end(self, part: MicroBatch) -> None:
+        """Behind the last micro-batch gradients are complete."""
+        for pending in self._pending:
             pending.wait()
         self._pending.clear()
         for shard in tuple(self._fresh):
@@ -82,36 +84,30 @@ class GradientSync:
         for shard in self._alone:
             gradient = self._tensors[shard].grad
             if gradient is None:
-                self.gradients[shard] = torch.zeros_like(self._tensors[shard], requires_grad=False)
+                self._gradients[shard] = torch.zeros_like(self._tensors[shard], requires_grad=False)
             else:  # optimizers take complex numbers for pairs in memory, and cannot where these are only marked as conjugated
-                self.gradients[shard] = gradient.resolve_conj().resolve_neg()
+                self._gradients[shard] = gradient.resolve_conj().resolve_neg()
 
-    def _forget(self) -> None:
-        """Begin with nothing. The optimizer's update has read ``.grad``, and has left it there."""
-        self._fresh = set(self._places)
-        for shard in self._places:
-            self._tensors[shard].grad = None
-        for shard in self._alone:
-            self._tensors[shard].grad = None
-            self.gradients.pop(shard, None)
+    @property
+    def shards(self) -> Iterable[int]:
+        """All that take part own what they read."""
+        return (*self._places, *self._alone)
 
-    def start(self, bucket: int) -> Pending:
-        """Begin summing a bucket over its devices, unless that has begun already."""
-        if bucket not in self._pending:
-            for shard in self.program.buckets[bucket].shards:
-                self._fill(shard)
-            buffer = self._buffers[bucket]
-            self.comm.traffic.synchronized_bytes += buffer.numel() * buffer.element_size()
-            self._pending[bucket] = self.comm.all_reduce(buffer, self.program.buckets[bucket].devices)
-        return self._pending[bucket]
+    def gradient(self, shard: int) -> Gradient:
+        """The sum, which is there already."""
+        return self._gradients[shard]
 
-    def _hook(self, shard: int) -> None:
+    def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
+        """Without threads."""
+        return {shard: self._gradients[shard] for shard in shards}
+
+    def _hook(self, shard: int, number: int) -> None:
         """Have autograd's contributions to a shard brought to its place, one segment's after the other's."""
-        reference, bucket = weakref.ref(self), self._bucket_of[shard]  # a tensor's hooks live as long as it does
+        reference = weakref.ref(self)  # a tensor's hooks live as long as it does
 
         def take(tensor: torch.Tensor) -> None:
             own = reference()
-            if own is None or not own._open:
+            if own is None or not own.context.early.is_open:
                 return
             gradient = tensor.grad
             assert gradient is not None
@@ -121,7 +117,7 @@ class GradientSync:
                 own._places[shard].copy_(gradient)
             else:
                 own._places[shard].add_(gradient)
-            own.early.arrived((ActionKind.SYNC, bucket))
+            own.context.early.arrived(number)
 
         self._tensors[shard].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
@@ -130,3 +126,6 @@ class GradientSync:
         if shard in self._fresh:
             self._fresh.discard(shard)
             self._places[shard].zero_()
+
+
+METHOD = BucketedSum

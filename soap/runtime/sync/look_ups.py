@@ -1,19 +1,19 @@
-"""The look-ups of a rank: which tiles read rows of which tables, which rows these are, and tables of just these rows for the tiles."""
+"""The look-ups of a rank: which tiles read rows of which regions, which rows these are, and tables of just these rows for the tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from soap.model.regions import Box, whole
+from soap.plan.plan import Plan
 from soap.plan.tiling import tiles_of
 from soap.runtime.comm.redistribute import assemble, cut
 from soap.runtime.program.prepared import PreparedTile, PreparedTiles, RowsRead
 from soap.runtime.sync.row_gradient import common_rows
 from soap.runtime.sync.shards import ShardStore
-from soap.runtime.sync.sparse_tables import TableSync
-from soap.runtime.sync.tables import Table
+from soap.runtime.sync.sparse_rows import RowSync
 from soap.strategy.config import OpConfig
 from soap.tracing.model import TileContext, TracedModel
 
@@ -24,9 +24,9 @@ Asked = dict[tuple[int, int], torch.Tensor]
 class LookUps:
     """All of a rank's, by one program."""
 
-    def __init__(self, prepared: PreparedTiles, tables: Sequence[Table], rank: int) -> None:
+    def __init__(self, prepared: PreparedTiles, plan: Plan, rank: int) -> None:
         self._reads = [(tile, own) for tile in prepared.tiles.values() if not tile.empty for own in tile.rows]
-        self._tables = {number: table for number, table in enumerate(tables) if rank in table.readers}
+        self._boxes = {i: sync.box for i, sync in enumerate(plan.syncs) if sync.contract.by_rows and rank in sync.readers}
 
     def asked(self, model: TracedModel, tensors: Mapping[str, torch.Tensor], context: TileContext) -> Asked:
         """What each tile asks for of its own part of a parameter. ``tensors``: full inputs and constants by name."""
@@ -36,12 +36,12 @@ class LookUps:
             found[tile.number, own.place] = model.rows_asked_for(tile.tile, own.place, inputs, context)
         return found
 
-    def by_table(self, asked: Asked, device: torch.device) -> dict[int, torch.Tensor]:
-        """All rows that are looked up in each table that this rank reads."""
-        parts: dict[int, list[torch.Tensor]] = {number: [] for number in self._tables}
+    def by_sync(self, asked: Asked, device: torch.device) -> dict[int, torch.Tensor]:
+        """All rows that are looked up of each synchronization by rows that this rank reads."""
+        parts: dict[int, list[torch.Tensor]] = {number: [] for number in self._boxes}
         for tile, own in self._reads:
-            for number in own.tables.values():
-                parts[number].append(_within(asked[tile.number, own.place], self._tables[number].box))
+            for number in own.syncs.values():
+                parts[number].append(_within(asked[tile.number, own.place], self._boxes[number]))
         return {
             number: common_rows(rows) if rows else torch.empty(0, dtype=torch.int64, device=device) for number, rows in parts.items()
         }
@@ -65,20 +65,21 @@ def note_rows(
 
 
 def rows_for(
-    number: int, own: RowsRead, asked: Asked, tables: TableSync, shards: ShardStore
+    number: int, own: RowsRead, asked: Asked, syncs: Mapping[int, RowSync], shards: ShardStore
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a tile reads of a sparse parameter: some rows, one below the other, and which they are, ascending."""
+    """What a tile reads of a sparse parameter: some rows, one below the other, and which they are, ascending. ``syncs``: by position in the
+    plan."""
     if own.sole is not None:
-        return tables.leaf(own.sole), tables.rows(own.sole)
+        return syncs[own.sole].leaf(own.sole), syncs[own.sole].rows(own.sole)
     rows, region = asked[number, own.place], own.region
     boxes, parts = [], []
     for piece in region.pieces:
         box = shards.boxes[piece]
         wanted = _within(rows, box)
         first = int(torch.searchsorted(rows, box[0][0]))
-        table = own.tables.get(piece)
-        there = wanted - box[0][0] if table is None else torch.searchsorted(tables.rows(table), wanted)
-        parts.append((shards.leaves[piece] if table is None else tables.leaf(table)).index_select(0, there))
+        sync = own.syncs.get(piece)
+        there = wanted - box[0][0] if sync is None else torch.searchsorted(syncs[sync].rows(sync), wanted)
+        parts.append((shards.leaves[piece] if sync is None else syncs[sync].leaf(sync)).index_select(0, there))
         boxes.append(((first, first + len(wanted)), *box[1:]))
     return assemble(((0, len(rows)), *region.box[1:]), boxes, parts), rows
 

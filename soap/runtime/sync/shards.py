@@ -15,11 +15,11 @@ from soap.model.dtypes import replaced
 from soap.model.regions import Box, lengths, relative, whole
 from soap.plan.plan import Plan
 from soap.runtime.comm.redistribute import Communicator, assemble, cut
-from soap.runtime.sync.tables import pieces
+from soap.runtime.sync.roles import piece_read, pieces
 
 
 class Region(NamedTuple):
-    """How a tile's parameter region is put together: its box and the pieces that cover it (see ``tables.pieces``)."""
+    """How a tile's parameter region is put together: its box and the pieces that cover it (see ``roles.pieces``)."""
 
     box: Box
     pieces: tuple[int, ...]
@@ -41,9 +41,9 @@ class ShardStore:
         self.leaves: dict[int, torch.Tensor] = {}
         self.boxes = pieces(plan)
         self._regions: dict[tuple[int, int], list[int]] = {}
-        served = {number for own in plan.served for number in own.shards}
-        uses = [() if number in served else shard.uses for number, shard in enumerate(plan.shards)]
-        for piece, own in enumerate((*uses, *(region.uses for region in plan.served))):
+        uses = [() if number in plan.on_servers else shard.uses for number, shard in enumerate(plan.shards)]
+        uses += [sync.uses if sync.contract.has_servers else () for sync in plan.syncs]
+        for piece, own in enumerate(uses):
             for use in own:
                 if plan.tiles[use[0]].device == rank:
                     self._regions.setdefault(use, []).append(piece)
@@ -89,14 +89,14 @@ class ShardStore:
     ) -> dict[int, torch.Tensor]:
         """Room for the dense regions that servers keep and this rank reads; the places of its own partitions in it."""
         mine: dict[int, torch.Tensor] = {}
-        for number, own in enumerate(self.plan.served):
-            if own.sparse or self.rank not in own.readers:
+        for number, own in enumerate(self.plan.syncs):
+            if not own.contract.has_servers or own.contract.by_rows or self.rank not in own.readers:
                 continue
             copy = torch.empty(lengths(own.box), dtype=_kind(parameters[own.parameter], dtype), device=device)
             for shard in own.shards:
                 if self.rank in self.plan.shards[shard].devices:
                     mine[shard] = cut(copy, own.box, self.plan.shards[shard].box)
-            self.leaves[len(self.plan.shards) + number] = copy.detach().requires_grad_()
+            self.leaves[piece_read(self.plan, number)] = copy.detach().requires_grad_()
         return mine
 
     def _join(self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None) -> dict[int, torch.Tensor]:

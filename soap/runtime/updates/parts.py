@@ -59,7 +59,7 @@ def require_possible(plan: Plan, tried: Tried, lazy_sparse: bool) -> None:
 
 def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
     """All of a parameter's shards are kept by the same devices, and servers have it in one."""
-    served = {own.parameter for own in plan.served}
+    served = {plan.shards[number].parameter for number in plan.on_servers}
     if len(shards) > 1 and shards[0].parameter in served:
         raise RuntimeFailure(
             f"{said}, but servers keep it in {len(shards)} partitions; keep it in one (parameter_server:1), or use an elementwise optimizer"

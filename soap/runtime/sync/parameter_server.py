@@ -1,0 +1,170 @@
+"""Dense parameters that servers own: readers push gradients of their copies, servers add them up, and values come back after the update.
+
+Each partition of a region is a shard of its server. With aggregation within hosts the readers of a host push and pull through their leader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import torch
+
+from soap.plan.plan import ShardSync
+from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
+from soap.runtime.comm.redistribute import Pending, cut
+from soap.runtime.program.actions import ActionKind
+from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.sync.roles import piece_read, roles_of
+from soap.runtime.sync.seam import RankSync, SyncContext
+from soap.runtime.trace import Watch
+
+
+class DenseServing(RankSync):
+    """Of the regions that this rank reads, or owns parts of as a server. A reader's copy is a leaf of the ``ShardStore``."""
+
+    gives: ClassVar[str] = "push"
+
+    def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
+        super().__init__(context, syncs)
+        self._roles = {number: roles_of(self.plan, sync) for number, sync in syncs.items()}
+        self._owned = [shard for roles in self._roles.values() for shard in roles.owned_by(self.rank)]
+        self._blank = torch.empty(0, device=self.comm.device)
+        self._arriving: dict[int, Pending] = {}
+        self._collecting: dict[int, tuple[Pending, Parcels]] = {}
+        self._pushing: list[Pending] = []
+        self._given: dict[int, dict[int, torch.Tensor]] = {}
+        self._leaves = {i: self.store.leaves[piece_read(self.plan, i)] for i, roles in self._roles.items() if self.rank in roles.readers}
+        early = context.early
+        for number, leaf in self._leaves.items():  # the object of a hook is not kept alive by it: a leaf's hooks live as long as the leaf
+            leaf.register_post_accumulate_grad_hook(lambda _, number=number: early.arrived(number))  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
+        """Values come back to all readers."""
+        return (ActionKind.BRING, ActionKind.HAND_ON) if sync.aggregated else (ActionKind.BRING,)
+
+    @property
+    def shards(self) -> Iterable[int]:
+        """The partitions that this rank keeps."""
+        return self._owned
+
+    def begin(self, part: MicroBatch, watch: Watch) -> None:
+        """Gradients begin with the first micro-batch."""
+        super().begin(part, watch)
+        if part.first:
+            self._given.clear()
+            for leaf in self._leaves.values():
+                leaf.grad = None
+
+    def collect(self, number: int) -> None:
+        """Send the leader this rank's gradient, or begin to receive those of the other members."""
+        roles = self._roles[number]
+        parcels: Parcels = {}
+        places: Parcels = {}
+        if self.rank in roles.readers and self.rank not in roles.speakers:
+            parcels[roles.leader(self.rank)] = [self._own_gradient(number)]
+        elif self.rank in roles.readers:
+            like = self._leaves[number].detach()
+            places = {member: [torch.empty_like(like)] for member in roles.members(self.rank) if member != self.rank}
+        self._collecting[number] = self._move(ActionKind.COLLECT, number, parcels, places), places
+        self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
+
+    def synchronize(self, number: int) -> None:
+        """Send servers their partitions of the gradient, or begin to receive them."""
+        roles, box = self._roles[number], self.syncs[number].box
+        parcels: Parcels = {}
+        places: Parcels = {}
+        if self.rank in roles.speakers:
+            total = self._total(number)
+            for shard, server in roles.parts:
+                part = cut(total, box, self.plan.shards[shard].box)
+                if server == self.rank:
+                    self._given.setdefault(shard, {})[server] = part
+                else:
+                    parcels.setdefault(server, []).append(part)
+        for shard in roles.owned_by(self.rank):
+            for sender in roles.speakers:
+                if sender != self.rank:
+                    place = torch.empty_like(self.store.tensors[shard], requires_grad=False)
+                    self._given.setdefault(shard, {})[sender] = place
+                    places.setdefault(sender, []).append(place)
+        self._pushing.append(self._move(ActionKind.SYNC, number, parcels, places))
+        self.comm.traffic.pushed_bytes += bytes_of(parcels) + bytes_of(places)
+
+    def end(self, part: MicroBatch) -> None:
+        """Behind the last micro-batch all gradients are there."""
+        for pending in (*self._pushing, *(pending for pending, _ in self._collecting.values())):
+            pending.wait()
+        self._pushing.clear()
+        self._collecting.clear()
+
+    def gradient(self, shard: int) -> torch.Tensor:
+        """In the order of the readers' devices."""
+        return _sum([part for _, part in sorted(self._given[shard].items(), key=lambda item: item[0])])
+
+    def bring(self, number: int) -> None:
+        """Send leaders the values of this server's partitions, or begin to receive them."""
+        roles, box = self._roles[number], self.syncs[number].box
+        parcels: Parcels = {}
+        places: Parcels = {}
+        for shard, server in roles.parts:
+            for leader in roles.speakers:
+                if leader == server:
+                    continue
+                if server == self.rank:
+                    parcels.setdefault(leader, []).append(self.store.tensors[shard].detach())
+                elif leader == self.rank:
+                    places.setdefault(server, []).append(cut(self._leaves[number].detach(), box, self.plan.shards[shard].box))
+        self._arriving[number] = self._move(ActionKind.BRING, number, parcels, places)
+        self.comm.traffic.pulled_bytes += bytes_of(parcels) + bytes_of(places)
+
+    def hand_on(self, number: int) -> None:
+        """Send the other members the values that this leader has, or begin to receive them."""
+        roles = self._roles[number]
+        self._arriving[number].wait()
+        parcels: Parcels = {}
+        places: Parcels = {}
+        if self.rank in roles.speakers:
+            parcels = {member: [self._leaves[number].detach()] for member in roles.members(self.rank) if member != self.rank}
+        elif self.rank in roles.readers:
+            places = {roles.leader(self.rank): [self._leaves[number].detach()]}
+        self._arriving[number] = start_exchange(self.comm, roles.devices, parcels, places, self._blank)
+        self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
+
+    def arrived(self) -> None:
+        """All values."""
+        for pending in self._arriving.values():
+            pending.wait()
+        self._arriving.clear()
+
+    def _own_gradient(self, number: int) -> torch.Tensor:
+        """This rank's own; zeros if nothing has flowed here."""
+        leaf = self._leaves[number]
+        return torch.zeros_like(leaf, requires_grad=False) if leaf.grad is None else leaf.grad.contiguous()
+
+    def _total(self, number: int) -> torch.Tensor:
+        """The gradient of all members, added up in their order."""
+        own = self._own_gradient(number)
+        if number not in self._collecting:
+            return own
+        pending, places = self._collecting[number]
+        pending.wait()
+        return _sum([own if member == self.rank else places[member][0] for member in self._roles[number].members(self.rank)])
+
+    def _move(self, kind: ActionKind, number: int, parcels: Parcels, places: Parcels) -> Pending:
+        devices = self._roles[number].devices
+        pending = start_exchange(self.comm, devices, parcels, places, self._blank)
+        return self.named(kind, number, pending) if len(devices) > 1 else pending
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """A tensor of its own."""
+    first, *others = parts
+    total = first.clone(memory_format=torch.contiguous_format)
+    for part in others:
+        total.add_(part)
+    return total
+
+
+METHOD = DenseServing
