@@ -41,7 +41,7 @@ def synchronization(lines: Sequence[Synchronized]) -> list[dict[str, Any]]:
 
 
 def synchronization_text(lines: Sequence[Mapping[str, Any]], predicted_ns: int) -> str:
-    """These for people; nothing if there are none."""
+    """The same as text; empty if there are none."""
     rows = [("parameter", "synchronization", "if it were all-reduced")]
     for line in lines[:MOST_ROWS]:
         sync = SyncConfig(line["sync"], line["partitions"], line["local_aggregation"])
@@ -105,7 +105,7 @@ def _configured(line: Mapping[str, Any]) -> str:
 
 
 def _bound(line: Mapping[str, Any], topology: Topology) -> str:
-    """``computation on box/gpu0, 0.120 ms of the iteration, and 0.010 ms elsewhere``; or that it has time left."""
+    """``computation on box/gpu0, 0.120 ms of the iteration, and 0.010 ms elsewhere``; or that the operator has slack."""
     if not line["critical_path"]:
         return f"nothing: {line['slack_ns'] / _MS:.3f} ms of slack"
     first, *rest = line["critical_path"]

@@ -26,8 +26,8 @@ class TreeRoutes:
         self._down = np.array([numbers.get((above[node], node), -1) for node in self._place], np.int64)
 
     def paths(self, sources: Sequence[str], targets: Sequence[str]) -> Ints:
-        """[pair, place]: link numbers, with -1 for what is between or behind a path's links."""
-        a = np.array([self._place.get(node, -1) for node in sources], np.int64)  # a node without links is only asked for itself
+        """[pair, place]: link numbers, padded with -1."""
+        a = np.array([self._place.get(node, -1) for node in sources], np.int64)  # a node without links is only asked about itself
         b = np.array([self._place.get(node, -1) for node in targets], np.int64)
         up: list[Ints] = []
         down: list[Ints] = []

@@ -1,7 +1,5 @@
-"""How fast a core of this machine is taken to be where hosts are emulated (``reference_work``), kept in the user's cache folder.
-
-Measured once: what has been measured of emulated devices, and what is measured of them later, counts by the same core.
-"""
+"""The reference speed of a core of this machine for emulated hosts (``reference_work``), kept in the user's cache folder. It is
+measured once, so that whatever is measured of emulated devices, now or later, refers to the same core."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ FILE = "core-speed.json"
 
 
 def yardstick_ns() -> float | None:
-    """What the yardstick takes on a core of this machine; None where it cannot be measured."""
+    """Nanoseconds of the reference work on a core of this machine; None if they cannot be measured."""
     folder, key = cache_folder(), f"{cpu_model()}, yardstick {VERSION}"
     path = None if folder is None else folder / FILE
     try:

@@ -19,27 +19,27 @@ from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy
 
 MAX_COMPARED = 30_000
-"""What a search compares at cuts, at most, in whole rounds: that takes 2 to 5 seconds."""
+"""A search makes at most so many comparisons at cuts, in whole rounds: that takes 2 to 5 seconds."""
 MAX_ROUNDS = 5
 """Rounds over all cuts, at most."""
 
 
 class Follower(NamedTuple):
-    """An operator and the edge to the one that it follows."""
+    """An operator, and the edge to the operator that it follows."""
 
     position: int
     edge: Edge
 
 
 class Cut(NamedTuple):
-    """Two adjacent operators, and by each of them what follows it, the nearest first."""
+    """Two adjacent operators, and for each of them the operators that follow it, nearest first."""
 
     ends: tuple[int, int]
     followers: tuple[tuple[Follower, ...], tuple[Follower, ...]]
 
 
 class Proposer(Protocol):
-    """What is asked of ``soap.simulator.engine.Engine``, which holds a simulated strategy."""
+    """The part of ``soap.simulator.engine.Engine`` that is used here. It holds a simulated strategy."""
 
     makespan_ns: int
 
@@ -54,7 +54,7 @@ class Proposer(Protocol):
         """Keep what was proposed."""
 
     def reject(self) -> None:
-        """Back to before the proposal."""
+        """Go back to the strategy before the proposal."""
 
 
 def pairs_of(space: Space) -> list[tuple[int, int]]:
@@ -65,7 +65,7 @@ def pairs_of(space: Space) -> list[tuple[int, int]]:
 
 
 def pair_count(space: Space) -> int:
-    """Pairs of structured configurations of all adjacent operators: what a round compares for each radius."""
+    """Pairs of structured configurations of all adjacent operators: the comparisons of a round for each radius."""
     return sum(space.operators[a].structured_count * space.operators[b].structured_count for a, b in pairs_of(space))
 
 
@@ -75,7 +75,7 @@ def round_count(space: Space) -> int:
 
 
 def find_cut(space: Space, ends: tuple[int, int], radius: int) -> Cut:
-    """Who follows which end, up to a distance below ``radius``."""
+    """Which operators follow which end, up to a distance below ``radius``."""
     movable = set(space.movable)
     side, waiting = {ends[0]: 0, ends[1]: 1}, deque((end, 1) for end in ends)
     followers: tuple[list[Follower], list[Follower]] = ([], [])
@@ -91,7 +91,7 @@ def find_cut(space: Space, ends: tuple[int, int], radius: int) -> Cut:
 
 
 def spread(space: Space, position: int, config: OpConfig, followers: tuple[Follower, ...]) -> dict[int, OpConfig]:
-    """An operator's configuration, and that of all that follow it, by position."""
+    """An operator's configuration, and those of all operators that follow it, by position."""
     found = {position: config}
     for follower, edge in followers:
         if edge.neighbour in found:
@@ -103,7 +103,7 @@ def spread(space: Space, position: int, config: OpConfig, followers: tuple[Follo
 
 
 def changes_at(space: Space, cut: Cut) -> Iterator[dict[str, OpConfig]]:
-    """What a cut tries, as configurations by name."""
+    """The configurations that a cut tries, by name."""
     names = [op.name for op in space.graph.operators]
     halves = []
     for end, followers in zip(cut.ends, cut.followers, strict=True):
@@ -120,11 +120,9 @@ def improve_by_cuts(
     overflow_bytes: Callable[[Strategy], int],
     accepted: Callable[[Strategy, tuple[str, ...], int], None] = lambda strategy, names, cost_ns: None,
 ) -> tuple[bool, int]:
-    """One round over all cuts of the whole graph, then over the pairs alone; whether what ``proposer`` holds, which fits into memory, has
-    become better, and how many strategies were compared.
-
-    Whatever is better and fits is taken at once, and ``accepted`` is told: strategy, operators that changed, cost in ns.
-    """
+    """One round over all cuts of the whole graph, then over the pairs alone. ``proposer`` holds a strategy that fits into memory.
+    Returns whether a better one was found, and how many strategies were compared. A strategy that is better and fits is taken at once,
+    and ``accepted`` is called with it, the operators that changed, and its cost in ns."""
     improved, compared = False, 0
     strategy = proposer.strategy
     for radius in (len(space.graph.operators), 1):

@@ -157,7 +157,7 @@ def test_time_that_links_have_taken_is_missing_for_computations(made: MadeUp) ->
         ("links", RuntimeError("gloo is\nnot here"), "not all was measured, the search goes on with what is known: links: gloo is"),
         ("links", PermissionError(13, "denied"), "links: [Errno 13] denied"),
         ("computations", RuntimeFailure("a process has ended"), "with what is known: computations: a process has ended"),
-        ("verify", RuntimeFailure("rank 1 failed"), "nothing was verified, what the search chose by its predictions counts: rank 1"),
+        ("verify", RuntimeFailure("rank 1 failed"), "nothing was verified; the search's choice by predictions stands: rank 1"),
         ("verify", MemoryError(), "by its predictions counts: MemoryError"),
     ],
 )
