@@ -80,3 +80,16 @@ def test_commands_of_the_pages_exist_with_these_options() -> None:
 def test_changelog_entries_are_one_line_each() -> None:
     lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith(" ")] == []
+
+
+@pages
+def test_files_and_modules_that_pages_name_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    files = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py")]
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)[`:]", text)) - {"train.py", "search.py"}  # a user's own
+    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in files)] == []
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): ROOT / path for path in files}
+    for name in set(re.findall(r"`(?:python -m )?(soap(?:\.\w+){2,}|benchmarks\.\w+)", text)) - set(modules):
+        home, _, last = name.rpartition(".")
+        assert home in modules, f"{page.name} names {name}, which is no module"
+        assert re.search(rf"\b{last}\b", modules[home].read_text(encoding="utf-8")), f"{page.name} names {name}, which is not there"

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from soap import api
-from soap.cli.tables import aligned, milliseconds
+from soap.cli.plain_text import aligned, milliseconds
 from soap.cluster.presets import says_all
 from soap.cluster.topology import Topology
 from soap.errors import TimelineError

@@ -12,7 +12,7 @@ from soap.cli import calibration, report
 from soap.cli.calibration import LEAST_TASKS
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import add_cluster, refuse_overwriting
-from soap.cli.tables import aligned, milliseconds
+from soap.cli.plain_text import aligned, milliseconds
 from soap.errors import TimelineError
 from soap.files import check_writable, read_text, write_text_atomically
 from soap.simulator.analysis import timeline_file

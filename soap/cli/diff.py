@@ -11,7 +11,7 @@ from soap import api
 from soap.cli import report
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_reading, reading
-from soap.cli.tables import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
+from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.strategy.diff import Comparison, compare, grouped

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from soap.cli.command import Parser, UsageError
-from soap.cli.tables import aligned
+from soap.cli.plain_text import aligned
 from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.hosts import Card, HostLimits, host_limits
 from soap.emulation.network import HEADER_BYTES, MTU_BYTES
 from soap.emulation.placement import Placement
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
-from soap.measure.core_speed import yardstick_ns
+from soap.measure.core_speed import core_reference_ns
 from soap.measure.this_machine import cpu_cores
 from soap.simulator.analysis.timeline import link_bytes
 from soap.simulator.simulate import Simulation
@@ -84,7 +84,7 @@ def cluster(hosts: Sequence[HostLimits]) -> Iterator[Placed]:
         return
     from soap.emulation.emulate import emulated  # imported here: it locks files in a way that only Unix has
 
-    with emulated(hosts, yardstick_ns()) as emulation:
+    with emulated(hosts, core_reference_ns()) as emulation:
         yield Placed(emulation.place, emulation.address)
 
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from soap.cli import rows
-from soap.cli.tables import listed
+from soap.cli.plain_text import listed
 from soap.model import sparse_shares
 from soap.model.graph import Operand, Operator, OperatorGraph
 from soap.units import format_bytes, format_count

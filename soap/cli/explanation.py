@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from soap.cli.tables import aligned, devices, layers, listed, milliseconds, split, sync_document, sync_text
+from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.explanation import Line, Synchronized

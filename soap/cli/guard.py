@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap.api import Guard, guard_record
-from soap.cli.tables import milliseconds
+from soap.cli.plain_text import milliseconds
 from soap.profiles import shares
 from soap.search.starts import BASELINE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from soap.cli.tables import aligned, milliseconds
+from soap.cli.plain_text import aligned, milliseconds
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.units import format_bytes

@@ -13,7 +13,7 @@ from soap import api
 from soap.cli import emulation, report
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.options import add_cluster, positive_number
-from soap.cli.tables import aligned
+from soap.cli.plain_text import aligned
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, ProfileError

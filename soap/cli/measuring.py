@@ -22,7 +22,7 @@ from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.emulation.hosts import host_limits
 from soap.errors import SoapWarning
-from soap.measure.core_speed import yardstick_ns
+from soap.measure.core_speed import core_reference_ns
 from soap.measure.neighbours import Neighbours
 from soap.measure.this_machine import cpu_cores
 from soap.measure.tile_timing import TileTimer, TileTimes
@@ -170,7 +170,7 @@ def _in_its_share(topology: Topology, environment: Environment) -> Iterator[None
     from soap.emulation.placement import working_as_rank
 
     hosts = host_limits(topology, 1.0, cpu_cores())
-    with emulated(hosts, yardstick_ns()) as emulation, working_as_rank(emulation.place):
+    with emulated(hosts, core_reference_ns()) as emulation, working_as_rank(emulation.place):
         yield
 
 

@@ -14,8 +14,8 @@ from soap import api
 from soap.cli import links, report
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import add_cluster, add_model, positive_number, reading, refuse_overwriting
+from soap.cli.plain_text import aligned, milliseconds
 from soap.cli.stopping import Stopping
-from soap.cli.tables import aligned, milliseconds
 from soap.cli.wanted import Wanted, wanted
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology

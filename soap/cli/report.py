@@ -9,7 +9,7 @@ from typing import Any
 
 from soap.api import SearchOutcome, costs_record
 from soap.cli import rows
-from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
+from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
 from soap.model.graph import OperatorGraph

@@ -8,7 +8,7 @@ from typing import Any
 
 from soap import api
 from soap.cli.options import reading
-from soap.cli.tables import aligned
+from soap.cli.plain_text import aligned
 from soap.model import sparse_shares
 from soap.model.graph import OperatorGraph
 

@@ -27,8 +27,8 @@ from soap.cli.options import (
     reading,
     refuse_overwriting,
 )
+from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
 from soap.cli.report import crowded, resting, shared_cores
-from soap.cli.tables import aligned, listed, milliseconds, speed_up
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating
 from soap.cluster.presets import says_all

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from soap import api
-from soap.cli.tables import milliseconds
+from soap.cli.plain_text import milliseconds
 from soap.cli.training import Job, batches_of, make_trainer
 from soap.errors import SoapWarning
 from soap.measure.iteration import measure_steps

@@ -17,9 +17,9 @@ from soap import api
 from soap.cli import emulation
 from soap.cli.command import Parser, note, one_line, run_command
 from soap.cli.options import add_cluster, add_costs, add_model, not_negative, positive, refuse_overwriting
+from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.report import crowded, shared_cores
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
-from soap.cli.tables import aligned, listed, milliseconds
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.files import check_writable
 from soap.search.partition_tuning import BATCHES, ITERATIONS, MOST_SAMPLES, Sample, Tuning, choose, next_partitions

@@ -15,7 +15,7 @@ from soap import api
 from soap.cli import emulation, room
 from soap.cli.command import UsageError
 from soap.cli.options import Reading
-from soap.cli.tables import aligned, milliseconds
+from soap.cli.plain_text import aligned, milliseconds
 from soap.cli.updating import Updating
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.presets import family

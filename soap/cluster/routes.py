@@ -44,7 +44,7 @@ class Router:
         for link in links:
             self._leaving.setdefault(link.source, []).append(link)
         self._numbers = {(link.source, link.target): link.index for link in links}
-        self._parts = Parts(links)
+        self._parts = NetworkParts(links)
         self._known: dict[tuple[str, str], Path | None] = {}
         self._inside: dict[tuple[int, str, float], dict[str, tuple[int, int, Path]]] = {}
 
@@ -122,7 +122,7 @@ class Router:
         return done
 
 
-class Parts:
+class NetworkParts:
     """The parts of a network, whatever the direction of its links, as a forest. ``of_link``: link -> its part. ``bridge``: part ->
     whether it consists of two neighbours only. Every node except the roots belongs to one part (``above``), which hangs from the node
     ``top``, ``depth`` parts below its root."""

@@ -30,8 +30,8 @@ class Emulation:
 
 
 @contextmanager
-def emulated(hosts: Sequence[HostLimits], yardstick_ns: float | None = None) -> Iterator[Emulation]:
-    """Make these hosts on this box; ``yardstick_ns``: see ``Placement``. What killed launchers left is removed first. RuntimeFailure if
+def emulated(hosts: Sequence[HostLimits], reference_ns: float | None = None) -> Iterator[Emulation]:
+    """Make these hosts on this box; ``reference_ns``: see ``Placement``. What killed launchers left is removed first. RuntimeFailure if
     the system does not allow it.
 
     Signals that come while the hosts are made are obeyed afterwards; SIGTERM and its like raise StoppedBySignal. No signal ends the
@@ -52,7 +52,7 @@ def emulated(hosts: Sequence[HostLimits], yardstick_ns: float | None = None) -> 
                 where = tuple((namespace, group) for _, namespace, group in sorted(places))
                 computing, communicating = computing_and_communicating(shares, usable_cores())
                 cores = cores_by_rank(len(shares), computing)
-                place = Placement(where, cores, str(groups.free_group(number)), shares, communicating, yardstick_ns)
+                place = Placement(where, cores, str(groups.free_group(number)), shares, communicating, reference_ns)
                 signals.let_through()
                 yield Emulation(number, str(box_address(number)), place)
             finally:

@@ -28,7 +28,7 @@ SHARE = "SOAP_EMULATED_SHARE"
 """Environment variable of a placed rank: how many cores its device has."""
 COMMUNICATION_CORES = "SOAP_EMULATED_COMMUNICATION_CORES"
 """Environment variable of a placed rank: numbers of the cores that only communication uses, with commas; empty if there are none."""
-YARDSTICK = "SOAP_EMULATED_YARDSTICK_NS"
+REFERENCE = "SOAP_EMULATED_REFERENCE_NS"
 """Environment variable of a placed rank: time of the reference work on a core as fast as its device's; empty: as fast as this core is."""
 COUNTERS = Path("/proc/thread-self/net/dev")
 """Not /sys, which shows the namespace in which it was mounted."""
@@ -39,7 +39,7 @@ class Placement:
     """Puts this process onto the host of its rank. Call it before any thread is made that communicates. ``hosts``: (namespace, control
     group) of each rank. ``cores``: numbers of those that each may use; empty: all. ``free_group``: a group without a quota, in which a
     rank stays until ``run_evenly``: it reads its model at this machine's speed. ``shares``: how many cores the device of each rank has.
-    ``communication_cores``: those on which no device computes. ``yardstick_ns``: time of the reference work on a core as fast as a
+    ``communication_cores``: those on which no device computes. ``reference_ns``: time of the reference work on a core as fast as a
     device's (``soap.emulation.reference_work``); None: as on this core at that moment."""
 
     hosts: tuple[tuple[str, str], ...]
@@ -47,7 +47,7 @@ class Placement:
     free_group: str = ""
     shares: tuple[float, ...] = ()
     communication_cores: tuple[int, ...] = ()
-    yardstick_ns: float | None = None
+    reference_ns: float | None = None
 
     def __call__(self, rank: int) -> None:
         """Join the control group, the cores, and the namespace; gloo takes the network card there. The process ends with its launcher."""
@@ -69,7 +69,7 @@ class Placement:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
         os.environ[FREE_GROUP], os.environ[QUOTA_GROUP] = self.free_group, group
         os.environ[SHARE] = str(self.shares[rank]) if self.shares else ""
-        os.environ[YARDSTICK] = "" if self.yardstick_ns is None else str(self.yardstick_ns)
+        os.environ[REFERENCE] = "" if self.reference_ns is None else str(self.reference_ns)
         os.environ[COMMUNICATION_CORES] = ",".join(map(str, self.communication_cores))
 
 
@@ -102,8 +102,8 @@ def run_evenly() -> None:
                 os.sched_setaffinity(thread, own if sums else cores)
                 if sums:
                     be_prompt(thread)
-    if os.environ.get(YARDSTICK):
-        reference_work.start(float(os.environ[YARDSTICK]))
+    if os.environ.get(REFERENCE):
+        reference_work.start(float(os.environ[REFERENCE]))
     virtual_clock.set_share(share)
 
 
@@ -122,8 +122,8 @@ def working_as_rank(place: Placement) -> Iterator[None]:
         join(Path(place.free_group), os.getpid())
         if place.cores:
             os.sched_setaffinity(0, place.cores[0])
-        if place.yardstick_ns is not None:
-            reference_work.start(place.yardstick_ns)
+        if place.reference_ns is not None:
+            reference_work.start(place.reference_ns)
         yield
     finally:
         reference_work.stop()

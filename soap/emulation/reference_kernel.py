@@ -17,7 +17,7 @@ from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-State = np.ndarray[tuple[int], np.dtype[np.float64]]
+ReferenceState = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 EVEN_NS, MARK_NS, TAKES_NS, REFERENCE_NS, COUNT, SPENT_NS, PLACE, SUM, CLOCK = range(9)
 """Places in a state: the even time up to the last sample; the processor time at its end; the time of the reference work, smoothed, and
@@ -57,7 +57,7 @@ def _cast(result: Any) -> Any:
 _reals, _integers = _cast(types.float64), _cast(types.int64)
 
 
-def new_memory() -> State:
+def new_memory() -> ReferenceState:
     """Memory for a state. It is in huge pages, if the system has them. Small pages differ between processes, and with them the time of
     the reference work (steps of a model took 0.87 to 0.98 times their processor time in five processes, and 1.03 to 1.07 times in huge
     pages)."""
@@ -71,7 +71,7 @@ def new_memory() -> State:
     return whole[begin : begin + size // 8]
 
 
-def clear(state: State) -> State:
+def clear(state: ReferenceState) -> ReferenceState:
     """A state before a thread's first sample. Its numbers are ordinary ones, which no processor treats specially."""
     state[:] = 1
     state[:HEAD] = 0

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from soap.errors import RuntimeFailure
 
 if TYPE_CHECKING:
-    from soap.emulation.reference_kernel import State
+    from soap.emulation.reference_kernel import ReferenceState
 
 VERSION = 2
 """Version of the piece of work; since 2 its memory is in huge pages."""
@@ -60,7 +60,7 @@ class _Event(ctypes.Structure):
     )
 
 
-class _Yardstick:
+class _ReferenceWork:
     """Takes samples of the calling thread, from now on until ``close``. ``reference_ns``: the time that the work should take; 0: the
     time of the first sample."""
 
@@ -69,7 +69,7 @@ class _Yardstick:
 
         self._kernel = kernel
         self.thread = threading.get_ident()
-        self.state: State = kernel.clear(_spare.pop() if _spare else kernel.new_memory())
+        self.state: ReferenceState = kernel.clear(_spare.pop() if _spare else kernel.new_memory())
         self._libc = ctypes.CDLL(None, use_errno=True)
         number = signal.SIGRTMIN + SIGNAL_ABOVE_FIRST
         action = _Action(kernel.sample.address, (ctypes.c_ulong * 16)(), SA_SIGINFO | SA_RESTART, None)
@@ -102,31 +102,31 @@ class _Yardstick:
             raise RuntimeFailure(f"{name}: error {ctypes.get_errno()}; expected that a thread may have a timer of its processor time")
 
 
-_spare: list[State] = []
+_spare: list[ReferenceState] = []
 """Memory of closed states, for reuse. None is freed: when a timer is deleted, a signal may still be under way."""
-_yardstick: _Yardstick | None = None
+_running: _ReferenceWork | None = None
 
 
-def _own() -> _Yardstick | None:
+def _own() -> _ReferenceWork | None:
     """The calling thread's state, if it has one."""
-    return _yardstick if _yardstick is not None and _yardstick.thread == threading.get_ident() else None
+    return _running if _running is not None and _running.thread == threading.get_ident() else None
 
 
 def start(reference_ns: float) -> None:
     """From now on the calling thread's time is even. ``reference_ns``: time of the reference work on a core as fast as it should be.
     For one thread of a process at a time. RuntimeFailure if the system refuses."""
-    global _yardstick
+    global _running
     if _own() is not None:
         return
     stop()
-    _yardstick = _Yardstick(reference_ns)
+    _running = _ReferenceWork(reference_ns)
 
 
 @atexit.register
 def stop() -> None:
     """From now on the thread's time is its plain processor time again."""
-    global _yardstick
-    ended, _yardstick = _yardstick, None
+    global _running
+    ended, _running = _running, None
     if ended is not None:
         ended.close()
 
@@ -149,8 +149,8 @@ def measured_reference_ns() -> float | None:
         return None
     import numpy as np
 
-    yardstick, numbers, found = _Yardstick(0.0), np.ones(1 << 19), list[float]()
-    kernel, state = yardstick._kernel, yardstick.state
+    work, numbers, found = _ReferenceWork(0.0), np.ones(1 << 19), list[float]()
+    kernel, state = work._kernel, work.state
     try:
         stop_s, count = time.thread_time() + REFERENCE_SECONDS, 0.0
         while time.thread_time() < stop_s:
@@ -159,5 +159,5 @@ def measured_reference_ns() -> float | None:
                 count = state[kernel.COUNT]
                 found.append(float(state[kernel.TAKES_NS]))
     finally:
-        yardstick.close()
+        work.close()
     return float(np.median(found)) if len(found) >= LEAST_SAMPLES else None

@@ -15,9 +15,10 @@ from soap.measure.this_machine import cpu_model
 FILE = "core-speed.json"
 
 
-def yardstick_ns() -> float | None:
+def core_reference_ns() -> float | None:
     """Nanoseconds of the reference work on a core of this machine; None if they cannot be measured."""
-    folder, key = cache_folder(), f"{cpu_model()}, yardstick {VERSION}"
+    folder = cache_folder()
+    key = f"{cpu_model()}, yardstick {VERSION}"  # an older word for the reference work: another key would measure the core anew
     path = None if folder is None else folder / FILE
     try:
         known = json.loads(read_text(path, what="cache file")) if path is not None and path.exists() else {}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from soap.measure.link_probes import CHANNELS, LAYERS, ROWS, SAMPLES, SIDE, STEP_BYTES, WIDTH, WINDOW, Operation
-from soap.measure.upkeep_timing import Chain
+from soap.measure.upkeep_timing import TileChain
 from soap.model.graph import WHOLE, DimMap, Factor, FactorKind, Operand, OperatorGraph
 from soap.plan.tiling import Tile
 from soap.strategy.config import OpConfig, Strategy
@@ -59,7 +59,7 @@ def _compute(blocks: Sequence[_Block]) -> None:
             torch.relu((image - mean) * torch.rsqrt(square - mean * mean + 1)) + block.image
 
 
-class StepChain(Chain):
+class StepChain(TileChain):
     """Operators that read what the one before made, and the one before that, as residual connections and norms do. So a segment begins
     from several values, of which one comes from another device."""
 
@@ -125,7 +125,7 @@ class WideChain(StepChain):
         return (made.clone() if tile.operator < len(self.graph.operators) - 1 else made.sum().reshape(1),)
 
 
-def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0, size_bytes: int = STEP_BYTES) -> Chain:
+def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0, size_bytes: int = STEP_BYTES) -> TileChain:
     """So many operators that hand on messages, sums or exchanges. ``size_bytes``: of a message, or from each device to each."""
     depth = max(1, size_bytes // STEP_BYTES)
     if operation is Operation.STEP_MESSAGE:
@@ -136,7 +136,7 @@ def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0,
     return WorkingChain(count, devices, blocks)
 
 
-def chain_strategy(model: Chain, operation: Operation, devices: Sequence[int], *, across: bool) -> Strategy:
+def chain_strategy(model: TileChain, operation: Operation, devices: Sequence[int], *, across: bool) -> Strategy:
     """All operators on the first device, or spread over the devices: each operator's parts, or one operator after the other."""
     last, chosen, count = len(model.graph.operators) - 1, {}, len(devices)
     for number, op in enumerate(model.graph.operators):

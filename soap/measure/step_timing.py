@@ -15,7 +15,7 @@ from typing import NamedTuple
 from soap.cluster.presets import local_topology
 from soap.measure.link_probes import BLOCK_BYTES, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.measure.step_chains import chain_model, chain_strategy
-from soap.measure.upkeep_timing import Chain
+from soap.measure.upkeep_timing import TileChain
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
@@ -76,7 +76,7 @@ def _turn(comm: Communicator, probe: Probe, busy: Busy, blocks: int) -> _PerTile
     return _PerTile(tile / 2, longer, own_busy)
 
 
-def _steps(comm: Communicator, model: Chain, strategy: Strategy, busy: Busy) -> tuple[list[float], float]:
+def _steps(comm: Communicator, model: TileChain, strategy: Strategy, busy: Busy) -> tuple[list[float], float]:
     """Seconds of each step of the slowest rank, and seconds of computing of the busiest rank's device, on all ranks."""
     with clock.paused():  # the first step imports modules
         trainer = Trainer(model, (strategy, local_topology(comm.world_size)), device_kind="cpu")

@@ -81,7 +81,7 @@ def _timed(action: Callable[[], Any], device: torch.device, threads: int, share:
 
 
 def _steps(clock: Clock, device: torch.device, count: int) -> Sample:
-    model = Chain(count)
+    model = TileChain(count)
     strategy = Strategy({op.name: OpConfig((1,), (0,)) for op in model.graph.operators})
     with Trainer(model, (strategy, local_topology(1)), device_kind="cuda" if device.type == "cuda" else "cpu") as trainer:
         for _ in range(3):
@@ -89,7 +89,7 @@ def _steps(clock: Clock, device: torch.device, count: int) -> Sample:
         return sample(repeat(lambda: clock.times_ns([lambda: trainer.step(*model.example_inputs)]), SECONDS)[0])
 
 
-class Chain(TracedModel):
+class TileChain(TracedModel):
     """Operators one after the other, each of which hands its input on."""
 
     element_inputs: frozenset[str] = frozenset()
