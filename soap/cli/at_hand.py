@@ -47,7 +47,7 @@ def check_asked(cluster: str, profile_s: float | None, finalists: int | None, co
             "--profile"
         )
     if profile_s and costs == ESTIMATE:
-        raise UsageError("--profile with --costs estimate, which ignores what is measured; expected one of both")
+        raise UsageError("--profile with --costs estimate, which ignores measurements; leave one of them out")
     if profile_s and family(cluster) == EMULATED:
         require_support()
     if finalists:
@@ -80,10 +80,10 @@ def profile(
             stopping.number = error.number
         if not stopping.is_terminated:
             stopping.go_on()
-            note(prog, "measuring interrupted: the search goes on with what is known, and runs nothing behind it; Ctrl-C ends it")
+            note(prog, "measuring interrupted: the search goes on with what is known and will run nothing afterwards; Ctrl-C ends it")
         return None, replace(wish, finalists=0)
     if measured.problem:
-        note(prog, f"not all was measured, the search goes on with what is known: {measured.problem}")
+        note(prog, f"not everything was measured; the search goes on with what is known: {measured.problem}")
     return measured, wish
 
 

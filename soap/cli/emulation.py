@@ -59,7 +59,7 @@ def check_possible(args: argparse.Namespace) -> None:
     """UsageError or RuntimeFailure if the options or this system do not allow the emulation that is asked for."""
     if not args.emulate:
         if args.emulate_scale is not None:
-            raise UsageError("--emulate-scale changes an emulated cluster; expected --emulate with it")
+            raise UsageError("--emulate-scale needs an emulated cluster; add --emulate")
         return
     if "RANK" in os.environ:
         raise UsageError("--emulate starts the processes itself; expected no torchrun: run the command alone")

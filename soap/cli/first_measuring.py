@@ -59,7 +59,7 @@ class Measured:
         left = self.probes_left + self.computations_left
         rest = f"; {left} are left, with which the next search or soap-profile goes on" if left else ""
         if not self.probes and not self.computations:
-            return f"measured nothing now{rest or ': all was known'}"
+            return f"measured nothing now{rest or ': everything was known'}"
         return f"measured first, in {self.seconds:.0f} s: {self.probes} probes of links, {self.computations} computations{rest}"
 
 

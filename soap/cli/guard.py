@@ -22,7 +22,7 @@ def text(found: Mapping[str, Any], *, at_hand: bool) -> str:
     rests = f"compute time {shares.text(found['shares'], 0.0)}, links {'measured' if found['links'] else 'estimated'}"
     gain, margin = f"{found['gain']:.2f}x", f"{found['margin']:.2f}x"
     if found["kept"] != BASELINE:
-        return f"not run: predicted {gain} {BASELINE}, above the {margin} that such predictions may err ({rests})"
+        return f"not run: predicted {gain} {BASELINE}, above the {margin} by which such predictions may be wrong ({rests})"
     remedy = "--profile and --verify decide" if at_hand else "measured costs (soap-profile, soap-profile links) decide"
     found_ms = milliseconds(found["found_ns"])
     return (

@@ -105,11 +105,11 @@ def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
     if args.emulate or (len(hosts) == 1 and family(topology.name) != "emulated"):
         return
     if family(topology.name) == "emulated":
-        raise UsageError(f"--cluster {args.cluster!r} is there only while it is emulated; expected --emulate with it")
+        raise UsageError(f"--cluster {args.cluster!r} exists only while it is emulated; add --emulate")
     if "RANK" not in os.environ:
         raise UsageError(
-            f"--cluster {args.cluster!r} has {len(hosts)} hosts, and this machine is one; expected to be started by torchrun on each of "
-            "them, or --emulate"
+            f"--cluster {args.cluster!r} has {len(hosts)} hosts, but this machine is one host; start the command with torchrun on each of "
+            "them, or add --emulate"
         )
 
 

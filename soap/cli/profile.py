@@ -109,7 +109,7 @@ def execute(args: argparse.Namespace) -> int:
         rest = f"{left} are left: the same command goes on" if left else "nothing is left"
         print(f"measured {done} computations now; {rest}")
         if found["corrections_dropped"]:
-            print(f"dropped {len(outdated)} corrections of soap-compare --calibrate, as they were made without these")
+            print(f"dropped {len(outdated)} corrections of soap-compare --calibrate, because they were made without these measurements")
         print()
         print(text(found))
     return 0

@@ -104,7 +104,7 @@ class Updating:
         if len(general) > 1:
             raise UsageError(f"--optimizer {general[0].text} and {general[1].text}: expected one without GLOB= before it")
         if self.learning_rate is not None and all("lr" in call.options for _, call in pairs):
-            raise UsageError(f"--lr {self.learning_rate:g} beside --optimizer {pairs[0][1].text}, which has lr too; say it once")
+            raise UsageError(f"--lr {self.learning_rate:g} beside --optimizer {pairs[0][1].text}, which sets lr too; give it once")
         makes = {
             pattern: self._make(call) for pattern, call in [*((p, c) for p, c in pairs if p is not None), *(("*", c) for c in general)]
         }
@@ -128,7 +128,7 @@ class Updating:
         if self.weight_decay is not None:
             if "weight_decay" in call.options:
                 raise UsageError(
-                    f"--weight-decay {self.weight_decay:g} beside --optimizer {call.text}, which has weight_decay too; say it once"
+                    f"--weight-decay {self.weight_decay:g} beside --optimizer {call.text}, which sets weight_decay too; give it once"
                 )
             if "weight_decay" not in _options(made.target):
                 raise UsageError(f"--weight-decay: {call.name} has no weight decay; leave it out, or use --optimizer adamw")

@@ -86,7 +86,7 @@ def verify(
     least_s = LEAST_STEPS * sum(simulations[name].makespan_ns for name in tried[:2]) / 1e9 / scale
     if least_s > seconds:
         raise RuntimeFailure(
-            f"comparing two strategies is predicted to take {least_s:.0f} s, and there are {seconds:.0f}; try a smaller batch"
+            f"comparing two strategies is predicted to take {least_s:.0f} s, but the limit is {seconds:.0f}; try a smaller batch"
         )
     emulated = family(topology.name) == EMULATED
     job = Job(
@@ -183,12 +183,12 @@ def _why(found: Mapping[str, Any]) -> str:
     if compared is None:
         allowed = {name: run["measured_ns"] for name, run in found["runs"].items() if run["allowed"]}
         fastest = min(allowed, key=lambda name: allowed[name])
-        return "the fastest measured" if fastest == found["kept"] else f"as no time was left to compare {fastest} with it"
+        return "the fastest measured" if fastest == found["kept"] else f"because no time was left to compare {fastest} with it"
     name, own = compared
     turns = f"{own['ratio']:.2f}x {BASELINE} in {own['rounds']} turns of both"
     if found["kept"] == name:
         return f"{turns}, at least {own['at_least']:.2f}x with {CONFIDENCE:.0%} confidence"
     if own["at_least"] == 0:
-        return f"as {name} is {turns}, too few to tell"
+        return f"because {name} is {turns}, too few to tell"
     needed = f"{own['needed']:.2f}x" + (", by which it is predicted to lose" if own["needed"] > api.LEAST_MEASURED else "")
-    return f"as {name} is {turns}, but perhaps {own['at_least']:.2f}x, which is not above {needed}"
+    return f"because {name} is {turns}, but may be only {own['at_least']:.2f}x, which is not above {needed}"

@@ -65,7 +65,7 @@ class RowAccess:
         if not self.touched or not min(1, limit) <= self.touched[0] <= limit or any(not more / 2 <= fewer <= more for more, fewer in steps):
             raise ModelError(
                 f"rows touched by a batch, its half, … {list(self.touched)}: expected whole numbers, at most {limit}, "
-                "of which each is at least half of the one before and no more than that"
+                "each at least half of the one before and not above it"
             )
 
     @property

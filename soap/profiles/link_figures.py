@@ -53,7 +53,7 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
                 continue
             per_byte = _seconds_per_byte(timings, devices, line)
             if per_byte <= 0:
-                raise ProfileError(f"messages between devices {devices} take no longer the larger they are; measure again")
+                raise ProfileError(f"messages between devices {devices} do not take longer when they are larger; measure again")
             route = topology.route(devices[0], devices[1])
             known = [link for link in route if link in inside]
             left = line.alpha_seconds + message.seconds - sum(inside[link][1] for link in known)

@@ -1,8 +1,8 @@
 """Argument validation that depends on the values of tensors, which a traced program cannot have: it is taken as passed.
 
-``if torch.any(var < 0): raise ValueError`` decides nothing that a program could do otherwise: where it does not raise, training goes on
-behind it. While a module is traced, a tensor that is asked whether it is true answers what does not raise, if the source says that this
-is all it is asked for: a statement ``if`` of which one side only raises, or only warns, or ``assert``. Everything else is a real decision.
+``if torch.any(var < 0): raise ValueError`` makes no decision for a program: if it does not raise, training goes on behind it. While a
+module is traced, a tensor in a condition gives the truth value that does not raise, if the source shows that the condition only validates:
+a statement ``if`` of which one side only raises, or only warns, or ``assert``. Everything else is a real decision.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class NodeReader(ProgramWriter):
             if call.kind == "embedding_renorm_":
                 raise _renorm_refusal(call, self.program.parameters[root])
             raise ModelError(
-                f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does: "
+                f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that only training changes it: "
                 "register what forward moves as a buffer"
             )
         if buffer is None and not gradients and origin.graph is not node.graph:

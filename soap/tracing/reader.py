@@ -204,7 +204,7 @@ class Reader(NodeReader):
         for name in self.program.inputs:
             if name not in read and name != self.program.loss:
                 warnings.warn(
-                    f"the program does not read input {name!r}: what is given for it has no effect (torch.export joins inputs that are one "
+                    f"the program does not read input {name!r}: values given for it have no effect (torch.export joins inputs that are one "
                     "tensor; export with separate tensors)",
                     SoapWarning,
                     stacklevel=2,
