@@ -44,8 +44,7 @@ NEEDED = (Operation.MESSAGE, Operation.EXCHANGE, *IN_STEPS)
 STEP_BYTES = 4
 """Bytes that are sent or summed within steps."""
 STEP_SIZES_BYTES = (STEP_BYTES, 64 * 1024)
-"""Bytes of messages, and of what each device sends each other one, within steps. These tensors are large enough that packing them takes
-time."""
+"""Bytes of messages, and from each device to each other one, within steps: a few bytes, and enough that packing them takes time."""
 LAYERS, ROWS, WIDTH = 1, 64, 192
 SAMPLES, CHANNELS, SIDE, WINDOW = 2, 24, 16, 3
 BLOCK_BYTES = 4 * (LAYERS * WIDTH**2 + SAMPLES * CHANNELS * SIDE**2 + (CHANNELS * WINDOW) ** 2)

@@ -1,16 +1,17 @@
-"""Costs from what was measured. The first of these that can answer does, and says so:
+"""Costs from measurements. The first of these sources that can answer does, and the answer names it:
 
 - *measured*: this computation itself;
-- *interpolated*: between two measured tiles of like operators, of which one is contained in the tile by all its lengths and the other
-  contains it, linearly in the logarithms of time and of points. Never beyond what was measured;
-- *calibrated*: the roofline, multiplied by what operators of this kind took on this device beside their estimates (the median of measured
-  ÷ estimated). Kinds that were not measured get the median of all kinds, if there are ``LEAST_KINDS``;
+- *interpolated*: between two measured tiles of like operators, one with all lengths at most the tile's, the other with all at least the
+  tile's; linear in the logarithms of time and of points. Never beyond what was measured;
+- *calibrated*: the roofline, multiplied by the median of measured ÷ estimated of this kind of operator on this device. Kinds that were not
+  measured get the median of all kinds, if there are ``LEAST_KINDS``;
 - *estimated*: the roofline.
 
-What the runtime adds to a tile is no part of a tile's measurement; it is measured by itself, or else estimated. On GPUs it is a part of
-what launching the tile takes, which is measured beside the tile; of what was not measured it is the median of its kind, else of all.
+A tile's measurement does not include what the runtime adds to a tile. That is measured by itself, or else estimated. On GPUs it is a part
+of the time to launch the tile, which is measured beside the tile; for tiles without a measurement it is the median of their kind, else of
+all kinds.
 
-Answers of a kind and direction that has a correction (``corrections``) are multiplied by it, wherever they come from, and say so.
+If a kind and direction has a correction (``corrections``), the answer is multiplied by it, whatever its source, and is marked.
 """
 
 from __future__ import annotations

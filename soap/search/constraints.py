@@ -1,13 +1,14 @@
-"""What the user has decided already: ``--pin`` fixes how operators are split or where they run, ``--forbid`` rules something out.
+"""The user's constraints: ``--pin`` fixes how operators are split or where they run, ``--forbid`` rules something out.
 
-A constraint is a pair of a pattern of operator names (``fnmatch``) and what is said of these operators:
+A constraint is a pattern of operator names (``fnmatch``) and a specification for these operators:
 
-- pin: ``sample:4``, ``sample:4,channel:2`` or ``replicas:2`` (factors by name or kind; what is not named is not split), with ``@0-3`` or
-  ``@0,2`` behind it the devices as well, alone (``@0-3``) only those. Which tile runs on which of them is searched.
+- pin: ``sample:4``, ``sample:4,channel:2`` or ``replicas:2`` (factors by name or kind; factors that are not named are not split). With
+  ``@0-3`` or ``@0,2`` behind it the devices are fixed as well; ``@0-3`` alone fixes only the devices. The search decides which tile runs on
+  which of them.
 - forbid: factors by name or kind that are never split, ``replicas``, and ``@3``: devices that are never used.
 
-All constraints of an operator hold together. What they leave is an ``Allowed``, from which its ``OperatorSpace`` is made; so the proposals
-stay inside, and ``brought_inside`` changes strategies from elsewhere (starts, references) as little as it can.
+All constraints of an operator hold together. They leave an ``Allowed``, from which its ``OperatorSpace`` is made, so the proposals stay
+inside. ``brought_inside`` changes strategies from elsewhere (starts, references) as little as it can.
 """
 
 from __future__ import annotations

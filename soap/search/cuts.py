@@ -1,10 +1,11 @@
-"""Better strategies beyond what one operator alone can do: two adjacent operators at once, and all that follows them.
+"""Better strategies than one operator alone can reach: two adjacent operators change at once, and all that follow them.
 
-A cut is an edge between two operators. Every pair of their structured configurations is tried. Operators around it follow the nearer
-end: each takes the first configuration that aligns it with the operator through which it was reached (``alignment``). Up to the distance
-``radius`` from the cut; beyond, and where nothing aligned is in the space, operators stay as they are. A radius of 1 is the pair alone.
+A cut is an edge between two operators. Every pair of their structured configurations is tried. Operators around it follow the nearer end:
+each takes the first configuration that aligns it with the operator through which it was reached (``alignment``). This goes up to the
+distance ``radius`` from the cut. Operators farther away stay as they are, and so do those without an aligned configuration in the space.
+With radius 1 the pair changes alone.
 
-Strategies of two halves, each on devices of its own, are often far from each other in changes of single operators, but near in cuts.
+Strategies of two halves, each on devices of its own, are often many single changes apart, but one cut.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Descent: a greedy phase of informed, larger changes. It is not part of the Metropolis-Hastings chain.
 
-A chain that moves one operator at a time needs many proposals to cross the ridge between two good strategies, as an operator
-that is split unlike its neighbours pays for the redistribution on both sides. Descent proposes changes of several operators at once and
-takes one exactly if it is better: fewer bytes beyond the memory first, then less time. No detailed balance is claimed; the
-record keeps its proposals apart from the chain's (column ``phase``).
+An operator that is split unlike its neighbours pays for the redistribution on both sides. So a chain that moves one operator at a time
+needs many proposals to cross the ridge between two good strategies. Descent proposes changes of several operators at once and takes a
+change exactly if it is better: fewer bytes beyond the memory first, then less time. It makes no claim of detailed balance; the record keeps
+its proposals apart from the chain's (column ``phase``).
 
 - ``adopt``: the whole of a reference strategy that was not evaluated as a start; each of them once, at the beginning.
 - ``borrow``: a stretch of operators (in topological order, of random length) takes the configurations of a reference strategy.
 - ``borrow-kind``: the same for all operators of one kind, or for one repeated-layer group.
 - ``align``: an operator, with all its repeated layers, follows a neighbour.
 - ``spread``: an operator, with its repeated layers, gets a new configuration, and the operators around it follow outwards for some steps.
-- ``synchronize``: a parameter, or all that have the choice, is synchronized in another way.
+- ``synchronize``: a parameter, or all parameters that have a choice, get another way of synchronizing.
 """
 
 from __future__ import annotations

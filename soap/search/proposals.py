@@ -18,7 +18,7 @@ operator is drawn uniformly from ``Space.movable``, which does not depend on the
 - ``group``: an operator is drawn; all operators of its repeated-layer group that have the same configuration (the set M) get
   another structured configuration, uniformly. No effect if a member outside of M has that configuration already, as the way
   back would then move it too. Otherwise any member of M, in either direction, draws exactly this move: symmetric.
-- ``sync``: one parameter, another of its ways of being synchronized, both uniformly: symmetric.
+- ``sync``: one parameter gets another of its ways of synchronizing, both drawn uniformly: symmetric.
 
 A current state outside of the space (weight 0) is never proposed, so it is transient and the target does not constrain the way
 out: from there ``log_ratio`` is 0.

@@ -7,11 +7,12 @@ A configuration is a *grid* (degrees and replicas) and a *placement* (devices). 
   the weight ``SHUFFLED`` x (its number of structured ones), so that the factorially many of them do not drown the rest.
 
 This weight is the reference measure of the Metropolis-Hastings chain (see ``soap.search.metropolis``); among structured
-configurations it is uniform. What lies outside (a device used twice, more tiles than devices) may be a start, and is
-left for good by the first accepted move.
+configurations it is uniform. A start may lie outside of the space (a device used twice, more tiles than devices); the first
+accepted move leaves it for good.
 
-Where the user allows an operator only some grids or devices (``soap.search.constraints``), its space has no others: structured are then the
-above placements that lie on allowed devices, and those that the allowed devices, numbered by themselves, have. So do shuffled ones.
+If the user allows an operator only some grids or devices (``soap.search.constraints``), its space has no others. Structured placements are
+then the placements above that lie on allowed devices, and the structured placements of the allowed devices, numbered from 0. Shuffled ones
+use allowed devices only.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class _Trials:
         return own, *(self._cut_by(i, own) if factor.summed else own for i, factor in enumerate(self._op.factors))
 
     def _cut_by(self, place: int, own: Footprint) -> Footprint:
-        """With one factor cut. ``own``: the whole operator's."""
+        """The footprint with one factor cut. ``own``: the whole operator's."""
         if self._op.factors[place].size == 1:
             return own
         large, small = (self._tile_cut_by(place, parts, (1,) * len(self._op.factors)) for parts in (2, FINER))
@@ -140,7 +140,7 @@ class _Trials:
         return tuple(Footprint(of_all[0], of_all[1], of_all[2], cut.keeps, (one[0], one[1], one[2])) for one in fixed)
 
     def _lines_together(self, place: int, sizes: Sequence[int], parts: Tile, degrees: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Of each use, of which such a tile takes so much: (with all of one factor, however little of it)."""
+        """For each use of memory, given how much such a tile takes: (bytes with all of one factor, part that does not shrink with it)."""
         factor = self._op.factors[place]
         first, last = parts.intervals[place]
         points = parts.size * factor.size // (last - first)

@@ -1,16 +1,16 @@
 """A lower bound of the iteration time: no strategy of a space is quicker, whatever the links.
 
-It is the larger of two. Both leave all communication, all updates and all waiting out.
+It is the larger of two bounds. Both leave out all communication, all updates and all waiting.
 
-- *Path*: operators that depend on each other run one after the other, forward and backward. Of each, at least one tile lies on the path;
-  it counts as the quickest tile that any degrees give. From a tile of the loss (of replica 0, where the backward pass begins) one can go
-  back through tiles that it waits for, and its gradient comes back the same way; but a step to what an operator reads counts only if every
+- *Path*: operators that depend on each other run one after the other, forward and backward. At least one tile of each lies on the path; it
+  counts as the quickest tile that any degrees give. From a tile of the loss (of replica 0, where the backward pass begins) the path goes
+  back through tiles for which it waits, and its gradient comes back the same way. A step to an operator's producer counts only if every
   tile of the operator reads something of it.
-- *Work*: all that must be computed, divided among all devices. Of each operator the degrees count under which its tiles take the least time
-  together; the backward pass only where every element of an output is read by somebody who surely has one. Devices of other types count as
-  so many times the first type as they can be faster at any tile.
+- *Work*: all computation, divided among all devices. For each operator those degrees count with which its tiles take the least time
+  together. The backward pass counts only if every element of an output has a reader that certainly has a backward pass. A device of another
+  type counts as so many of the first type as it can be faster at any tile.
 
-Tiles that look up rows of sparse parameters count as they are or on rows, whichever is quicker.
+Tiles with lookups of sparse parameters count as plain ones or as sparse lookups, whichever is quicker.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """A lower bound of the iteration time of every strategy in which certain operators have certain configurations.
 
-Operators may be decided in any order. An undecided one counts as its quickest tile, and as if what it reads and makes were everywhere. What
-waits for what is followed through the whole iteration:
+Operators may be decided in any order. An undecided one counts as its quickest tile, and as if its inputs and outputs were on every device.
+The bound follows what waits for what through the whole iteration:
 
-- *Ahead*: when the forward results of each operator are there. Of the value of several tiles, the first part and the last are told apart.
-- *The loss*: if each replica of it is one tile, it waits for all forward passes that it depends on. Those of one device take turns.
-- *Tails*: what must follow on a tile's backward pass: those of what it has read, the sum of its parameters' gradients over all copies, and
-  all updates of their devices, which wait for all gradients.
+- *Ahead*: when the forward results of each operator exist. If several tiles make a value, its first part and its last have times of their
+  own.
+- *The loss*: if each replica of it is one tile, it waits for all forward passes on which it depends. Those of one device take turns.
+- *Tails*: what must follow a tile's backward pass: the backward passes of its producers, the sum of its parameters' gradients over all
+  copies, and all updates of their devices, which wait for all gradients.
 - *Back*: when the backward pass of each tile can begin. Those of one device take turns, with their tails (``one_machine``).
 
-What has to come from another device takes a message of so many bytes: collectives and joint messages are not quicker. Where a value has
-replicas the best one counts. Waiting for links is left out. A second bound is what devices compute.
+Data from another device takes a message of so many bytes: collectives and joint messages are not quicker. If a value has replicas the best
+one counts. Waiting for links is left out. A second bound is the computation of the devices.
 """
 
 from __future__ import annotations

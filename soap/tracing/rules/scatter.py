@@ -15,8 +15,8 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def _run_along(local: Local) -> torch.Tensor:
-    # Where a region of the written dimension is wanted, what goes elsewhere lands in one row more, which is cut off. Of the tiles that
-    # split what is added, only the first has the tensor that it is added to.
+    # For a region of the written dimension, writes to other regions go to one extra row, which is cut off. If tiles split what is added,
+    # only the first of them starts from the tensor to which it is added.
     x, index = local.tensors[:2]
     dim = local.get("dim") % max(1, x.dim())
     adds = local.call.kind in ("index_add", "scatter_add")
