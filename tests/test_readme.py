@@ -1,4 +1,4 @@
-"""What the README shows works."""
+"""What the README and docs/usage.md show works."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import soap
 from soap.cluster.yaml_file import parse_cluster
 from soap.runtime.updates.trial import Scope, try_optimizer
 
-TEXT = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/usage.md"))
 
 
 def blocks(language: str) -> list[str]:
@@ -54,8 +55,7 @@ def test_optimizers_of_a_runner() -> None:
 def test_classical_strategy_trainer_and_hugging_face(tmp_path: Path) -> None:
     export, _, classical, train, hugging_face, script, _ = blocks("python")
     assert "soap.get_runner(" in script  # the notebook of it runs in test_notebook
-    root = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     (tmp_path / "prepare.py").write_text(export + classical + hugging_face)
     (tmp_path / "train.py").write_text(train)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]

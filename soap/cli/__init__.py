@@ -1,4 +1,2 @@
-"""The commands: ``soap-search``, ``soap-run``, ``soap-simulate`` and ``soap-diff``.
-
-They parse, call ``soap.api`` and print; nothing is decided here.
-"""
+"""The commands: ``soap-search``, ``soap-run``, ``soap-simulate`` and others. They parse options, call ``soap.api`` and print; they
+decide nothing."""

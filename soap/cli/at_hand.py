@@ -1,8 +1,6 @@
-"""Where the machines of a cluster are at hand, ``soap-search`` measures before it searches and runs what it found, unless it is told not
-to.
-
-What the user has asked for must be possible, and its failure ends the command; what is done by default is left out with one line.
-"""
+"""If the machines of a cluster are at hand, ``soap-search`` measures before it searches and runs what it found, unless it is told not
+to. What the user has asked for must be possible, and its failure ends the command. What is done by default is skipped with one line if
+it fails."""
 
 from __future__ import annotations
 
@@ -31,8 +29,9 @@ ESTIMATE: CostSource = "estimate"
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be done. ``profile_s``: for so long, 0: not at all. ``finalists``: so many are run, 0: none. ``asked``: whether the user
-    has asked for the runs. ``problem``: in one line why nothing is done by default; empty if there is no reason to tell."""
+    """What to measure and run. ``profile_s``: seconds of measuring, 0 for none. ``finalists``: number of strategies to run, 0 for none.
+    ``asked``: whether the user has asked for the runs. ``problem``: why nothing is done by default, in one line; empty if there is no
+    reason to tell."""
 
     profile_s: float = 0.0
     finalists: int = 0
@@ -41,14 +40,14 @@ class Wish:
 
 
 def check_asked(cluster: str, profile_s: float | None, finalists: int | None, costs: CostSource) -> None:
-    """UsageError or RuntimeFailure if what the user has asked for is not possible on this machine."""
+    """UsageError or RuntimeFailure if this machine cannot do what the user has asked for."""
     if profile_s and family(cluster) is None:
         raise UsageError(
             f"--profile measures this machine, and --cluster is {cluster!r}; expected --cluster local:N or emulated:HxD@RATE, or no "
             "--profile"
         )
     if profile_s and costs == ESTIMATE:
-        raise UsageError("--profile with --costs estimate, which ignores what is measured; expected one of both")
+        raise UsageError("--profile with --costs estimate, which ignores measurements; leave one of them out")
     if profile_s and family(cluster) == EMULATED:
         require_support()
     if finalists:
@@ -56,7 +55,7 @@ def check_asked(cluster: str, profile_s: float | None, finalists: int | None, co
 
 
 def wish(topology: Topology, profile_s: float | None, finalists: int | None, costs: CostSource) -> Wish:
-    """What is to be done for this cluster; None: the user has not said anything."""
+    """What to measure and run for this cluster. None stands for options that the user has not given."""
     problem, at_hand = "", family(topology.name) is not None and topology.device_count > 1 and "RANK" not in os.environ
     if at_hand and family(topology.name) == EMULATED and (profile_s is None or finalists is None):
         try:
@@ -72,8 +71,8 @@ def wish(topology: Topology, profile_s: float | None, finalists: int | None, cos
 def profile(
     prog: str, model: str, reading: Reading, graph: OperatorGraph, topology: Topology, wish: Wish, stopping: Stopping
 ) -> tuple[Measured | None, Wish]:
-    """Measure, and say if not all of it could be; with what is still to be done. After Ctrl-C the search goes on, but nothing is run
-    behind it; after SIGTERM it ends at once, with the best of its starts."""
+    """Measure, and say if not all of it could be measured. Returns what is still to be done. After Ctrl-C the search goes on, but
+    nothing is run behind it. After SIGTERM the search ends at once, with the best of its starts."""
     try:
         measured = first_measuring.measure_first(model, reading, graph, topology, wish.profile_s)
     except (KeyboardInterrupt, StoppedBySignal) as error:
@@ -81,10 +80,10 @@ def profile(
             stopping.number = error.number
         if not stopping.is_terminated:
             stopping.go_on()
-            note(prog, "measuring interrupted: the search goes on with what is known, and runs nothing behind it; Ctrl-C ends it")
+            note(prog, "measuring interrupted: the search goes on with what is known and will run nothing afterwards; Ctrl-C ends it")
         return None, replace(wish, finalists=0)
     if measured.problem:
-        note(prog, f"not all was measured, the search goes on with what is known: {measured.problem}")
+        note(prog, f"not everything was measured; the search goes on with what is known: {measured.problem}")
     return measured, wish
 
 
@@ -99,12 +98,12 @@ def verify(
     optimizer: str | Updating = "adam",
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[api.SearchOutcome, float | None]:
-    """The outcome with what was run, and the seconds that took. An error if it fails and the user has asked for it; else a line, and
-    None."""
+    """Run the strategies. Returns the outcome with what was measured, and the seconds that it took. If it fails: an error if the user
+    has asked for it; otherwise one line, and None."""
     began = clock()
     seconds = verification.ASKED_S if wish.asked else verification.DEFAULT_S
     try:
-        within = None if wish.asked else outcome.known_error  # what cannot win by all that is known is not run
+        within = None if wish.asked else outcome.known_error  # plans that cannot win are not run
         outcome = verification.verify(outcome, wish.finalists, model, reading, seed, data, optimizer, seconds=seconds, within=within)
     except StoppedBySignal:
         raise
@@ -112,6 +111,6 @@ def verify(
         if wish.asked:
             raise
         why = one_line(str(error)) or type(error).__name__
-        note(prog, f"nothing was verified, what the search chose by its predictions counts: {why}")
+        note(prog, f"nothing was verified; the search's choice by predictions stands: {why}")
         return outcome, None
     return outcome, clock() - began

@@ -1,4 +1,5 @@
-"""Training data for ``soap-run``: batches drawn like the model's example inputs, or the user's own; by step, the same on all ranks."""
+"""Training data for ``soap-run``: batches drawn like the model's example inputs, or the user's own. They depend on the step alone and
+are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ SEED_STRIDE = 1_000_003
 
 
 class DrawnBatches:
-    """Batches whose elements are drawn from the example inputs' at the same place in any sample.
+    """Batches drawn from the example inputs: each element is one of the values at the same place in any sample. So all values are in
+    range: probabilities, and indices into tables of different sizes.
 
-    So all are in range: probabilities, and indices into tables of different sizes. Whole numbers are drawn only where each stands for
-    itself (``model.element_inputs``: indices of look-ups, class labels) and none is negative; all others (offsets, lengths, masks) are
-    the examples'. SoapError if the model has no example inputs with values.
+    Whole numbers are drawn only if each stands for itself (``model.element_inputs``: indices of lookups, class labels) and none is
+    negative. All others (offsets, lengths, masks) are the examples'. SoapError if the model has no example inputs with values.
     """
 
     def __init__(self, model: TracedModel, seed: int) -> None:
@@ -47,11 +48,9 @@ class DrawnBatches:
 
 
 class UserBatches:
-    """What the callable ``pkg.mod:name`` yields: a sequence of tensors per step, in the order of the model's inputs; or, of
-    ``zoo:NAME[:SIZE][@BATCH]``, batches that are drawn anew as the zoo draws this model's.
-
-    At its end it is called again. Every rank calls it, and must get the same batches: seed whatever is random.
-    """
+    """Batches of the callable ``pkg.mod:name``: a sequence of tensors per step, in the order of the model's inputs.
+    ``zoo:NAME[:SIZE][@BATCH]`` draws batches as the zoo does for this model. At its end the callable is called again. Every rank calls
+    it and must get the same batches, so whatever is random needs a seed."""
 
     def __init__(self, spec: str) -> None:
         self._spec = spec
@@ -61,7 +60,7 @@ class UserBatches:
         self._source = self._begin()
 
     def __call__(self, step: int) -> Sequence[torch.Tensor]:
-        """The batch of a step. Asking again for the last one is free, going back starts anew."""
+        """The batch of a step. Asking again for the last one is free; going back starts from the beginning."""
         if step < self._step:
             self._step, self._source = -1, self._begin()
         while self._step < step:
@@ -93,7 +92,7 @@ class UserBatches:
 
 
 class ConvertedBatches:
-    """Batches in the floating-point type that replaces the model's, whatever type they are made in."""
+    """Batches converted to the floating-point type that replaces the model's."""
 
     def __init__(self, batches: Batches, dtype: torch.dtype) -> None:
         self._batches, self._dtype = batches, dtype
@@ -104,7 +103,7 @@ class ConvertedBatches:
 
 
 class JoinedBatches:
-    """``count`` batches for each step, one after the other: what a trainer that accumulates gradients is given."""
+    """``count`` batches for each step, one after the other, for a trainer that accumulates gradients."""
 
     def __init__(self, batches: Batches, count: int) -> None:
         self._batches, self._count = batches, count

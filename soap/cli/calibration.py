@@ -1,4 +1,4 @@
-"""``soap-compare --calibrate``: what a run has shown of a prediction's errors, kept as corrections of later predictions."""
+"""``soap-compare --calibrate``: keeps a run's errors of prediction as corrections of later predictions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from soap import api
-from soap.cli.tables import aligned, milliseconds
+from soap.cli.plain_text import aligned, milliseconds
 from soap.cluster.presets import says_all
 from soap.cluster.topology import Topology
 from soap.errors import TimelineError
@@ -24,16 +24,16 @@ from soap.simulator.tasks import TaskKind
 from soap.strategy.mismatch import one_line, short
 
 LEAST_TASKS = 8
-"""Measured tasks of one kind and direction, those of every traced iteration counted, below which nothing is corrected."""
+"""Fewer measured tasks of one kind and direction than this are not corrected. Tasks of every traced iteration count."""
 MOST_FACTOR = 1e4
-"""A factor above it, or below its inverse, is no error of costs: something else was measured."""
+"""A factor above this, or below its inverse, is no error of costs: another computation was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What was found of one kind and direction in one environment. ``tasks``: measured ones. ``predicted_ns``, ``measured_ns``: sums over
-    one iteration, each task with its median. ``before``, ``factor``: the correction that the prediction was made with, and the one that
-    is kept now; None if there are too few tasks."""
+    """The correction of one kind and direction in one environment. ``tasks``: number of measured tasks. ``predicted_ns``,
+    ``measured_ns``: sums over one iteration, each task with its median. ``before``: the correction with which the prediction was made.
+    ``factor``: the one that is kept now; None if there are too few tasks."""
 
     environment: Environment
     kind: str
@@ -46,11 +46,12 @@ class Step:
 
 
 def calibrate(predicted: Timeline, measured: Timeline, cluster: str | None) -> list[Step]:
-    """Keep corrections in the user's store: by device type, kind of operator and direction, and of updates, measured / predicted time of
-    all tasks, times the correction that the prediction was made with. The slowest come first.
+    """Keep corrections in the user's store, by device type, kind of operator and direction, and for updates: measured / predicted time
+    of all tasks, times the correction with which the prediction was made. The slowest come first. ``cluster``: as for
+    ``api.load_cluster``; None: the one that the timeline names.
 
-    ``cluster``: what ``api.load_cluster`` takes; None: the one that the timeline names. TimelineError in one line if the two sides are not
-    of one run, or if the prediction was made with other costs than today's, of which a ratio says nothing. Nothing is kept then.
+    TimelineError in one line, with nothing kept, if the two sides are not of one run, or if the prediction was made with other costs
+    than today's: their ratio would say nothing.
     """
     one, other, store = predicted.description, measured.description, Store()
     pairs = matched(predicted, measured)
@@ -118,7 +119,7 @@ def _require_todays_costs(predicted: Description, topology: Topology) -> None:
 def _by_kind(
     pairs: Iterable[Pair], topology: Topology, places: Mapping[str, Environment], optimizer_states: int
 ) -> dict[tuple[Environment, str, bool], list[Pair]]:
-    """The pairs that compute on devices, by where and what. What servers do is left out: it holds cores of a host."""
+    """The pairs of tasks that compute on devices, by environment and kind. Servers' tasks are left out: they hold a host's cores."""
     types = {device.name: device.type.name for device in topology.devices}
     found: dict[tuple[Environment, str, bool], list[Pair]] = {}
     for pair in pairs:
@@ -163,7 +164,7 @@ def document(steps: Sequence[Step]) -> list[dict[str, Any]]:
 
 
 def text(steps: Sequence[Step]) -> str:
-    """The same for people."""
+    """The document as text."""
     lines = []
     for place in dict.fromkeys(step.environment for step in steps if step.factor is not None):
         rows = [("corrected from now on", "tasks", "predicted", "measured", "factor before", "factor now")]

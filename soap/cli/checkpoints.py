@@ -37,7 +37,7 @@ def add_checkpoints(parser: Parser) -> None:
 
 
 def chosen(args: argparse.Namespace) -> Checkpoints:
-    """What the options say; CheckpointError before anything has started if it cannot be done."""
+    """Read the options. CheckpointError before anything has started if they cannot be followed."""
     if args.save is None and (args.save_every or args.keep):
         raise UsageError(f"{'--save-every' if args.save_every else '--keep'} without --save; add --save DIR")
     step, seed, resume = 0, 0, None
@@ -59,7 +59,7 @@ class Saver:
         self.saved: str | None = None
 
     def after_step(self, trainer: Trainer) -> None:
-        """A step has been made, on all ranks."""
+        """Call this on all ranks after each step."""
         every = self._options.save_every
         due = trainer.steps == self._last_step or (every is not None and trainer.steps % every == 0)
         if self._options.save is not None and due:

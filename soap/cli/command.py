@@ -1,4 +1,4 @@
-"""What all commands share around their work: one place that turns what can go wrong into one line and an exit code."""
+"""What all commands share: one place that turns every failure into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from soap.logs import NATIVE_LOG_LEVEL
 USAGE_EXIT_CODE = 2
 OTHER_EXIT_CODE = 1
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
-"""What a stream that takes no more answers."""
+"""Errors of a stream that accepts no more output."""
 
 EXIT_CODES = """exit codes:
   0 success            3 model             6 profile
@@ -29,7 +29,7 @@ EXIT_CODES = """exit codes:
 
 
 class UsageError(SoapError):
-    """Options that are right by themselves but not together."""
+    """Options that are valid by themselves but not together."""
 
     exit_code = USAGE_EXIT_CODE
 
@@ -37,7 +37,7 @@ class UsageError(SoapError):
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, and whose help keeps the line breaks of its example.
 
-    ``failure_code``: what the command ends with on any error, if its other exit codes are an answer (then told by ``exit_codes``).
+    ``failure_code``: the exit code for any error, for a command whose other exit codes are answers (then ``exit_codes`` explains them).
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
-    """Parse, execute, and answer with an exit code whatever happens."""
+    """Parse, execute, and return an exit code whatever happens."""
     args = parser.parse_args(argv)
-    os.environ.setdefault(NATIVE_LOG_LEVEL, "ERROR")  # torch is loaded later
-    if sys.stdout is None:  # ``>&-``; a file opened next could even take its place
+    os.environ.setdefault(NATIVE_LOG_LEVEL, "ERROR")  # read by torch, which is loaded later
+    if sys.stdout is None:  # standard output is closed (``>&-``); a file that is opened next could even take its place
         missing = "standard output is closed; expected a place for the result: redirect it, to /dev/null if need be"
         return _fail(parser.prog, missing, parser.failure_code or OTHER_EXIT_CODE)
     with warnings.catch_warnings():
@@ -82,14 +82,14 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
         note(parser.prog, "interrupted")
         return INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
-        _drop_output()  # whoever read our output has what they wanted (``| head``)
+        _drop_output()  # the reader of our output has what it wanted (``| head``)
         return other
-    except OSError as error:  # files are written elsewhere, with errors of their own: standard output, or a bug
+    except OSError as error:  # a failure of standard output, or a bug: errors of files are caught where they are written
         if error.errno not in FULL:
             return _fail(parser.prog, _unexpected(error), other)
         reason = (error.strerror or str(error)).lower()
         return _fail(parser.prog, f"cannot write to standard output: {reason}; redirect it elsewhere", other)
-    except Exception as error:  # a bug, or a failure of something below: still one line
+    except Exception as error:  # a bug, here or in a library: still one line
         return _fail(parser.prog, _unexpected(error), other)
 
 
@@ -103,7 +103,7 @@ def one_line(text: str) -> str:
 
 
 def note(prog: str, text: str) -> None:
-    """Tell people something without touching standard output, which belongs to the result."""
+    """Print a line for people on standard error; standard output is for the result."""
     _say(f"{prog}: {text}")
 
 
@@ -121,7 +121,7 @@ def _say(line: str) -> None:
 
 
 def _settle_output() -> None:
-    """The interpreter must not complain when it flushes at exit."""
+    """Flush now, so that the interpreter does not complain at exit."""
     try:
         sys.stdout.flush()
     except OSError:

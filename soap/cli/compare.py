@@ -12,7 +12,7 @@ from soap.cli import calibration, report
 from soap.cli.calibration import LEAST_TASKS
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import add_cluster, refuse_overwriting
-from soap.cli.tables import aligned, milliseconds
+from soap.cli.plain_text import aligned, milliseconds
 from soap.errors import TimelineError
 from soap.files import check_writable, read_text, write_text_atomically
 from soap.simulator.analysis import timeline_file
@@ -70,7 +70,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _read(path: str, origin: Origin) -> Timeline:
-    """The file's timeline of this origin."""
+    """The only timeline of this origin in the file."""
     content = read_text(path, what="timeline", error=TimelineError, limit_bytes=MAX_BYTES)
     try:
         found = [timeline for timeline in timeline_file.loads(content) if timeline.description.origin == origin]
@@ -124,7 +124,7 @@ def _worst(pair: Pair) -> dict[str, Any]:
 
 
 def text(comparison: Comparison) -> str:
-    """The same for people."""
+    """The document as text."""
     predicted, measured = comparison.predicted, comparison.measured
     head = [f"{one_line(measured.model)} on {one_line(measured.cluster)}, strategy {one_line(measured.strategy_hash)}"]
     if predicted.cluster_hash != measured.cluster_hash:

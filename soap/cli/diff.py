@@ -1,4 +1,4 @@
-"""``soap-diff``: what two strategy files do differently, and what that is predicted to cost."""
+"""``soap-diff``: what two strategy files configure differently, and what that is predicted to cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from soap import api
 from soap.cli import report
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_reading, reading
-from soap.cli.tables import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
+from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.strategy.diff import Comparison, compare, grouped
@@ -123,7 +123,7 @@ def _entry(entry: OperatorEntry) -> dict[str, Any]:
 
 
 def text(found: Mapping[str, Any], comparison: Comparison) -> str:
-    """The same for people."""
+    """The document as text."""
     first, second = found["strategies"]
     sections = ["\n".join(f"{letter}: {_title(one)}" for letter, one in (("A", first), ("B", second)))]
     if not comparison.same_model:
@@ -189,7 +189,7 @@ def _listings(comparison: Comparison, operators: int) -> list[str]:
 
 
 def _configured(entry: OperatorEntry, with_sizes: bool) -> str:
-    """``b:4, replicas:2 on 0-7``, and what operator it is if the files do not agree on that."""
+    """``b:4, replicas:2 on 0-7``, with the operator's kind if the files disagree about it."""
     parts = [f"{name}:{degree}" for name, degree in entry.degrees.items()]
     if entry.replicas > 1:
         parts.append(f"replicas:{entry.replicas}")

@@ -1,4 +1,4 @@
-"""``--emulate``: the cluster on this box, and what crossed its hosts' links beside what the plan says."""
+"""``--emulate``: the cluster on this box; and the bytes that crossed its hosts' links beside the plan's."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from soap.cli.command import Parser, UsageError
-from soap.cli.tables import aligned
+from soap.cli.plain_text import aligned
 from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.hosts import Card, HostLimits, host_limits
 from soap.emulation.network import HEADER_BYTES, MTU_BYTES
 from soap.emulation.placement import Placement
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
-from soap.measure.core_speed import yardstick_ns
+from soap.measure.core_speed import core_reference_ns
 from soap.measure.this_machine import cpu_cores
 from soap.simulator.analysis.timeline import link_bytes
 from soap.simulator.simulate import Simulation
@@ -34,11 +34,11 @@ class Placed:
     """Where ranks go, and by which address they reach the launcher: arguments of ``launch``."""
 
     place: Placement | None = None
-    address: str = "localhost"  # as ``launch`` has it, whose module needs torch
+    address: str = "localhost"  # as in ``launch``, whose module needs torch
 
 
 def add_emulation(parser: Parser) -> None:
-    """``--emulate`` and ``--emulate-scale``."""
+    """Add ``--emulate`` and ``--emulate-scale``."""
     parser.add_argument(
         "--emulate", action="store_true", help="make the cluster's hosts, links and CPU shares on this Linux box; needs root"
     )
@@ -51,15 +51,15 @@ def add_emulation(parser: Parser) -> None:
 
 
 def asked_scale(args: argparse.Namespace) -> float:
-    """What ``--emulate-scale`` says."""
+    """The value of ``--emulate-scale``; 1 if it is not given."""
     return args.emulate_scale or 1.0
 
 
 def check_possible(args: argparse.Namespace) -> None:
-    """UsageError or RuntimeFailure if the options or this system do not allow an emulation that is asked for."""
+    """UsageError or RuntimeFailure if the options or this system do not allow the emulation that is asked for."""
     if not args.emulate:
         if args.emulate_scale is not None:
-            raise UsageError("--emulate-scale changes an emulated cluster; expected --emulate with it")
+            raise UsageError("--emulate-scale needs an emulated cluster; add --emulate")
         return
     if "RANK" in os.environ:
         raise UsageError("--emulate starts the processes itself; expected no torchrun: run the command alone")
@@ -67,7 +67,7 @@ def check_possible(args: argparse.Namespace) -> None:
 
 
 def limits(topology: Topology, scale: float, device_kind: DeviceKind | None = None) -> tuple[HostLimits, ...]:
-    """What is to be emulated of a cluster; ``device_kind`` None: its own. RuntimeFailure if that is not possible on this machine."""
+    """The hosts to emulate for a cluster. ``device_kind`` None: the cluster's own. RuntimeFailure if this machine cannot emulate it."""
     kinds = {device_kind} if device_kind else {device.type.kind for device in topology.devices}
     if "cuda" in kinds:
         raise RuntimeFailure(
@@ -78,18 +78,18 @@ def limits(topology: Topology, scale: float, device_kind: DeviceKind | None = No
 
 @contextmanager
 def cluster(hosts: Sequence[HostLimits]) -> Iterator[Placed]:
-    """What ``launch`` has to be told, while the hosts are there; the usual if there are none to emulate."""
+    """Arguments of ``launch`` while the hosts exist; the usual ones if there are none to emulate."""
     if not hosts:
         yield Placed()
         return
-    from soap.emulation.emulate import emulated  # locks files in a way that only Unix has
+    from soap.emulation.emulate import emulated  # imported here: it locks files in a way that only Unix has
 
-    with emulated(hosts, yardstick_ns()) as emulation:
+    with emulated(hosts, core_reference_ns()) as emulation:
         yield Placed(emulation.place, emulation.address)
 
 
 def planned_bytes(simulation: Simulation, micro_batches: int) -> Mapping[str, int]:
-    """Bytes by link of a step of several iterations of which only the last synchronizes gradients."""
+    """Bytes by link of one update: several iterations, of which only the last synchronizes gradients."""
     tasks = simulation.tasks
     whole = link_bytes(tasks)
     if micro_batches == 1:
@@ -99,8 +99,8 @@ def planned_bytes(simulation: Simulation, micro_batches: int) -> Mapping[str, in
 
 
 def crossed(hosts: Sequence[HostLimits], simulation: Simulation, micro_batches: int, measured: StepTimes) -> list[dict[str, Any]]:
-    """For each host, bytes in all timed steps: counted by its network card, of these what frames' headers are, and planned. As plain
-    JSON values."""
+    """For each host, bytes in all timed steps as plain JSON values: counted by its network card, the share that is headers of frames,
+    and planned."""
     planned, steps = planned_bytes(simulation, micro_batches), len(measured.times_ns)
     links = simulation.tasks.topology.links
 
@@ -136,7 +136,7 @@ def document(hosts: Sequence[HostLimits], scale: float) -> dict[str, Any] | None
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """What crossed the hosts' links, as a short table per strategy; empty if nothing was emulated."""
+    """Bytes that crossed the hosts' links, as a short table per strategy; empty if nothing was emulated."""
     if report["emulation"] is None:
         return ""
     parts = []
@@ -166,7 +166,7 @@ def text(report: Mapping[str, Any]) -> str:
 
 
 def part_of_the_box(value: str) -> float:
-    """The scale that an option's text says. argparse.ArgumentTypeError if there is none above 0 and at most 1."""
+    """Parse ``--emulate-scale``. argparse.ArgumentTypeError unless it is above 0 and at most 1."""
     try:
         scale = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What an imported model may be split along, operator by operator: ``soap-search --explain-graph``."""
+"""``soap-search --explain-graph``: along what an imported model may be split, operator by operator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from soap.cli import rows
-from soap.cli.tables import listed
+from soap.cli.plain_text import listed
 from soap.model import sparse_shares
 from soap.model.graph import Operand, Operator, OperatorGraph
 from soap.units import format_bytes, format_count
@@ -15,7 +15,7 @@ from soap.units import format_bytes, format_count
 LEGEND = "factors: S sample, A attribute, P parameter, R reduction; +: parts give partial results, which are summed"
 HEADER = ("operator", "kind", "factors", "parameters", "FLOP", "bytes", "not split (size: why)")
 _NUMBERS = (3, 4, 5)
-"""Columns to the right."""
+"""Number of columns that are aligned to the right."""
 
 
 def document(graph: OperatorGraph) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _operator(graph: OperatorGraph, op: Operator) -> dict[str, Any]:
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The document as a table with one line per operator. Bytes: read and written, without what is kept for the backward pass."""
+    """The document as a table with one line per operator. Bytes are those read and written, without what is kept for the backward pass."""
     model, operators = report["model"], report["operators"]
     whole = sum(not op["partitionable"] for op in operators)
     head = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from soap.cli.tables import aligned, devices, layers, listed, milliseconds, split, sync_document, sync_text
+from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.explanation import Line, Synchronized
@@ -41,7 +41,7 @@ def synchronization(lines: Sequence[Synchronized]) -> list[dict[str, Any]]:
 
 
 def synchronization_text(lines: Sequence[Mapping[str, Any]], predicted_ns: int) -> str:
-    """These for people; nothing if there are none."""
+    """The same as text; empty if there are none."""
     rows = [("parameter", "synchronization", "if it were all-reduced")]
     for line in lines[:MOST_ROWS]:
         change = (line["all_reduced_ns"] - predicted_ns) / max(1, predicted_ns)
@@ -104,7 +104,7 @@ def _configured(line: Mapping[str, Any]) -> str:
 
 
 def _bound(line: Mapping[str, Any], topology: Topology) -> str:
-    """``computation on box/gpu0, 0.120 ms of the iteration, and 0.010 ms elsewhere``; or that it has time left."""
+    """``computation on box/gpu0, 0.120 ms of the iteration, and 0.010 ms elsewhere``; or that the operator has slack."""
     if not line["critical_path"]:
         return f"nothing: {line['slack_ns'] / _MS:.3f} ms of slack"
     first, *rest = line["critical_path"]

@@ -1,8 +1,6 @@
-"""What ``soap-search`` measures before it searches, for so many seconds: the cluster's links, and the model's computations.
-
-It is what ``soap-profile links`` and ``soap-profile MODEL`` measure, kept in the same store: what is known already is not measured again,
-and what time is too short for the next search goes on with. Nothing that fails here ends a search.
-"""
+"""What ``soap-search`` measures before it searches, within some seconds: the cluster's links, and the model's computations. It measures
+the same as ``soap-profile links`` and ``soap-profile MODEL`` and keeps it in the same store: what is known is not measured again, and
+the next search goes on with what is left. No failure here ends a search."""
 
 from __future__ import annotations
 
@@ -33,14 +31,14 @@ from soap.strategy.classical import CLASSICAL, NAMED
 
 DEFAULT_S = 60.0
 LINKS_SHARE = 2 / 3
-"""Of the time, that links may take while computations are left to measure. Half a minute does on one machine."""
+"""Share of the time that links may take while computations are left to measure. On one machine half a minute suffices."""
 PROBE_S = 0.1
-"""For each size and group, a third of what ``soap-profile links`` takes, which has no end to keep to."""
+"""Seconds for each size and group: a third of what ``soap-profile links`` takes, which has no time limit."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured now, and what is left. ``problem``: in one line why some of it could not be; empty if all went well."""
+    """What was measured now, and what is left. ``problem``: why some of it could not be measured, in one line; empty if all went well."""
 
     seconds: float
     probes: int
@@ -57,18 +55,19 @@ class Measured:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """The result as one line."""
         left = self.probes_left + self.computations_left
         rest = f"; {left} are left, with which the next search or soap-profile goes on" if left else ""
         if not self.probes and not self.computations:
-            return f"measured nothing now{rest or ': all was known'}"
+            return f"measured nothing now{rest or ': everything was known'}"
         return f"measured first, in {self.seconds:.0f} s: {self.probes} probes of links, {self.computations} computations{rest}"
 
 
 def measure_first(
     model: str, reading: Reading, graph: OperatorGraph, topology: Topology, seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> Measured:
-    """Measure for so long what the store lacks. KeyboardInterrupt and StoppedBySignal pass; what was measured is kept."""
+    """Measure for so many seconds what the store lacks. KeyboardInterrupt and StoppedBySignal are raised again; what was measured is
+    kept."""
     began = clock()
     problems: list[str] = []
     probes, computations = 0, 0
@@ -78,7 +77,7 @@ def measure_first(
         store = Store()
         (place,) = environments(topology).values()
         probes_todo, todo = _unknown_probes(topology, store), _unknown(graph, topology, place, store)
-    except Exception as error:  # whatever it is: a search can do without
+    except Exception as error:  # any error: a search can do without measurements
         problems.append(_line(error))
     if probes_todo:
         try:
@@ -99,7 +98,7 @@ def measure_first(
 
 
 def _unknown_probes(topology: Topology, store: Store) -> list[Probe]:
-    """First those without which links count as not measured."""
+    """Probes without which links count as not measured come first."""
     place = link_place(topology, links.backend_of("auto", topology), emulated=family(topology.name) == EMULATED)
     known = {timing.probe for timing in known_links(topology, place, store)}
     return sorted((probe for probe in probes_for(topology) if probe not in known), key=lambda probe: probe.operation not in NEEDED)

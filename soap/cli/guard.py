@@ -1,4 +1,4 @@
-"""What ``soap-search`` says of a plan that is taken, or not, by its prediction alone."""
+"""What ``soap-search`` reports if a plan was taken, or not, by its prediction alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap.api import Guard, guard_record
-from soap.cli.tables import milliseconds
+from soap.cli.plain_text import milliseconds
 from soap.profiles import shares
 from soap.search.starts import BASELINE
 
@@ -18,11 +18,11 @@ def document(guard: Guard) -> dict[str, Any]:
 
 
 def text(found: Mapping[str, Any], *, at_hand: bool) -> str:
-    """Why data parallelism is kept, or what may still be wrong with the plan that replaces it. ``at_hand``: it could be measured here."""
+    """Why data parallelism is kept, or how sure the plan is that replaces it. ``at_hand``: whether it could be measured here."""
     rests = f"compute time {shares.text(found['shares'], 0.0)}, links {'measured' if found['links'] else 'estimated'}"
     gain, margin = f"{found['gain']:.2f}x", f"{found['margin']:.2f}x"
     if found["kept"] != BASELINE:
-        return f"not run: predicted {gain} {BASELINE}, above the {margin} that such predictions may err ({rests})"
+        return f"not run: predicted {gain} {BASELINE}, above the {margin} by which such predictions may be wrong ({rests})"
     remedy = "--profile and --verify decide" if at_hand else "measured costs (soap-profile, soap-profile links) decide"
     found_ms = milliseconds(found["found_ns"])
     return (

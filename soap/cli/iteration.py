@@ -1,11 +1,11 @@
-"""What ``soap-simulate`` says about one iteration besides its time: what decides it, and what devices and links do meanwhile."""
+"""What ``soap-simulate`` reports of one iteration besides its time: what decides it, and how busy devices and links are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from soap.cli.tables import aligned, milliseconds
+from soap.cli.plain_text import aligned, milliseconds
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
 from soap.units import format_bytes
@@ -29,7 +29,7 @@ def document(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
 
 
 def text(iteration: Mapping[str, Any]) -> str:
-    """The document as tables for people."""
+    """The document as tables."""
     whole_ns = max(1, iteration["iteration_ns"])
     path = [(kind, *_time(ns, whole_ns)) for kind, ns in _largest_first(iteration["critical_path_ns"])]
     devices = [(d["name"], *_time(d["busy_ns"], whole_ns), format_bytes(d["peak_bytes"])) for d in iteration["devices"]]
@@ -43,7 +43,7 @@ def text(iteration: Mapping[str, Any]) -> str:
 
 
 def _time(duration_ns: int, whole_ns: int) -> tuple[str, str]:
-    """A time, and which part of the iteration it is."""
+    """A time, and its share of the iteration."""
     return milliseconds(duration_ns), f"{duration_ns / whole_ns:.0%}"
 
 

@@ -1,4 +1,4 @@
-"""What every rank of ``soap-profile links`` does: measure, and keep each timing as soon as it is known, so that nothing is ever lost."""
+"""What every rank of ``soap-profile links`` does: measure, and keep each timing at once, so that nothing is ever lost."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from soap.profiles.store import Store
 
 @dataclass(frozen=True)
 class LinkJob:
-    """All that a rank must know. ``scale``: of an emulated cluster, which is as many times slower than the one that is measured.
-    ``stop_at``: the time (``time.time()``, which processes share) from which on no probe begins; the rest is left."""
+    """What a rank must know. ``scale``: of an emulated cluster, how many times slower it runs than the cluster that is measured.
+    ``stop_at``: no probe begins after this time (``time.time()``, which processes share); the rest is left."""
 
     probes: Sequence[Probe]
     device_count: int
@@ -35,7 +35,7 @@ class LinkJob:
 
 
 def measure_and_keep(job: LinkJob) -> int:
-    """How many probes were measured; an entry for ``launch``. Rank 0 keeps them, and shows how far it is."""
+    """Measure; the number of probes that were measured. An entry for ``launch``. Rank 0 keeps the timings and shows progress."""
     store, done = Store(job.store), 0
     with tqdm(total=len(job.probes), desc="measuring links", unit="probe", disable=None, leave=False) as bar:
 

@@ -1,4 +1,4 @@
-"""``soap-profile links``: measure what the ranks of a cluster can send each other, so that predictions rest on it."""
+"""``soap-profile links``: measures what the ranks of a cluster can send each other. Predictions then rest on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from soap import api
 from soap.cli import emulation, report
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.options import add_cluster, positive_number
-from soap.cli.tables import aligned
+from soap.cli.plain_text import aligned
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, ProfileError
@@ -98,23 +98,24 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
-    """UsageError if the ranks would be on one machine that is not the cluster: what they measured would be of another one."""
+    """UsageError if the ranks would run on a machine that is not the cluster: they would measure another one."""
     hosts = {device.host for device in topology.devices}
     if args.emulate and topology.devices[0].type.kind == "cuda":
         raise UsageError(f"--emulate makes hosts with CPUs, but --cluster {args.cluster!r} has GPUs; expected a cluster of CPUs")
     if args.emulate or (len(hosts) == 1 and family(topology.name) != "emulated"):
         return
     if family(topology.name) == "emulated":
-        raise UsageError(f"--cluster {args.cluster!r} is there only while it is emulated; expected --emulate with it")
+        raise UsageError(f"--cluster {args.cluster!r} exists only while it is emulated; add --emulate")
     if "RANK" not in os.environ:
         raise UsageError(
-            f"--cluster {args.cluster!r} has {len(hosts)} hosts, and this machine is one; expected to be started by torchrun on each of "
-            "them, or --emulate"
+            f"--cluster {args.cluster!r} has {len(hosts)} hosts, but this machine is one host; start the command with torchrun on each of "
+            "them, or add --emulate"
         )
 
 
 def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, todo: Sequence[Probe], store: Store) -> int | None:
-    """How many probes were measured; None on ranks that do not report. Under torchrun all ranks come along: rank 0 knows what is left."""
+    """Measure; the number of probes, or None on ranks that do not report. Under torchrun all ranks take part, and rank 0 decides what
+    is left."""
     from soap.runtime.comm.world import under_launcher
 
     if not todo and not under_launcher(os.environ):
@@ -135,14 +136,14 @@ def measure(
     seconds_per_probe: float | None = None,
     stop_at: float = inf,
 ) -> int | None:
-    """Measure probes on ranks of their own, each kept as soon as it is known; how many, None on ranks that do not report. ``hosts``: to be
-    emulated, at this scale. ``seconds_per_probe`` None: as usual. ``stop_at``: as ``LinkJob`` has it."""
+    """Measure probes on ranks of their own, and keep each at once. Returns how many, None on ranks that do not report. ``hosts``: to be
+    emulated, at this scale. ``seconds_per_probe`` None: the default. ``stop_at``: as in ``LinkJob``."""
     from soap.cli.link_measuring import LinkJob, measure_and_keep
     from soap.runtime.comm.launch import launch
     from soap.runtime.comm.world import choose_backend
 
     kind = topology.devices[0].type.kind
-    choose_backend(place.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))  # refuses what is not here
+    choose_backend(place.backend, kind, int(os.environ.get("LOCAL_WORLD_SIZE", topology.device_count)))  # raises if it cannot be emulated
     seconds = {} if seconds_per_probe is None else {"seconds_per_probe": seconds_per_probe}
     job = LinkJob(todo, topology.device_count, kind, place, store.path, scale, **seconds, stop_at=stop_at)
     with emulation.cluster(hosts) as emulated:
@@ -150,7 +151,7 @@ def measure(
 
 
 def backend_of(asked: str, topology: Topology) -> str:
-    """The backend by which a cluster's ranks talk, if ``auto`` was asked for."""
+    """The backend that ``auto`` stands for on this cluster."""
     if asked != "auto":
         return asked
     return "nccl" if topology.devices[0].type.kind == "cuda" else "gloo"
@@ -192,9 +193,9 @@ def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, An
 
 
 def _fits(timings: Sequence[LinkTiming], communication: Communication) -> list[dict[str, Any]]:
-    """Each operation over each group of devices of which two sizes were measured. ``by_links``: the median of measured time ÷ the one that
-    the simulator gives it on the measured links. ``processor_share``: the part of an operation's time in which one device's processor is
-    busy with it; above 1 if the backend's threads need more than one core."""
+    """Each operation over each group of devices of which at least two sizes were measured. ``by_links``: the median of measured time ÷
+    simulated time on the measured links. ``processor_share``: the part of an operation's time for which one device's processor is busy
+    with it; above 1 if the backend's threads need more than one core."""
     lines = {key: own for key, own in by_kind(timings).items() if len({one.probe.size_bytes for one in own}) > 1}
     complete = [one for own in lines.values() for one in own]
     times, processor = fits(complete), cpu_fits(complete)
@@ -221,7 +222,7 @@ def _rate(seconds_per_byte: float) -> float | None:
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """The document as a table for people."""
+    """The document as a table."""
     scales = "" if found["scales"] in ([], [1.0]) else f" at --emulate-scale {', '.join(f'{scale:g}' for scale in found['scales'])}"
     head = f"links of {found['place']}: {found['measured']} of {found['probes']} probes measured{scales}\nkept in: {found['store']}"
     rows = [("operation", "devices", "latency", "bandwidth", "processor", "and per MiB", "busy", "deviation", "measured / by links")]

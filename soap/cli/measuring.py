@@ -1,4 +1,4 @@
-"""Measuring a model's computations on this machine into the store, some at a time, so that nothing measured is ever lost."""
+"""Measures a model's computations on this machine into the store, some at a time, so that nothing measured is ever lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.emulation.hosts import host_limits
 from soap.errors import SoapWarning
-from soap.measure.core_speed import yardstick_ns
+from soap.measure.core_speed import core_reference_ns
 from soap.measure.neighbours import Neighbours
 from soap.measure.this_machine import cpu_cores
 from soap.measure.tile_timing import TileTimer, TileTimes
@@ -38,12 +38,12 @@ from soap.strategy.classical import CLASSICAL
 
 Progress = Callable[[Wanted], None]
 APART = 0.05
-"""Two times of one computation that differ by more than this do not say what it usually takes."""
+"""If two times of one computation differ by more than this, a third is measured."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where is measured. ``share``: part of the cores' time that each process gets, less than 1 if there are more processes than cores."""
+    """Where to measure. ``share``: part of the cores' time that each process gets; less than 1 if there are more processes than cores."""
 
     environment: Environment
     device: torch.device
@@ -51,12 +51,12 @@ class Place:
 
     @property
     def clock(self) -> tuple[torch.device, int, float]:
-        """Arguments of the functions that time."""
+        """Arguments of the timing functions."""
         return self.device, self.environment.threads, self.share
 
 
 def place_of(topology: Topology, environment: Environment) -> Place:
-    """This machine as one of the devices of ``local:N`` or of emulated hosts."""
+    """This machine, as one device of ``local:N`` or of emulated hosts."""
     if environment.kind == "cuda":
         return Place(environment, torch.device("cuda", 0), 1.0)
     count = topology.device_count
@@ -68,17 +68,18 @@ def measure(
     spec: str, reading: Reading, topology: Topology, environment: Environment, todo: Sequence[Wanted], store: Store,
     budget_s: float | None, progress: Progress = lambda one: None, stop_at: float = inf,
 ) -> int:  # fmt: skip
-    """Measure what is to be done, in its order, each kept as soon as it is known; how many. Ends after the computations (tiles take turns,
-    some at a time) in which ``budget_s`` is over, which begins when everything is ready, or ``time.monotonic()`` is ``stop_at``.
-    Interrupted, it leaves what was kept and no process behind.
+    """Measure the computations in the given order, and keep each at once. Returns how many were measured.
 
-    What strategies need is measured again when all of it is known, before the search space, and a third time where the two differ by more
+    Measuring ends ``budget_s`` after everything is ready, or when ``time.monotonic()`` reaches ``stop_at``; a group of tiles that has
+    begun is finished. An interrupt leaves what was kept and no process behind.
+
+    What strategies need is measured again when all of it is known, before the search space, and a third time if the two differ by more
     than ``APART``: other users of the machine make it slower or quicker for seconds. The mean of two counts, or the median of three.
     """
     keep_freed_memory()  # as ranks do
     place = place_of(topology, environment)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SoapWarning)  # the command has read the model before, and said it
+        warnings.simplefilter("ignore", SoapWarning)  # the command has read the model before and shown its warnings
         model = api.load(spec, **reading)
     usual = CLASSICAL["data_parallel"](model.graph, topology)
     configs = [usual.operators[op.name] for op in model.graph.operators]
@@ -93,7 +94,7 @@ def measure(
         neighbours,
         _in_its_share(topology, environment),
     ):
-        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")  # the backward pass's thread
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")  # by the backward thread
         timer = TileTimer(model, *place.clock)
         stop = min(stop_at, time.monotonic() + (inf if budget_s is None else budget_s))
         again = (one for one in needed if apart(known[one.key]) > APART)
@@ -113,7 +114,7 @@ def measure(
 
 
 def _together(ones: Iterable[Wanted], timer: TileTimer) -> Iterator[list[Wanted]]:
-    """What is no tile one by one, then the tiles in groups that are timed together."""
+    """First what is no tile, one by one; then the tiles in groups that are timed together."""
     listed = list(ones)
     tiled = [(one, one.tile) for one in listed if one.tile is not None]
     yield from ([one] for one in listed if one.tile is None)
@@ -123,7 +124,7 @@ def _together(ones: Iterable[Wanted], timer: TileTimer) -> Iterator[list[Wanted]
 
 
 def measured(ones: Sequence[Wanted], timer: TileTimer, place: Place, company: Sequence[Tile] = ()) -> list[Entry]:
-    """Several tiles, or something else, measured; tiles beside others of the model if they are few."""
+    """Measure several tiles, or something else. If the tiles are few, other tiles of the model join them."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     tiles = [one.tile for one in ones if one.tile is not None]
     if not tiles:
@@ -157,26 +158,25 @@ def _timing(found: Sample) -> Timing:
 
 @contextmanager
 def _in_its_share(topology: Topology, environment: Environment) -> Iterator[None]:
-    """On emulated hosts processor time is measured on a rank's core, where nothing else works. It has no quota: ranks that are
-    paced compute from one communication to the next without one, and what it costs them to go on behind that is measured with the links
-    (``Topology.restart``).
+    """On emulated hosts, measure processor time on a rank's core, where nothing else works. There is no quota: paced ranks compute
+    without one from one communication to the next, and the links' measurements hold what a wait costs them (``Topology.restart``).
 
-    Not with several threads, which are timed by the clock on the wall: for that it would run and stand still by turns.
+    Not with several threads, which are timed by the wall clock: under a quota they would run and stop by turns.
     """
     if family(topology.name) != EMULATED or environment.threads > 1:
         yield
         return
-    from soap.emulation.emulate import emulated  # locks files in a way that only Unix has
+    from soap.emulation.emulate import emulated  # imported here: it locks files in a way that only Unix has
     from soap.emulation.placement import working_as_rank
 
     hosts = host_limits(topology, 1.0, cpu_cores())
-    with emulated(hosts, yardstick_ns()) as emulation, working_as_rank(emulation.place):
+    with emulated(hosts, core_reference_ns()) as emulation, working_as_rank(emulation.place):
         yield
 
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """So many threads within this context; 0: as they are."""
+    """Use this many threads within the context; 0: leave the number as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

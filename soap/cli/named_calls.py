@@ -1,7 +1,5 @@
-"""``torch.optim.AdamW:lr=0.001,betas=(0.9,0.95),amsgrad=true``: something by its dotted name, with options, as the command line has it.
-
-Values are numbers, ``true``, ``false``, ``none``, tuples and lists of values, and words. Nothing is evaluated.
-"""
+"""``torch.optim.AdamW:lr=0.001,betas=(0.9,0.95),amsgrad=true``: a dotted name with options, as the command line has it. Values are
+numbers, ``true``, ``false``, ``none``, tuples and lists of values, and words. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class NamedCall:
 
 
 def named_call(text: str) -> NamedCall:
-    """The parts of ``NAME`` or ``NAME:key=value,key=value``; whether they mean something shows later."""
+    """Parse ``NAME`` or ``NAME:key=value,key=value``. Whether such a name exists is checked later."""
     name, found, rest = text.partition(":")
     pieces = _split(rest) if found else []
     if not _NAME.fullmatch(name) or pieces is None or (found and not pieces):

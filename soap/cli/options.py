@@ -24,11 +24,11 @@ CLUSTER_HELP = (
 EXPLAIN_HELP = "say for each operator what it costs beside data parallelism, what setting it back would do, and what binds it"
 LARGEST_COUNT = 10**9
 ALPHA_BATCHES = 8
-"""Batches that tell how many rows are touched: one of them varies by few percent, as the rows are many."""
+"""Default number of batches on which touched rows are counted: batches differ by a few percent only, because their rows are many."""
 
 
 class Reading(TypedDict):
-    """Arguments of ``api.load`` that change the graph, and with it what a strategy is for."""
+    """Arguments of ``api.load`` that change the graph, and so what a strategy fits."""
 
     batch_dims: Mapping[str, int] | None
     batch_norm: str
@@ -37,7 +37,7 @@ class Reading(TypedDict):
 
 
 def add_model(parser: Parser, *, positional: bool) -> None:
-    """MODEL, or ``--model MODEL``, and what belongs to reading it."""
+    """Add MODEL, or ``--model MODEL``, and the options for reading it."""
     if positional:
         parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     else:
@@ -46,7 +46,7 @@ def add_model(parser: Parser, *, positional: bool) -> None:
 
 
 def add_reading(parser: Parser) -> None:
-    """What belongs to reading a model."""
+    """Add the options for reading a model."""
     parser.add_argument(
         "--batch-dim",
         metavar="INPUT=DIM",
@@ -74,12 +74,12 @@ def add_reading(parser: Parser) -> None:
 
 
 def add_cluster(parser: Parser, *, required: bool, note: str = "") -> None:
-    """``--cluster SPEC``."""
+    """Add ``--cluster SPEC``."""
     parser.add_argument("--cluster", metavar="SPEC", required=required, help=CLUSTER_HELP + note)
 
 
 def add_costs(parser: Parser) -> None:
-    """``--costs SOURCE``."""
+    """Add ``--costs SOURCE``."""
     parser.add_argument(
         "--costs",
         choices=COST_SOURCES,
@@ -90,13 +90,13 @@ def add_costs(parser: Parser) -> None:
 
 
 def add_outputs(parser: Parser, *, timeline: str) -> None:
-    """``--timeline FILE`` and ``--json``."""
+    """Add ``--timeline FILE`` and ``--json``."""
     parser.add_argument("--timeline", metavar="FILE", help=timeline)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
 
 def add_rows(parser: Parser) -> None:
-    """What is said of sparse parameters: ``--data``, ``--alpha-batches``, ``--alpha``."""
+    """Add the options about sparse parameters: ``--data``, ``--alpha-batches``, ``--alpha``."""
     parser.add_argument(
         "--data",
         metavar="PKG.MOD:CALLABLE",
@@ -117,7 +117,7 @@ def add_rows(parser: Parser) -> None:
 
 
 def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, str | None]) -> None:
-    """UsageError if an output is a file that is read, or that another output is written to. Both: option -> path, None if not given."""
+    """UsageError if an output is also an input, or two outputs are the same file. Both: option -> path, None if not given."""
     taken = {os.path.realpath(path): option for option, path in inputs.items() if path is not None and os.path.exists(path)}
     for option, path in outputs.items():
         if path is None:
@@ -128,7 +128,7 @@ def refuse_overwriting(inputs: Mapping[str, str | None], outputs: Mapping[str, s
 
 
 def reading(args: argparse.Namespace) -> Reading:
-    """How ``add_reading``'s options say that the model is read: arguments of ``api.load``."""
+    """Arguments of ``api.load``, from the options of ``add_reading``."""
     return Reading(batch_dims=batch_dims(args.batch_dim), batch_norm=args.batch_norm, autocast=args.autocast, imports=args.imports)
 
 
@@ -170,7 +170,7 @@ def not_negative_number(text: str) -> float:
 
 
 def batch_dim(text: str) -> tuple[str, int]:
-    """``input=1`` as its two parts."""
+    """Parse ``input=1``."""
     name, found, number = text.partition("=")
     try:
         dim = int(number)
@@ -182,7 +182,7 @@ def batch_dim(text: str) -> tuple[str, int]:
 
 
 def constraint(text: str) -> tuple[str, str]:
-    """``layers.*=sample:4`` as its two parts; whether they mean something shows when the model is known."""
+    """Parse ``layers.*=sample:4``. It is checked later, when the model is known."""
     pattern, found, spec = text.rpartition("=")
     if not found or not pattern or not spec:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected GLOB=SPEC, such as 'layers.*=sample:4' or '*=@3'")
@@ -190,7 +190,7 @@ def constraint(text: str) -> tuple[str, str]:
 
 
 def sync_method(text: str) -> SyncConfig:
-    """``parameter_server:4+local`` as a way of synchronizing a parameter."""
+    """Parse ``parameter_server:4+local``, a way of synchronizing a parameter."""
     rest, local, end = text.partition("+local")
     method, found, partitions = rest.partition(":")
     number = partitions.isascii() and partitions.isdigit()
@@ -213,7 +213,7 @@ def at_least_one(text: str) -> float:
 
 
 def finalists(text: str) -> int:
-    """How many strategies to run: at most what a search keeps; 0: none is run."""
+    """Parse how many strategies to run: at most as many as a search keeps; 0 for none."""
     count = not_negative(text)
     if count > MOST_FINALISTS:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected at most {MOST_FINALISTS} strategies")
@@ -221,7 +221,7 @@ def finalists(text: str) -> int:
 
 
 def data_spec(text: str) -> str:
-    """``package.module:callable`` or ``zoo:NAME``; whether it can be imported shows later."""
+    """Check ``package.module:callable`` or ``zoo:NAME``. It is imported later."""
     module, _, name = text.partition(":")
     if not module or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected PACKAGE.MODULE:CALLABLE, such as mydata:batches")
@@ -229,14 +229,14 @@ def data_spec(text: str) -> str:
 
 
 def module_name(text: str) -> str:
-    """A dotted name; whether it can be imported shows later."""
+    """Check a dotted name. It is imported later."""
     if not all(part.isidentifier() for part in text.split(".")):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a module, such as mypackage.operators")
     return text
 
 
 def alpha(text: str) -> tuple[str, float]:
-    """``embedding*=0.05`` as its two parts; whether that many rows can be touched shows when the model is known."""
+    """Parse ``embedding*=0.05``. Whether a batch can touch so many rows is checked when the model is known."""
     pattern, found, number = text.rpartition("=")
     try:
         share = float(number)

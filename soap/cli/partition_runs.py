@@ -1,4 +1,4 @@
-"""What every rank of ``soap-tune`` does, and what it leaves for the command if it fails: the samples so far."""
+"""What every rank of ``soap-tune`` does, and the samples that it leaves for the command if it fails."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from soap.strategy.config import Strategy
 
 @dataclass(frozen=True)
 class Trial:
-    """All that a rank must know. ``job``: its first strategy is tuned, by runs of its steps; all take its order of tiles.
-
-    ``batches``: how many a run takes in turn. ``known``: samples to go on from. ``notes``: where rank 0 writes what it does; None: nowhere.
-    """
+    """What a rank must know. ``job``: its first strategy is tuned, by runs of its steps; all runs take its order of tiles. ``batches``:
+    how many batches a run repeats. ``known``: earlier samples. ``notes``: the file in which rank 0 notes what it does; None: no file."""
 
     job: Job
     wanted: Range
@@ -39,7 +37,7 @@ def measure(trial: Trial) -> Tuning:
     """The short runs, one after the other, each from the model's own parameters and with the same batches."""
     job = trial.job
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SoapWarning)  # the command has said it, once for all ranks
+        warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
         model = api.load(job.model, **job.reading)
     batches = first_batches(batches_of(job, model), trial.batches)
     strategy, order = job.strategies[job.main]
@@ -88,7 +86,7 @@ class _Told:
 
 
 def read_notes(path: Path) -> tuple[tuple[Sample, ...], int | None]:
-    """The samples that were taken, and how many partitions the run had that did not end; None if all ended."""
+    """The samples that were taken, and the number of partitions of the run that did not end; None if all ended."""
     samples: list[Sample] = []
     begun: int | None = None
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():

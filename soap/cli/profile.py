@@ -1,4 +1,4 @@
-"""``soap-profile``: measure what a model needs on this machine, so that predictions rest on measurements."""
+"""``soap-profile``: measures what a model needs on this machine. Predictions then rest on measurements."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from soap import api
 from soap.cli import links, report
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import add_cluster, add_model, positive_number, reading, refuse_overwriting
+from soap.cli.plain_text import aligned, milliseconds
 from soap.cli.stopping import Stopping
-from soap.cli.tables import aligned, milliseconds
 from soap.cli.wanted import Wanted, wanted
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
@@ -41,7 +41,7 @@ MOST_MISSING = 10
 
 
 def make_parser() -> Parser:
-    """The options of measuring."""
+    """The options for measuring."""
     parser = Parser(
         PROG,
         "Measure what a model's operators take on this machine, each distinct computation once. soap-search, soap-simulate and soap-run\n"
@@ -109,7 +109,7 @@ def execute(args: argparse.Namespace) -> int:
         rest = f"{left} are left: the same command goes on" if left else "nothing is left"
         print(f"measured {done} computations now; {rest}")
         if found["corrections_dropped"]:
-            print(f"dropped {len(outdated)} corrections of soap-compare --calibrate, as they were made without these")
+            print(f"dropped {len(outdated)} corrections of soap-compare --calibrate, because they were made without these measurements")
         print()
         print(text(found))
     return 0
@@ -137,7 +137,7 @@ def execute_show(args: argparse.Namespace) -> int:
 
 
 def execute_export(args: argparse.Namespace) -> int:
-    """Write everything."""
+    """Write all measurements to a file."""
     store = Store()
     refuse_overwriting({"the store of measurements": str(store.path)}, {"FILE": args.file})
     check_writable(args.file, error=ProfileError)
@@ -147,7 +147,7 @@ def execute_export(args: argparse.Namespace) -> int:
 
 
 def execute_import(args: argparse.Namespace) -> int:
-    """Read a file."""
+    """Take measurements from a file."""
     path = args.file if Path(args.file).exists() else shipped_profiles().get(args.file, args.file)
     count = import_profiles(Store(), path)
     print(f"took {count} measurements and corrections from {args.file}")
@@ -155,7 +155,7 @@ def execute_import(args: argparse.Namespace) -> int:
 
 
 def _subject(args: argparse.Namespace) -> tuple[Topology, OperatorGraph, dict[str, Strategy]]:
-    """Cluster, model and the strategies to say something about."""
+    """The cluster, the model, and the strategies to report about."""
     topology = api.load_cluster(args.cluster)
     graph = api.load(args.model, plan_only=True, **reading(args)).graph
     strategies = {name: api.classical(name, graph, topology) for name in (NAMED if graph.sparse else CLASSICAL)}
@@ -165,7 +165,7 @@ def _subject(args: argparse.Namespace) -> tuple[Topology, OperatorGraph, dict[st
 
 
 def _groups(strategies: Mapping[str, Strategy]) -> dict[str, list[Strategy]]:
-    """Which are measured together: those that have names, then each other one."""
+    """The groups to report by: strategies with names, then each other group."""
     groups = {NAMED_GROUP: [strategy for name, strategy in strategies.items() if name in NAMED]}
     return groups | {name: [strategy] for name, strategy in strategies.items() if name not in NAMED}
 
@@ -224,7 +224,7 @@ def _source(costs: ProfiledCosts, graph: OperatorGraph, topology: Topology, one:
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """The document as tables for people."""
+    """The document as tables."""
     sources = [source.value for source in Source]
     head = f"{found['model']['name']} ({found['model']['operators']} operators) on {found['cluster']}\n"
     head += "\n".join(f"measured on: {place}" for place in found["environments"].values()) + f"\nkept in: {found['store']}"
@@ -251,18 +251,18 @@ def text(found: Mapping[str, Any]) -> str:
 
 
 def _origin(one: Mapping[str, Any]) -> str:
-    """Of a correction: model, strategy, time."""
+    """The run of which a correction is: model, strategy, time."""
     return one_line(f"{one['model']}, strategy {one['strategy_hash']}, {one['calibrated_at']}")
 
 
 def _left_last(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of which the last is words."""
+    """Align columns of which the last is words."""
     numbers = aligned(row[:-1] for row in rows).splitlines()
     return "\n".join(f"{line}  {row[-1]}".rstrip() for line, row in zip(numbers, rows, strict=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. A model that is named like a verb is given as ``./show``."""
+    """Entry point. Give a model that is named like a verb as ``./show``."""
     words = list(sys.argv[1:] if argv is None else argv)
     verb = words[0] if words else ""
     if verb == "show":

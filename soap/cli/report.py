@@ -1,4 +1,4 @@
-"""What the commands say about a simulated strategy: one document for programs, and the same as text for people."""
+"""What the commands report of a simulated strategy: one document for programs, and the same as text for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from soap.api import SearchOutcome, costs_record
 from soap.cli import rows
-from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
+from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
 from soap.model.graph import OperatorGraph
@@ -23,15 +23,15 @@ from soap.units import format_bytes
 BASELINE = "data_parallel"
 SINGLE = "single_device"
 FOUND = "found"
-"""What soap-search calls its strategy."""
+"""The name of the found strategy in reports."""
 MOST_TILES = 2**18
-"""A classical strategy of more tiles is only compared with if it can be folded."""
+"""A classical strategy with more tiles is compared only if it can be folded."""
 MOST_OPERATORS = 16
 """Rows of the list of operators; the strategy file has all."""
 
 
 def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
-    """All that is known about a strategy, as plain JSON values. The keys are part of the commands' interface."""
+    """A simulated strategy as plain JSON values. The keys are part of the commands' interface."""
     graph, topology = simulator.graph, simulator.topology
     baseline = CLASSICAL[BASELINE](graph, topology)
     baselines = _baselines(simulator)
@@ -62,7 +62,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
 
 
 def text(report: Mapping[str, Any], name: str) -> str:
-    """The document as a short table; ``name`` is what the strategy is called in it."""
+    """The document as a short table. ``name``: what the strategy is called in it."""
     model, cluster = report["model"], report["cluster"]
     alike, crowd = _same(report, name), report["cluster"]["shared_cores"]
     sections = [
@@ -87,7 +87,8 @@ def resting(costs: Mapping[str, Any]) -> str:
 
 
 def optimality(outcome: SearchOutcome) -> str:
-    """How good the found strategy is among all: whether any one operator could do better, and what none can be below."""
+    """How good the found strategy is among all: whether changing one operator could improve it, and the time that no strategy can be
+    below."""
     optimal = outcome.result.locally_optimal and outcome.strategy == outcome.result.strategy
     lines = ["no other configuration of any one operator is better (locally optimal)"] if optimal else []
     bound, found_ns = outcome.bound, outcome.time_ns
@@ -101,14 +102,14 @@ def optimality(outcome: SearchOutcome) -> str:
 
 
 def shared_cores(topology: Topology) -> int | None:
-    """Number of this machine's cores if more processes share them than there are; None otherwise."""
+    """The number of this machine's cores if more processes than cores share them; None otherwise."""
     cores = sum(host.cpu_cores for host in topology.hosts)
     alone = topology.device_count <= cores or not topology.name.startswith("local:") or topology.devices[0].type.kind != "cpu"
     return None if alone else cores
 
 
 def crowded(processes: int, cores: int) -> str:
-    """One line that says so."""
+    """A line about shared cores."""
     return f"note: {processes} processes share {cores} core{'s' if cores > 1 else ''} of this machine"
 
 
@@ -118,7 +119,7 @@ def dump(report: Mapping[str, Any]) -> str:
 
 
 def _folded(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any] | None:
-    """How it was folded, or why it could not be; None if there was no need."""
+    """How the simulation was folded, or why it could not be; None if there was no need."""
     if isinstance(simulation, FoldedSimulation):
         copies, devices = simulation.folding.copies.images.shape
         return {"copies": copies, "devices_per_copy": devices}
@@ -127,19 +128,20 @@ def _folded(simulator: Simulator, strategy: Strategy, simulation: Simulation | F
 
 
 def _folding(folded: Mapping[str, Any]) -> str:
-    """One line that says so."""
+    """A line about folding."""
     if "reason" in folded:
         return f"note: every device was simulated: {folded['reason']}"
     return f"note: {folded['copies']} copies of the model, on {folded['devices_per_copy']} devices each, do the same: two were simulated"
 
 
 def _named(graph: OperatorGraph) -> Mapping[str, Callable[[OperatorGraph, Topology], Strategy]]:
-    """Strategies to compare with: the classical ones, and if some parameters are sparse those that do not all-reduce these."""
+    """Strategies to compare with: the classical ones, and those that do not all-reduce sparse parameters if there are any."""
     return NAMED if graph.sparse else CLASSICAL
 
 
 def _baselines(simulator: Simulator) -> dict[str, dict[str, Any]]:
-    """By name. Without prediction: what would take hours, having too many tiles and no equal copies (which servers never have)."""
+    """Predictions by name. Strategies that would take hours have none: too many tiles and no equal copies (servers never have equal
+    copies)."""
     found: dict[str, dict[str, Any]] = {}
     for name, make in _named(simulator.graph).items():
         strategy = make(simulator.graph, simulator.topology)
@@ -163,7 +165,7 @@ def _differences(graph: OperatorGraph, strategy: Strategy, baseline: Strategy) -
 
 
 def _same(report: Mapping[str, Any], name: str) -> str:
-    """One line if the strategy is a classical one that the reader would not recognize."""
+    """A line if the strategy is a classical one that the reader would not recognize."""
     same = report["same_as"]
     if same is None or same == name or len(report["cluster"]["devices"]) == 1:
         return ""

@@ -1,4 +1,4 @@
-"""Whether what is to be measured fits into this machine's memory, as far as sizes of tensors tell."""
+"""Whether the tensors of what is to be measured fit into this machine's memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from soap.units import format_bytes
 
 
 def require_for_tiles(graph: OperatorGraph, topology: Topology) -> None:
-    """RuntimeFailure unless as many processes as devices can each hold all tensors of the model: each runs any of its tiles."""
+    """RuntimeFailure unless every process can hold all tensors of the model, since each runs any of its tiles."""
     if topology.devices[0].type.kind == "cpu":
         _require(topology.device_count * sum(tensor.bytes for tensor in graph.tensors.values()), free_memory_bytes(), "this machine")
 
 
 def together(graph: OperatorGraph, topology: Topology, simulations: Mapping[str, Simulation]) -> list[str]:
-    """Of the first strategies as many as can be trained by in turns, which all keep their parameters; by name. RuntimeFailure if there is
-    not enough memory for the first two, or for the only one."""
+    """The names of the strategies that can be trained in turns: as many of the first as fit, since all keep their parameters.
+    RuntimeFailure if there is not enough memory for the first two, or for the only one."""
     names = list(simulations)
     least = min(len(names), 2 if names[0] == BASELINE else 1)
     while len(names) > least and not _fits(graph, topology, [simulations[name] for name in names]):
@@ -40,8 +40,8 @@ def _fits(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simula
 
 
 def _needed(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simulation]) -> tuple[int, int, str]:
-    """Bytes that are needed, and that are there, and where: on CPUs of all ranks, which begin with all parameters; else of the fullest
-    GPU."""
+    """Bytes that are needed, bytes that are there, and where: on CPUs those of all ranks, which begin with all parameters; on GPUs
+    those of the fullest GPU."""
     devices = [_held([simulation.memory[device.index] for simulation in simulations]) for device in topology.devices]
     if topology.devices[0].type.kind == "cpu":
         loaded = topology.device_count * sum(tensor.bytes for tensor in graph.parameters)
@@ -51,7 +51,7 @@ def _needed(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simu
 
 
 def _held(uses: Sequence[MemoryUse]) -> int:
-    """By one device: what stays of each strategy, and what passes by of one at a time."""
+    """Bytes of one device: what stays of each strategy, and the largest that one of them needs for a while."""
     return sum(use.parameters + use.gradients + use.optimizer for use in uses) + max(use.activations + use.buffers for use in uses)
 
 

@@ -1,4 +1,4 @@
-"""How many rows of sparse parameters a batch touches, as ``soap-search`` and ``soap-simulate`` are told, and what they say of it."""
+"""How many rows of sparse parameters a batch touches: counted or given by options, and shown by ``soap-search`` and ``soap-simulate``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from soap import api
 from soap.cli.options import reading
-from soap.cli.tables import aligned
+from soap.cli.plain_text import aligned
 from soap.model import sparse_shares
 from soap.model.graph import OperatorGraph
 
@@ -19,11 +19,11 @@ MOST_ROWS = 16
 
 
 def load_graph(args: argparse.Namespace) -> OperatorGraph:
-    """The model's graph, with rows counted on ``--data`` and shares as ``--alpha`` says."""
+    """The model's graph, with rows counted on ``--data`` and shares from ``--alpha``."""
     model = api.load(args.model, plan_only=True, **reading(args))
     graph = model.graph
     if args.data is not None:
-        from soap.cli.batches import UserBatches  # imports torch, which the model has done
+        from soap.cli.batches import UserBatches  # imports torch, which reading the model has done already
 
         batches = UserBatches(args.data)
         graph = api.measure_rows(model, (batches(step) for step in range(args.alpha_batches)))
@@ -31,7 +31,7 @@ def load_graph(args: argparse.Namespace) -> OperatorGraph:
 
 
 def text(sparse: Mapping[str, Mapping[str, Any]]) -> str:
-    """What ``sparse_shares.document`` has, as a table."""
+    """The document of ``sparse_shares`` as a table."""
     rows = [HEADER]
     for name, own in list(sparse.items())[:MOST_ROWS]:
         whole, *parts = map(str, own["touched"])

@@ -1,4 +1,4 @@
-"""``soap-run``: train by a strategy on real processes, and compare with the prediction and with a single process."""
+"""``soap-run``: trains by a strategy on real processes, and compares with the prediction and with a single process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from soap.cli.options import (
     reading,
     refuse_overwriting,
 )
+from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
 from soap.cli.report import crowded, resting, shared_cores
-from soap.cli.tables import aligned, listed, milliseconds, speed_up
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating
 from soap.cluster.presets import says_all
@@ -49,7 +49,7 @@ PROG = "soap-run"
 BASELINE = "data_parallel"
 LR_HELP = "learning rate (default: the checkpoint's, or 0.01, of torch.optim.NAME torch's own)"
 STRATEGY = "strategy"
-"""What the strategy is called where names of strategies are listed."""
+"""The strategy's name in lists of strategies."""
 
 
 def make_parser() -> Parser:
@@ -78,7 +78,7 @@ def make_parser() -> Parser:
 
 
 def add_training(parser: Parser) -> None:
-    """How a strategy is run, whatever for."""
+    """Add the options for how a strategy is run, which ``soap-tune`` shares."""
     parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: as the cluster's devices are")
     add_updating(parser)
@@ -101,7 +101,7 @@ def execute(args: argparse.Namespace) -> int:
     refuse_overwriting({"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}, {"--timeline": args.timeline})
     if args.memory and args.accumulate > 1:
         raise UsageError("--memory with --accumulate; expected one batch per update, which is what memory is predicted for")
-    if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 says it for all
+    if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
     if args.timeline:
         check_writable(args.timeline)
@@ -110,7 +110,7 @@ def execute(args: argparse.Namespace) -> int:
     scale = emulation.asked_scale(args)
     hosts = emulation.limits(job.topology, scale, job.device_kind) if args.emulate else ()
     outcome = start(job, hosts)
-    if outcome is None:  # under torchrun, and not the rank that reports
+    if outcome is None:  # under torchrun, on a rank that does not report
         return 0
     if args.timeline:
         measured = outcome.measured[STRATEGY].median_ns
@@ -128,7 +128,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], dict[str, Any]]:
-    """The job for the ranks, what is predicted for each strategy, and where these numbers come from."""
+    """The job for the ranks, the prediction for each strategy, and where these numbers come from."""
     topology = api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
     read = reading(args)
     model = api.load(args.model, plan_only=True, **read)
@@ -136,12 +136,12 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
     del model
     strategies = {STRATEGY: api.load_strategy(args.strategy, graph, topology), BASELINE: api.classical(BASELINE, graph, topology)}
     checkpoints = chosen(args)
-    if args.dtype:  # the strategy was made for the model's own type; what is run and predicted is the model in the other one
+    if args.dtype:  # the strategy was made for the model's own type; the model in the other type is what runs and is predicted
         graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
     graph = api.with_recorded_rows(graph, args.strategy)
     updating = Updating.of(args)
     from soap.runtime.updates.parts import require_possible
-    from soap.runtime.updates.trial import optimizer_states  # from here on torch is needed anyway
+    from soap.runtime.updates.trial import optimizer_states  # needed from here on anyway
 
     tried = updating.tried(graph)
     states = optimizer_states(tried, sparse=bool(graph.sparse))
@@ -179,8 +179,8 @@ def prepare(args: argparse.Namespace) -> tuple[Job, Mapping[str, Simulation], di
 
 
 def start(job: Job, hosts: Sequence[HostLimits] = (), limit_s: float | None = None) -> Outcome | None:
-    """Run the job on all ranks, on emulated hosts if there are any; None under torchrun on all but rank 0, which reports. ``limit_s``: as
-    ``launch`` has it."""
+    """Run the job on all ranks, on emulated hosts if there are any. None under torchrun on all ranks but rank 0, which reports.
+    ``limit_s``: as for ``launch``."""
     from soap.cli.training import train
 
     return on_ranks(job, hosts, train, job, limit_s)
@@ -189,7 +189,7 @@ def start(job: Job, hosts: Sequence[HostLimits] = (), limit_s: float | None = No
 def on_ranks(
     job: Job, hosts: Sequence[HostLimits], entry: Callable[[Argument], Result], argument: Argument, limit_s: float | None = None
 ) -> Result | None:
-    """The same with what each rank is to do, and the job for whose devices it is."""
+    """Run ``entry`` with ``argument`` on all ranks. ``job`` says for which devices."""
     from soap.runtime.comm.launch import launch
     from soap.runtime.comm.world import under_launcher, world_size
 
@@ -255,7 +255,7 @@ def document(
 
 
 def _eager(job: Job) -> dict[str, Any]:
-    """Whether the program itself was ever held against eager PyTorch: a check compares with the same program in one process."""
+    """Whether the program itself was ever compared with eager PyTorch. A check compares with the same program in one process."""
     from soap.tracing.record import OF_THE_ZOO
 
     if job.record is None:
@@ -264,7 +264,7 @@ def _eager(job: Job) -> dict[str, Any]:
 
 
 def _memory(predicted: Simulation, measured: Sequence[int] | None) -> list[dict[str, Any]] | None:
-    """By device: the peak in the simulated order, the bound that decides what fits, and what was measured."""
+    """By device: the peak in the simulated order, the bound that decides what fits, and the measured peak."""
     if measured is None:
         return None
     rows = zip(predicted.topology.devices, predicted.peak_bytes, predicted.memory, measured, strict=True)
@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _recorded_cluster(path: str) -> str:
-    """The cluster that a strategy file names, if the name says all."""
+    """The cluster that a strategy file names, if the name is enough to make it."""
     name = api.load_strategy_header(path).cluster
     if says_all(name):
         return name

@@ -89,7 +89,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) -> Strategy:
-    """The strategy of the file. Where ``--what-if`` would help, the refusal says so."""
+    """The strategy of the file. If ``--what-if`` would help, the refusal says so."""
     try:
         return api.load_strategy(args.strategy, graph, topology, any_cluster=args.what_if)
     except StrategyError as error:
@@ -100,7 +100,8 @@ def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) ->
 
 
 def _whole(simulation: Simulation | FoldedSimulation) -> Simulation:
-    """StrategyError if only two of many copies were simulated: an explanation is about tasks, and would simulate all for each operator."""
+    """StrategyError if only two of many copies were simulated. An explanation is about tasks, and would have to simulate all devices
+    for each operator."""
     if isinstance(simulation, FoldedSimulation):
         raise StrategyError(
             f"--explain: {simulation.topology.device_count} devices in equal copies, of which two were simulated; expected a cluster small "
@@ -110,7 +111,7 @@ def _whole(simulation: Simulation | FoldedSimulation) -> Simulation:
 
 
 def _made_for(args: argparse.Namespace, topology: Topology) -> str | None:
-    """The name of the cluster that the strategy was made for, if that is another one."""
+    """The name of the cluster that the strategy was made for, if it is another one."""
     header = api.load_strategy_header(args.strategy)
     same = header.cluster_hash == topology.hash and list(header.devices) == [device.name for device in topology.devices]
     return None if same else header.cluster

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM where there is something to save: the first one ends the work, none ends the saving."""
+"""Ctrl-C and SIGTERM while there is something to save: the first one ends the work, and none ends the saving."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from types import FrameType
 from typing import Any
 
 GRACE_S = 2.0
-"""Signals that follow the first within this time are the same wish (an impatient second Ctrl-C), not another one."""
+"""A signal that follows the first one within this time is the same wish (an impatient second Ctrl-C)."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopping:
-    """Within this context both signals raise KeyboardInterrupt, but not while saving. ``number``: the first one that came."""
+    """Within this context both signals raise KeyboardInterrupt, but not while saving. ``number``: the first signal that came."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -30,7 +30,7 @@ class Stopping:
         return 128 + (self.number or signal.SIGINT)
 
     def __enter__(self) -> Stopping:
-        if threading.current_thread() is threading.main_thread():  # no other may handle signals
+        if threading.current_thread() is threading.main_thread():  # only the main thread may handle signals
             self._before = {number: signal.getsignal(number) for number in SIGNALS}
             for number, handler in self._before.items():
                 if handler is not signal.SIG_IGN:  # what our caller ignores (nohup, a background job) stays ignored
@@ -47,12 +47,12 @@ class Stopping:
         return self.number == signal.SIGTERM
 
     def go_on(self) -> None:
-        """The signal that came has ended what it was meant to end; what follows may be ended by another one."""
+        """Forget the signal: it has ended what it was meant to end, and another signal may end what follows."""
         self.number = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """While files are written, signals are only remembered."""
+        """Within this context, while files are written, signals are only remembered."""
         self._saving = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""What the commands write with ``--timeline``: the picture, and what it is of."""
+"""The files that commands write with ``--timeline``: the picture, and a description of what it shows."""
 
 from __future__ import annotations
 
@@ -45,12 +45,10 @@ def measured_text(
     not_as_priced: str = "",
     scale: float = 1.0,
 ) -> str:
-    """The file of a predicted iteration and a measured one, side by side.
-
-    ``iterations``: the events of each traced iteration (at least one); the one of middle length is shown, with each task's median time.
-    ``step_ns``: what a step takes without tracing. ``costs_hash``, ``not_as_priced``: as in ``Description``. ``scale``: of an emulation;
-    what was measured is written in the cluster's time, in which predictions are.
-    """
+    """The file of a predicted iteration and a measured one, side by side. ``iterations``: the events of each traced iteration (at least
+    one); the one of middle length is shown, with each task's median time. ``step_ns``: the time of a step without tracing.
+    ``costs_hash``, ``not_as_priced``: as in ``Description``. ``scale``: of an emulation; measured times are divided by it, so that they
+    are in the cluster's time, as predictions are."""
     graph, topology = simulation.plan.graph, simulation.topology
     predicted_ns = simulation.step_ns(micro_batches)
     what = graph, topology, strategy, simulation
@@ -70,7 +68,7 @@ def _in_cluster_time(events: Sequence[MeasuredEvent], scale: float) -> list[Meas
 
 
 def not_as_priced(job: Job, scale: float) -> str:
-    """The options of a run that make its computations other ones than the cluster's costs are of; "" if there are none. ``scale``: of an
+    """The options of a run that make its computations differ from those that costs are about; "" if there are none. ``scale``: of an
     emulation."""
     kind = job.topology.devices[0].type.kind
     emulated = family(job.topology.name) == EMULATED

@@ -33,20 +33,17 @@ from soap.tracing.record import ExportRecord
 
 TRACED_STEPS = 5
 WEIGHED_STEPS = 3
-"""The first makes the optimizer's states, the second is the first to have all, the third has what a step leaves behind."""
+"""The first step makes the optimizer's states, the second is the first to have all of them, the third has what a step leaves behind."""
 CHECKED_STEPS = 2
-"""The second step shows what a wrong update in the first does."""
+"""The second step shows what a wrong update in the first one does."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a rank must know. The orders of tiles come from one simulation, so that all ranks have the same.
-
-    ``strategies``: name -> strategy and order of its tiles; the first is the one that is checked, traced and saved.
-    ``optimizer``: as ``--optimizer`` has it, or all that is said of updates; what it leaves open is the checkpoint's, if the job goes on
-    from one. ``emulated``: ranks are on emulated hosts.
-    ``weighed``: peak memory is measured. ``record``: what the model's file says of its export.
-    """
+    """What a rank must know. The orders of tiles come from one simulation, so all ranks have the same. ``strategies``: name -> strategy
+    and order of its tiles; the first is the one that is checked, traced and saved. ``optimizer``: as ``--optimizer``, or all options of
+    updating; what it leaves open is taken from the checkpoint, if the job goes on from one. ``emulated``: whether ranks are on emulated
+    hosts. ``weighed``: whether peak memory is measured. ``record``: what the model's file says of its export."""
 
     model: str
     reading: Reading
@@ -82,10 +79,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all ranks saw together. ``iterations``: the events of each traced iteration; none if none was to be traced.
-
-    ``saved``: the last checkpoint's path, if there is one. ``peak_bytes``: of each rank, if it was to be measured.
-    """
+    """What all ranks saw together. ``iterations``: the events of each traced iteration, empty if none was to be traced. ``saved``: the
+    last checkpoint's path, if there is one. ``peak_bytes``: of each rank, if it was to be measured."""
 
     backend: str
     measured: Mapping[str, StepTimes]
@@ -98,7 +93,7 @@ class Outcome:
 def train(job: Job) -> Outcome:
     """Train by each strategy in turn, each from the model's own parameters."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SoapWarning)  # the command has said it, once for all ranks
+        warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
         model = api.load(job.model, dtype=job.dtype, **job.reading)
     batches = batches_of(job, model)
     kind = job.device_kind or job.topology.devices[0].type.kind
@@ -116,7 +111,7 @@ def train(job: Job) -> Outcome:
 
 
 def batches_of(job: Job, model: TracedModel) -> Batches:
-    """What the job trains on, by step."""
+    """The batches of the job, by step."""
     batches: Batches = DrawnBatches(model, job.seed) if job.data is None else UserBatches(job.data)
     if job.dtype is not None:
         batches = ConvertedBatches(batches, getattr(torch, job.dtype))
@@ -124,7 +119,7 @@ def batches_of(job: Job, model: TracedModel) -> Batches:
 
 
 def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None) -> StepTimes:
-    """All steps of the job, of which the first few are not timed (unless there are no others)."""
+    """Run all steps of the job. The first few are not timed, unless there are no others."""
     trainer = make_trainer(job, model, name)
     if job.checkpoints.resume is not None:
         _resume(job, trainer, job.checkpoints.resume)
@@ -142,7 +137,7 @@ def _measure(job: Job, model: TracedModel, name: str, batches: Batches, saver: S
 
 
 def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
-    """Go on from a checkpoint; what the command line says overrules what the checkpoint says."""
+    """Go on from a checkpoint. The command line overrules the checkpoint."""
     optimizer = trainer.optimizer
     before = [dict(group) for group in optimizer.param_groups] if optimizer is not None else []
     trainer.load(checkpoint)
@@ -164,7 +159,7 @@ def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
 
 
 def _trace(job: Job, model: TracedModel, batches: Batches) -> tuple[tuple[MeasuredEvent, ...], ...]:
-    """The events of some iterations on one batch, after others that warm up. A single one is noisy."""
+    """The events of some iterations on one batch, after others that warm up. One iteration alone would be noisy."""
     trainer = make_trainer(job, model, job.main)
     for step in range(WARM_UP_STEPS):
         trainer.step(*batches(step))
@@ -173,10 +168,8 @@ def _trace(job: Job, model: TracedModel, batches: Batches) -> tuple[tuple[Measur
 
 
 def _weigh(job: Job, model: TracedModel, batches: Batches, device: torch.device) -> tuple[int, ...]:
-    """Each rank's peak memory, from before its shards are made to the end of a step with all of the optimizer's states.
-
-    The model as it was loaded is not counted: it was there before.
-    """
+    """Each rank's peak memory, from before its shards are made to the end of a step with all of the optimizer's states. The loaded
+    model is not counted: it was there before."""
     batch = batches(0)
     gc.collect()
     with peak_memory(device) as peak:
@@ -191,7 +184,7 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     """A trainer of the model's own parameters by the strategy of this name."""
     strategy, order = job.strategies[name]
     recipe = job.updating.recipe()
-    with clock.paused():  # it is made at this machine's speed
+    with clock.paused():  # trainers are made at this machine's speed
         trainer = Trainer(
             model,
             (strategy, job.topology),
@@ -207,7 +200,7 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
             compiled=job.compiled,
         )
     if job.emulated:
-        run_evenly()  # all groups' threads are there now
+        run_evenly()  # all groups' threads exist now
     return trainer
 
 

@@ -1,9 +1,9 @@
 """What every rank of ``soap-search --verify`` does: train by several strategies in turns, first to see which one is the fastest, then
 that one and data parallelism alone, to see whether it is really faster.
 
-The fastest of several has been lucky, more likely than not (the winner's curse). So it is judged by further turns, which had no part in
-choosing it. All trainers stay, so that a turn can be a few steps long and what the machine does meanwhile hits all alike; each turn begins
-with a step that does not count, which finds the caches full of another strategy's tensors.
+The fastest of several has been lucky, more likely than not (the winner's curse). So further turns judge it, which had no part in
+choosing it. All trainers stay, so that a turn can be a few steps long, and whatever the machine does meanwhile hits all alike. Each
+turn begins with a step that does not count: it finds the caches full of another strategy's tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from soap import api
-from soap.cli.tables import milliseconds
+from soap.cli.plain_text import milliseconds
 from soap.cli.training import Job, batches_of, make_trainer
 from soap.errors import SoapWarning
 from soap.measure.iteration import measure_steps
@@ -28,29 +28,29 @@ from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 
 BATCHES = 4
-"""That are trained on, again and again."""
+"""Number of batches, used again and again."""
 MOST_STEPS = 3
-"""Timed steps of a turn, of which the median counts; fewer if they take more than ``TURN_S``."""
+"""Timed steps of a turn, of which the median counts. Fewer if they take more than ``TURN_S``."""
 TURN_S = 0.5
 ROUNDS = 4
-"""In which all strategies take part, at least one."""
+"""Rounds in which all strategies take part; there is at least one."""
 DUELS = 20
-"""Rounds of the fastest and data parallelism alone, at most."""
+"""At most so many rounds of the fastest and data parallelism alone."""
 LEAST_DUELS = 5
-"""Fewer tell nothing (``soap.measure.paired``): so many are fought even if time is over meanwhile."""
+"""At least so many, even if the time is over meanwhile: fewer prove nothing (``soap.measure.paired``)."""
 TRIED_SHARE = 0.5
-"""Of the time, in which trainers are made and all strategies take turns; the rest is for the fastest and data parallelism."""
+"""Share of the time in which trainers are made and all strategies take turns. The rest is for the fastest and data parallelism."""
 TOO_LATE = 1.5
-"""Times of the time after which no duel begins."""
+"""No duel begins once so many times the time is over."""
 WARM_UP_STEPS = 3
 """A new trainer's first steps still ask the system for memory."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """``job``: its strategies by name, the one to beat first; its steps do not count. ``to_beat``: whether the first one is data
-    parallelism. ``seconds``: for all turns, the making of trainers included; at least one turn of each strategy that was begun is
-    taken."""
+    """``job``: its strategies by name, the one to beat first; its number of steps does not count. ``to_beat``: whether the first one is
+    data parallelism. ``seconds``: for all turns, including the making of trainers. Every strategy that was begun takes at least one
+    turn."""
 
     job: Job
     to_beat: bool
@@ -60,16 +60,16 @@ class Trial:
 @dataclass(frozen=True)
 class Times:
     """Nanoseconds of a step of the slowest rank, turn by turn. ``rounds``: of each strategy that was tried. ``duels``: of data
-    parallelism and of the strategy that was the fastest in the rounds; empty if that is data parallelism, if there is none, or if no time
-    was left."""
+    parallelism and of the strategy that was the fastest in the rounds; empty if that is data parallelism, if there is none, or if no
+    time was left."""
 
     rounds: Mapping[str, tuple[int, ...]]
     duels: Mapping[str, tuple[int, ...]]
 
 
 class Runner(Protocol):
-    """What takes turns. ``begin``: ready to take turns from now on. ``turn``: nanoseconds of a step, in a turn of a strategy. ``end``:
-    there will be no more turns of it."""
+    """Takes the turns. ``begin``: get a strategy ready. ``turn``: nanoseconds of a step, in one turn of a strategy. ``end``: there will
+    be no more turns of it."""
 
     def begin(self, name: str) -> None: ...  # noqa: D102
     def turn(self, name: str) -> int: ...  # noqa: D102
@@ -77,11 +77,11 @@ class Runner(Protocol):
 
 
 def run_trial(trial: Trial) -> Times:
-    """All of it on the ranks; an entry for ``launch``."""
+    """Run the whole trial on the ranks; an entry for ``launch``."""
     began = time.monotonic()
     job = trial.job
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SoapWarning)  # the command has said it, once for all ranks
+        warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
         model = api.load(job.model, dtype=job.dtype, **job.reading)
     batches = first_batches(batches_of(job, model), BATCHES)
     world = open_world(job.topology.device_count, job.device_kind or job.topology.devices[0].type.kind, job.backend)
@@ -91,7 +91,7 @@ def run_trial(trial: Trial) -> Times:
     class OnRanks:
         def begin(self, name: str) -> None:
             trainers[name] = make_trainer(job, model, name)
-            step_ns = measure_steps(trainers[name], batches, 1, WARM_UP_STEPS - 1).median_ns  # of the slowest rank: all ranks decide alike
+            step_ns = measure_steps(trainers[name], batches, 1, WARM_UP_STEPS - 1).median_ns  # of the slowest rank: all decide alike
             steps[name] = max(1, min(MOST_STEPS, int(1e9 * TURN_S / max(1, step_ns))))
 
         def turn(self, name: str) -> int:
@@ -106,7 +106,7 @@ def run_trial(trial: Trial) -> Times:
             asked = next(iter(job.strategies))
 
             def late(share: float) -> bool:
-                """Rank 0's word."""
+                """Whether this share of the time is over, as rank 0 sees it."""
                 over = time.monotonic() - began > share * trial.seconds
                 return bool(trainers[asked].comm.gather(over)[0])
 
@@ -118,12 +118,12 @@ def run_trial(trial: Trial) -> Times:
 def take_turns(
     names: Sequence[str], runner: Runner, late: Callable[[float], bool], to_beat: bool, show: Callable[[str], None] = lambda text: None
 ) -> Times:
-    """The rounds, then the duels. ``names``: the one to beat first, if there is one (``to_beat``). ``late``: whether this part of the
-    time is over; it is asked between turns. The first strategy is tried whatever time it takes, and so is the second."""
+    """The rounds, then the duels. ``names``: the one to beat first, if there is one (``to_beat``). ``late``: whether this share of the
+    time is over; it is asked between turns. The first two strategies are tried whatever time it takes."""
     rounds: dict[str, list[int]] = {}
     for number, name in enumerate(names):
         if number > 1 and late(TRIED_SHARE / 2):
-            break  # what is predicted to be faster comes first
+            break  # the ones predicted to be faster come first
         runner.begin(name)
         rounds[name] = []
     for number in range(ROUNDS):
@@ -149,7 +149,7 @@ def take_turns(
 
 
 def _turned(names: Sequence[str], number: int) -> list[str]:
-    """The names in another order each time: whoever comes behind whom is not always the same."""
+    """The names in another order each time, so that none always follows the same other one."""
     place = number // 2 % len(names)
     turned = [*names[place:], *names[:place]]
     return turned[::-1] if number % 2 else turned
@@ -163,7 +163,7 @@ def _standing(times: Mapping[str, Sequence[int]], usual: str | None) -> str:
 
 
 def _bar(rank: int) -> tqdm[Any]:
-    """Shown on rank 0 if standard error is a terminal."""
+    """A progress bar on rank 0, shown if standard error is a terminal."""
     return tqdm(total=ROUNDS + DUELS, desc="verifying", unit="round", disable=True if rank else None, leave=False)
 
 

@@ -1,4 +1,4 @@
-"""``soap-tune``: into how many partitions servers cut sparse parameters, from a few short runs on the cluster itself."""
+"""``soap-tune``: chooses into how many partitions servers cut sparse parameters, from a few short runs on the cluster itself."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from soap import api
 from soap.cli import emulation
 from soap.cli.command import Parser, note, one_line, run_command
 from soap.cli.options import add_cluster, add_costs, add_model, not_negative, positive, refuse_overwriting
+from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.report import crowded, shared_cores
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
-from soap.cli.tables import aligned, listed, milliseconds
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.files import check_writable
 from soap.search.partition_tuning import BATCHES, ITERATIONS, MOST_SAMPLES, Sample, Tuning, choose, next_partitions
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 PROG = "soap-tune"
 OUT_OF_MEMORY = ("out of memory", "enough memory", "allocate memory", "memoryerror")
-"""Marks of an error that fewer bytes on a server may mend: from torch, Python, and the launcher when a rank was killed."""
+"""Words of errors that fewer bytes on a server may avoid: from torch, Python, and the launcher when a rank was killed."""
 LEFT_OUT = dict.fromkeys(("dtype", "lr", "timeline", "save", "save_every", "keep", "resume"), None) | dict.fromkeys(
     ("check", "compare_data_parallel", "memory"), False
 )
-"""What ``soap-run`` can be asked for and this command cannot."""
+"""Options of ``soap-run`` that this command does not have."""
 
 
 def make_parser() -> Parser:
@@ -73,12 +73,12 @@ def make_parser() -> Parser:
 def execute(args: argparse.Namespace) -> int:
     """Run, fit, choose, save, report."""
     refuse_overwriting({"STRATEGY": args.strategy, "--model": args.model, "--cluster": args.cluster}, {"--output": args.output})
-    if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 says it for all
+    if os.environ.get("RANK", "0") != "0":  # under torchrun, rank 0 prints the warnings for all
         warnings.simplefilter("ignore", SoapWarning)
     check_writable(args.output)
     emulation.check_possible(args)
     job, predicted, costs = prepare(args)
-    from soap.cli.partition_runs import Trial  # torch is there by now
+    from soap.cli.partition_runs import Trial  # torch is loaded by now
     from soap.runner.tuning import tuned_range, with_partitions
 
     strategy, _ = job.strategies[STRATEGY]
@@ -88,7 +88,7 @@ def execute(args: argparse.Namespace) -> int:
     scale = emulation.asked_scale(args)
     hosts = emulation.limits(topology, scale, job.device_kind) if args.emulate else ()
     tuning = sample(Trial(job, wanted, args.batches), hosts)
-    if tuning is None:  # under torchrun, and not the rank that reports
+    if tuning is None:  # under torchrun, on a rank that does not report
         return 0
     known = job.updating.tried(graph).measured
     simulator = api.simulator_for(
@@ -100,7 +100,7 @@ def execute(args: argparse.Namespace) -> int:
     predicted_ns = {count: round(simulation.step_ns(job.accumulate) / scale) for count, simulation in simulations.items()}
     found = {**document(tuning, predicted_ns), "iterations": job.steps, "batches": args.batches, "before": before}
     record = {**api.load_strategy_contents(args.strategy).record, **_predicted(simulations[tuning.partitions]), "costs": costs}
-    for of_the_found in ("measured", "guard"):  # which this strategy no longer is
+    for of_the_found in ("measured", "guard"):  # which the tuned strategy no longer is
         record.pop(of_the_found, None)
     chosen = with_partitions(strategy, wanted.parameters, tuning.partitions)
     api.save_strategy(args.output, chosen, graph, topology, {**record, "tuning": found})
@@ -119,8 +119,8 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def sample(trial: Trial, hosts: Sequence[HostLimits] = ()) -> Tuning | None:
-    """All runs, in one launch of ranks; None under torchrun on all but rank 0. A run for which a server has not enough memory ends its
-    launch, and counts as one that failed: another launch goes on behind it."""
+    """All runs, in one launch of ranks; None under torchrun on all ranks but rank 0. A run for which a server has not enough memory
+    ends its launch and counts as failed; another launch goes on after it."""
     from soap.cli.partition_runs import measure, read_notes
     from soap.runtime.comm.world import under_launcher
 
@@ -134,7 +134,7 @@ def sample(trial: Trial, hosts: Sequence[HostLimits] = ()) -> Tuning | None:
                 ran, broke = read_notes(notes)
                 known = (*known, *ran)
                 lacks = any(mark in str(error).lower() for mark in OUT_OF_MEMORY)
-                if broke is None or not lacks or under_launcher(os.environ):  # torchrun ends the others, and starts no new ones
+                if broke is None or not lacks or under_launcher(os.environ):  # torchrun ends the other ranks, and starts no new ones
                     raise
                 note(PROG, f"{broke} partitions: {one_line(str(error))}")
                 known = (*known, Sample(broke, None))
@@ -143,16 +143,14 @@ def sample(trial: Trial, hosts: Sequence[HostLimits] = ()) -> Tuning | None:
 
 
 def _predicted(simulation: Simulation) -> dict[str, Any]:
-    """What a strategy file remembers of its prediction."""
+    """What a strategy file records of its prediction."""
     memory = [use.total for use in simulation.memory]
     return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
 
 
 def document(tuning: Tuning, predicted_ns: Mapping[int, int]) -> dict[str, Any]:
-    """Samples, fit and choice as plain JSON values. The keys are part of the command's interface.
-
-    ``deviation``: of the samples from the curve, the root of the mean square, relative.
-    """
+    """Samples, fit and choice as plain JSON values. The keys are part of the command's interface. ``deviation``: relative root mean
+    square of the samples' distances from the curve."""
     curve = tuning.curve
     samples = [
         {

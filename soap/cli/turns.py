@@ -1,5 +1,5 @@
-"""Strategies that the same processes run one after the other, and all of them again: what slows the machine down for a while does not hit
-one of them alone."""
+"""Runs several strategies in the same processes, one after the other, again and again. So whatever slows the machine down for a while
+does not hit one of them alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def in_turns(
     strategies: Mapping[str, Strategy], simulations: Mapping[str, Simulation], turns: int
 ) -> dict[str, tuple[Strategy, ExecutionOrder]]:
-    """A job's strategies: each once per turn, under a name of its own, with the order of its tiles. ``simulations``: of each."""
+    """A job's strategies: each once per turn, under a name of its own, with the order of its tiles. ``simulations``: of each strategy."""
     orders = {name: execution_order(own.tasks, own.schedule) for name, own in simulations.items()}
     return {_name(name, turn): (strategies[name], orders[name]) for turn in range(turns) for name in strategies}
 

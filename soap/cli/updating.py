@@ -1,4 +1,4 @@
-"""How commands are told to update parameters: ``--optimizer``, ``--lr``, ``--weight-decay``, ``--schedule``."""
+"""The options that say how parameters are updated: ``--optimizer``, ``--lr``, ``--weight-decay``, ``--schedule``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 OPTIM, SCHEDULES = "torch.optim.", "torch.optim.lr_scheduler."
 LEARNING_RATE = 0.01
-"""Of the command's own optimizers, if neither the command line nor a checkpoint says another."""
+"""Learning rate of the command's own optimizers, if neither the command line nor a checkpoint gives one."""
 NEEDS_PYTHON = ("lr_lambda", "schedulers", "optimizer")
-"""Options whose values are no numbers or words."""
+"""Options whose values are neither numbers nor words."""
 OPTIMIZER_HELP = (
     "sgd, adam, adamw (torch's, on CPUs in one pass), or any of torch's as torch.optim.NAME:key=value,key=value, such as "
     "torch.optim.AdamW:betas=(0.9,0.95),eps=1e-6; with GLOB= before it, of the parameters whose names match (repeatable): "
@@ -33,25 +33,25 @@ OPTIMIZER_HELP = (
 
 
 def add_optimizer(parser: Parser, *, default: str) -> None:
-    """``--optimizer SPEC``."""
+    """Add ``--optimizer SPEC``."""
     parser.add_argument("--optimizer", metavar="SPEC", type=optimizer_spec, action="append", help=f"{OPTIMIZER_HELP} (default {default})")
 
 
 def add_updating(parser: Parser) -> None:
-    """All options."""
+    """Add all options of updating."""
     add_optimizer(parser, default="sgd")
     parser.add_argument(
         "--weight-decay",
         metavar="X",
         type=not_negative_number,
-        help="of all parameters but those of at most one dimension, which norms' weights and biases are",
+        help="of all parameters except those of at most one dimension (norms' weights and biases)",
     )
     parser.add_argument(
         "--no-decay",
         metavar="GLOB",
         action="append",
         default=[],
-        help="with --weight-decay: nor of parameters with such names (repeatable)",
+        help="with --weight-decay: parameters with these names have none either (repeatable)",
     )
     parser.add_argument(
         "--schedule",
@@ -66,20 +66,20 @@ def add_updating(parser: Parser) -> None:
 
 
 def optimizer_spec(text: str) -> str:
-    """``adamw`` or ``GLOB=torch.optim.NAME:key=value``, as it is."""
+    """Check ``adamw`` or ``GLOB=torch.optim.NAME:key=value``; returns the text."""
     _pattern_and_call(text)
     return text
 
 
 def schedule_spec(text: str) -> str:
-    """``torch.optim.lr_scheduler.NAME:key=value@N``, as it is."""
+    """Check ``torch.optim.lr_scheduler.NAME:key=value@N``; returns the text."""
     _call_and_end(text)
     return text
 
 
 @dataclass(frozen=True)
 class Updating:
-    """What the options say, as text, so that every rank can be given it."""
+    """The options as text, so that they can be sent to every rank."""
 
     optimizers: tuple[str, ...] = ("sgd",)
     learning_rate: float | None = None
@@ -89,7 +89,7 @@ class Updating:
 
     @staticmethod
     def of(args: argparse.Namespace, default: str = "sgd") -> Updating:
-        """What was asked for."""
+        """Read the options."""
         if args.no_decay and args.weight_decay is None:
             raise UsageError("--no-decay without --weight-decay; add --weight-decay X")
         chosen = tuple(args.optimizer or (default,))
@@ -104,7 +104,7 @@ class Updating:
         if len(general) > 1:
             raise UsageError(f"--optimizer {general[0].text} and {general[1].text}: expected one without GLOB= before it")
         if self.learning_rate is not None and all("lr" in call.options for _, call in pairs):
-            raise UsageError(f"--lr {self.learning_rate:g} beside --optimizer {pairs[0][1].text}, which has lr too; say it once")
+            raise UsageError(f"--lr {self.learning_rate:g} beside --optimizer {pairs[0][1].text}, which sets lr too; give it once")
         makes = {
             pattern: self._make(call) for pattern, call in [*((p, c) for p, c in pairs if p is not None), *(("*", c) for c in general)]
         }
@@ -128,7 +128,7 @@ class Updating:
         if self.weight_decay is not None:
             if "weight_decay" in call.options:
                 raise UsageError(
-                    f"--weight-decay {self.weight_decay:g} beside --optimizer {call.text}, which has weight_decay too; say it once"
+                    f"--weight-decay {self.weight_decay:g} beside --optimizer {call.text}, which sets weight_decay too; give it once"
                 )
             if "weight_decay" not in _options(made.target):
                 raise UsageError(f"--weight-decay: {call.name} has no weight decay; leave it out, or use --optimizer adamw")
@@ -156,7 +156,7 @@ class Updating:
 
 
 def states_of(optimizer: str) -> int:
-    """Tensors of a parameter's size that an optimizer, as ``--optimizer`` has it, keeps for each."""
+    """Number of tensors of a parameter's size that an optimizer, as ``--optimizer`` names it, keeps for each parameter."""
     from soap.runtime.updates.trial import try_optimizer
 
     shapes = {"weight": (2, 3)}
@@ -165,14 +165,14 @@ def states_of(optimizer: str) -> int:
 
 @dataclass(frozen=True)
 class Making:
-    """Makes an optimizer of tensors or groups. ``explicit``: options that were asked for, and so overrule a checkpoint's."""
+    """Makes an optimizer of tensors or groups. ``explicit``: options that were asked for, which overrule a checkpoint's."""
 
     target: Callable[..., torch.optim.Optimizer]
     options: Mapping[str, Any]
     explicit: frozenset[str] = field(default_factory=frozenset)
 
     def __call__(self, tensors: Any) -> torch.optim.Optimizer:
-        """One of them."""
+        """Make one optimizer."""
         return self.target(tensors, **self.options)
 
     def check(self, where: str) -> None:
@@ -187,20 +187,20 @@ class Making:
 
 @dataclass(frozen=True)
 class Scheduling:
-    """Makes a schedule of an optimizer: one after the other, if there are several. ``ends``: after which updates the next ones begin."""
+    """Makes a schedule of an optimizer; several schedules run one after the other. ``ends``: after which updates the next ones begin."""
 
     parts: tuple[tuple[Callable[..., Any], Mapping[str, Any]], ...]
     ends: tuple[int, ...]
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """One of it."""
+        """Make one schedule."""
         import torch
 
         made = [make(optimizer, **options) for make, options in self.parts]
         return made[0] if len(made) == 1 else torch.optim.lr_scheduler.SequentialLR(optimizer, made, list(self.ends))
 
     def check(self, optimizer: Making, where: str) -> None:
-        """UsageError unless torch takes these values, and makes some steps by them."""
+        """UsageError unless torch takes these values, and makes some steps with them."""
         import torch
 
         tensor = torch.zeros(2, 2, requires_grad=True)

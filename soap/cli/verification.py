@@ -1,6 +1,6 @@
-"""``soap-search --verify``: run the best few strategies and data parallelism for real on this machine, and keep what is fastest.
+"""``soap-search --verify``: runs the best few strategies and data parallelism for real on this machine, and keeps the fastest.
 
-All take turns, and the fastest then meets data parallelism in further turns, which alone decide: it replaces data parallelism if the
+All take turns. The fastest then meets data parallelism in further turns, which alone decide: it replaces data parallelism if the
 interval in which its gain lies (``soap.measure.paired``) is above 1.
 """
 
@@ -15,7 +15,7 @@ from soap import api
 from soap.cli import emulation, room
 from soap.cli.command import UsageError
 from soap.cli.options import Reading
-from soap.cli.tables import aligned, milliseconds
+from soap.cli.plain_text import aligned, milliseconds
 from soap.cli.updating import Updating
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.presets import family
@@ -29,15 +29,15 @@ from soap.strategy.config import Strategy
 
 DEFAULT_FINALISTS = 3
 DEFAULT_S = 60.0
-"""For all of it, if nobody has asked for it."""
+"""Seconds for all of it, if the user has not asked for it."""
 ASKED_S = 180.0
-"""If somebody has."""
+"""Seconds if the user has asked for it."""
 STARTING_S = 15.0
-"""Of that for starting the ranks, and for ending them."""
+"""Seconds of that for starting and ending the ranks."""
 LEAST_STEPS = 20
-"""Of each of two strategies, that a comparison takes: making trainers ready, a round, and turns of both that tell something."""
+"""Steps of each of two strategies that a comparison takes: making trainers ready, a round, and enough further turns of both to decide."""
 LATE = 3.0
-"""The processes are ended after so many times as long."""
+"""The processes are ended after so many times the seconds."""
 
 
 def check_possible(cluster: str) -> None:
@@ -62,16 +62,18 @@ def verify(
     seconds: float = ASKED_S,
     within: float | None = None,
 ) -> api.SearchOutcome:
-    """The outcome with what was measured of the ``count`` best strategies, the best of those that the search began with, and data
-    parallelism; as it is if there is nothing but data parallelism. ``optimizer``: usually one with as many states as predictions and
-    memory count. ``data``: as ``soap-run --data``. ``scale``: of an emulated cluster, as ``soap-run --emulate-scale``; measured times are
-    the cluster's. ``seconds``: for all of it; the last of the strategies are left out if there is not enough.
+    """Run the ``count`` best strategies, the best start, and data parallelism. Returns the outcome with what was measured, or the
+    outcome as it is if there is nothing but data parallelism.
+
+    ``optimizer``: usually one with as many states as predictions and memory count. ``data``: as for ``soap-run --data``. ``scale``: of
+    an emulated cluster, as for ``soap-run --emulate-scale``; measured times are the cluster's. ``seconds``: for all of it; if they are
+    not enough, the last of the strategies are left out.
 
     Data parallelism is measured if it fits into memory, and kept only if it obeys the constraints of the search. RuntimeFailure if this
-    machine has not enough memory, a run fails or all take far longer; no process is left behind.
+    machine has not enough memory, a run fails, or all take far longer; no process is left behind.
     """
     from soap.cli.run import on_ranks
-    from soap.cli.training import Job  # these need torch
+    from soap.cli.training import Job  # imported here: these need torch
     from soap.cli.trials import Trial, run_trial
 
     simulator = outcome.simulator
@@ -84,7 +86,7 @@ def verify(
     least_s = LEAST_STEPS * sum(simulations[name].makespan_ns for name in tried[:2]) / 1e9 / scale
     if least_s > seconds:
         raise RuntimeFailure(
-            f"comparing two strategies is predicted to take {least_s:.0f} s, and there are {seconds:.0f}; try a smaller batch"
+            f"comparing two strategies is predicted to take {least_s:.0f} s, but the limit is {seconds:.0f}; try a smaller batch"
         )
     emulated = family(topology.name) == EMULATED
     job = Job(
@@ -101,7 +103,7 @@ def verify(
     to_beat = tried[0] == BASELINE and _may_be_kept(outcome, BASELINE, strategies[BASELINE])
     trial = Trial(job, to_beat, max(1.0, seconds - STARTING_S))
     times = on_ranks(job, emulation.limits(topology, scale) if emulated else (), run_trial, trial, LATE * seconds)
-    assert times is not None  # not under torchrun
+    assert times is not None  # None only under torchrun
     return outcome.with_runs(_runs(outcome, strategies, simulations, times.rounds, times.duels, scale))
 
 
@@ -124,7 +126,7 @@ def _runs(
 
 
 def _strategies(outcome: api.SearchOutcome, count: int, within: float | None) -> dict[str, Strategy]:
-    """Name -> strategy, different ones: data parallelism if it fits, the best one, the best of the starts, then the other best ones."""
+    """Name -> strategy, all different: data parallelism if it fits, the best one, the best of the starts, then the other best ones."""
     limit_ns = outcome.result.data_parallel_ns * (inf if within is None or outcome.usual is None else within)
     simulator = outcome.simulator
     usual = api.classical(BASELINE, simulator.graph, simulator.topology)
@@ -137,7 +139,7 @@ def _strategies(outcome: api.SearchOutcome, count: int, within: float | None) ->
 
 
 def _may_be_kept(outcome: api.SearchOutcome, name: str, strategy: Strategy) -> bool:
-    """Whether a strategy obeys: finalists do, data parallelism perhaps."""
+    """Whether a strategy obeys the constraints. Finalists do; data parallelism may not."""
     return name != BASELINE or any(start.strategy == strategy for start in outcome.result.starts)
 
 
@@ -181,12 +183,12 @@ def _why(found: Mapping[str, Any]) -> str:
     if compared is None:
         allowed = {name: run["measured_ns"] for name, run in found["runs"].items() if run["allowed"]}
         fastest = min(allowed, key=lambda name: allowed[name])
-        return "the fastest measured" if fastest == found["kept"] else f"as no time was left to compare {fastest} with it"
+        return "the fastest measured" if fastest == found["kept"] else f"because no time was left to compare {fastest} with it"
     name, own = compared
     turns = f"{own['ratio']:.2f}x {BASELINE} in {own['rounds']} turns of both"
     if found["kept"] == name:
         return f"{turns}, at least {own['at_least']:.2f}x with {CONFIDENCE:.0%} confidence"
     if own["at_least"] == 0:
-        return f"as {name} is {turns}, too few to tell"
+        return f"because {name} is {turns}, too few to tell"
     needed = f"{own['needed']:.2f}x" + (", by which it is predicted to lose" if own["needed"] > api.LEAST_MEASURED else "")
-    return f"as {name} is {turns}, but perhaps {own['at_least']:.2f}x, which is not above {needed}"
+    return f"because {name} is {turns}, but may be only {own['at_least']:.2f}x, which is not above {needed}"

@@ -1,4 +1,4 @@
-"""Which computations a profile of a model wants: those of strategies that people compare with, then all that a search may propose."""
+"""Which computations a profile of a model needs: those of the strategies that people compare with, then all that a search may propose."""
 
 from __future__ import annotations
 
@@ -20,19 +20,17 @@ SPACE = "search space"
 UPKEEP = "runtime and updates"
 OTHER_UPKEEP = "other updates, and copies"
 MAY_BE_NEEDED = frozenset((SPACE, OTHER_UPKEEP))
-"""Groups that are no strategy's."""
+"""Groups that belong to no strategy."""
 OPTIMIZERS = (2, 0, 1)
-"""Tensors that optimizers keep for each of a parameter's size; Adam's first, as predictions count them."""
+"""Numbers of tensors of a parameter's size that optimizers keep; Adam's first, as predictions count them."""
 UPKEEP_BYTES = tuple(2**power for power in range(6, 27, 4))
-"""Beyond 64 MiB memory decides, and times follow the bytes."""
+"""No larger sizes are measured: beyond 64 MiB memory decides, and times are proportional to the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One computation. ``group``: what it is wanted for, the first of several. ``tile`` is None for what is no operator's.
-
-    ``estimated_ns``: of all its tiles together, by the roofline.
-    """
+    """One computation. ``group``: the first group that needs it. ``tile``: None if it belongs to no operator. ``estimated_ns``: of all
+    its tiles together, by the roofline."""
 
     key: TileKey
     kind: str
@@ -44,8 +42,8 @@ class Wanted:
 
 
 def wanted(graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Sequence[Strategy]]) -> list[Wanted]:
-    """Each computation once: what every prediction needs, the groups of strategies in their order, other optimizers, then the search
-    space; of operators the most expensive first."""
+    """Each computation once: what every prediction needs, the strategies' groups in their order, other optimizers, then the search
+    space. Among operators the most expensive come first."""
     keys, costs, device = TileKeys(graph), RooflineCosts(topology), topology.devices[0].type
     first_upkeep, other_upkeep = upkeep(graph)
     found: dict[TileKey, Wanted] = {one.key: one for one in first_upkeep}
@@ -71,8 +69,8 @@ def wanted(graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Se
 
 
 def upkeep(graph: OperatorGraph) -> tuple[list[Wanted], list[Wanted]]:
-    """What no operator computes: first what the runtime adds and Adam's updates up to the size of the largest parameter, then those of
-    other optimizers, and copies up to the size of the largest tensor."""
+    """Computations that belong to no operator: first what the runtime adds to tiles and Adam's updates up to the size of the largest
+    parameter; then updates of other optimizers, and copies up to the size of the largest tensor."""
     trained = [tensor.bytes for tensor in graph.parameters if tensor.requires_grad]
     updates = [
         Wanted(update_key(states, size), UPDATE, f"update of {size} bytes, {states} optimizer states", group, None, 0, states)
@@ -88,7 +86,7 @@ def upkeep(graph: OperatorGraph) -> tuple[list[Wanted], list[Wanted]]:
 
 
 def _sizes(most: int) -> list[int]:
-    """Sizes up to the first that is no smaller."""
+    """Sizes up to the first one that is not smaller."""
     enough = next((i for i, size in enumerate(UPKEEP_BYTES) if size >= most), len(UPKEEP_BYTES) - 1)
     return list(UPKEEP_BYTES[: enough + 1])
 
@@ -102,7 +100,7 @@ def _tiles_of_strategies(graph: OperatorGraph, strategies: Iterable[Strategy]) -
 
 
 def _tiles_of_space(graph: OperatorGraph, keys: TileKeys, topology: Topology) -> Iterator[Tile]:
-    """Those that look rows up as they are and on rows: a search tries both."""
+    """Tiles of the whole search space. Those with lookups come twice, as plain ones and as sparse lookups: a search tries both."""
     seen: set[tuple[object, ...]] = set()
     for position, op in enumerate(graph.operators):
         accesses = tuple(graph.sparse[operand.tensor] for operand in op.parameters if operand.tensor in graph.sparse)

@@ -25,13 +25,13 @@ DTYPES = (
 
 MAX_DEVICES = 65536
 MAX_FULL_MESH = 256
-"""Above these a count is rather a slip of the pen: a full mesh has n² links."""
+"""A count above one of these is taken for a typing error: a full mesh has n² links."""
 
 NETWORK = "network"
 
 
 def build_cluster(description: object, known_types: Mapping[str, DeviceType], where: str) -> Topology:
-    """The described topology. ``where`` (a file's or a preset's name) begins every error message."""
+    """Make the topology that a description states. ``where`` (a file's or a preset's name) begins every error message."""
     try:
         fields = Fields(description, f"{where}: ", CLUSTER_KEYS)
         wiring = _Wiring(fields, {**known_types, **own_types(fields)})
@@ -39,12 +39,12 @@ def build_cluster(description: object, known_types: Mapping[str, DeviceType], wh
             wiring.add_hosts(Fields(item, path, HOST_KEYS))
         wiring.add_free_links()
         return Topology(fields.text("name", "cluster"), tuple(wiring.devices), tuple(wiring.hosts), tuple(wiring.links))
-    except TopologyError as error:  # what the topology's own parts refuse doesn't know the file yet
+    except TopologyError as error:  # these errors come from the topology itself, which does not know the file
         raise TopologyError(str(error) if str(error).startswith(f"{where}: ") else f"{where}: {error}") from None
 
 
 def own_types(fields: Fields) -> dict[str, DeviceType]:
-    """The device types that a description brings along."""
+    """Read the device types that a description defines."""
     if "device_types" not in fields:
         return {}
     section = fields.section("device_types")
@@ -52,7 +52,7 @@ def own_types(fields: Fields) -> dict[str, DeviceType]:
 
 
 def device_type(name: str, fields: Fields) -> DeviceType:
-    """One device type from its figures with units."""
+    """Read one device type from its figures with units."""
     rates = fields.section("flops", DTYPES)
     if "float32" not in rates:
         raise TopologyError(f"{rates.at('float32')}: missing; expected a compute rate such as '9.3 TFLOP/s': other dtypes fall back to it")
@@ -92,7 +92,7 @@ class _Wiring:
             self._wire_host(fields, name, names)
 
     def _add_devices(self, fields: Fields, host: str) -> list[str]:
-        """Devices by type and count, or one by one with names of their own."""
+        """Read devices given by type and count, or one by one with names of their own."""
         if isinstance(fields.value("devices"), list):
             listed = [Fields(item, path, ("name", "type")) for item, path in fields.items("devices")]
             named = [(one.text("name"), self._type(one)) for one in listed]
@@ -114,7 +114,8 @@ class _Wiring:
         return self.types[name]
 
     def _wire_host(self, fields: Fields, host: str, names: list[str]) -> None:
-        """Links inside the host, and its network card. The latency of a switch counts from end to end: half on each of the two links."""
+        """Add the links inside the host, and its network card. A switch's latency is given from end to end: each of the two links gets
+        half."""
         hub = f"{host}/switch"
         if "links" in fields:
             section = fields.section("links", ("intra", "host"))
@@ -149,7 +150,7 @@ class _Wiring:
             self._add_pair(name, hub, bandwidth, latency)
 
     def _pairs(self, hub: str, names: list[str], bandwidth: float, latency: float) -> None:
-        """Two neighbours on a switch of their own (a PCIe tree): they don't burden the host's switch."""
+        """Give each pair of neighbours a switch of their own (a PCIe tree), so that their messages do not load the host's switch."""
         for first in range(0, len(names), 2):
             local = f"{hub}{first // 2}"
             self._star(local, names[first : first + 2], bandwidth, latency)
@@ -164,7 +165,7 @@ class _Wiring:
             self._add(names[i], names[j], bandwidth, latency)
 
     def add_free_links(self) -> None:
-        """The links that the description lists one by one, between devices, declared switches and the switches made here."""
+        """Add the links that the description lists one by one, between devices, declared switches and the switches made here."""
         nodes = {device.name for device in self.devices} | {end for link in self.links for end in (link.source, link.target)}
         for item, path in self.fields.items("switches"):
             if not isinstance(item, str) or not item or item in nodes:

@@ -1,7 +1,6 @@
-"""``emulated:HxD@RATE``: H hosts with D devices each, all on this machine, whose cores they have among themselves but for a rest.
-
-``soap-run --emulate`` makes what it describes. The links between hosts have the rate that the name states; all else is this machine's.
-"""
+"""``emulated:HxD@RATE``: H hosts with D devices each, all on this machine. The devices share this machine's cores, except for a
+reserve. ``soap-run --emulate`` makes what it describes. The links between hosts have the rate that the name states; all else is
+measured on this machine."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ FAMILY = "emulated"
 DEFAULT_RATE = "1 Gbit/s"
 SWITCH = "network"
 REST = 0.25
-"""Part of the cores that no device gets: what communicates (``emulation.placement``), the kernel's network and all else on the box need
-some, which a device that was promised it would lack."""
+"""Share of the cores that no device gets. Threads that communicate (``emulation.placement``), the kernel's network and other programs
+need it; a device that was promised it would lack it."""
 _SHAPE = re.compile(r"emulated:([1-9][0-9]{0,5})x([1-9][0-9]{0,5})(?:@(.*))?")
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedShape:
-    """What such a name says."""
+    """What the name of an emulated cluster states."""
 
     name: str
     hosts: int
@@ -37,7 +36,7 @@ class EmulatedShape:
 
 
 def parse_emulated(name: str, most_devices: int) -> EmulatedShape:
-    """The parts of a name; TopologyError if it has others."""
+    """Parse such a name; TopologyError if it is not of this form."""
     found = _SHAPE.fullmatch(name)
     if found is None or int(found[1]) * int(found[2]) > most_devices:
         raise TopologyError(
@@ -49,16 +48,14 @@ def parse_emulated(name: str, most_devices: int) -> EmulatedShape:
 
 
 def device_cores(cores: int, devices: int) -> float:
-    """Cores that each emulated device gets of a machine's."""
+    """Cores of this machine that each emulated device gets."""
     return (1 - REST) * cores / devices
 
 
 def emulated_topology(shape: EmulatedShape, local: Topology) -> Topology:
-    """The cluster of this shape out of the devices of ``local:N``, which has as many: what one of them reaches while all work, less a rest.
-
-    A message between hosts takes as long as one within the machine, plus its bytes at the stated rate. Of the figures only that rate
-    is part of the cluster's identity.
-    """
+    """The cluster of this shape, made of the devices of ``local:N`` with as many devices: each has what one of those reaches while all
+    work, less the reserve. A message between hosts takes as long as one within the machine, plus its bytes at the stated rate. Of all
+    figures only that rate is part of the cluster's identity."""
     device_type, machine = _slowed(local.devices[0].type), local.hosts[0]
     hosts = [
         Host(f"host{i}", max(1, machine.cpu_cores // shape.hosts), max(1, machine.memory_bytes // shape.hosts)) for i in range(shape.hosts)
@@ -84,7 +81,8 @@ def emulated_topology(shape: EmulatedShape, local: Topology) -> Topology:
 
 
 def _slowed(local: DeviceType) -> DeviceType:
-    """A process of this machine that gets ``device_cores``. It has a name of its own: what is measured on it holds for no other."""
+    """A process of this machine that gets ``device_cores``. The type has a name of its own, because what is measured on it holds for no
+    other."""
     part = 1 - REST
     return replace(
         local,

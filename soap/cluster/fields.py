@@ -1,7 +1,5 @@
-"""Reading nested mappings from outside (YAML, JSON) strictly: what is unknown, missing or of the wrong type is a one-line TopologyError.
-
-Every message begins with the path of the value, e.g. ``cluster.yaml: hosts[0].devices.count``.
-"""
+"""Reads nested mappings from outside (YAML, JSON) strictly: an unknown key, a missing one or a wrong type is a TopologyError in one
+line. Every message begins with the path of the value, e.g. ``cluster.yaml: hosts[0].devices.count``."""
 
 from __future__ import annotations
 
@@ -13,10 +11,8 @@ from soap.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
 
 class Fields:
-    """One mapping with its path. Getters take a default where the key may be left out; without one the key is required.
-
-    The outermost path is the file's name with a colon and a space. ``allowed`` None leaves the keys open.
-    """
+    """One mapping with its path. A getter with a default accepts a missing key; one without requires the key. The outermost path is the
+    file's name with a colon and a space. ``allowed`` None accepts any keys."""
 
     def __init__(self, value: object, path: str, allowed: Sequence[str] | None = None) -> None:
         self.path = path

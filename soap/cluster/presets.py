@@ -1,7 +1,7 @@
 """Clusters known by name, and the data of the devices in them.
 
-The figures lie in ``soap/profiles/data``: there every number stands beside its source, as ``{"value": …, "source": …}``, and assumptions
-say that they are some. ``local:N`` and ``emulated:HxD@RATE`` are made from this machine.
+The figures are in ``soap/profiles/data``. Every number there stands beside its source, as ``{"value": …, "source": …}``, and
+assumptions are marked as such. ``local:N`` and ``emulated:HxD@RATE`` are made from this machine.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ LOCAL = "local"
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names that ``preset`` takes; ``local:N`` stands for any number N, ``emulated:HxD@RATE`` for H hosts with D devices each."""
+    """The names that ``preset`` accepts. N is any number of devices; ``emulated:HxD@RATE`` is H hosts with D devices each."""
     return (f"{LOCAL}:N", f"{EMULATED}:HxD@RATE", *_data("clusters.json"))
 
 
 def family(name: str) -> str | None:
-    """``local`` or ``emulated`` if the name is one of these families', which are made from this machine; else None."""
+    """``local`` or ``emulated`` if the name belongs to one of these families, which are made from this machine; else None."""
     first = name.partition(":")[0]
     return first if first in (LOCAL, EMULATED) else None
 
 
 def says_all(name: str) -> bool:
-    """Whether a cluster's name is a preset's, so that it needs no file."""
+    """Whether the name is a preset's, so that no file is needed."""
     return family(name) is not None or name in _data("clusters.json")
 
 
 def preset(name: str) -> Topology:
-    """The cluster of this name; TopologyError with all names if there is none."""
+    """The cluster of this name; TopologyError that lists all names if there is none."""
     if family(name) == LOCAL:
         return local_topology(_local_count(name, name.partition(":")[2]))
     if family(name) == EMULATED:
@@ -79,11 +79,9 @@ def local_topology(
     bandwidth_bytes_per_second: float | None = None,
     latency_seconds: float | None = None,
 ) -> Topology:
-    """N processes of this machine, each a device, joined by one switch (shared memory or loopback).
-
-    ``device_type``: what one of N processes attains while all compute, measured or assumed; if it is left out, a conservative core, of
-    which more processes than cores get a share each. Bandwidth and latency are those between two processes.
-    """
+    """N processes of this machine, each a device, joined by one switch (shared memory or loopback). ``device_type``: what one of N
+    processes reaches while all compute, measured or assumed. If it is left out, a conservative core is assumed; if there are more
+    processes than cores, each gets a share of one. Bandwidth and latency are those between two processes."""
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_LOCAL_DEVICES:
         raise TopologyError(f"local:{n}: expected a number of devices from 1 to {MAX_LOCAL_DEVICES}, such as 'local:4'")
     cores, memory_bytes = os.cpu_count() or 1, _machine_memory_bytes()
@@ -118,10 +116,10 @@ def _share_of_machine(n: int, cores: int, memory_bytes: int) -> DeviceType:
 
 
 def _machine_memory_bytes() -> int:
-    """Main memory in whole GiB: the exact figure changes with every kernel, and the topology's hash must not."""
+    """Main memory in whole GiB. The exact figure changes with every kernel, and the topology's hash must not."""
     try:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not on this system
+    except (AttributeError, OSError, ValueError):  # this system has no sysconf
         physical = 0
     return max(1, physical // 2**30) * 2**30
 
@@ -136,7 +134,7 @@ def _data(name: str) -> dict[str, Any]:
 
 
 def _plain(node: Any, path: str) -> Any:
-    """The description without the sources beside its numbers; a number without source is refused."""
+    """The description without the sources beside its numbers. A number without a source is refused."""
     if isinstance(node, dict):
         if "value" in node:
             if set(node) != {"value", "source"} or not str(node["source"]).strip():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from soap.cluster.tree_routes import Ints, TreeRoutes
 
 REFERENCE_MESSAGE_BYTES = 2**20
-"""Routes are those that are fastest for a message of this size: large enough that bandwidth counts, small enough that latency does."""
+"""Routes are the fastest ones for a message of this size: large enough that bandwidth counts, small enough that latency does."""
 
 PICOSECONDS = 10**12
 
@@ -25,16 +25,16 @@ KEPT_PATHS = 2**17
 
 Path = tuple[int, ...]
 Stretch = tuple[int, str, str]
-"""Through a part: (its number, node where a path enters, node where it leaves)."""
+"""One part on a path: (its number, node where the path enters, node where it leaves)."""
 
 
 class Router:
     """Answers for pairs of nodes, computed on first use and kept.
 
-    The time of a path is the sum of its latencies plus bytes over its narrowest link; among equals fewer links win, then lower link
+    The time of a path is the sum of its latencies plus bytes over its narrowest link. Among equals fewer links win, then lower link
     numbers. That time is no sum over links, so a plain shortest path would be wrong. But among the paths that avoid all links narrower
-    than some bandwidth, the one of least latency is best, and there are few distinct bandwidths. Least (latency, links, link numbers) is
-    least in each part, so that the parts' paths are found apart from each other and put together.
+    than some bandwidth the one of least latency is best, and there are few distinct bandwidths. The least (latency, links, link
+    numbers) is least in each part, so each part's path is found by itself and the paths are joined.
     """
 
     def __init__(self, links: Sequence[Link]) -> None:
@@ -44,13 +44,13 @@ class Router:
         for link in links:
             self._leaving.setdefault(link.source, []).append(link)
         self._numbers = {(link.source, link.target): link.index for link in links}
-        self._parts = Parts(links)
+        self._parts = NetworkParts(links)
         self._known: dict[tuple[str, str], Path | None] = {}
         self._inside: dict[tuple[int, str, float], dict[str, tuple[int, int, Path]]] = {}
 
     @property
     def is_tree(self) -> bool:
-        """Whether no two nodes have more than one path between them."""
+        """Whether there is at most one path between any two nodes."""
         return self._parts.all_bridges
 
     def path(self, source: str, target: str) -> Path | None:
@@ -63,8 +63,8 @@ class Router:
         return self._known[key]
 
     def paths(self, sources: Sequence[str], targets: Sequence[str]) -> Ints:
-        """Paths of many pairs at once: [pair, place], with -1 for what is between or behind a path's links. All must be reachable."""
-        import numpy as np  # slow to import, and what reads a cluster does without it
+        """Paths of many pairs at once: [pair, place], padded with -1. All targets must be reachable."""
+        import numpy as np  # imported here because it is slow to import, and reading a cluster does not need it
 
         if self.is_tree:
             return self._tree.paths(sources, targets)
@@ -101,7 +101,7 @@ class Router:
         return min(keys)[2] if keys else None
 
     def _least_latency(self, part: int, source: str, bandwidth: float) -> dict[str, tuple[int, int, Path]]:
-        """Dijkstra over a part's links of at least ``bandwidth``: node -> (latency in whole ps, hops, links); whole numbers make ties
+        """Dijkstra over a part's links of at least ``bandwidth``: node -> (latency in whole ps, hops, links). Whole numbers make ties
         exact."""
         known = self._inside.get((part, source, bandwidth))
         if known is not None:
@@ -122,12 +122,10 @@ class Router:
         return done
 
 
-class Parts:
-    """The parts of a network, whatever the direction of its links, as a forest.
-
-    ``of_link``: link -> its part. ``bridge``: part -> whether it is but two neighbours. Every node but the roots hangs in one part
-    (``above``) from that part's ``top``, ``depth`` parts below its root.
-    """
+class NetworkParts:
+    """The parts of a network, whatever the direction of its links, as a forest. ``of_link``: link -> its part. ``bridge``: part ->
+    whether it consists of two neighbours only. Every node except the roots belongs to one part (``above``), which hangs from the node
+    ``top``, ``depth`` parts below its root."""
 
     def __init__(self, links: Sequence[Link]) -> None:
         self._neighbours: dict[str, list[str]] = {}
@@ -146,7 +144,7 @@ class Parts:
         self.of_link = [self._of(link.source, link.target) for link in links]
 
     def between(self, source: str, target: str) -> list[Stretch] | None:
-        """What every path passes, in order; None if the nodes do not hang together."""
+        """The parts that every path between two nodes passes, in order; None if the nodes are not connected."""
         a, b = source, target
         if self._root.get(a) is None or self._root.get(a) != self._root.get(b):
             return None
@@ -168,11 +166,11 @@ class Parts:
         return up + down[::-1]
 
     def _of(self, a: str, b: str) -> int:
-        """The part of a link: the lower end's, or of both."""
+        """The part of a link: that of its lower end, or of both ends if they are in the same one."""
         return self.above[a] if self.depth[a] >= self.depth[b] else self.above[b]
 
     def _divide(self, root: str) -> None:
-        """Depth-first search from a root; a part is closed when nothing below a node leads above it."""
+        """Depth-first search from a root. A part is complete when nothing below a node leads above it."""
         order, low = {root: 0}, {root: 0}
         self._root[root], self.depth[root] = root, 0
         todo = [(root, "", iter(self._neighbours[root]))]
@@ -198,7 +196,7 @@ class Parts:
                     if low[node] >= order[parent]:
                         closed.append((parent, open_nodes[place[node] :]))
                         del open_nodes[place[node] :]
-        for top, members in reversed(closed):  # upper parts are closed after lower ones
+        for top, members in reversed(closed):  # upper parts are completed after lower ones
             number = len(self.top)
             self.top.append(top)
             self.bridge.append(len(members) == 1)

@@ -37,20 +37,17 @@ DeviceKind = Literal["cpu", "cuda"]
 DEVICE_KINDS: tuple[DeviceKind, ...] = ("cpu", "cuda")
 
 _FALLBACK_SHARES = {"float64": 0.5, "complex128": 0.5}
-"""Rate of a dtype without figure, relative to float32: half as many lanes fit into a vector register."""
+"""Rate of a dtype without a figure, relative to float32: half as many lanes fit into a vector register."""
 
 
 MEASURED = "measured"
-"""The ``source`` of a device type whose rates were reached begins with this word."""
+"""``source`` of a device type begins with this word if its rates were measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceType:
-    """A kind of device and its figures, as a data sheet or a measurement gives them (``source`` says which).
-
-    ``flops_per_second``: peak rate by dtype name; ``float32`` must be among them. ``kernel_seconds``: time that every kernel call
-    costs on top.
-    """
+    """A kind of device and its figures, from a data sheet or a measurement (``source`` says which). ``flops_per_second``: peak rate by
+    dtype name; ``float32`` must be among them. ``kernel_seconds``: extra time of every kernel call."""
 
     name: str
     kind: DeviceKind
@@ -82,22 +79,19 @@ class DeviceType:
         return (DeviceType, (self.name, self.kind, rates, *rest))
 
     def flops(self, dtype: str) -> float:
-        """Peak rate for a dtype in FLOP/s.
-
-        A dtype without figure gets float32's rate (float64 and complex128: half of it). So narrow types never look faster than
-        they are known to be.
-        """
+        """Peak rate for a dtype in FLOP/s. A dtype without a figure gets float32's rate (float64 and complex128: half of it), so a
+        narrow type never looks faster than it is known to be."""
         rate = self.flops_per_second.get(dtype)
         return rate if rate is not None else self.flops_per_second["float32"] * _FALLBACK_SHARES.get(dtype, 1.0)
 
     @property
     def is_measured(self) -> bool:
-        """Whether the rates were reached on such a device, and are no peaks of a data sheet."""
+        """Whether the rates were measured on such a device; False if they are peaks of a data sheet."""
         return self.source.startswith(MEASURED)
 
     @property
     def identity(self) -> list[Any]:
-        """All figures as plain JSON values; the source text is left out, because rewording it changes nothing."""
+        """All figures as plain JSON values. The source text is left out, because rewording it changes nothing."""
         rates = sorted((dtype, float(rate)) for dtype, rate in self.flops_per_second.items())
         seconds, bandwidth = float(self.kernel_seconds), float(self.memory_bandwidth_bytes_per_second)
         return [self.name, self.kind, rates, bandwidth, self.memory_bytes, seconds]
@@ -105,8 +99,8 @@ class DeviceType:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine: its CPU cores and main memory, which its devices share. Where they are known: ``core``, figures of one of the cores;
-    ``row_seconds``, what one takes to find a row's place among others."""
+    """A machine: its CPU cores and main memory, which its devices share. Where known: ``core``, the figures of one of the cores;
+    ``row_seconds``, the time that one core takes to find one row among others."""
 
     name: str
     cpu_cores: int
@@ -123,7 +117,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One place where tiles run. ``host`` is a position in ``Topology.hosts``; the rank of the same number drives it."""
+    """One place where tiles run. ``host`` is a position in ``Topology.hosts``. The rank of the same number drives it."""
 
     index: int
     name: str
@@ -152,15 +146,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices, hosts and links of a cluster. Immutable and checked: every device reaches every other.
+    """Devices, hosts and links of a cluster. Immutable and checked: every device reaches every other. A route is the path with the
+    fewest seconds for a reference message; ``routes`` has the details.
 
-    A route is the path with the fewest seconds for a reference message; ``routes`` says what that means. ``measured``: the
-    figures come from measuring the machine at hand, so that they are no part of the cluster's identity: measuring again must not
-    make its strategies another cluster's. ``stated``: numbers of the links of such a cluster whose bandwidth is part of it all the same,
-    because whoever asked for the cluster named it. ``described``: the links as the cluster was described, where ``links`` have figures that
-    were measured between its ranks: it is still that cluster, and its identity follows from these. ``links_source``: where such figures
-    come from, in one line. ``ports``, at most one per link, ``handling``, ``crowding`` and ``restart``: what communication does to
-    computation and to other communication (``soap.cluster.overheads``), where that was measured; no part of the identity.
+    ``measured``: the figures come from measuring this machine. They are then no part of the cluster's identity: measuring again must
+    not make its strategies another cluster's. ``stated``: numbers of the links of such a cluster whose bandwidth is part of the
+    identity all the same, because the cluster's name states it.
+
+    ``described``: the links as the cluster was described, if ``links`` have figures measured between its ranks. It is still that
+    cluster, and its identity follows from these. ``links_source``: where such figures come from, in one line.
+
+    ``ports`` (at most one per link), ``handling``, ``crowding`` and ``restart``: what communication costs processors and other
+    communication, where that was measured (``soap.cluster.overheads``); no part of the identity.
     """
 
     name: str
@@ -201,7 +198,7 @@ class Topology:
 
     @cached_property
     def switches(self) -> tuple[str, ...]:
-        """Names of the nodes that are no devices, sorted."""
+        """Names of the nodes that are not devices, sorted."""
         ends = {end for link in self.links for end in (link.source, link.target)}
         return tuple(sorted(ends - {device.name for device in self.devices}))
 
@@ -220,24 +217,24 @@ class Topology:
         return path
 
     def routes(self, sources: Sequence[int], targets: Sequence[int]) -> NDArray[np.int64]:
-        """Routes of many pairs at once: [pair, place], with -1 for places that a route does not need."""
+        """Routes of many pairs at once: [pair, place], padded with -1."""
         names = self._names
         return self._router.paths([names[source] for source in sources], [names[target] for target in targets])
 
     @property
     def is_tree(self) -> bool:
-        """Whether there is only one path from each node to each other."""
+        """Whether there is only one path from each node to each other node."""
         return self._router.is_tree
 
     def route_latency_seconds(self, source: int, target: int) -> float:
         """The latencies of a route's links, added up in their order; 0 on the same device."""
         seconds = 0.0
-        for link in self.route(source, target):  # ``sum`` rounds in other ways from Python 3.12 on
+        for link in self.route(source, target):  # not ``sum``, which rounds differently from Python 3.12 on
             seconds += self.links[link].latency_seconds
         return seconds
 
     def distance(self, source: int, target: int) -> int:
-        """0 on the same device, 1 on the same host, 2 between hosts."""
+        """How far apart two devices are: 0 on the same device, 1 on the same host, 2 between hosts."""
         if source == target:
             return 0
         return 1 if self.devices[source].host == self.devices[target].host else 2
@@ -259,7 +256,7 @@ class Topology:
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
         """The network for graph algorithms and pictures: nodes with attribute ``device`` (number or None), edges with ``link`` (number)."""
-        import networkx as nx  # slow to import, and planning does without it
+        import networkx as nx  # imported here because it is slow to import, and planning does not need it
 
         graph: nx.DiGraph[str] = nx.DiGraph(name=self.name)
         graph.add_nodes_from((device.name, {"device": device.index}) for device in self.devices)
@@ -272,7 +269,7 @@ class Topology:
     @cached_property
     def link_figures(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(bandwidths in bytes per second, latencies in seconds) of all links."""
-        import numpy as np  # slow to import, and what reads a cluster does without it
+        import numpy as np  # imported here because it is slow to import, and reading a cluster does not need it
 
         bandwidths = np.array([link.bandwidth_bytes_per_second for link in self.links], np.float64)
         return bandwidths, np.array([link.latency_seconds for link in self.links], np.float64)
@@ -297,7 +294,9 @@ class Topology:
 
     def _check_described(self) -> None:
         if self.described and [(x.source, x.target) for x in self.described] != [(x.source, x.target) for x in self.links]:
-            raise TopologyError(f"cluster {self.name!r}: links as described lead elsewhere than its links; expected other figures only")
+            raise TopologyError(
+                f"cluster {self.name!r}: the described links connect other nodes than its links; expected the same ones with other figures"
+            )
 
     def _check_parallel_links(self) -> None:
         seen: dict[tuple[str, str], str] = {}
@@ -310,7 +309,7 @@ class Topology:
                 )
 
     def _check_connected(self) -> None:
-        """Every device reaches every other exactly if the first reaches all and all reach the first."""
+        """Check that every device reaches every other: true exactly if the first reaches all and all reach the first."""
         first = self.devices[0].name
         ahead = _reachable(first, ((link.source, link.target) for link in self.links))
         back = _reachable(first, ((link.target, link.source) for link in self.links))
@@ -347,6 +346,6 @@ def _check_positive(where: str, what: str, value: float) -> None:
 
 
 def _stated(host: Host) -> list[Any]:
-    """What is known of a host's cores."""
+    """The host's ``core`` and ``row_seconds``, where known, as plain JSON values."""
     core = None if host.core is None else host.core.identity
     return [] if core is None and host.row_seconds is None else [core, host.row_seconds]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from soap.cluster.routes import Parts
+    from soap.cluster.routes import NetworkParts
 
 Ints = NDArray[np.int64]
 
@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 class TreeRoutes:
     """Finds many paths at once."""
 
-    def __init__(self, parts: Parts, numbers: Mapping[tuple[str, str], int]) -> None:
+    def __init__(self, parts: NetworkParts, numbers: Mapping[tuple[str, str], int]) -> None:
         self._place = {node: place for place, node in enumerate(parts.depth)}
         above = {node: parts.top[parts.above[node]] if node in parts.above else node for node in self._place}
         self._above = np.array([self._place[above[node]] for node in self._place], np.int64)
@@ -26,8 +26,8 @@ class TreeRoutes:
         self._down = np.array([numbers.get((above[node], node), -1) for node in self._place], np.int64)
 
     def paths(self, sources: Sequence[str], targets: Sequence[str]) -> Ints:
-        """[pair, place]: link numbers, with -1 for what is between or behind a path's links."""
-        a = np.array([self._place.get(node, -1) for node in sources], np.int64)  # a node without links is only asked for itself
+        """[pair, place]: link numbers, padded with -1."""
+        a = np.array([self._place.get(node, -1) for node in sources], np.int64)  # a node without links is only asked about itself
         b = np.array([self._place.get(node, -1) for node in targets], np.int64)
         up: list[Ints] = []
         down: list[Ints] = []

@@ -53,7 +53,8 @@ LIMIT_BYTES = 16 * 2**20
 def load_cluster(spec: str | Path) -> Topology:
     """The cluster that a YAML file or a preset name (``local:4``, ``p100-4x4``, …) stands for; TopologyError in one line.
 
-    A name that ends in ``.yaml``, ``.yml`` or ``.json``, has a folder in it or is an existing file's is a file; others are presets.
+    A name that ends in ``.yaml``, ``.yml`` or ``.json``, contains a folder or is an existing file is read as a file. All other names
+    are presets.
     """
     if isinstance(spec, str) and not _is_file_name(spec):
         return _preset(spec)
@@ -77,10 +78,8 @@ def parse_cluster(text: str, where: str = "cluster.yaml") -> Topology:
 
 
 def dump_cluster(topology: Topology) -> str:
-    """YAML text with every device and link listed; ``parse_cluster`` of it gives a topology of the same hash.
-
-    TopologyError if the devices are not listed host by host, which YAML cannot say.
-    """
+    """YAML text that lists every device and link. ``parse_cluster`` of it gives a topology of the same hash. TopologyError if the
+    devices are not listed host by host, which YAML cannot express."""
     order = [device.host for device in topology.devices]
     if order != sorted(order) or set(order) != set(range(len(topology.hosts))):
         raise TopologyError(f"cluster {topology.name!r}: its devices are not in the order of its hosts; list them host by host")
@@ -112,7 +111,7 @@ def dump_cluster(topology: Topology) -> str:
 
 
 def _preset(name: str) -> Topology:
-    """The preset of this name, even if a folder has it too."""
+    """The preset of this name, even if a folder has the same name."""
     try:
         return preset(name)
     except TopologyError:
@@ -122,7 +121,7 @@ def _preset(name: str) -> Topology:
 
 
 def _is_file_name(spec: str) -> bool:
-    if spec.startswith(f"{EMULATED}:"):  # whose rates have a slash
+    if spec.startswith(f"{EMULATED}:"):  # such as emulated clusters, whose rates contain a slash
         return False
     return spec.endswith((".yaml", ".yml", ".json")) or "/" in spec or "\\" in spec or Path(spec).is_file()
 
@@ -147,7 +146,7 @@ def _type_fields(device_type: DeviceType) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """safe_load that refuses a key given twice, of which YAML would silently keep the last."""
+    """safe_load that refuses a repeated key. YAML would silently keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()

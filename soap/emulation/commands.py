@@ -1,4 +1,4 @@
-"""Running ``ip`` and ``tc``, and saying in one line what the system lacks when they fail."""
+"""Runs ``ip`` and ``tc``. If they fail, the error says in one line what the system lacks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ REMEDIES = (
     ("Permission denied", "even root may not do so here: start the container with the capabilities NET_ADMIN and SYS_ADMIN"),
     ("mount --make-shared", "namespaces need mounts, which are not allowed here: start the container with the capability SYS_ADMIN"),
 )
-"""Marks in what the commands say -> what to do."""
+"""Words in the commands' errors -> what to do."""
 
 
 def run(*command: str, lines: Iterable[str] = ()) -> str:
-    """What the command prints. ``lines``: its input, for ``-batch -``. RuntimeFailure in one line if it fails or is missing.
-
-    Ctrl-C does not reach it: half of what it does would have to be found again.
-    """
+    """Run a command; its output. ``lines``: its input, for ``-batch -``. RuntimeFailure in one line if it fails or is missing. Ctrl-C
+    does not reach the command: half-done work would be hard to undo."""
     try:
         done = subprocess.run(
             command, input="".join(f"{line}\n" for line in lines), capture_output=True, text=True, timeout=LIMIT_S, process_group=0
@@ -36,7 +34,7 @@ def run(*command: str, lines: Iterable[str] = ()) -> str:
 
 
 def explain(said: str) -> str:
-    """What a command said in one line, with what to do about it where that is known."""
+    """A command's error in one line, with what to do about it where that is known."""
     text = " ".join(said.split()) or "it failed without saying why"
     remedies = [remedy for mark, remedy in REMEDIES if mark in text]
     return f"{text}; {remedies[0]}" if remedies else text

@@ -1,4 +1,4 @@
-"""A cluster of emulated hosts, there for as long as a context lasts and gone afterwards, however the context ends."""
+"""A cluster of emulated hosts that exists within a context and is removed afterwards, however the context ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from soap.errors import StoppedBySignal
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """A cluster that is there. ``address``: the launcher's, as its hosts see it. ``place``: what each rank calls first."""
+    """An emulated cluster. ``address``: the launcher's, as its hosts see it. ``place``: what each rank calls first."""
 
     number: int
     address: str
@@ -30,11 +30,12 @@ class Emulation:
 
 
 @contextmanager
-def emulated(hosts: Sequence[HostLimits], yardstick_ns: float | None = None) -> Iterator[Emulation]:
-    """These hosts on this box; ``yardstick_ns``: see ``Placement``. What killed launchers left is removed first. RuntimeFailure if the
-    system does not allow it.
+def emulated(hosts: Sequence[HostLimits], reference_ns: float | None = None) -> Iterator[Emulation]:
+    """Make these hosts on this box; ``reference_ns``: see ``Placement``. What killed launchers left is removed first. RuntimeFailure if
+    the system does not allow it.
 
-    Signals that come while the hosts are made are obeyed afterwards; SIGTERM and its like raise StoppedBySignal. None ends the removal.
+    Signals that come while the hosts are made are obeyed afterwards; SIGTERM and its like raise StoppedBySignal. No signal ends the
+    removal.
     """
     groups = require_support()
     with _Signals() as signals:
@@ -51,7 +52,7 @@ def emulated(hosts: Sequence[HostLimits], yardstick_ns: float | None = None) -> 
                 where = tuple((namespace, group) for _, namespace, group in sorted(places))
                 computing, communicating = computing_and_communicating(shares, usable_cores())
                 cores = cores_by_rank(len(shares), computing)
-                place = Placement(where, cores, str(groups.free_group(number)), shares, communicating, yardstick_ns)
+                place = Placement(where, cores, str(groups.free_group(number)), shares, communicating, reference_ns)
                 signals.let_through()
                 yield Emulation(number, str(box_address(number)), place)
             finally:
@@ -60,10 +61,8 @@ def emulated(hosts: Sequence[HostLimits], yardstick_ns: float | None = None) -> 
 
 
 class _Signals:
-    """While held, signals are only remembered; one that comes otherwise raises, but only the first, as removal follows it.
-
-    Only the main thread has to do with signals; elsewhere this does nothing.
-    """
+    """While held, signals are only remembered. Otherwise the first one raises; later ones do not, as removal follows. Only the main
+    thread handles signals; in other threads this does nothing."""
 
     def __init__(self) -> None:
         self._held, self._raised = True, False
@@ -86,12 +85,12 @@ class _Signals:
             self._raise_pending()
 
     def let_through(self) -> None:
-        """From here on signals raise: at once if one has come."""
+        """From now on signals raise: at once if one has come."""
         self._held = False
         self._raise_pending()
 
     def hold(self) -> None:
-        """From here on signals are remembered."""
+        """From now on signals are remembered."""
         self._held = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

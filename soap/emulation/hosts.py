@@ -1,6 +1,7 @@
-"""What an emulation has to limit, read from a topology: each host's ranks, CPU time, and link to the other hosts.
+"""What an emulation limits, read from a topology: each host's ranks, CPU time, and link to the other hosts.
 
-Every host gets one network card into one switch. A cluster whose hosts are joined otherwise, in a way that this would not show, is refused.
+Every host gets one network card into one switch. A cluster whose hosts are joined in another way, which this would not reproduce, is
+refused.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from soap.errors import RuntimeFailure, SoapWarning
 from soap.units import format_rate, format_seconds
 
 MOST_HOSTS = 250
-"""Addresses of a subnet, but for a few."""
+"""At most so many hosts: the addresses of a subnet, without a few."""
 HIGHEST_LATENCY_SECONDS = 500e-6
-"""Ten times what a message within one machine takes: above it, latency that is missing changes predictions."""
+"""A larger latency gives a warning, because predictions would change without it: ten times what a message within one machine takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,8 @@ class Card:
 @dataclass(frozen=True, slots=True)
 class HostLimits:
     """One host. ``ranks``: numbers of its devices. ``cores``: CPU time per time of all its ranks, of which each gets an equal part.
-
-    ``sending``, ``receiving``: None without other hosts.
-
-    ``local_bytes_per_second``: the rate of all traffic between its own ranks; None if loopback need not be slowed down.
-    """
+    ``sending``, ``receiving``: None without other hosts. ``local_bytes_per_second``: the rate of all traffic between its own ranks;
+    None if loopback need not be slowed down."""
 
     name: str
     ranks: tuple[int, ...]
@@ -49,9 +47,7 @@ class HostLimits:
 
 def host_limits(topology: Topology, scale: float, cores: int) -> tuple[HostLimits, ...]:
     """The hosts that have devices, in order; rates and CPU time multiplied by ``scale``. ``cores``: those of this machine.
-
-    RuntimeFailure if the cluster cannot be emulated here. A SoapWarning says what of it will not be as described.
-    """
+    RuntimeFailure if the cluster cannot be emulated here. A SoapWarning says what will differ from the description."""
     ranks: dict[int, list[int]] = {}
     for device in topology.devices:
         ranks.setdefault(device.host, []).append(device.index)
@@ -75,7 +71,7 @@ def _scaled(card: Card | None, scale: float) -> Card | None:
 
 
 def _cards(topology: Topology, host: int, own: list[int]) -> tuple[Card, Card]:
-    """What all routes out of a host have in common, and what all routes into it have."""
+    """The links that all routes out of a host have in common, and those that all routes into it have."""
     others = [device.index for device in topology.devices if device.host != host]
     leaving = _common(topology.route(i, j) for i in own for j in others)
     entering = _common(topology.route(j, i) for i in own for j in others)
@@ -114,7 +110,7 @@ def _check_routes(topology: Topology, cards: dict[int, tuple[Card, Card]]) -> No
 
 
 def _cpu_shares(topology: Topology, devices: dict[int, int], scale: float, cores: int) -> dict[int, float]:
-    """Cores by host. Devices measured on this machine have it among themselves; else a host's cores are cores of this machine."""
+    """Cores by host. Devices measured on this machine share its cores; otherwise a host's cores are cores of this machine."""
     if topology.measured:
         each = device_cores(cores, topology.device_count) if family(topology.name) == EMULATED else cores / topology.device_count
         return {host: each * count * scale for host, count in devices.items()}
@@ -136,8 +132,9 @@ def _rounded_down(value: float) -> str:
 
 
 def _local_rate(topology: Topology, own: list[int], scale: float) -> float | None:
-    """All of a host's ranks share one loopback, so it gets as often the rate of one pair as there are ranks: as in a ring of them."""
-    if len(own) == 1 or topology.measured:  # a measured link is loopback
+    """Rate of a host's loopback. All its ranks share it, so it gets the rate of one pair times the number of ranks, as in a ring of
+    them."""
+    if len(own) == 1 or topology.measured:  # a measured link is loopback already
         return None
     slowest = min(topology.links[link].bandwidth_bytes_per_second for i in own for j in own for link in topology.route(i, j))
     return None if slowest * scale >= LOCAL_BANDWIDTH_BYTES_PER_SECOND else slowest * scale * len(own)

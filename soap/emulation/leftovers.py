@@ -1,7 +1,7 @@
-"""Which emulations are alive, and removing what the others left.
+"""Which emulations are alive, and the removal of what others left behind.
 
-A launcher holds a lock on its emulation's file for as long as it lives, however it ends. What bears the number of an emulation that
-nobody holds was left by one that was killed.
+A launcher holds a lock on its emulation's file for as long as it lives, however it ends. Whatever bears the number of an emulation that
+nobody holds was left by a launcher that was killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOCKS = Path("/run/soap-emulation")
 
 @contextmanager
 def reserved(is_free: Callable[[int], bool]) -> Iterator[int]:
-    """The lowest number that nobody uses and that ``is_free`` agrees to; ours within this context."""
+    """The lowest number that nobody uses and that ``is_free`` accepts; reserved within this context."""
     for number in NUMBERS:
         with _held(number) as held:
             if held and is_free(number):
@@ -33,7 +33,7 @@ def reserved(is_free: Callable[[int], bool]) -> Iterator[int]:
 
 
 def remove_leftovers(groups: CpuGroups) -> list[int]:
-    """Remove what emulations left whose launcher was killed; their numbers. Those that are alive are not touched."""
+    """Remove what emulations left whose launcher was killed; returns their numbers. Living emulations are not touched."""
     named = (*names_in(NAMESPACES), *names_in(INTERFACES), *quota.known_numbers(groups), *names_in(LOCKS))
     removed = []
     for number in sorted({number for name in named if (number := number_of(name)) is not None}):
@@ -45,7 +45,7 @@ def remove_leftovers(groups: CpuGroups) -> list[int]:
 
 
 def remove(groups: CpuGroups, number: int) -> None:
-    """End the processes of an emulation, and remove all that it has made. Warns of what cannot be removed."""
+    """End the processes of an emulation, and remove everything that it has made. Warns of what cannot be removed."""
     left = quota.remove(groups, number) + network.remove(number)
     if left:
         text = f"--emulate: could not remove {', '.join(left)}; the next start tries again"
@@ -54,10 +54,10 @@ def remove(groups: CpuGroups, number: int) -> None:
 
 @contextmanager
 def _held(number: int) -> Iterator[bool]:
-    """Whether this process now holds the emulation's lock. It is given back, and its file removed, at the end."""
+    """Whether this process now holds the emulation's lock. At the end the lock is released and its file removed."""
     LOCKS.mkdir(mode=0o755, parents=True, exist_ok=True)
     path = LOCKS / f"soap-emulation-{number}"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)  # not for children: they may live longer
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)  # children must not inherit it: they may live longer
     held = False
     try:
         held = _lock(descriptor, path)
@@ -73,7 +73,7 @@ def _lock(descriptor: int, path: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    try:  # who held it before may have removed the file meanwhile: then others lock another one
+    try:  # the last holder may have removed the file meanwhile: then others lock another one
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False

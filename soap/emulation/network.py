@@ -1,7 +1,7 @@
 """Hosts as network namespaces, each with one cable to a bridge, and a token bucket at both ends of it.
 
-The bridge has a namespace of its own: the box's firewall, which may forward nothing (Docker's does so), has no say there. One more
-cable leads from it to the box, on which the launcher is reached.
+The bridge has a namespace of its own, so that the box's firewall, which may forward nothing (Docker's does so), does not apply there.
+One more cable leads from it to the box, on which the launcher is reached.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from soap.emulation.names import (
 from soap.errors import RuntimeFailure
 
 BRIDGE, BOX = "bridge", "box"
-"""The bridge, and the end of the box's cable, within their namespace."""
+"""Names of the bridge, and of the end of the box's cable, within their namespace."""
 MTU_BYTES = 9000
 """Jumbo frames, as clusters have them: headers are 0.7% of a full frame. A token bucket counts them, too."""
 HEADER_BYTES = 66
-"""Of a frame: Ethernet, IP, and TCP with its time stamps."""
+"""Headers of a frame: Ethernet, IP, and TCP with its time stamps."""
 SEGMENTS_BYTES = 2 * MTU_BYTES
-"""That a host hands over at once: 64 KiB, as usual, would need buckets that hold more."""
+"""Bytes that a host hands over at once: the usual 64 KiB would need larger buckets."""
 LEAST_BURST_BYTES, MOST_BURST_BYTES = 20 * 1024, 48 * 1024
 LATE_SECONDS = 1.5e-3
-"""What a bucket holds: what is handed over at once, or it would have to be cut up, and what comes while a busy box is late for the bucket.
-Whatever it holds passes at any rate: of buckets with 128 KiB a message of as much took no longer than an empty one, and a sum of a few
-hundred KiB over four hosts at 1 Gbit/s a quarter less than its bytes take. 48 KiB are 8 ms of 6 MB/s, and each message is so much early."""
+"""Limits of a bucket: at least what is handed over at once, which would otherwise have to be cut up, and what arrives while a busy box
+is late for the bucket. Whatever a bucket holds passes at any rate: with buckets of 128 KiB a message of that size took no longer than
+an empty one, and a sum of a few hundred KiB over four hosts at 1 Gbit/s a quarter less than its bytes take. 48 KiB are 8 ms of 6 MB/s,
+by which each message would be early."""
 QUEUE_MS = 100
-"""How long what waits before a bucket may wait."""
+"""Milliseconds that data may wait before a bucket."""
 CONGESTION_CONTROL = "reno"
-"""Of TCP within the cluster, whatever the box's is; every kernel has it. Only losses slow it down, and buckets lose nothing. BBR, which
-some boxes have, sends nearly nothing for 0.2 s every few seconds to see how quick the network is without it, and now and then less than a
-link carries: a sum of 8 MiB over four hosts at 200 Mbit/s took 510 to 630 ms with it, and takes 508."""
+"""TCP's congestion control within the cluster, whatever the box's is; every kernel has reno. Only losses slow it down, and buckets lose
+nothing. BBR, which some boxes have, sends nearly nothing for 0.2 s every few seconds to see how quick the network is without it, and
+now and then less than a link carries: a sum of 8 MiB over four hosts at 200 Mbit/s took 510 to 630 ms with it, and takes 508."""
 
 
 def build(number: int, hosts: Sequence[HostLimits]) -> None:
-    """Make bridge, namespaces, cables and buckets. RuntimeFailure if something of it cannot be made; ``remove`` removes the rest."""
+    """Make bridge, namespaces, cables and buckets. RuntimeFailure if a part cannot be made; ``remove`` removes the rest."""
     switch = bridge_name(number)
     names = [host_name(number, host) for host in range(len(hosts))]
     root = [
         *(f"netns add {name}" for name in (switch, *names)),
         f"link add {switch} mtu {MTU_BYTES} type veth peer name {BOX} netns {switch} mtu {MTU_BYTES}",
-        f"link set dev {switch} addrgenmode none",  # or the kernel sends about IPv6 addresses, which would be counted
+        f"link set dev {switch} addrgenmode none",  # otherwise the kernel sends messages about IPv6 addresses, which would be counted
         f"addr add {box_address(number)}/24 dev {switch}",
         f"link set dev {switch} up",
     ]
@@ -71,7 +72,7 @@ def build(number: int, hosts: Sequence[HostLimits]) -> None:
 
 
 def _set_up_host(number: int, host: int, limits: HostLimits) -> None:
-    """What is within a namespace."""
+    """Commands for the inside of a namespace."""
     name, address = host_name(number, host), host_address(number, host)
     route = f"scope {{}} src {address} congctl {CONGESTION_CONTROL}"
     commands = [
@@ -98,16 +99,16 @@ def _bucket(interface: str, bytes_per_second: float) -> str:
 
 
 def burst_bytes(bytes_per_second: float) -> int:
-    """What a bucket of such a rate holds."""
+    """Bytes that a bucket of this rate holds."""
     return min(MOST_BURST_BYTES, max(LEAST_BURST_BYTES, round(LATE_SECONDS * bytes_per_second)))
 
 
 def remove(number: int) -> list[str]:
-    """Remove all network devices and namespaces of this emulation; what of it could not be removed, with reasons."""
+    """Remove all network devices and namespaces of this emulation. Returns what could not be removed, with reasons."""
     for name in names_in(NAMESPACES, number):
         with suppress(RuntimeFailure):
             run("ip", "netns", "del", name)
-    for name in names_in(INTERFACES, number):  # one end of a cable takes the other with it, wherever that is
+    for name in names_in(INTERFACES, number):  # removing one end of a cable removes the other, wherever it is
         with suppress(RuntimeFailure):
             run("ip", "link", "del", name)
     left = [f"namespace {name}" for name in names_in(NAMESPACES, number)]

@@ -1,7 +1,7 @@
 """A CPU quota per rank by control groups, of either version; a group also says which processes belong to it.
 
-Not one per host: a rank that waits must not lend its time to another one of its host, which would be faster than a device can be.
-One more group, without a quota, is for the threads that communicate.
+There is no quota per host: a rank that waits must not lend its time to another one of its host, which would be faster than a device can
+be. One more group, without a quota, is for the threads that communicate.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from soap.emulation.names import group_name, names_in
 from soap.errors import RuntimeFailure
 
 PERIOD_US = 10_000
-"""Short, so that a slowed process runs evenly rather than in long bursts with long pauses; but some ticks of the kernel's clock (4 ms)
-long: with 5 ms a quota of half a core was measured to give 0.415 of it."""
+"""Period of a quota: short, so that a slowed process runs evenly rather than in long bursts with long pauses; but some ticks of the
+kernel's clock (4 ms) long: with 5 ms a quota of half a core was measured to give 0.415 of it."""
 LEAST_QUOTA_US = 1000
-"""The kernel takes none below it: smaller shares get a longer period."""
+"""The kernel accepts no smaller quota: smaller shares get a longer period."""
 LONGEST_PERIOD_US = 1_000_000
 PATIENCE_S = 5.0
-"""How long processes that were killed may take to be gone."""
+"""Seconds until processes that were killed must be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def find_cpu_groups(mounts: Path = Path("/proc/self/mounts")) -> CpuGroups | Non
 
 
 def quota_us(cores: float) -> tuple[int, int]:
-    """(CPU time, period) in microseconds that make so many cores."""
+    """(CPU time, period) in microseconds for so many cores."""
     period = min(LONGEST_PERIOD_US, max(PERIOD_US, round(LEAST_QUOTA_US / cores)))
     return max(LEAST_QUOTA_US, round(cores * period)), period
 
@@ -75,7 +75,7 @@ def build(groups: CpuGroups, number: int, cores: Sequence[float]) -> None:
         for group in (groups.free_group(number), *(groups.group(number, rank) for rank in range(len(cores)))):
             group.mkdir()
             if groups.unified:
-                _write(group / "cgroup.type", "threaded")  # or all threads of a process would have to be in one group
+                _write(group / "cgroup.type", "threaded")  # otherwise all threads of a process would have to be in one group
         for rank, share in enumerate(cores):
             group = groups.group(number, rank)
             quota, period = quota_us(share)
@@ -92,7 +92,7 @@ def build(groups: CpuGroups, number: int, cores: Sequence[float]) -> None:
 
 
 def own_group(groups: CpuGroups) -> Path:
-    """Where the calling process is."""
+    """The control group that the calling process is in."""
     for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
         _, controllers, path = line.split(":", 2)
         if (not controllers) if groups.unified else "cpu" in controllers.split(","):
@@ -110,8 +110,8 @@ def join(group: Path, process: int) -> None:
 
 
 def move_thread(group: Path, thread: int) -> None:
-    """Move one thread of a process into a group; one that has ended meanwhile does not matter."""
-    path = group / "tasks"  # of version 1
+    """Move one thread of a process into a group. If the thread has ended meanwhile, nothing happens."""
+    path = group / "tasks"  # version 1
     with suppress(ProcessLookupError):
         _write(path if path.exists() else group / "cgroup.threads", str(thread))
 
@@ -126,7 +126,7 @@ def processes(groups: CpuGroups, number: int) -> list[int]:
 
 
 def remove(groups: CpuGroups, number: int) -> list[str]:
-    """End all processes of this emulation and remove its groups; what of it could not be removed."""
+    """End all processes of this emulation and remove its groups. Returns what could not be removed."""
     end_s = time.monotonic() + PATIENCE_S
     while (alive := processes(groups, number)) and time.monotonic() < end_s:
         for process in alive:

@@ -1,7 +1,8 @@
-"""The yardstick itself: a fixed piece of work, timed in a signal's handler. Compiled, as Python would run its own handler too late.
+"""The reference work itself: a fixed piece of work, timed in a signal's handler. It is compiled, because Python would run its own
+handler too late.
 
-A thread's state is one array of numbers, to which the timer's signal points. The handler runs between two instructions of the thread, so it
-calls nothing that allocates memory or takes a lock.
+A thread's state is one array of numbers, to which the timer's signal points. The handler runs between two instructions of the thread,
+so it calls nothing that allocates memory or takes a lock.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-State = np.ndarray[tuple[int], np.dtype[np.float64]]
+ReferenceState = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 EVEN_NS, MARK_NS, TAKES_NS, REFERENCE_NS, COUNT, SPENT_NS, PLACE, SUM, CLOCK = range(9)
-"""Places in a state: the even time up to the last sample, the processor time at its end, what the yardstick takes (smoothed) and should
-take, how many samples there were, what they took in all; where the next one reads, a result to compute, and two numbers of a clock."""
+"""Places in a state: the even time up to the last sample; the processor time at its end; the time of the reference work, smoothed, and
+the time that it should take; the number of samples and their total time; where the next sample reads; a result to compute; and two
+numbers of a clock."""
 HEAD = 16
 NEAR, FAR = 1024, 1 << 18
-"""Numbers that stay in the first cache, and those behind them that do not stay in the second."""
+"""Count of numbers that stay in the first cache, and of those behind them that do not stay in the second."""
 ROUNDS, STRETCH = 720, 4096
-"""How often a sample goes over the near numbers, and how many of the far ones it reads: about as long for either."""
+"""How often a sample goes over the near numbers, and how many of the far ones it reads; both take about equally long."""
 HUGE_BYTES = 1 << 21
 SMOOTHING = 0.1
-"""Of the newest sample."""
+"""Weight of the newest sample."""
 MOST = 2.0
-"""A sample counts as at most so many times as long as usual: one may have been interrupted."""
+"""A sample counts as at most so many times the usual time: it may have been interrupted."""
 THREAD_CLOCK = 3
 """CLOCK_THREAD_CPUTIME_ID."""
 VALUE = 3
@@ -55,9 +57,10 @@ def _cast(result: Any) -> Any:
 _reals, _integers = _cast(types.float64), _cast(types.int64)
 
 
-def new_memory() -> State:
-    """For a state. In huge pages, where the system has them: of small ones each process gets others, and with them a yardstick of its own
-    (steps of a model took 0.87 to 0.98 times their processor time in five processes, and 1.03 to 1.07 times in huge pages)."""
+def new_memory() -> ReferenceState:
+    """Memory for a state. It is in huge pages, if the system has them. Small pages differ between processes, and with them the time of
+    the reference work (steps of a model took 0.87 to 0.98 times their processor time in five processes, and 1.03 to 1.07 times in huge
+    pages)."""
     size = 8 * (HEAD + NEAR + FAR)
     memory = mmap.mmap(-1, size + 2 * HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -68,8 +71,8 @@ def new_memory() -> State:
     return whole[begin : begin + size // 8]
 
 
-def clear(state: State) -> State:
-    """As it is before a thread's first sample; no number is special to a processor."""
+def clear(state: ReferenceState) -> ReferenceState:
+    """A state before a thread's first sample. Its numbers are ordinary ones, which no processor treats specially."""
     state[:] = 1
     state[:HEAD] = 0
     return state
@@ -103,13 +106,13 @@ def _far(state, place):  # type: ignore[no-untyped-def]
 
 @cfunc(types.void(types.int32, types.CPointer(types.int64), types.voidptr), cache=True)
 def sample(_signal, info, _context):  # type: ignore[no-untyped-def]
-    """A signal's handler (SA_SIGINFO): what was computed since the last sample counts by what that took, and another is taken."""
+    """A signal's handler (SA_SIGINFO): scales what was computed since the last sample by that sample's time, and takes another one."""
     address = carray(info, VALUE + 1)[VALUE]
     state = carray(_reals(address), HEAD + NEAR + FAR)
     began = _now_ns(address)
-    if state[TAKES_NS] > 0:  # or nothing is known yet
+    if state[TAKES_NS] > 0:  # otherwise nothing is known yet
         state[EVEN_NS] += (began - state[MARK_NS]) * state[REFERENCE_NS] / state[TAKES_NS]
-    state[SUM] = _near(state, 1)  # into the cache
+    state[SUM] = _near(state, 1)  # brings it into the cache
     start = _now_ns(address)
     place = int(state[PLACE])
     state[SUM] += _near(state, ROUNDS) + _far(state, place)

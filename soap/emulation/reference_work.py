@@ -1,15 +1,17 @@
 """A thread's processor time as it would be on a core that is always equally fast.
 
-What a virtual machine calls a core is often half of one. While a neighbour computes on the other half, or fills the caches that both use,
-everything here takes 10% to 30% longer, for milliseconds or for minutes (a product of matrices on a box with nothing else to do: 1.5 to
-2.0 ms in the medians of following seconds). An emulated device is to compute at an even rate, and what is measured of it today is to hold
-tomorrow. So a fixed piece of work, the *yardstick*, is timed now and then, on the thread itself and only while it computes: a timer that
-runs with the thread's processor time sends a signal, whose handler takes the sample (``reference_kernel``). Processor time counts by
-how long the yardstick should take, divided by how long it does. Half of it is multiplications, half reads what is not in a core's own
-cache. Of a box that was busy so, products, convolutions, additions and tanh together varied by 9% from second to second, and by 3%
-when divided by it. What it reads lies in huge pages, or each process would have a yardstick of its own.
+What a virtual machine calls a core is often half of one. While a neighbour computes on the other half, or fills the caches that both
+use, everything here takes 10% to 30% longer, for milliseconds or for minutes (a product of matrices on a box with nothing else to do:
+1.5 to 2.0 ms in the medians of following seconds). An emulated device must compute at an even rate, and what is measured of it today
+must hold tomorrow.
 
-Only on Linux; elsewhere, and before ``start``, ``thread_time_ns`` is the thread's processor time as it is.
+So a fixed piece of work, the *reference work*, is timed now and then, on the thread itself and only while it computes: a timer that
+runs with the thread's processor time sends a signal, whose handler takes the sample (``reference_kernel``). Processor time is
+multiplied by the time that the reference work should take, divided by the time that it takes. Half of it is multiplications; half reads
+memory outside of a core's own cache. On a box that was busy in this way products, convolutions, additions and tanh together varied by
+9% from second to second, and by 3% when divided by it. It reads huge pages, since small ones would make it differ between processes.
+
+Only on Linux. Elsewhere, and before ``start``, ``thread_time_ns`` is the thread's plain processor time.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from typing import TYPE_CHECKING
 from soap.errors import RuntimeFailure
 
 if TYPE_CHECKING:
-    from soap.emulation.reference_kernel import State
+    from soap.emulation.reference_kernel import ReferenceState
 
 VERSION = 2
-"""Of the piece of work; since 2 its memory is in huge pages."""
+"""Version of the piece of work; since 2 its memory is in huge pages."""
 INTERVAL_NS = 2_000_000
-"""Of processor time between two samples; most kernels look at their next tick, which is every 1 to 10 ms."""
+"""Processor time between two samples. Most kernels check at their next tick, which comes every 1 to 10 ms."""
 REFERENCE_SECONDS = 0.5
 LEAST_SAMPLES = 20
 SIGNAL_ABOVE_FIRST = 5
-"""Which of the signals that mean nothing by themselves."""
+"""The timer's signal, counted from the first one without a meaning of its own (SIGRTMIN)."""
 TO_THREAD = 4
 """SIGEV_THREAD_ID."""
 SA_SIGINFO, SA_RESTART = 0x4, 0x10000000
@@ -58,15 +60,16 @@ class _Event(ctypes.Structure):
     )
 
 
-class _Yardstick:
-    """Of the calling thread, from now on until ``close``. ``reference_ns``: what it should take; 0: what the first sample takes."""
+class _ReferenceWork:
+    """Takes samples of the calling thread, from now on until ``close``. ``reference_ns``: the time that the work should take; 0: the
+    time of the first sample."""
 
     def __init__(self, reference_ns: float) -> None:
         from soap.emulation import reference_kernel as kernel
 
         self._kernel = kernel
         self.thread = threading.get_ident()
-        self.state: State = kernel.clear(_spare.pop() if _spare else kernel.new_memory())
+        self.state: ReferenceState = kernel.clear(_spare.pop() if _spare else kernel.new_memory())
         self._libc = ctypes.CDLL(None, use_errno=True)
         number = signal.SIGRTMIN + SIGNAL_ABOVE_FIRST
         action = _Action(kernel.sample.address, (ctypes.c_ulong * 16)(), SA_SIGINFO | SA_RESTART, None)
@@ -80,7 +83,7 @@ class _Yardstick:
         self._call("timer_settime", self._timer, 0, ctypes.byref(interval), None)
 
     def close(self) -> None:
-        """No more samples."""
+        """Stop taking samples."""
         self._call("timer_delete", self._timer)
         _spare.append(self.state)
 
@@ -91,7 +94,7 @@ class _Yardstick:
             count = state[kernel.COUNT]
             since, takes = time.thread_time_ns() - state[kernel.MARK_NS], state[kernel.TAKES_NS]
             even = state[kernel.EVEN_NS] + (since * state[kernel.REFERENCE_NS] / takes if takes > 0 else since)
-            if state[kernel.COUNT] == count:  # or a sample was taken meanwhile
+            if state[kernel.COUNT] == count:  # otherwise a sample was taken meanwhile
                 return int(even)
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -99,57 +102,55 @@ class _Yardstick:
             raise RuntimeFailure(f"{name}: error {ctypes.get_errno()}; expected that a thread may have a timer of its processor time")
 
 
-_spare: list[State] = []
-"""Memory of yardsticks that are closed, for others. None is given back: when a timer is deleted, a signal may still be under way."""
-_yardstick: _Yardstick | None = None
+_spare: list[ReferenceState] = []
+"""Memory of closed states, for reuse. None is freed: when a timer is deleted, a signal may still be under way."""
+_running: _ReferenceWork | None = None
 
 
-def _own() -> _Yardstick | None:
-    """The calling thread's, if it has one."""
-    return _yardstick if _yardstick is not None and _yardstick.thread == threading.get_ident() else None
+def _own() -> _ReferenceWork | None:
+    """The calling thread's state, if it has one."""
+    return _running if _running is not None and _running.thread == threading.get_ident() else None
 
 
 def start(reference_ns: float) -> None:
-    """From now on the calling thread's time is even. ``reference_ns``: what the yardstick takes on a core as fast as it should be.
-
-    For one thread of a process at a time. RuntimeFailure if the system refuses.
-    """
-    global _yardstick
+    """From now on the calling thread's time is even. ``reference_ns``: time of the reference work on a core as fast as it should be.
+    For one thread of a process at a time. RuntimeFailure if the system refuses."""
+    global _running
     if _own() is not None:
         return
     stop()
-    _yardstick = _Yardstick(reference_ns)
+    _running = _ReferenceWork(reference_ns)
 
 
 @atexit.register
 def stop() -> None:
-    """From now on it is the processor's again."""
-    global _yardstick
-    ended, _yardstick = _yardstick, None
+    """From now on the thread's time is its plain processor time again."""
+    global _running
+    ended, _running = _running, None
     if ended is not None:
         ended.close()
 
 
 def reference_ns() -> float | None:
-    """What the calling thread's yardstick should take; None if its time is not even."""
+    """Time that the calling thread's reference work should take; None if the thread's time is not even."""
     own = _own()
     return None if own is None else float(own.state[own._kernel.REFERENCE_NS])
 
 
 def thread_time_ns() -> int:
-    """The calling thread's processor time, even if that was asked for; only differences mean something."""
+    """The calling thread's processor time, even if ``start`` was called. Only differences have a meaning."""
     own = _own()
     return time.thread_time_ns() if own is None else own.even_ns()
 
 
 def measured_reference_ns() -> float | None:
-    """What the yardstick takes now and then while the calling thread computes for half a second; None where there are no such timers."""
+    """Time of the reference work, sampled while the calling thread computes for half a second; None if the system has no such timers."""
     if sys.platform != "linux":
         return None
     import numpy as np
 
-    yardstick, numbers, found = _Yardstick(0.0), np.ones(1 << 19), list[float]()
-    kernel, state = yardstick._kernel, yardstick.state
+    work, numbers, found = _ReferenceWork(0.0), np.ones(1 << 19), list[float]()
+    kernel, state = work._kernel, work.state
     try:
         stop_s, count = time.thread_time() + REFERENCE_SECONDS, 0.0
         while time.thread_time() < stop_s:
@@ -158,5 +159,5 @@ def measured_reference_ns() -> float | None:
                 count = state[kernel.COUNT]
                 found.append(float(state[kernel.TAKES_NS]))
     finally:
-        yardstick.close()
+        work.close()
     return float(np.median(found)) if len(found) >= LEAST_SAMPLES else None

@@ -1,11 +1,13 @@
-"""A processor that is slower than this one: what a process has computed takes effect as late as on a device with a part of a core.
+"""A processor that is slower than this one: the results of a process take effect as late as on a device with a part of a core.
 
-A device of an emulated cluster computes at an even rate. A CPU quota alone does not: a process that has waited may use a whole period's
-time at once, and one that has used it up stands still, messages or not. So a process keeps a clock of its own, at which its device is free:
-its thread's processor time (even, where ``reference_work`` makes it so), divided by the share, is added to it; and before it communicates,
-which is when others can notice, it sleeps until then. Waiting for others adds nothing: a device that waits computes nothing. What it has
-waited for it has as soon as it has come, even where another device's process has the core just then: a device's core is its own. Without
-``set_share`` all of this does nothing.
+A device of an emulated cluster computes at an even rate. A CPU quota alone does not give that: a process that has waited may use a
+whole period's time at once, and one that has used it up stands still, messages or not. So a process keeps a clock of its own, at which
+its device is free. Its thread's processor time (even, if ``reference_work`` makes it so), divided by the share, is added to the clock.
+Before the process communicates, which is when others can notice, it sleeps until then. Waiting for others adds nothing: a device that
+waits computes nothing. What a device has waited for is there as soon as it has come, even if another device's process has the core at
+that moment: a device's core is its own.
+
+Without ``set_share`` all of this does nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from soap.runtime.system import clock
 from soap.runtime.system.clock import Clock
 
 LEAST_SLEEP_NS = 50_000
-"""Less is not slept for at once, but with what follows."""
+"""Shorter sleeps are not made at once, but together with later ones."""
 
 
 class VirtualClock(Clock):
@@ -58,7 +60,7 @@ class VirtualClock(Clock):
         return self._busy_ns
 
     def resume(self) -> None:
-        """Something that the device has waited for has come: it goes on now, or when it has done what it had begun."""
+        """What the device has waited for has come. It goes on now, or when it has finished what it had begun."""
         self._used_ns = reference_work.thread_time_ns()
         queued_ns = self._queued()
         self._free_ns = max(self._free_ns, time.perf_counter_ns() - (queued_ns - self._queued_ns))
@@ -70,12 +72,12 @@ class VirtualClock(Clock):
         self._queued_ns = self._queued()
 
     def _queued(self) -> int:
-        """For how long the thread could have run so far, but others had the cores; 0 where the kernel does not tell."""
+        """For how long the thread could have run so far, but others had the cores; 0 if the kernel does not tell."""
         return 0 if self._statistics is None else int(os.pread(self._statistics, 100, 0).split()[1])
 
 
 def _open_statistics() -> int | None:
-    """Of the calling thread: what it has run for, what it was queued for, and how often, in ns."""
+    """Figures of the calling thread: run time, time in the queue, and how often it was queued, in ns."""
     with suppress(OSError):
         return os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
     return None

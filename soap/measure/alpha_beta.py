@@ -12,25 +12,26 @@ from soap.errors import ProfileError
 
 @dataclass(frozen=True, slots=True)
 class AlphaBeta:
-    """``alpha_seconds`` at no bytes, ``beta_seconds_per_byte`` more for each; ``deviation``: the median of |fit / measured - 1|."""
+    """Time of ``alpha_seconds`` for no bytes, and ``beta_seconds_per_byte`` more for each byte. ``deviation``: the median of |fit /
+    measured - 1|."""
 
     alpha_seconds: float
     beta_seconds_per_byte: float
     deviation: float
 
     def seconds(self, size_bytes: int) -> float:
-        """What so many bytes take."""
+        """Seconds for so many bytes."""
         return self.alpha_seconds + self.beta_seconds_per_byte * size_bytes
 
 
 def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta:
-    """The line with the least sum of |log(fit / measured)| among those through two of the points, or through one if it is level or begins
-    at 0, that falls nowhere: neither figure is negative.
+    """The line with the least sum of |log(fit / measured)| among the lines through two of the points, and those through one that are
+    level or begin at 0. Neither figure is negative.
 
-    Logarithms, because small and large messages matter alike, and too short by a factor is as wrong as too long by it: of
-    |fit / measured - 1| a time of zero would only be an error of one, and so a level line through some short messages good enough for all.
-    Absolute, not squared, so that what another program has slowed down counts little. ProfileError without two different sizes, or for
-    times that are not above 0.
+    Logarithms, because small and large messages matter alike, and half the time is as wrong as twice the time. By |fit / measured - 1|
+    a time of zero would only be an error of one, and a level line through some short messages would seem good enough for all. Absolute,
+    not squared, so that a measurement which another program has slowed down counts little. ProfileError without two different sizes, or
+    for times that are not above 0.
     """
     x, y = np.asarray(sizes_bytes, float), np.asarray(seconds, float)
     if x.shape != y.shape or len(np.unique(x)) < 2 or (x < 0).any() or not (np.isfinite(y) & (y > 0)).all():
@@ -45,6 +46,6 @@ def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta:
     legal = (betas >= 0) & (alphas >= 0)
     alphas, betas = alphas[legal], betas[legal]
     ratios = (alphas[:, None] + betas[:, None] * x) / y
-    with np.errstate(divide="ignore"):  # a line that begins at 0 is infinitely wrong about a size of 0
+    with np.errstate(divide="ignore"):  # a line that begins at 0 is infinitely wrong about size 0
         best = int(np.abs(np.log(ratios)).sum(axis=1).argmin())
     return AlphaBeta(float(alphas[best]), float(betas[best]), float(np.median(np.abs(ratios[best] - 1))))

@@ -1,8 +1,8 @@
 """Rates that this machine reaches: operations and bytes per second, and what a call costs.
 
-On a CPU every core that will work is set to work, each on its own data, as separate processes will be: neighbouring hardware threads
-share execution units, and all share the memory. What is counted is the processor time of each thread, not the clock on the wall, so that
-other programs, which take turns with ours, do not spoil a figure that is kept for long.
+On a CPU all cores that will compute work at the same time, each on its own data, as separate processes will: neighbouring hardware
+threads share execution units, and all share the memory. The processor time of each thread counts, not wall-clock time. So other
+programs, which take turns with ours, do not spoil a figure that is kept for long.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from threading import Barrier
 from typing import Any
 
 SECONDS_PER_RATE = 0.1
-"""How long one rate is measured; there are four to six."""
+"""Seconds of measuring one rate; there are four to six rates."""
 MATMUL_SIZE = {"cpu": 512, "cuda": 4096}
 COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-"""Above the last cache level of usual processors; all cores together, but at least ``LEAST_COPY_BYTES`` each."""
+"""Bytes of all copies together, above the last cache level of usual processors; each core copies at least ``LEAST_COPY_BYTES``."""
 LEAST_COPY_BYTES = 4 * 2**20
 DTYPES = {"cpu": ("float32", "float64"), "cuda": ("float32", "float64", "bfloat16", "float16")}
 TINY_LAYERS = 40
 """Length of the chain of tiny layers whose calls are timed."""
 TINY_CALLS = TINY_LAYERS * (3 + 4)
-"""Calls of a forward and backward pass over it, as ``roofline`` counts them: linear, relu and add, and linear's backward pass twice."""
+"""Calls of a forward and backward pass over the chain, as ``roofline`` counts them: linear, relu and add, and linear's backward pass
+twice."""
 FINE_CLOCK_SECONDS = 1e-4
-"""A thread's processor time is used where the system counts it at least this finely; elsewhere the clock on the wall."""
+"""A thread's processor time is used if the system counts it at least this finely; otherwise wall-clock time."""
 
 Action = Callable[[], Any]
 
@@ -36,9 +37,7 @@ Action = Callable[[], Any]
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What one core (or one GPU) reaches while its neighbours work as well. ``memory_bytes_per_second``: read and written.
-
-    ``kernel_seconds``: what a small call costs in a forward and backward pass in eager mode, with the recording of the graph.
-    """
+    ``kernel_seconds``: time of a small call in a forward and backward pass in eager mode, including the recording of the graph."""
 
     flops_per_second: dict[str, float]
     memory_bytes_per_second: float
@@ -46,7 +45,7 @@ class Rates:
 
 
 def cpu_rates(workers: int) -> Rates:
-    """What one core reaches while ``workers`` cores work."""
+    """Rates of one core while ``workers`` cores work."""
     size = max(COPY_BYTES["cpu"] // workers, LEAST_COPY_BYTES)
     with _single_threaded():
         flops = {dtype: _flops(_together(workers, _matmul("cpu", dtype)), "cpu") for dtype in DTYPES["cpu"]}
@@ -56,14 +55,14 @@ def cpu_rates(workers: int) -> Rates:
 
 
 def cuda_rates() -> Rates:
-    """What the first GPU reaches; GPUs do not disturb each other."""
+    """Rates of the first GPU. GPUs do not disturb each other."""
     flops = {dtype: _flops(_on_gpu(_matmul("cuda", dtype)), "cuda") for dtype in DTYPES["cuda"]}
     size = COPY_BYTES["cuda"]
     return Rates(flops, 2 * size / _on_gpu(_copy("cuda", size)), _on_gpu(_tiny_calls("cuda")) / TINY_CALLS)
 
 
 def gpu_copy_seconds(copied_bytes: int) -> float:
-    """Time to copy from the first GPU to the second."""
+    """Seconds to copy from the first GPU to the second."""
     import torch
 
     source = torch.empty(copied_bytes, dtype=torch.uint8, device="cuda:0")
@@ -84,7 +83,7 @@ def _single_threaded() -> Iterator[None]:
 
 
 def _together(workers: int, make: Callable[[], Action]) -> float:
-    """Typical seconds of an action while so many threads do it at once; ``make`` gives each its own."""
+    """Typical seconds of an action while so many threads do it at once. ``make`` gives each thread an action of its own."""
     import torch
 
     barrier = Barrier(workers)
@@ -92,13 +91,13 @@ def _together(workers: int, make: Callable[[], Action]) -> float:
 
     def work() -> float:
         try:
-            torch.set_num_threads(1)  # counts for the thread that says it
+            torch.set_num_threads(1)  # counts for the calling thread only
             action = make()
             action()
             barrier.wait()
             return _typical_seconds(action, time.thread_time if fine else time.perf_counter)
         except BaseException:
-            barrier.abort()  # or the others would wait for ever
+            barrier.abort()  # otherwise the other threads would wait for ever
             raise
 
     with ThreadPoolExecutor(workers) as pool:
@@ -106,7 +105,7 @@ def _together(workers: int, make: Callable[[], Action]) -> float:
 
 
 def _on_gpu(make: Callable[[], Action], devices: int = 1) -> float:
-    """Typical seconds of an action, from its call until the GPU has done it."""
+    """Typical seconds of an action, from its call until the GPU has finished it."""
     import torch
 
     action = make()

@@ -1,7 +1,5 @@
-"""How fast a core of this machine is taken to be where hosts are emulated (``reference_work``), kept in the user's cache folder.
-
-Measured once: what has been measured of emulated devices, and what is measured of them later, counts by the same core.
-"""
+"""The reference speed of a core of this machine for emulated hosts (``reference_work``), kept in the user's cache folder. It is
+measured once, so that whatever is measured of emulated devices, now or later, refers to the same core."""
 
 from __future__ import annotations
 
@@ -17,9 +15,10 @@ from soap.measure.this_machine import cpu_model
 FILE = "core-speed.json"
 
 
-def yardstick_ns() -> float | None:
-    """What the yardstick takes on a core of this machine; None where it cannot be measured."""
-    folder, key = cache_folder(), f"{cpu_model()}, yardstick {VERSION}"
+def core_reference_ns() -> float | None:
+    """Nanoseconds of the reference work on a core of this machine; None if they cannot be measured."""
+    folder = cache_folder()
+    key = f"{cpu_model()}, yardstick {VERSION}"  # an older word for the reference work: another key would measure the core anew
     path = None if folder is None else folder / FILE
     try:
         known = json.loads(read_text(path, what="cache file")) if path is not None and path.exists() else {}

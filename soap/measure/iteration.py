@@ -17,11 +17,9 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Nanoseconds of each step after the warm-up, of the slowest rank, and each step's loss (warm-up included).
-
-    ``card_counts``: by rank, bytes (sent, received) and frames (sent, received) that its host's network card counted in these timed
-    steps; empty if nobody asked.
-    """
+    """Nanoseconds of each step after the warm-up, of the slowest rank, and each step's loss (warm-up included). ``card_counts``: by
+    rank, bytes (sent, received) and frames (sent, received) that its host's network card counted in these timed steps; empty if they
+    were not asked for."""
 
     times_ns: tuple[int, ...]
     losses: tuple[float, ...]
@@ -41,11 +39,9 @@ def measure_steps(
     on_step: Callable[[int, float], None] | None = None,
     card: Callable[[], tuple[int, ...]] | None = None,
 ) -> StepTimes:
-    """Train ``warm_up + steps`` steps on ``batch(trainer.steps)`` each; on all ranks. ``on_step`` hears each step's number and loss.
-
-    ``card``: tells what ``StepTimes.card_counts`` has, so far; it is asked while no step is under way. What a timed step has beside its
-    own traffic are the two barriers around it, and what ``on_step`` sends.
-    """
+    """Train ``warm_up + steps`` steps on ``batch(trainer.steps)`` each, on all ranks. ``on_step`` is called with each step's number and
+    loss. ``card``: returns the counts of the network card so far; it is called while no step is under way. Beside its own traffic a
+    timed step has the two barriers around it, and what ``on_step`` sends."""
     times: list[int] = []
     losses: list[float] = []
     moved: list[tuple[int, ...]] = [(), ()]
@@ -54,10 +50,10 @@ def measure_steps(
         if card is not None:
             trainer.comm.barrier()
             moved[place] = card()
-            trainer.comm.barrier()  # or another rank's next step would count
+            trainer.comm.barrier()  # otherwise another rank's next step would count
 
     for number in range(trainer.steps, trainer.steps + warm_up + steps):
-        inputs = [trainer.place(tensor) for tensor in batch(number)]  # as input pipelines do while the step before goes on
+        inputs = [trainer.place(tensor) for tensor in batch(number)]  # as input pipelines do during the step before
         if len(times) == warm_up:
             count(0)
         trainer.comm.barrier()
@@ -76,7 +72,7 @@ def measure_steps(
 
 
 def _finish(trainer: Trainer) -> None:
-    """Return when what this rank has begun is done. A barrier would tell as well, but takes milliseconds itself."""
+    """Wait until the device has finished what this rank has begun. A barrier would do, but takes milliseconds itself."""
     trainer.comm.finish_sends()
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)

@@ -1,7 +1,7 @@
 """What a link between two processes of this machine carries: a short gloo run in two processes of its own.
 
-They are started as plain Python processes, not through ``multiprocessing``, which would run the user's main script again, and meet
-through a file in a temporary folder, so that no port can be taken. ``measure_link`` starts them; ``main`` is what each of them runs.
+They are started as plain Python processes. ``multiprocessing`` would run the user's main script again. They meet through a file in a
+temporary folder, so that no port can be taken. ``measure_link`` starts them; ``main`` is what each of them runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BOOTSTRAP = "import sys; sys.path.append(sys.argv.pop(1)); from soap.measure.link_probe import main; main()"
 TIMEOUT_SECONDS = 30.0
-"""For starting two Pythons with torch on a busy machine; the run itself takes a fraction of a second."""
+"""Seconds to start two Pythons with torch on a busy machine; the run itself takes a fraction of a second."""
 PING_PONGS = 200
 EXCHANGES = 10
 EXCHANGE_BYTES = 8 * 2**20
@@ -37,7 +37,7 @@ LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """What one direction of a link carries while the other is as busy."""
+    """What one direction of a link carries while the other direction is as busy."""
 
     bandwidth_bytes_per_second: float
     latency_seconds: float
@@ -81,7 +81,7 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _answer(ranks: list[subprocess.Popen[str]], deadline: float) -> LinkRates:
-    """What rank 0 prints, once both have ended well."""
+    """The output of rank 0, once both have ended well."""
     outputs = []
     for process in ranks:
         try:
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def _typical_seconds(action: Callable[[], None], repetitions: int) -> float:
-    """The fastest tenth, after a first time that warms up: what other programs do meanwhile only ever adds time."""
+    """The fastest tenth of several times, after a first one that warms up: other programs only ever add time."""
     action()
     seconds = []
     for _ in range(repetitions):

@@ -1,8 +1,6 @@
-"""What to measure of a cluster's links, and what came out.
-
-``probes_for`` chooses messages and collectives between every kind of devices; ``soap.measure.link_timing`` runs them between the real
-ranks; ``fits`` makes a line of each kind's times, and ``link_figures`` a topology whose links have what the lines say.
-"""
+"""What to measure of a cluster's links, and the results. ``probes_for`` chooses messages and collectives between every kind of devices.
+``soap.measure.link_timing`` runs them between the real ranks. ``fits`` makes a line of each kind's times, and ``link_figures`` a
+topology whose links have the figures of these lines."""
 
 from __future__ import annotations
 
@@ -20,17 +18,15 @@ from soap.plan.delivery import SMALLEST_EXCHANGE
 SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)
 MOST_TIMES = 10**4
-"""That a timing has."""
+"""Most times that one timing holds."""
 LEAST_CPU_SECONDS = 1e-9
 
 
 class Operation(StrEnum):
     """``message``: from the first device to the second. ``exchange``: both ways at once. ``all_to_all``: from each to each.
-
-    ``step_message``, ``step_sum`` and ``step_exchange``: bytes from one tile to the next, or summed behind each tile, or from each to each,
-    as a training step meets them (``soap.measure.step_timing``). ``step_restart``: what a tile that reads so many bytes takes
-    longer behind a sum.
-    """
+    ``step_message``, ``step_sum`` and ``step_exchange``: bytes from one tile to the next, summed behind each tile, or from each to
+    each, as a training step has them (``soap.measure.step_timing``). ``step_restart``: how much longer a tile that reads so many bytes
+    takes behind a sum."""
 
     MESSAGE = "message"
     EXCHANGE = "exchange"
@@ -44,17 +40,17 @@ class Operation(StrEnum):
 
 IN_STEPS = (Operation.STEP_MESSAGE, Operation.STEP_SUM, Operation.STEP_EXCHANGE, Operation.STEP_RESTART)
 NEEDED = (Operation.MESSAGE, Operation.EXCHANGE, *IN_STEPS)
-"""Those that must have been measured before predictions take any."""
+"""Operations that must have been measured before predictions use any."""
 STEP_BYTES = 4
-"""Of what is sent or summed within steps."""
+"""Bytes that are sent or summed within steps."""
 STEP_SIZES_BYTES = (STEP_BYTES, 64 * 1024)
-"""Of messages, and of what each device sends each other one, within steps: tensors of some size are packed, and put together."""
+"""Bytes of messages, and from each device to each other one, within steps: a few bytes, and enough that packing them takes time."""
 LAYERS, ROWS, WIDTH = 1, 64, 192
 SAMPLES, CHANNELS, SIDE, WINDOW = 2, 24, 16, 3
 BLOCK_BYTES = 4 * (LAYERS * WIDTH**2 + SAMPLES * CHANNELS * SIDE**2 + (CHANNELS * WINDOW) ** 2)
-"""Weights of so many layers (on so many rows), and what a convolution reads: a block of a tile's work."""
+"""Bytes that one block of a tile's work reads: the weights of its layers, and the operands of its convolution."""
 RESTART_BYTES = (BLOCK_BYTES, 4 * BLOCK_BYTES, 12 * BLOCK_BYTES)
-"""Of what a tile reads that is timed behind sums: about a millisecond on a device with 0.4 cores, four, and twelve."""
+"""Bytes read by the tiles that are timed behind sums: about one, four and twelve milliseconds on a device with 0.4 cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +69,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """How long a probe took, each time, in seconds of the slowest rank (of a collective: on average over the ranks, each from when it was
-    ready itself); a message's one way. ``cpu_seconds``: processor time of one of its devices for one of it, which its computation does not
-    get; of a restart the tile's, by itself. ``measured_at``: ISO 8601, UTC. ``scale``: of the emulation in which it was
-    measured; times are the cluster's."""
+    """Times of one probe, in seconds of the slowest rank (of a collective: the average over the ranks, each from when it was ready
+    itself). A message's time is one way. ``cpu_seconds``: processor time that one operation takes from one of its devices' computation;
+    of a restart the tile's own time. ``measured_at``: ISO 8601, UTC. ``scale``: of the emulation in which it was measured; times are
+    the cluster's."""
 
     probe: Probe
     seconds: tuple[float, ...]
@@ -95,12 +91,12 @@ class LinkTiming:
 
 
 Lines = Mapping[tuple[Operation, tuple[int, ...]], AlphaBeta]
-"""By operation and devices."""
+"""The key by which probes of different sizes belong together: operation and devices."""
 
 
 def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> list[Probe]:
-    """Messages and exchanges of one pair of each kind (on one host, on two); collectives over devices of one host, over one device of each
-    host, and over all, in groups of 2, 4, 8, … and whole. Of processors also those within steps, over a pair's devices and over
+    """Messages and exchanges of one pair of each kind (on one host, on two). Collectives over devices of one host, over one device of
+    each host, and over all, in groups of 2, 4, 8, … and whole. Of processors also those within steps, over a pair's devices and over
     all."""
     hosts = [own for own in devices_by_host(topology) if own]
     inside = max(hosts, key=len)
@@ -125,12 +121,12 @@ def probes_for(topology: Topology, sizes_bytes: Sequence[int] = SIZES_BYTES) -> 
 
 
 def fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], AlphaBeta]:
-    """By operation and devices, in the order of the measurements; of what has several sizes."""
+    """A line of each operation over the same devices that was measured in several sizes, in the order of the measurements."""
     return {key: fit([t.probe.size_bytes for t in own], [t.typical_seconds for t in own]) for key, own in by_kind(timings).items()}
 
 
 def cpu_fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], AlphaBeta]:
-    """The same of the processor time of one device."""
+    """The same for the processor time of one device."""
     return {
         key: fit([t.probe.size_bytes for t in own], [max(t.cpu_seconds, LEAST_CPU_SECONDS) for t in own])
         for key, own in by_kind(timings).items()
@@ -138,7 +134,7 @@ def cpu_fits(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, 
 
 
 def by_kind(timings: Sequence[LinkTiming]) -> dict[tuple[Operation, tuple[int, ...]], list[LinkTiming]]:
-    """The timings of each operation over the same devices, but for those within steps."""
+    """The timings of each operation over the same devices, without those within steps."""
     found: dict[tuple[Operation, tuple[int, ...]], list[LinkTiming]] = defaultdict(list)
     for timing in timings:
         if timing.probe.operation not in IN_STEPS:
@@ -152,8 +148,8 @@ def scales_of(timings: Sequence[LinkTiming]) -> list[float]:
 
 
 def is_enough(topology: Topology, timings: Sequence[LinkTiming]) -> bool:
-    """Whether all messages and exchanges were measured, from which the links' figures follow, and what they are within steps; at one
-    scale."""
+    """Whether predictions can use them: all messages and exchanges were measured, from which the links' figures follow, and also those
+    within steps, all at one scale."""
     known = {timing.probe for timing in timings}
     complete = all(probe in known for probe in probes_for(topology) if probe.operation in NEEDED)
     return complete and len(scales_of(timings)) == 1

@@ -1,8 +1,9 @@
-"""Running probes of links between the real ranks, through the communicator that training uses.
+"""Runs probes of links between the real ranks, through the communicator that training uses.
 
-Collectives are timed as they come in training: behind a computation, when caches are cold and some ranks are later than others. What each
-waits for the last one belongs to them, since a simulation has equal tiles end at the same time. (A small sum over four emulated hosts takes
-2 ms in a tight loop, and 3 ms so.) Messages and exchanges are timed in a loop: who is late is told by the simulation there.
+Collectives are timed as they come in training: behind a computation, when caches are cold and some ranks are later than others. The
+time for which each rank waits for the last one is included, since in a simulation equal tiles end at the same time. (A small sum over
+four emulated hosts takes 2 ms in a tight loop, and 3 ms so.) Messages and exchanges are timed in a loop: the simulation itself knows
+who is late for them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from soap.runtime.system import clock
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 400
 SECONDS_PER_PROBE = 0.3
-"""For which there are at most ``MOST_ROUNDS``; who takes more time gets more rounds."""
+"""Seconds for which a probe is repeated, in at most ``MOST_ROUNDS`` rounds. More seconds allow more rounds in proportion."""
 FLOAT_BYTES = 4
 COMPUTED_SECONDS = 1e-3
-"""Processor time of what each rank computes before a collective."""
+"""Processor time of the computation before a collective, on each rank."""
 COMPUTED_FLOATS = 2**19
 
 
@@ -40,11 +41,9 @@ def measure_links(
     enough: Callable[[], bool] = lambda: False,
 ) -> list[LinkTiming]:
     """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
-
-    Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's are measured, whatever the others' are,
-    which may know of other measurements. ``on_probe`` hears on rank 0 of each probe that is done. ``when_open``: called on every rank as
-    soon as all groups have their threads. ``enough``: asked on rank 0 before each probe, whether the rest is left.
-    """
+    Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's list counts; other ranks may know of
+    other measurements. ``on_probe`` is called on rank 0 with each probe that is done. ``when_open``: called on every rank as soon as
+    all groups have their threads. ``enough``: called on rank 0 before each probe; True leaves the rest."""
     world = open_world(device_count, kind, backend)
     comm = Communicator(world.device, (), world.timeout)
     try:
@@ -66,7 +65,7 @@ def measure_links(
 
 
 def _measure(comm: Communicator, probe: Probe, seconds_per_probe: float) -> LinkTiming:
-    """All ranks take the same number of rounds, which follows from the slowest one's second."""
+    """Time one probe. All ranks take the same number of rounds, which follows from the slowest rank's second trial."""
     here = comm.rank in probe.devices
     once = _round(comm, probe) if here else None
     collective = probe.operation in (Operation.ALL_REDUCE, Operation.ALL_TO_ALL)
@@ -99,7 +98,7 @@ def _compute_on(values: torch.Tensor) -> Callable[[], None]:
 
 
 def _timed(comm: Communicator, once: Callable[[], None], before: Callable[[], None] | None) -> tuple[float, float]:
-    """Seconds of a round, and for how many of them this device could not compute; ``before`` is no part of it."""
+    """Seconds of a round, and of these the seconds in which this device could not compute. ``before`` is not included."""
     if before is not None:
         before()
     busy, start = _busy_seconds(), time.perf_counter()
@@ -111,14 +110,14 @@ def _timed(comm: Communicator, once: Callable[[], None], before: Callable[[], No
 
 
 def _busy_seconds() -> float:
-    """What this process has computed so far, the backend's threads included; of a device of an emulated cluster without them, which work
-    beside it."""
+    """Seconds that this process has computed so far, including the backend's threads; of a device of an emulated cluster without these,
+    which work beside it."""
     paced = clock.busy_ns()
     return time.process_time() if paced is None else paced / 1e9
 
 
 def _round(comm: Communicator, probe: Probe) -> Callable[[], None]:
-    """One round of a probe, as this rank takes part in it."""
+    """One round of a probe: this rank's part of it."""
     devices, count = probe.devices, max(1, probe.size_bytes // FLOAT_BYTES)
     data, landing = (torch.zeros(count, device=comm.device) for _ in range(2))
     place = devices.index(comm.rank)
@@ -133,7 +132,7 @@ def _round(comm: Communicator, probe: Probe) -> Callable[[], None]:
                 comm.receive(landing, other, tag=sender).wait()
 
     def exchange() -> None:
-        coming = comm.receive(landing, other, tag=1 - place)  # first, as a step's program has it: see Communicator.all_to_all
+        coming = comm.receive(landing, other, tag=1 - place)  # first, as in a step's program: see Communicator.all_to_all
         comm.send(data, other, tag=place)
         coming.wait()
         comm.finish_sends()

@@ -20,8 +20,8 @@ from soap.files import read_text, write_text_atomically
 from soap.measure.link_probe import LinkRates
 
 VERSION = 3
-"""Of the file format and of what is measured; part of every key. Since 2 ``kernel_seconds`` is that of a call in training, since 3 links
-are measured with freed memory kept (``malloc``)."""
+"""Version of the file format and of the measurement; part of every key. Since 2 ``kernel_seconds`` is that of a call in training; since
+3 links are measured with freed memory kept (``malloc``)."""
 
 Key = Mapping[str, str | int]
 Measurement = tuple[DeviceType, LinkRates | None]
@@ -43,14 +43,14 @@ def cache_folder() -> Path | None:
 
 
 def cache_path(key: Key) -> Path | None:
-    """Where the measurement with this key is kept."""
+    """Path of the measurement with this key."""
     folder = cache_folder()
     text = json.dumps({**key, "version": VERSION}, sort_keys=True)
     return None if folder is None else folder / f"machine-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def load(key: Key) -> Measurement | None:
-    """The measurement that was kept, or None."""
+    """The stored measurement, or None."""
     path = cache_path(key)
     if path is None or not path.exists():
         return None
@@ -61,7 +61,7 @@ def load(key: Key) -> Measurement | None:
 
 
 def save(key: Key, measurement: Measurement) -> None:
-    """Keep a measurement; a warning if that is not possible."""
+    """Store a measurement; a warning if that is not possible."""
     path = cache_path(key)
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""What a rank really holds: tensor memory from one moment on, as the allocators see it."""
+"""The memory that a rank really holds: of its tensors, from one moment on, as the allocators see it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 QUIET = "99"
-"""A level of the profiler's own messages above all that it has."""
+"""A level of the profiler's own messages above all that it has, so that it prints none."""
 
 
 @dataclass
 class PeakMemory:
-    """``bytes``: the most that tensors held at once beyond what was there before. ``with_workspaces_bytes``: the same with what kernels
-    take for themselves while they run; on GPUs the allocator makes no such difference. Known when the measurement has ended."""
+    """``bytes``: the most that tensors held at once beyond what was there before. ``with_workspaces_bytes``: the same including what
+    kernels take for themselves while they run; on GPUs the allocator makes no such difference. Both are known when the measurement has
+    ended."""
 
     bytes: int = 0
     with_workspaces_bytes: int = 0
 
 
 class Change(NamedTuple):
-    """Memory that comes (``size_bytes`` above 0) or goes at a moment. ``call``: the innermost call of an operator in which, -1 for none."""
+    """Memory that is allocated (``size_bytes`` above 0) or freed at a moment. ``call``: the innermost call of an operator at that
+    moment, -1 for none."""
 
     time_ns: int
     address: int
@@ -36,8 +38,8 @@ class Change(NamedTuple):
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
-    """Measure the tensors that this thread allocates on ``device`` within the block: on GPUs what the caching allocator has given out; on
-    CPUs every allocation of torch's allocator, as its profiler tells them, which slows every call down."""
+    """Measure the tensors that this thread allocates on ``device`` within the block. On GPUs: what the caching allocator has given out.
+    On CPUs: every allocation of torch's allocator, as its profiler reports them, which slows every call down."""
     found = PeakMemory()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -56,7 +58,7 @@ def peak_memory(device: torch.device) -> Iterator[PeakMemory]:
 
 
 def without_workspaces(changes: Sequence[Change]) -> list[Change]:
-    """The changes but for workspaces: what one call of an operator takes, other than by calls of its own, and gives back itself."""
+    """The changes without workspaces: what one call of an operator itself, not a call within it, allocates and frees again."""
     taken: dict[int, int] = {}
     left: set[int] = set()
     for place, change in enumerate(changes):

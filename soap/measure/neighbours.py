@@ -2,7 +2,8 @@
 
 Cores of one machine are not independent: hardware threads share execution units, all cores share caches and memory. A process among N
 that all train is slower than one alone, and how much depends on what the others do. So they run the model's tiles meanwhile.
-They are plain Python processes that read what to do from their standard input, and end when it is closed or their parent is gone.
+
+They are plain Python processes that read their job from standard input, and end when it is closed or their parent is gone.
 """
 
 from __future__ import annotations
@@ -26,15 +27,13 @@ from soap.errors import RuntimeFailure
 
 BOOTSTRAP = "import sys; sys.path.append(sys.argv.pop(1)); from soap.measure.neighbours import main; main()"
 START_S = 180.0
-"""For starting Python with torch and loading the model on a busy machine."""
+"""Seconds to start Python with torch and load the model on a busy machine."""
 READY = "ready"
 
 
 class Neighbours:
-    """So many busy processes, from entering the context until leaving it. RuntimeFailure if they cannot be started.
-
-    ``model``, ``reading``: arguments of ``tracing.load.load_model``. ``degrees``: of each operator, how its tiles are cut.
-    """
+    """So many busy processes, from entering the context until leaving it. RuntimeFailure if they cannot be started. ``model``,
+    ``reading``: arguments of ``tracing.load.load_model``. ``degrees``: of each operator, how its tiles are cut."""
 
     def __init__(
         self, count: int, model: str, reading: Mapping[str, Any], degrees: Sequence[Sequence[int]], threads: int, command: str = BOOTSTRAP
@@ -67,7 +66,7 @@ class Neighbours:
         self._processes = []
 
     def check(self) -> None:
-        """RuntimeFailure if one of them has ended by itself: what was measured since then is not what it should be."""
+        """RuntimeFailure if one of them has ended by itself: then measurements since are not what they should be."""
         for process in self._processes:
             if process.poll() is not None:
                 raise RuntimeFailure(f"a process that was to keep a core busy has ended with code {process.returncode}; measure again")
@@ -83,7 +82,7 @@ class Neighbours:
         except OSError as cause:
             raise RuntimeFailure(f"cannot start a process to keep a core busy: {cause}") from None
         assert process.stdin is not None
-        with suppress(OSError):  # it has ended already, and says why
+        with suppress(OSError):  # it has ended already, and its error says why
             process.stdin.write(self._job + "\n")
             process.stdin.flush()
         return process
@@ -104,7 +103,7 @@ class Neighbours:
 
 
 def main() -> None:
-    """Read a job, say that it is understood, and run tiles until the parent has gone."""
+    """Read a job, confirm it, and run tiles until the parent has gone."""
     import torch
 
     from soap.measure.tile_timing import TileTimer

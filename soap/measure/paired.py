@@ -1,8 +1,6 @@
-"""Whether one strategy is really faster than another: their times turn by turn, each pair measured right behind each other.
-
-What slows a machine down for a while hits both of a pair, so that their ratio stays. A median of ratios, and an interval of it from their
-order alone (the sign test's), needs no assumption on how the noise is distributed.
-"""
+"""Whether one strategy is really faster than another: by their times turn by turn, each pair measured right behind each other. Whatever
+slows a machine down for a while hits both of a pair, so their ratio stays. The median of the ratios, and its interval from their order
+alone (the sign test's), assume nothing about how the noise is distributed."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ from math import comb
 from statistics import median
 
 CONFIDENCE = 0.95
-"""That the median of the ratios is at least what ``Gain.at_least`` says."""
+"""Confidence that the median of the ratios is at least ``Gain.at_least``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How many times as fast one strategy is as another one. ``at_least``: with ``CONFIDENCE``; 0 if there were too few rounds to tell:
-    of fewer than five even all alike may be chance."""
+    """How many times as fast one strategy is as another one. ``at_least``: with ``CONFIDENCE``; 0 if there were too few rounds to tell
+    (fewer than five, even all alike, may be chance)."""
 
     ratio: float
     at_least: float
@@ -26,8 +24,8 @@ class Gain:
 
 
 def gain(usual_ns: Sequence[int], other_ns: Sequence[int]) -> Gain:
-    """The other's gain over the usual one, from times of the same rounds. ValueError unless there is the same number of each, at least
-    1."""
+    """The other strategy's gain over the usual one, from times of the same rounds. ValueError unless there are equally many of both, at
+    least 1."""
     ratios = sorted(usual / max(1, other) for usual, other in zip(usual_ns, other_ns, strict=True))
     if not ratios:
         raise ValueError("no times; expected those of one round at least")
@@ -36,11 +34,11 @@ def gain(usual_ns: Sequence[int], other_ns: Sequence[int]) -> Gain:
 
 
 def _certainly_below(count: int) -> int | None:
-    """The place, in order, of the greatest of so many values that is not above their distribution's median, with ``CONFIDENCE``; None if
-    there is none. So many lie below the median as heads come up in as many throws."""
+    """Position, in order, of the greatest of so many values that is at most the median of their distribution, with ``CONFIDENCE``; None
+    if there is none. As many values lie below the median as a coin shows heads in as many throws."""
     likely, place = 0.0, None
     for below in range(count):
-        likely += comb(count, below) / 2**count  # of at most so many below
+        likely += comb(count, below) / 2**count  # probability of at most so many below
         if likely > 1 - CONFIDENCE:
             break
         place = below

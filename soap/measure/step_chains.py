@@ -1,7 +1,5 @@
-"""Chains of tiles whose steps are timed on one device and across some (``step_timing``): what goes from one tile to the next.
-
-Each operator hands on what it gets, and may compute something else meanwhile.
-"""
+"""Chains of tiles whose steps are timed on one device and across several (``step_timing``). The difference is the cost of what goes
+from one tile to the next. Each operator hands on what it gets, and may compute something else meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from soap.measure.link_probes import CHANNELS, LAYERS, ROWS, SAMPLES, SIDE, STEP_BYTES, WIDTH, WINDOW, Operation
-from soap.measure.upkeep_timing import Chain
+from soap.measure.upkeep_timing import TileChain
 from soap.model.graph import WHOLE, DimMap, Factor, FactorKind, Operand, OperatorGraph
 from soap.plan.tiling import Tile
 from soap.strategy.config import OpConfig, Strategy
@@ -21,7 +19,8 @@ from soap.tracing.model import TileContext
 
 
 class _Block(NamedTuple):
-    """Operands of a part of a tile's work. Of one kind of call alone, a processor would have the code at hand behind a wait as well."""
+    """Operands of one part of a tile's work. Several kinds of calls are mixed: with a single kind the processor would still have the
+    code at hand after a wait."""
 
     weights: list[torch.Tensor]
     image: torch.Tensor
@@ -34,7 +33,7 @@ class _Block(NamedTuple):
 
 
 class _Work(torch.autograd.Function):
-    """Hands on what it gets, and computes something else meanwhile, forward and backward."""
+    """Hands on its input, and computes something else meanwhile, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, blocks: Sequence[_Block]) -> torch.Tensor:
@@ -49,7 +48,7 @@ class _Work(torch.autograd.Function):
 
 
 def _compute(blocks: Sequence[_Block]) -> None:
-    """What tiles do: products, a convolution, its channels normalised, and elementwise functions."""
+    """The work of a tile: products, a convolution, normalisation of its channels, and elementwise functions."""
     with torch.no_grad():
         for block in blocks:
             values = torch.ones(ROWS, WIDTH)
@@ -60,9 +59,9 @@ def _compute(blocks: Sequence[_Block]) -> None:
             torch.relu((image - mean) * torch.rsqrt(square - mean * mean + 1)) + block.image
 
 
-class StepChain(Chain):
-    """Operators that read what the one before made, and the one before that: as residual connections are read, and what a norm is of. So a
-    segment begins from several values, of which one has come from elsewhere."""
+class StepChain(TileChain):
+    """Operators that read what the one before made, and the one before that, as residual connections and norms do. So a segment begins
+    from several values, of which one comes from another device."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -73,13 +72,13 @@ class StepChain(Chain):
         self.graph = replace(self.graph, operators=tuple(operators))
 
     def handed_on(self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The inputs' sum, or the parameter of the first."""
+        """The inputs' sum, or the parameter of the first operator."""
         return parameters[0] if parameters else inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
 
 
 class WorkingChain(StepChain):
-    """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole. ``blocks``: of each
-    tile's work, none for what only hands on."""
+    """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole. ``blocks``: amount
+    of work of each tile, none for a tile that only hands on."""
 
     def __init__(self, count: int, parts: int, blocks: int = 0) -> None:
         super().__init__(count)
@@ -92,13 +91,13 @@ class WorkingChain(StepChain):
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
-        """What is handed on, behind the work."""
+        """The value that is handed on, after the work is done."""
         return (_Work.apply(self.handed_on(tile, inputs, parameters), self._blocks),)  # type: ignore[no-untyped-call]
 
 
 class WideChain(StepChain):
-    """What is handed on has a shape, and ``dims``; the last operator adds up. ``factors``: of all operators, None for their own. Those of
-    what is exchanged are split by one of two in turns."""
+    """A graph of these operators. What is handed on has a shape, and ``dims``; the last operator adds up. ``factors``: of all
+    operators, None for their own. For an exchange, operators are split by one of two factors in turns."""
 
     def __init__(self, count: int, shape: tuple[int, ...], dims: tuple[DimMap, ...], factors: Sequence[Factor] | None = None) -> None:
         super().__init__(count)
@@ -121,13 +120,13 @@ class WideChain(StepChain):
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
-        """What is handed on; of the last its sum."""
+        """What is handed on; for the last operator its sum."""
         made = self.handed_on(tile, inputs, parameters)
         return (made.clone() if tile.operator < len(self.graph.operators) - 1 else made.sum().reshape(1),)
 
 
-def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0, size_bytes: int = STEP_BYTES) -> Chain:
-    """So many operators that hand on messages, sums, or what is exchanged; ``size_bytes``: of a message, or from each device to each."""
+def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0, size_bytes: int = STEP_BYTES) -> TileChain:
+    """So many operators that hand on messages, sums or exchanges. ``size_bytes``: of a message, or from each device to each."""
     depth = max(1, size_bytes // STEP_BYTES)
     if operation is Operation.STEP_MESSAGE:
         return WideChain(count, (1, depth), (DimMap(0), WHOLE))
@@ -137,8 +136,8 @@ def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0,
     return WorkingChain(count, devices, blocks)
 
 
-def chain_strategy(model: Chain, operation: Operation, devices: Sequence[int], *, across: bool) -> Strategy:
-    """All on the first device, or across them: each operator's parts, or one operator after the other."""
+def chain_strategy(model: TileChain, operation: Operation, devices: Sequence[int], *, across: bool) -> Strategy:
+    """All operators on the first device, or spread over the devices: each operator's parts, or one operator after the other."""
     last, chosen, count = len(model.graph.operators) - 1, {}, len(devices)
     for number, op in enumerate(model.graph.operators):
         degrees, place = [1] * len(op.factors), [devices[0]]

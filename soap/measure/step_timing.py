@@ -1,8 +1,8 @@
-"""What a message, a sum, or an exchange takes within a training step: steps of chains of tiles, on one device and across.
+"""What a message, a sum or an exchange takes within a training step: steps of chains of tiles, on one device and across several.
 
 By itself a message is quicker. Within a step a tile ends before it and another begins behind it, each in a segment of its own. And a
-processor that has waited computes more slowly at first: what a tile that computes takes longer behind a sum is a *restart*. (Between
-emulated hosts a sum delays a step by 1.3 ms, and by 2.2 where tiles of 2.3 ms are behind it, but takes 0.6 in a loop.)
+processor that has waited computes more slowly at first: how much longer a tile takes behind a sum is a *restart*. (Between emulated
+hosts a sum delays a step by 1.3 ms, and by 2.2 where tiles of 2.3 ms are behind it, but takes 0.6 in a loop.)
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 from soap.cluster.presets import local_topology
 from soap.measure.link_probes import BLOCK_BYTES, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.measure.step_chains import chain_model, chain_strategy
-from soap.measure.upkeep_timing import Chain
+from soap.measure.upkeep_timing import TileChain
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy
 
 CHAINS = (3, 11)
-"""Tiles of the two chains whose steps are compared."""
+"""Numbers of tiles of the two chains whose steps are compared."""
 STEPS, WARM_UP_STEPS = 6, 2
 TURNS, RESTART_TURNS = 3, 2
-"""How often all chains are run, one after the other: what slows the machine down for a while does not hit one of them alone. Those with
+"""How often all chains are run, one after the other, so that a slow phase of the machine does not hit one of them alone. Those with
 tiles that compute take longer."""
 
 Busy = Callable[[], float]
@@ -33,7 +33,7 @@ Busy = Callable[[], float]
 
 
 class _PerTile(NamedTuple):
-    """Seconds: of a tile of a chain on one device, how much longer it takes across them in each step, and for how long that keeps a
+    """Seconds: of a tile of a chain on one device; how much longer it takes across devices in each step; and how long that keeps a
     device busy, at one of a message's two ends."""
 
     alone: float
@@ -42,9 +42,9 @@ class _PerTile(NamedTuple):
 
 
 def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, known: Sequence[LinkTiming] = ()) -> LinkTiming:
-    """The time of such a probe, on every rank; all ranks take part. ``seconds``: how much longer one of them makes a step;
-    ``cpu_seconds``: for how long it keeps a device busy, at one of a message's two ends. Of a restart: how much longer still if tiles
-    compute than a sum (if that is ``known``, by that), and how long such a tile takes on one device."""
+    """The time of such a probe, on every rank; all ranks take part. ``seconds``: how much longer one operation makes a step.
+    ``cpu_seconds``: how long it keeps a device busy, at one of a message's two ends. Of a restart: how much longer tiles that compute
+    make a step, beyond the sum itself (taken from ``known`` if it is there), and how long such a tile takes on one device."""
     if probe.operation is not Operation.STEP_RESTART:
         turns = [_turn(comm, probe, busy, 0) for _ in range(TURNS)]
         return _timing(probe, [one for turn in turns for one in turn.longer], median(turn.busier for turn in turns))
@@ -63,7 +63,7 @@ def _turn(comm: Communicator, probe: Probe, busy: Busy, blocks: int) -> _PerTile
     alternating, tiles = probe.operation is Operation.STEP_MESSAGE, CHAINS[1] - CHAINS[0]
 
     def chains(across: bool) -> list[tuple[list[float], float]]:
-        parts = 1 if across or alternating else len(probe.devices)  # alone, a device has its part of what is exchanged
+        parts = 1 if across or alternating else len(probe.devices)  # on one device it does its share of what is exchanged
         models = [chain_model(probe.operation, count, len(probe.devices), blocks, probe.size_bytes // parts) for count in CHAINS]
         return [_steps(comm, model, chain_strategy(model, probe.operation, probe.devices, across=across), busy) for model in models]
 
@@ -76,9 +76,9 @@ def _turn(comm: Communicator, probe: Probe, busy: Busy, blocks: int) -> _PerTile
     return _PerTile(tile / 2, longer, own_busy)
 
 
-def _steps(comm: Communicator, model: Chain, strategy: Strategy, busy: Busy) -> tuple[list[float], float]:
-    """Seconds of each step of the slowest rank, and for how many of them the busiest rank's device computes, on all ranks."""
-    with clock.paused():  # the first one imports a good deal
+def _steps(comm: Communicator, model: TileChain, strategy: Strategy, busy: Busy) -> tuple[list[float], float]:
+    """Seconds of each step of the slowest rank, and seconds of computing of the busiest rank's device, on all ranks."""
+    with clock.paused():  # the first step imports modules
         trainer = Trainer(model, (strategy, local_topology(comm.world_size)), device_kind="cpu")
     walls, own_busy = [], []
     for step in range(WARM_UP_STEPS + STEPS):

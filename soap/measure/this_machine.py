@@ -1,7 +1,7 @@
-"""A quick measurement of this machine: what ``local:N`` costs. A few seconds, once; then from the cache.
+"""A quick measurement of this machine: what ``local:N`` costs. It takes a few seconds once; then it comes from the cache.
 
 The rates are those that one of N processes reaches while the others work as well (``compute_rates``). A process has
-``threads_per_process(N)`` threads; where there are more processes than cores, each gets its part of the time.
+``threads_per_process(N)`` threads; if there are more processes than cores, each gets its share of the time.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from soap.measure.link_probe import LinkRates, measure_link
 from soap.measure.machine_cache import Key
 
 SIGNIFICANT_DIGITS = 4
-"""More than the measurement means; short numbers in the cache file and in what people see."""
+"""Digits kept: more than the measurement is exact to, and short numbers in the cache file and in reports."""
 GPU_COPY_BYTES = 256 * 2**20
 GIB = 2**30
 GPU_NODES = ("/dev/nvidiactl", "/dev/dxg")
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 CGROUP_USES = (("/sys/fs/cgroup/memory.stat", "anon"), ("/sys/fs/cgroup/memory/memory.stat", "total_rss"))
-"""Files, and what processes hold in them; caches of files go when there is need."""
+"""Container limits count files, and what processes hold in them; caches of files are dropped when memory is needed."""
 MEMINFO = Path("/proc/meminfo")
 
 
 def measured_topology(preset: Topology, cache: bool = True) -> Topology:
-    """A preset of this machine's families (``presets.family``) with what it reaches. Emulated hosts have processes on its cores."""
+    """A preset made from this machine (``presets.family``), with the rates that this machine reaches. Emulated hosts have processes on
+    its cores."""
     if family(preset.name) != EMULATED:
         return measured_local_topology(preset.device_count, cache)
     return emulated_topology(
@@ -43,10 +44,9 @@ def measured_topology(preset: Topology, cache: bool = True) -> Topology:
 
 
 def measured_local_topology(count: int, cache: bool = True, gpus: bool = True) -> Topology:
-    """``local:count`` with what this machine reaches: GPUs if it has as many (and ``gpus``), else processes on its cores joined by gloo.
-
-    With ``cache`` the first measurement is kept in the user's cache folder and used from then on: equal questions, equal answers.
-    """
+    """``local:count`` with the rates that this machine reaches: GPUs if it has as many (and ``gpus``), otherwise processes on its cores
+    joined by gloo. With ``cache`` the first measurement is kept in the user's cache folder and used from then on: equal questions,
+    equal answers."""
     local_topology(count)  # refuses an impossible number before anything is measured
     kind = "cuda" if gpus and _gpu_count() >= count else "cpu"
     key = _key(kind, count)
@@ -55,7 +55,7 @@ def measured_local_topology(count: int, cache: bool = True, gpus: bool = True) -
     if link is None and count > 1:
         link = _measure_link(kind, count)
     if cache and (device, link) != known:
-        other = machine_cache.load(key)  # somebody else's, who has measured at the same time and was first
+        other = machine_cache.load(key)  # stored by another process that has measured at the same time and was first
         if other is not None and other != known:
             device, link = other[0], other[1] or link
         if (device, link) != other:
@@ -90,7 +90,7 @@ def cpu_cores() -> int:
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells."""
+    """The processor's name, if the system tells it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -101,10 +101,8 @@ def cpu_model() -> str:
 
 
 def memory_bytes() -> int:
-    """Main memory of this machine, or of the container that this process runs in.
-
-    In whole GiB if there is as much: the exact figure changes with every kernel, and the topology's hash must not.
-    """
+    """Main memory of this machine, or of the container that this process runs in. In whole GiB if it is at least one: the exact figure
+    changes with every kernel, and the topology's hash must not."""
     limits = []
     try:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -120,7 +118,7 @@ def memory_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """What processes can still take of this machine's memory, or of the container's; all of it where the system does not tell."""
+    """Memory that processes can still take on this machine, or in this container; all of it if the system does not tell."""
     left = [memory_bytes()]
     try:
         for line in MEMINFO.read_text(encoding="ascii").splitlines():
@@ -138,7 +136,7 @@ def free_memory_bytes() -> int:
 
 
 def _gpu_count() -> int:
-    """Number of CUDA devices; does not import torch where there can be none, so that planning starts quickly."""
+    """Number of CUDA devices. Does not import torch where there can be none, so that planning starts quickly."""
     if not any(os.path.exists(node) for node in GPU_NODES) and platform.system() != "Windows":
         return 0
     import torch
@@ -169,7 +167,8 @@ def _measure_link(kind: str, count: int) -> LinkRates | None:
 
 
 def _shared(link: LinkRates, count: int) -> LinkRates:
-    """The cores copy what processes send each other: two kept two cores busy, more processes share what there are."""
+    """Bandwidth shared by so many processes. The cores copy what processes send each other: two processes kept two cores busy, and more
+    share the cores there are."""
     share = min(1.0, max(2, cpu_cores()) / count)
     return LinkRates(link.bandwidth_bytes_per_second * share, link.latency_seconds / share)
 

@@ -1,5 +1,5 @@
-"""What tiles are timed on: regions of what the model computes from its example inputs, so that indices are in range, in memory of their own
-and laid out as the operator before leaves them."""
+"""Operands on which tiles are timed: regions of what the model computes from its example inputs, so that indices are in range. They
+have memory of their own and are laid out as the operator before leaves them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class TileOperands:
         self.bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._values.values())
 
     def is_active(self, tile: Tile) -> bool:
-        """Whether a step computes gradients of it."""
+        """Whether a step computes a gradient of this tensor."""
         return tile.operator in self.graph.backward_operators
 
     def context(self, tile: Tile) -> TileContext:
-        """That of a first step."""
+        """The context of a first step."""
         return TileContext(0, 0, self._buffers, unread=self._unread(tile))
 
     def bytes_of(self, tile: Tile) -> int:
@@ -45,13 +45,13 @@ class TileOperands:
         return sum(volume(box) * self.graph.tensors[operand.tensor].itemsize for operand, box in pairs)
 
     def tables(self, tile: Tile) -> dict[int, torch.Tensor]:
-        """By parameter (position), a tile's regions of those of which it takes rows."""
+        """By parameter (position), the tile's region of each parameter of which it takes rows."""
         operands = enumerate(zip(self.graph.operators[tile.operator].parameters, tile.parameters, strict=True))
         own = [(place, o.tensor, box) for place, (o, box) in operands if tile.on_rows and o.tensor in self.graph.sparse]
         return {place: self._region(name, box).contiguous() for place, name, box in own}
 
     def copy(self, tile: Tile, tables: Mapping[int, torch.Tensor]) -> Operands:
-        """Operands in memory of their own, but for ``tables``; what the model is given and its constants are read where they are, as by all
+        """Operands in memory of their own, without ``tables``. The model's inputs and constants are read where they are, as by all
         tiles of a step."""
         op, active = self.graph.operators[tile.operator], self.is_active(tile)
         inputs, parameters = [], []
@@ -74,7 +74,8 @@ class TileOperands:
         return value[relative(box, whole(value.shape))]
 
     def _unread(self, tile: Tile) -> frozenset[str]:
-        """What nobody would look at if the operators behind were cut alike; of parts of the channels it is not known, and all is made."""
+        """Whether batch norm's statistics can be left out: nobody reads them if the operators behind are cut alike. For part of the
+        channels that is not known, so they are made."""
         op, tiles = self.graph.operators[tile.operator], [tile]
         shapes = (self.graph.tensors[operand.tensor].shape for operand in op.inputs)
         if all(box == whole(shape) for box, shape in zip(tile.inputs, shapes, strict=True)):
@@ -102,12 +103,12 @@ class TileOperands:
 
 
 def whole_tile(graph: OperatorGraph, position: int) -> Tile:
-    """An operator in one piece."""
+    """The whole operator as one tile."""
     return tiles_of(graph, position, OpConfig((1,) * len(graph.operators[position].factors), (0,)))[0]
 
 
 def _dense(region: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy without gaps whose dimensions lie in memory in the same order as those of the tensor that it is cut from."""
+    """A copy without gaps whose dimensions are in the same order in memory as those of the tensor that it is cut from."""
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
     back = sorted(range(like.dim()), key=order.__getitem__)

@@ -1,15 +1,16 @@
-"""How long one tile takes, run as a training step runs it: ``TracedModel.run_tile`` on its regions with autograd, then its backward pass.
+"""How long one tile takes, run as a training step runs it: ``TracedModel.run_tile`` on its regions with autograd, then its backward
+pass.
 
-On a CPU different tiles take turns, as in a step: forward one after the other, then backward from the last to the first. What a tile has
-just used is not in the caches when it runs again, neither operands nor code, and freed memory has been through other hands. A tile that
-runs again and again alone takes a fifth less than it does in a step of a model with small tiles (docs/accuracy.md). Its inputs, though,
-are written right before, as the operator before it does that.
+On a CPU different tiles take turns, as in a step: forward one after the other, then backward from the last to the first. When a tile
+runs again, neither its operands nor its code are in the caches, and other tiles have used the freed memory. A tile that runs again and
+again alone takes a fifth less than in a step of a model with small tiles (docs/lab_notebook.md). Its inputs, though, are written right
+before, as the operator before it does.
 
 On a GPU, which is given kernels ahead, copies of one tile run one after the other, and then backward as one. They have memory of their
 own, as much as the model has.
 
-A tile on rows finds out which ones, copies them out of the table, and runs on them, all of which counts to its forward pass. The table is
-one for all copies; their rows lie in memory of their own.
+A sparse lookup finds out which rows it reads, copies them out of the table, and runs on them; all of this counts as its forward pass.
+All copies share one table; their rows have memory of their own.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from soap.plan.tiling import Tile
 from soap.tracing.model import TileContext, TracedModel
 
 TOGETHER = 8
-"""Tiles that take turns: beside 7 others a tile of a model of 163 took as long as beside 54."""
+"""Number of tiles that take turns. Beside 7 others a tile of a model of 163 took as long as beside 54."""
 MOST_COPIES = 16
 RUN_SECONDS = 0.05
-"""No more copies are made than run forward and backward in about this time."""
+"""No more copies are made than run forward and backward in about this many seconds."""
 WARM_UPS = 2
 TURN_SECONDS = 0.1
-"""For so long a tile that takes turns is repeated at most."""
+"""Seconds for which a tile that takes turns is repeated at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileTimes:
-    """One tile's passes. ``backward`` is None if there is nothing to be done in it. ``launch_ns``: on a GPU, what the processor takes to
+    """Times of one tile's passes. ``backward`` is None if it has no backward pass. ``launch_ns``: on a GPU, the processor's time to
     launch each of them."""
 
     forward: Sample
@@ -49,7 +50,7 @@ class TileTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A tile with what it runs on. ``written``: its inputs that another tile makes."""
+    """A tile with its operands. ``written``: its inputs that another tile makes."""
 
     tile: Tile
     inputs: list[torch.Tensor]
@@ -60,15 +61,16 @@ class _Prepared:
 
 
 class TileTimer:
-    """Times tiles of one model on one device. ``threads`` and ``share``: see ``timing.CpuClock``. Keeps all values of a forward pass."""
+    """Times tiles of one model on one device. ``threads`` and ``share``: see ``timing.CpuClock``. It keeps all values of a forward pass."""
 
     def __init__(self, model: TracedModel, device: torch.device, threads: int = 1, share: float = 1.0) -> None:
         self.model, self.graph, self.device = model, model.graph, device
         self.operands = TileOperands(model, device)
-        self._clocks = [clock_for(device, threads, share) for _ in range(2)]  # forward, backward: launching takes another time
+        self._clocks = [clock_for(device, threads, share) for _ in range(2)]  # forward, backward: launching takes a different time for each
 
     def groups(self, tiles: Sequence[Tile]) -> list[list[Tile]]:
-        """The tiles in their order, as many together as take turns and need no more memory than the model; on a GPU each alone."""
+        """The tiles in their order, in groups of those that take turns and together need no more memory than the model; on a GPU each
+        alone."""
         found: list[list[Tile]] = []
         room = 0
         for tile in tiles:
@@ -88,7 +90,7 @@ class TileTimer:
         """The passes of each tile, repeated for about so long at most for each of them."""
         turns = [self._prepare(tile) for tile in tiles]
         seconds = most_seconds * len(turns)
-        if sum(self._round(turns)) < 1e9 * seconds:  # loads kernels
+        if sum(self._round(turns)) < 1e9 * seconds:  # the first call loads kernels
             for _ in range(WARM_UPS):
                 self._round(turns)
         passes = [sample(times) for times in repeat(lambda: self._round(turns), seconds)]
@@ -96,10 +98,10 @@ class TileTimer:
         return [TileTimes(one, other if other.ns > 0 else None) for one, other in zip(forward, backward, strict=True)]
 
     def time_copies(self, tile: Tile, most_seconds: float = MOST_SECONDS) -> TileTimes:
-        """The passes of a tile, as a part of those of all copies together, which are repeated for about so long at most."""
+        """The passes of a tile: the time of all copies together divided by their number. Copies are repeated for about so long at most."""
         tables = self.operands.tables(tile)
         copies = [self.operands.copy(tile, tables)]
-        first = self._run(tile, copies)  # loads kernels
+        first = self._run(tile, copies)  # the first call loads kernels
         if sum(first) < 1e9 * most_seconds:
             spent = sum(self._run(tile, copies)) / 1e9
             copies += [self.operands.copy(tile, tables) for _ in range(self._count(tile, spent) - 1)]
@@ -124,7 +126,7 @@ class TileTimer:
         return _Prepared(tile, inputs, parameters, written, self.operands.context(tile), self.operands.is_active(tile))
 
     def _round(self, turns: Sequence[_Prepared]) -> list[float]:
-        """Times of all forward passes, then of all backward passes, in the order of the tiles; 0 where nothing is to be done."""
+        """Times of all forward passes, then of all backward passes, in the order of the tiles; 0 for a pass that does not exist."""
         forward, backward = [0.0] * len(turns), [0.0] * len(turns)
         made: list[list[torch.Tensor]] = [[] for _ in turns]
         for number, turn in enumerate(turns):
@@ -150,8 +152,8 @@ class TileTimer:
         return max(1, min(MOST_COPIES, self.operands.bytes // own, int(RUN_SECONDS / max(seconds, 1e-9))))
 
     def _run(self, tile: Tile, copies: Sequence[Operands]) -> list[float]:
-        """Times of all forward passes together, and of all backward passes together if there are any; on a GPU each with what launching
-        them took."""
+        """Times of all forward passes together, and of all backward passes together if there are any; on a GPU each with the time of
+        launching them."""
         context, active = self.operands.context(tile), self.operands.is_active(tile)
         made: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
@@ -178,7 +180,7 @@ class TileTimer:
     def _run_on_rows(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
-        """As a step does it: which rows there are, the rows, then the tile."""
+        """As in a step: which rows there are, the rows, then the tile."""
         op, active = self.graph.operators[tile.operator], self.operands.is_active(tile)
         kinds = (self.graph.tensors[operand.tensor].kind for operand in op.inputs)
         known = [None if kind is TensorKind.ACTIVATION else tensor for kind, tensor in zip(kinds, inputs, strict=True)]

@@ -1,9 +1,11 @@
-"""Clocks for what a device does, and when a median is known well enough.
+"""Clocks for devices, and when a median is known well enough.
 
-On a CPU with one thread per process what counts is the thread's processor time (even, where ``reference_work`` makes it so): other
-programs, which take turns with ours, do not spoil a figure that is kept for long. Several threads are timed by the clock on the wall, since
-the processor time of a thread that waits for others is no less. On a GPU events on its stream are timed, and beside it how long the
-processor takes to launch the kernels: it runs ahead of the GPU as in a long step, so that neither waits for the other.
+On a CPU with one thread per process the thread's processor time counts (even, if ``reference_work`` makes it so): other programs, which
+take turns with ours, do not spoil a figure that is kept for long. Several threads are timed by the wall clock, since a thread that
+waits for others has no less processor time.
+
+On a GPU events on its stream are timed, and beside it the time that the processor takes to launch the kernels: it runs ahead of the GPU
+as in a long step, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -22,25 +24,25 @@ import torch
 from soap.emulation import reference_work
 
 FINE_CLOCK_SECONDS = 1e-4
-"""A thread's processor time is used where the system counts it at least this finely."""
+"""A thread's processor time is used if the system counts it at least this finely."""
 PRECISION = 0.02
 """A median is known well enough when its 95% confidence interval is no wider than this on either side."""
 LEAST_REPETITIONS, MOST_REPETITIONS = 7, 300
 FEW_REPETITIONS = 2
-"""Of what takes longer than the time that is allowed for it."""
+"""Repetitions of a step that takes longer than its allowed time."""
 MOST_SECONDS = 0.5
 
 LOOKS = 99
-"""At the clock, to see how long one takes."""
+"""Readings of the clock to find how long one takes."""
 
 MOST_AHEAD_NS = 10**9
-"""A GPU is kept waiting for no longer than this, so that the processor is ahead of it."""
+"""Seconds for which a GPU is kept waiting at most, so that the processor is ahead of it."""
 
 Step = Callable[[], object]
 
 
 class Clock(Protocol):
-    """Times steps that follow each other."""
+    """Times several steps that follow each other."""
 
     def times_ns(self, steps: Sequence[Step]) -> list[float]:
         """Run the steps; nanoseconds of each. On a GPU, then, nanoseconds that the processor took to launch each."""
@@ -48,8 +50,8 @@ class Clock(Protocol):
 
 @dataclass(slots=True)
 class CpuClock:
-    """``share``: the part of the time that each process gets, less than 1 if there are more of them than cores. What looking at the clock
-    takes is not counted."""
+    """``share``: the part of the time that each process gets; less than 1 if there are more processes than cores. The time for reading
+    the clock is taken off."""
 
     threads: int = 1
     share: float = 1.0
@@ -77,11 +79,8 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class CudaClock:
-    """Times on the current stream of the current GPU.
-
-    ``ahead``: the GPU is given something to wait for first, for as long as launching took the last time; the first few times of a step are
-    too long, then. Else kernels wait for the processor where that is slower.
-    """
+    """Times on the current stream of the current GPU. ``ahead``: the GPU gets something to wait for first, for as long as launching
+    took the last time; the first few times of a step are then too long. Otherwise kernels wait for the processor where it is slower."""
 
     ahead: bool = True
     _wait_ns: float = 1e6
@@ -115,7 +114,7 @@ class CudaClock:
 
 
 def _wait(cycles: int) -> None:
-    """Keep the GPU's stream from going on for so many cycles."""
+    """Keep the GPU's stream waiting for so many cycles."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
@@ -133,7 +132,7 @@ class Sample:
 
 
 def sample(times_ns: Sequence[float], parts: int = 1) -> Sample:
-    """What these times say; each is of so many equal parts, and the sample is of one."""
+    """The sample of one part, from times of so many equal parts together."""
     low, _, high = quantiles(times_ns, n=4, method="inclusive") if len(times_ns) > 1 else (times_ns[0],) * 3
     return Sample(median(times_ns) / parts, (high - low) / parts, len(times_ns))
 
@@ -148,7 +147,7 @@ def is_settled(times_ns: Sequence[float]) -> bool:
 
 
 def repeat(run: Callable[[], Sequence[float]], most_seconds: float = MOST_SECONDS) -> list[list[float]]:
-    """Times of each step of ``run``, which is repeated until all medians are settled or the time is over. It should be warm."""
+    """Times of each step of ``run``, which is repeated until all medians are settled or the time is over. Warm up before."""
     rows: list[list[float]] = []
     stop = time.perf_counter() + most_seconds
     enabled = gc.isenabled()

@@ -1,5 +1,5 @@
-"""How long a step's work besides the tiles' own takes: the optimizer's update of a tensor, a copy on the device, and what the runtime
-adds to each tile."""
+"""How long a step's work besides the tiles' own takes: the optimizer's update of a tensor, a copy on the device, and the runtime's work
+around each tile."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from soap.tracing.model import TileContext, TracedModel
 
 TOGETHER_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 MOST_TENSORS = {"cpu": 16, "cuda": 128}
-"""An optimizer updates so many tensors of a size at once, but no more than ``TOGETHER_BYTES``: what it does once per step is small then. On
-GPUs it does much once per step, as a kernel updates many tensors."""
+"""An optimizer updates so many tensors of a size at once, but no more than ``TOGETHER_BYTES``: its work once per step is then a small
+share. On GPUs it does much once per step, as one kernel updates many tensors."""
 SECONDS = 0.2
 EVICTED_BYTES = 64 * 2**20
-"""Written before each update on a processor: in training, an iteration has gone through the caches since the last one. (Adam takes 0.37 ms
-for a MiB right behind another update, 0.53 ms behind these; in a step it took as long as that.)"""
+"""Bytes written before each update on a processor, because in training an iteration has gone through the caches since the last update.
+(Adam takes 0.37 ms for a MiB right behind another update, 0.53 ms behind these; in a step it took as long.)"""
 CHAINS = (16, 400)
-"""Tiles of the two chains whose steps are compared."""
+"""Numbers of tiles of the two chains whose steps are compared."""
 
 _Optimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 BY_STATES: Mapping[int, _Optimizer] = {
@@ -36,11 +36,11 @@ BY_STATES: Mapping[int, _Optimizer] = {
     1: lambda tensors: torch.optim.SGD(tensors, lr=1e-3, momentum=0.9),
     2: lambda tensors: adam(tensors, 1e-3),
 }
-"""By the tensors of a parameter's size that they keep."""
+"""Optimizers by the number of tensors of a parameter's size that they keep."""
 
 
 def time_update(optimizer_states: int, size_bytes: int, device: torch.device, threads: int = 1, share: float = 1.0) -> Sample:
-    """The update of one float32 tensor of so many bytes, as one of several."""
+    """Time of the update of one float32 tensor of so many bytes, as one of several."""
     count = max(1, min(MOST_TENSORS[device.type], TOGETHER_BYTES[device.type] // size_bytes))
     tensors = [torch.zeros(max(1, size_bytes // 4), device=device) for _ in range(count)]
     for tensor in tensors:
@@ -54,15 +54,15 @@ def time_update(optimizer_states: int, size_bytes: int, device: torch.device, th
 
 
 def time_copy(size_bytes: int, device: torch.device, threads: int = 1, share: float = 1.0) -> Sample:
-    """A copy of so many bytes."""
+    """Time of a copy of so many bytes."""
     source = torch.ones(max(1, size_bytes // 4), device=device)
     target = torch.zeros_like(source)
     return _timed(lambda: target.copy_(source), device, threads, share, 1)
 
 
 def time_runtime(device: torch.device, threads: int = 1, share: float = 1.0) -> Sample:
-    """What a tile costs in a step besides its calls, forward and backward together: steps of two chains of tiles that compute nothing.
-    It is the processor's work, of a GPU's tile as well."""
+    """Time of a tile in a step besides its calls, forward and backward together: steps of two chains of tiles that compute nothing. It
+    is the processor's work, also for a GPU's tile."""
     clock = clock_for(device, threads, share) if device.type == "cpu" else CpuClock(threads)
     few, many = (_steps(clock, device, count) for count in CHAINS)
     tiles = CHAINS[1] - CHAINS[0]
@@ -70,7 +70,7 @@ def time_runtime(device: torch.device, threads: int = 1, share: float = 1.0) -> 
 
 
 def _timed(action: Callable[[], Any], device: torch.device, threads: int, share: float, parts: int) -> Sample:
-    """In blocks as long as torch's benchmark finds them to be long beside the clock."""
+    """Measure in blocks of calls, long enough beside the clock's resolution; torch's benchmark finds the number of calls."""
 
     clock = clock_for(device, threads, share, ahead=False)
     action()
@@ -81,7 +81,7 @@ def _timed(action: Callable[[], Any], device: torch.device, threads: int, share:
 
 
 def _steps(clock: Clock, device: torch.device, count: int) -> Sample:
-    model = Chain(count)
+    model = TileChain(count)
     strategy = Strategy({op.name: OpConfig((1,), (0,)) for op in model.graph.operators})
     with Trainer(model, (strategy, local_topology(1)), device_kind="cuda" if device.type == "cuda" else "cpu") as trainer:
         for _ in range(3):
@@ -89,8 +89,8 @@ def _steps(clock: Clock, device: torch.device, count: int) -> Sample:
         return sample(repeat(lambda: clock.times_ns([lambda: trainer.step(*model.example_inputs)]), SECONDS)[0])
 
 
-class Chain(TracedModel):
-    """One operator after the other, each of which hands its input on."""
+class TileChain(TracedModel):
+    """Operators one after the other, each of which hands its input on."""
 
     element_inputs: frozenset[str] = frozenset()
 
@@ -117,13 +117,13 @@ class Chain(TracedModel):
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
-        """The input, or the parameter of the first."""
+        """The input, or the parameter of the first operator."""
         return (parameters[0] if parameters else inputs[0],)
 
     def rows_asked_for(
         self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
     ) -> torch.Tensor:
-        """Nothing is looked up."""
+        """No rows: nothing is looked up."""
         raise NotImplementedError
 
     def run_on_rows(
@@ -134,32 +134,32 @@ class Chain(TracedModel):
         rows: Mapping[int, torch.Tensor],
         context: TileContext,
     ) -> tuple[torch.Tensor, ...]:
-        """Nothing is looked up."""
+        """No rows: nothing is looked up."""
         raise NotImplementedError
 
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
-        """All is looked at."""
+        """Empty: all values are read."""
         return frozenset()
 
     def is_linear(self, operator: int) -> bool:
-        """Not that anybody needs to know."""
+        """False: no operator is treated as linear."""
         return False
 
     def is_pure(self, operator: int) -> bool:
-        """No random numbers."""
+        """True: there are no random numbers."""
         return True
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
-        """What is handed on."""
+        """The value that is handed on."""
         return parameters["w"]
 
     def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
-        """Sizes do not matter."""
+        """The same model: sizes do not matter here."""
         return self
 
     def widened(self) -> TracedModel | None:
-        """There is nothing to judge."""
+        """None: there is no wider type to compute in."""
         return None
 
     def end_step(self, context: TileContext) -> None:
-        """There are no buffers."""
+        """Do nothing: there are no buffers."""

@@ -1,4 +1,4 @@
-"""What the types of tensors mean for training, asked in one place: which carry gradients, and which replaces which.
+"""What the types of tensors mean for training, in one place: which carry gradients, and which replaces which.
 
 Types are torch's, or their names without the prefix (``complex64``), as graphs have them. Nothing here needs torch itself.
 """
@@ -9,17 +9,17 @@ from typing import Protocol, Self, TypeVar
 
 
 class DType(Protocol):
-    """What is asked of ``torch.dtype``."""
+    """The part of ``torch.dtype`` that is used here."""
 
     @property
     def is_complex(self) -> bool:
-        """Whether its numbers have two parts."""
+        """Whether it is a type of complex numbers."""
 
     def to_complex(self) -> Self:
-        """The type of complex numbers whose parts are of this one."""
+        """The complex type whose real and imaginary parts are of this type."""
 
     def to_real(self) -> Self:
-        """The type of the parts."""
+        """The type of a complex number's parts."""
 
 
 Kind = TypeVar("Kind", bound=DType)
@@ -27,11 +27,11 @@ Kind = TypeVar("Kind", bound=DType)
 _INEXACT = ("float", "bfloat", "complex")
 
 COMPLEX_PRODUCT = 4
-"""Products of real numbers in one of complex numbers."""
+"""Number of real products in one complex product."""
 
 
 def name_of(dtype: DType | str) -> str:
-    """``float32`` for ``torch.float32``."""
+    """The name without prefix: ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -41,19 +41,19 @@ def is_differentiable(dtype: DType | str) -> bool:
 
 
 def is_complex(dtype: DType | str) -> bool:
-    """Whether the type's numbers have two parts."""
+    """Whether it is a type of complex numbers."""
     return name_of(dtype).startswith("complex")
 
 
 def has_complex(dtype: DType | str) -> bool:
-    """Whether torch computes with complex numbers of which both parts are of this floating-point type."""
+    """Whether torch has complex numbers whose parts are of this floating-point type."""
     return name_of(dtype) in ("float32", "float64")
 
 
 def replaced(own: Kind, by: Kind | None) -> Kind:
-    """The type that stands for ``own`` where all floating-point types are replaced by another one; ``own`` if that is None.
+    """The type that stands for ``own`` where ``by`` replaces all floating-point types; ``own`` if ``by`` is None.
 
-    Complex numbers get both parts in that type: it has to be one that ``has_complex``.
+    Complex numbers get both parts in that type, so it must be one that ``has_complex``.
     """
     if by is None or not is_differentiable(own):
         return own
@@ -61,5 +61,5 @@ def replaced(own: Kind, by: Kind | None) -> Kind:
 
 
 def part_of(dtype: Kind) -> Kind:
-    """The floating-point type that the numbers, or both parts of complex ones, are rounded to."""
+    """The floating-point type to which the numbers, or both parts of complex numbers, are rounded."""
     return dtype.to_real() if dtype.is_complex else dtype

@@ -25,7 +25,7 @@ RECURRENT_KINDS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 NEXT_STATE = "next_state"
 """Kind of the operator that takes the buffers' values at the end of the forward pass, on one device."""
 KEEP_STATE = "keep_state"
-"""Kind of the operator that keeps them for the next step, on every device. Graphs whose buffers do not move have neither."""
+"""Kind of the operator that keeps these values for the next step, on every device. Graphs whose buffers do not change have neither."""
 
 
 class FactorKind(StrEnum):
@@ -40,7 +40,8 @@ class FactorKind(StrEnum):
 class TensorKind(StrEnum):
     """Where a tensor comes from. Inputs and constants are available on every device.
 
-    What a buffer holds when a step begins counts as a constant, be it moved by the step or not; batch norm's belong to their operator.
+    What a buffer holds when a step begins counts as a constant, whether the step changes it or not. Batch norm's buffers belong to
+    their operator.
     """
 
     INPUT = "input"
@@ -127,7 +128,8 @@ class Tensor:
 
     @property
     def partial_itemsize(self) -> int:
-        """Bytes per element of partial results of which it is the sum: those of lower types are made, sent and added up in float32."""
+        """Bytes per element of the partial results of which it is the sum. Those of narrower types are made, sent and added up in
+        float32."""
         return 4 if self.dtype in ("bfloat16", "float16") else self.itemsize
 
 
@@ -176,11 +178,11 @@ class Unsplit:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What an operator takes of memory beside its inputs, parameters and outputs and the gradients of all these, in bytes.
+    """Memory that an operator takes beside its inputs, parameters and outputs and the gradients of all these, in bytes.
 
     ``kept``: what autograd keeps for the backward pass. ``forward``, ``backward``: the most that its calls pass to each other at once
-    beyond that; ``backward`` is below 0 where not all of the others are there at any time. ``fixed``: of these three, in this order, what
-    is there however little a tile has of what is cut. ``keeps``: which of its operands autograd keeps, by their places among inputs,
+    beyond that; ``backward`` is negative if not all of the tensors above exist at the same time. ``fixed``: the part of these three, in
+    this order, that does not shrink when a factor is cut. ``keeps``: which of its operands autograd keeps, by position among inputs,
     parameters and outputs.
     """
 
@@ -192,7 +194,7 @@ class Footprint:
 
     @property
     def sizes_bytes(self) -> tuple[int, int, int]:
-        """Kept, forward, backward."""
+        """The three sizes: kept, forward, backward."""
         return self.kept_bytes, self.forward_bytes, self.backward_bytes
 
 
@@ -200,11 +202,16 @@ class Footprint:
 class OperatorGraph:
     """Operators in topological order with the tensors between them. ``loss`` is the scalar that training minimises.
 
-    ``aliases`` maps further state-dict names of a tied parameter to its canonical name. ``unsplit``: by operator, what the import knows
-    of dimensions that no factor follows; for people, and no part of the graph's identity. Neither are ``footprints``: by operator, what
-    it takes of memory: whole; with one factor cut, by factor; with all cut, by factor, if that adds something. What a tile takes stands
-    there as if it had all points. If only the first is there, it is so for all. For operators left out, ``saved_bytes`` is the bound. Nor
-    is ``sparse``: by parameter, which of its rows a step touches; all others are dense.
+    ``aliases`` maps further state-dict names of a tied parameter to its canonical name. The other fields are no part of the graph's
+    identity.
+
+    ``unsplit``: by operator, the dimensions that no factor follows, and why; shown to people.
+
+    ``footprints``: by operator, its memory: first of the whole operator; then with one factor cut, one entry for each factor; then with
+    all factors cut, one entry for each factor, if that adds something. Sizes of a tile are scaled up as if it had all points. If there
+    is only the first entry, it holds for all tiles. For operators left out, ``saved_bytes`` is the bound.
+
+    ``sparse``: by parameter, which of its rows a step touches; all other parameters are dense.
     """
 
     name: str
@@ -276,7 +283,7 @@ class OperatorGraph:
 
     @cached_property
     def next_state_bytes(self) -> int:
-        """What buffers become at the end of the step, which each device holds beside what they are."""
+        """Bytes of the buffers' new values, which each device holds beside the old ones at the end of a step."""
         return sum(self.tensors[operand.tensor].bytes for op in self.operators if op.kind == KEEP_STATE for operand in op.inputs)
 
     def needs_backward(self, op: Operator) -> bool:

@@ -40,7 +40,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def in_one_piece(box: Box, shape: Sequence[int]) -> bool:
-    """Whether the box's elements are neighbours in the memory of a row-major tensor of this shape; an empty box's are."""
+    """Whether the box's elements are contiguous in a row-major tensor of this shape. An empty box's are."""
     cut = False
     for (start, stop), size in zip(reversed(box), reversed(shape), strict=True):
         if cut and stop - start > 1:

@@ -1,10 +1,10 @@
-"""Sparse parameters: tables of which a step reads, and gives a gradient to, some rows only, and how many these are.
+"""Sparse parameters: tables of which a step reads, and gives a gradient to, some rows only, and how many rows these are.
 
-A parameter is sparse if all its uses are look-ups of rows by indices that come with the batch. How many different rows a part of a batch
-touches decides what synchronizing it costs (alpha in Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks",
-EuroSys 2019; there for one worker's share of the batch). It grows more slowly than the part does, since parts share rows; so it is kept
-for halves, quarters, … of a batch, which tells how much several workers' rows overlap, too. Whole numbers throughout: the compiled
-simulator must give the same answers.
+A parameter is sparse if all its uses look rows up by indices that come with the batch. How many different rows a part of a batch
+touches decides what synchronizing the parameter costs (alpha in Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep
+Neural Networks", EuroSys 2019; there for one worker's share of the batch). This count grows more slowly than the part does, since parts
+share rows. So it is kept for halves, quarters, … of a batch, which also tells how much the rows of several workers overlap. All numbers
+are whole: the compiled simulator must give the same answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import ceil, expm1, log1p
 from soap.errors import ModelError
 
 HALVINGS = 20
-"""At most so many times is a batch halved: more than any number of devices."""
+"""A batch is halved at most so many times: more often than any number of devices needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Lookup:
     """One use of a sparse parameter: by operand ``parameter`` of the operator at ``operator`` (positions in the graph).
 
     ``inputs``: the operator's inputs from which the indices come; they are inputs of the model, and perhaps constants. ``indices``: how
-    many rows the whole operator looks up, repeated ones counted. A tile of which the operator's other factors (those that no dimension of
-    the parameter follows) are a part looks up that part of them.
+    many rows the whole operator looks up, counting repeated ones. A tile looks up a share of them: its share of the factors that no
+    dimension of the parameter follows.
 
-    ``weight``: how much they count beside the parameter's other look-ups: at least ``indices``, in proportion to the different rows that
-    they touch; 0 if that is not known, so that all indices count alike. The candidates of a sampled softmax, which differ, touch more rows
-    than as many targets do, which repeat.
+    ``weight``: how much the indices count beside the parameter's other lookups: at least ``indices``, in proportion to the different
+    rows that they touch; 0 if that is not known, so that all indices count alike. Example: the candidates of a sampled softmax all
+    differ; they touch more rows than as many targets, which repeat.
     """
 
     operator: int
@@ -48,9 +48,9 @@ class Lookup:
 class RowAccess:
     """How steps touch a parameter's ``rows`` (dimension 0).
 
-    ``touched[k]``: how many different rows 1/2^k of a batch touches on average, rounded up; at least half of the entry before, since two
-    halves touch no more rows together than apart. ``measured``: from batches, rather than assumed (``uniform``). ``given``: how many rows
-    a whole batch touches was said by the user (``scaled``).
+    ``touched[k]``: how many different rows 1/2^k of a batch touches on average, rounded up; at least half of the entry before, since
+    two halves touch no more rows together than apart. ``measured``: counted on batches instead of assumed (``uniform``). ``given``: the
+    user said how many rows a whole batch touches (``scaled``).
     """
 
     rows: int
@@ -65,17 +65,17 @@ class RowAccess:
         if not self.touched or not min(1, limit) <= self.touched[0] <= limit or any(not more / 2 <= fewer <= more for more, fewer in steps):
             raise ModelError(
                 f"rows touched by a batch, its half, … {list(self.touched)}: expected whole numbers, at most {limit}, "
-                "of which each is at least half of the one before and no more than that"
+                "each at least half of the one before and not above it"
             )
 
     @property
     def indices(self) -> int:
-        """How many rows one batch looks up, repeated ones counted."""
+        """How many rows one batch looks up, counting repeated ones."""
         return sum(lookup.indices for lookup in self.lookups)
 
     @property
     def weighed(self) -> int:
-        """The same, weighed."""
+        """The same with each lookup's weight."""
         return sum(lookup.weighed for lookup in self.lookups)
 
     @property
@@ -85,13 +85,13 @@ class RowAccess:
 
     @property
     def source(self) -> str:
-        """Where ``touched`` comes from, in a word."""
+        """Where ``touched`` comes from: given, measured or assumed."""
         return "given" if self.given else "measured" if self.measured else "assumed"
 
     def touched_by(self, indices: int) -> int:
-        """How many different rows so many of a batch's weighed look-ups touch: ``touched``, linearly between its entries, rounded up.
+        """How many different rows so many of a batch's weighed lookups touch: ``touched``, linear between its entries, rounded up.
 
-        Beyond the last entry rows do not repeat any more: every look-up touches the part of a row that it does there.
+        Beyond the last entry rows are taken not to repeat any more: each lookup touches the same share of a row as there.
         """
         total = self.weighed
         if indices >= total:
@@ -108,9 +108,9 @@ class RowAccess:
 
 
 def uniform(rows: int, lookups: Sequence[Lookup]) -> RowAccess:
-    """What is assumed where nothing was measured: all rows are equally likely. Real data repeat popular rows, so this counts too many.
+    """What is assumed where nothing was measured: all rows are equally likely. Real data repeat popular rows, so this is too many.
 
-    Different rows among n look-ups: rows * (1 - (1 - 1 / rows)^n).
+    Different rows among n lookups: rows * (1 - (1 - 1 / rows)^n).
     """
     indices = sum(lookup.indices for lookup in lookups)
     missed = log1p(-1 / rows) if rows > 1 else float("-inf")  # of a row, by one look-up
@@ -120,14 +120,14 @@ def uniform(rows: int, lookups: Sequence[Lookup]) -> RowAccess:
 
 
 def halvings(indices: int) -> range:
-    """How often so many look-ups are halved: until one is left, or more would tell nothing of any number of devices."""
+    """How often so many lookups are halved: until one is left, or further halving helps for no number of devices."""
     return range(min(HALVINGS, max(0, indices.bit_length() - 1)) + 1)
 
 
 def scaled(access: RowAccess, alpha: float) -> RowAccess:
-    """The same with another share of rows that a batch touches; ModelError if that cannot be.
+    """The same with another share of rows that a batch touches; ModelError if that share is impossible.
 
-    How much parts of a batch overlap is kept: all entries change in one proportion, up to what can be touched at most.
+    How much parts of a batch overlap is kept: all entries change in proportion, up to the most that can be touched.
     """
     limit = min(access.rows, access.indices)
     wanted = max(1, round(alpha * access.rows)) if 0 < alpha <= 1 else 0

@@ -1,4 +1,4 @@
-"""What is known of a graph's sparse parameters as plain values: shown to people, kept with strategies, and overridden by the user."""
+"""A graph's sparse parameters as plain values: shown to people, kept with strategies, and overridden by the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from soap.model.sparse_access import RowAccess, scaled
 
 
 def document(graph: OperatorGraph) -> dict[str, dict[str, Any]]:
-    """The sparse parameters by name, as plain JSON values; ``touched``: different rows by a batch, its half, its quarter, …"""
+    """The sparse parameters by name, as plain JSON values. ``touched``: different rows of a batch, its half, its quarter, …"""
     return {
         name: {
             "rows": access.rows,
@@ -28,7 +28,8 @@ def document(graph: OperatorGraph) -> dict[str, dict[str, Any]]:
 
 
 def with_document(graph: OperatorGraph, found: Mapping[str, Any]) -> OperatorGraph:
-    """The graph with the rows that a strategy's record says; what it says of other parameters is left out. StrategyError if it is wrong."""
+    """The graph with the touched rows of a strategy's record. Entries for other parameters are ignored. StrategyError if the record is
+    wrong."""
     sparse = dict(graph.sparse)
     for name, access in graph.sparse.items():
         entry = found.get(name)
@@ -49,9 +50,9 @@ def with_document(graph: OperatorGraph, found: Mapping[str, Any]) -> OperatorGra
 
 
 def with_alphas(graph: OperatorGraph, shares: Sequence[tuple[str, float]]) -> OperatorGraph:
-    """The graph in which batches touch these shares of the rows: (pattern of parameter names, alpha), later ones overrule earlier ones.
+    """The graph with other shares of touched rows: (pattern of parameter names, alpha); later ones overrule earlier ones.
 
-    ModelError if a pattern is of no sparse parameter, or a batch has too few look-ups for its share.
+    ModelError if a pattern matches no sparse parameter, or a batch has too few lookups for its share.
     """
     sparse = dict(graph.sparse)
     for pattern, alpha in shares:
@@ -68,4 +69,4 @@ def with_alphas(graph: OperatorGraph, shares: Sequence[tuple[str, float]]) -> Op
 
 
 def _dense(graph: OperatorGraph, pattern: str) -> str:
-    return f"alpha is given for {pattern!r}; expected a model with sparse parameters, and {graph.name!r} has none"
+    return f"alpha is given for {pattern!r}, but model {graph.name!r} has no sparse parameters; leave it out"

@@ -1,6 +1,6 @@
-"""What ``soap-compare --calibrate`` has found: by how much longer tasks of one kind take than predicted, in one environment.
+"""Corrections by ``soap-compare --calibrate``: how much longer tasks of one kind take than predicted, in one environment.
 
-A correction belongs to the measurements that were there when it was made. It multiplies whole answers, what the runtime adds included,
+A correction belongs to the measurements that were there when it was made. It multiplies whole answers, including what the runtime adds,
 because a measured task is timed with that.
 """
 
@@ -13,15 +13,13 @@ from typing import Any
 from soap.profiles.entries import LARGEST
 
 CORRECTED = "corrected by soap-compare --calibrate"
-"""What is said wherever the source of costs is."""
+"""Words that reports add to the source of costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Answers of ``kind`` (an operator's, or ``entries.update_family``) in one direction are multiplied by ``factor``.
-
-    ``tasks``: measured ones that it rests on. ``model``, ``strategy_hash``: what they were part of. ``calibrated_at``: ISO 8601, UTC.
-    """
+    """A factor for answers of ``kind`` (an operator's, or ``entries.update_family``) in one direction. ``tasks``: number of measured
+    tasks that it rests on. ``model``, ``strategy_hash``: the run that they were part of. ``calibrated_at``: ISO 8601, UTC."""
 
     kind: str
     backward: bool
@@ -50,12 +48,12 @@ def named(kind: str, backward: bool) -> str:
 
 
 def encode_correction(correction: Correction) -> dict[str, Any]:
-    """Plain JSON values for ``decode_correction``; CORRECTION_SCHEMA says what they look like."""
+    """The correction as plain JSON values, as CORRECTION_SCHEMA describes them; ``decode_correction`` reads them."""
     return asdict(correction)
 
 
 def decode_correction(record: Mapping[str, Any]) -> Correction:
-    """The correction of values that CORRECTION_SCHEMA allows."""
+    """Read a correction from values that CORRECTION_SCHEMA allows."""
     return Correction(**record)
 
 

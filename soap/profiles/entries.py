@@ -1,4 +1,4 @@
-"""Measurements as data: what was measured of one computation, and how that is written as plain JSON values."""
+"""Measurements as data: the times of one computation, and how they are written as plain JSON values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from soap.profiles.keys import TileKey
 from soap.profiles.work import Kernel
 
 UPDATE, COPY, RUNTIME = "update", "copy", "runtime"
-"""Kinds of entries that are no operator's: the optimizer's update of one tensor, a copy on a device (both by bytes), and what the
+"""Kinds of entries that belong to no operator: the optimizer's update of one tensor, a copy on a device (both by bytes), and what the
 runtime adds to each tile. Angle brackets in their families keep them apart from operators, whose families are hexadecimal digits."""
 
 
@@ -25,12 +25,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One computation as it was measured. ``backward`` is None if there is nothing to be done in it.
-
-    ``forward_work``, ``backward_work``: what was to be done, so that an estimate can be compared with it; nothing where that was left out,
-    as statistics are that nobody reads. ``measured_at``: ISO 8601, UTC. ``launch_ns``: on GPUs, what the processor takes to launch the
-    forward and the backward pass.
-    """
+    """One computation as it was measured. ``backward`` is None if it has no backward pass. ``forward_work``, ``backward_work``: the
+    work that was done, so that an estimate can be compared with it; empty if the computation was left out, as statistics are that
+    nobody reads. ``measured_at``: ISO 8601, UTC. ``launch_ns``: on GPUs, the processor's time to launch the forward and the backward
+    pass."""
 
     kind: str
     key: TileKey
@@ -52,7 +50,8 @@ class Entry:
 
 
 def typical(entries: Sequence[Entry]) -> Entry:
-    """Of measurements of one computation, oldest first, the median times; of two their mean. The rest is the last one's."""
+    """One entry of several measurements of one computation, oldest first, with the median times; of two, their mean. All other fields
+    are the last one's."""
     last = entries[-1]
     launches = [own.launch_ns for own in entries if own.launch_ns is not None]
     return replace(
@@ -68,33 +67,33 @@ def _typical(timings: Sequence[Timing]) -> Timing:
 
 
 def apart(entries: Sequence[Entry]) -> float:
-    """How far measurements of one computation are from each other, relative to the least; of its two passes the more."""
+    """How far measurements of one computation are apart, relative to the least; the larger figure of its two passes."""
     passes = [own.forward for own in entries], [own.backward for own in entries if own.backward is not None]
     return max(max(own.ns for own in one) / min(own.ns for own in one) - 1 for one in passes if one)
 
 
 def update_family(optimizer_states: int) -> str:
-    """Of updates by an optimizer that keeps so many tensors of a parameter's size."""
+    """The family of updates by an optimizer that keeps so many tensors of a parameter's size."""
     return f"<{UPDATE}-{optimizer_states}>"
 
 
 def update_key(optimizer_states: int, size_bytes: int) -> TileKey:
-    """Of the update of one tensor of so many bytes by an optimizer that keeps so many tensors of its size."""
+    """The key of the update of one tensor of so many bytes by an optimizer that keeps so many tensors of its size."""
     return TileKey(update_family(optimizer_states), (size_bytes,), (), True)
 
 
 def copy_key(size_bytes: int) -> TileKey:
-    """Of a copy of so many bytes from one place of a device to another."""
+    """The key of a copy of so many bytes from one place of a device to another."""
     return TileKey(f"<{COPY}>", (size_bytes,), (), True)
 
 
 def runtime_key() -> TileKey:
-    """Of what the runtime adds to each tile."""
+    """The key of what the runtime adds to each tile."""
     return TileKey(f"<{RUNTIME}>", (), (), True)
 
 
 def encode(entry: Entry) -> dict[str, Any]:
-    """Plain JSON values for ``decode``; SCHEMA says what they look like."""
+    """The entry as plain JSON values, as SCHEMA describes them; ``decode`` reads them."""
     return {
         "kind": entry.kind,
         "family": entry.key.family,
@@ -112,7 +111,7 @@ def encode(entry: Entry) -> dict[str, Any]:
 
 
 def decode(record: Mapping[str, Any]) -> Entry:
-    """The entry of values that SCHEMA allows."""
+    """Read an entry from values that SCHEMA allows."""
     backward = record["backward_ns"]
     return Entry(
         record["kind"],
@@ -136,7 +135,7 @@ def _decode_kernel(values: Sequence[Any]) -> Kernel:
 
 
 LAUNCH = "launch_ns"
-"""Only entries of GPUs have it."""
+"""Only entries of GPUs have launch times."""
 LARGEST = 2**62
 _WORD: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 200}
 _SIZE: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": LARGEST}

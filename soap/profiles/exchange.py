@@ -1,7 +1,5 @@
-"""Measurements as a JSON file, to take them to another machine or to keep them beside a result. What comes from outside is not trusted.
-
-Some such files come with this package, each with where it is from (``provenance``), which is for people and never read.
-"""
+"""Measurements as a JSON file, to take them to another machine or to keep them beside a result. Files from outside are not trusted.
+Some such files come with this package, each with its origin (``provenance``), which is for people and never read."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ SCHEMA: dict[str, Any] = {
                         "entries": {"type": "array", "items": entries.SCHEMA},
                         "corrections": {"type": "array", "items": CORRECTION_SCHEMA},
                     },
-                    optional=("corrections",),  # nor corrections
+                    optional=("corrections",),  # and no corrections
                 ),
             },
             "links": {
@@ -77,7 +75,7 @@ SCHEMA: dict[str, Any] = {
             },
             "provenance": {"type": "object", "additionalProperties": {"type": "string"}},
         },
-        optional=("links", "provenance"),  # files from before links were measured have none
+        optional=("links", "provenance"),  # files written before links were measured have none
     ),
 }
 
@@ -89,7 +87,7 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def export_profiles(store: Store, path: str | Path) -> int:
-    """Write all that the store holds; how many measurements and corrections. Equal stores write equal bytes."""
+    """Write all that the store holds. Returns the numbers of measurements and corrections. Equal stores write equal bytes."""
     profiles = [
         {
             "environment": asdict(environment),
@@ -108,10 +106,8 @@ def export_profiles(store: Store, path: str | Path) -> int:
 
 
 def import_profiles(store: Store, path: str | Path) -> int:
-    """Put what a file holds into the store, in place of what it has of the same; how many of all. All or, on bad input, nothing.
-
-    Corrections of an environment that the file has measurements of go, for the file's own.
-    """
+    """Put what a file holds into the store; it replaces entries of the same keys. Returns the numbers of both. Bad input changes
+    nothing. If the file has measurements of an environment, the file's corrections replace that environment's."""
     document = _checked(read_text(path, what="profile", error=ProfileError), path)
     found = [
         (

@@ -1,7 +1,8 @@
-"""What a measurement is of: a tile's computation, and the place where it ran. Worked out from the operator graph alone, without torch.
+"""The identity of a measurement: a tile's computation, and the place where it ran. It is worked out from the operator graph alone,
+without torch.
 
-Two tiles have the same key if nothing that the graph knows tells their computations apart; names are no part of it, so that equal layers
-are measured once. What the graph does not know (the numbers among a call's arguments, such as which form of GELU) is not in the key.
+Two tiles have the same key if nothing that the graph knows tells their computations apart. Names are no part of it, so equal layers are
+measured once. What the graph does not know (the numbers among a call's arguments, such as which form of GELU) is not in the key.
 """
 
 from __future__ import annotations
@@ -25,27 +26,24 @@ from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile, is_widened, iteration_points
 
 VERSIONS = {"cpu": 8, "cuda": 2}
-"""Of what is measured and how it is written down, by kind of device; part of every environment. Since 2 with freed memory kept
-(``malloc``), since 3 with Adam's updates in one pass (``runtime.updates.optimizers``), since 4 on
-emulated hosts without a quota of one's own, since 5 there by even time (``soap.emulation.reference_work``), since 6 with tiles in turns
-(``measure.tile_timing``), since 7 by a yardstick that is the same in all processes, since 8 with updates of what is not in
-the caches."""
+"""Version of the measurement and of its format, by kind of device; part of every environment. Since 2 with freed memory kept
+(``malloc``), since 3 with Adam's updates in one pass (``runtime.updates.optimizers``), since 4 on emulated hosts without a quota, since
+5 there by even time (``soap.emulation.reference_work``), since 6 with tiles in turns (``measure.tile_timing``), since 7 with reference
+work that is the same in all processes, since 8 with updates of tensors that are not in the caches."""
 
 ON_ROWS = "on rows"
 PART_OF_SUM = "part of a sum"
-"""Of a lower type: computed in float32."""
+"""Mark of a part of a sum of a narrower type: it is computed in float32."""
 
 _NUMBER = re.compile(r"_\d+(?=$|:)")
-"""What tells a graph's calls of one kind apart: ``linear_3``, ``batch_norm_1:sums``."""
+"""Part of a call's name that only numbers it: ``linear_3``, ``batch_norm_1:sums``."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileKey:
-    """A tile's computation. ``family``: 16 hex digits, equal for tiles of like operators of whatever size. ``lengths``: one per factor.
-
-    ``regions``: lengths of all regions of inputs, parameters and outputs, one after the other; of a tile on rows, what it has of its
-    parameters. ``entire``: each region is its whole tensor, so that plain calls are run, or on rows the same with other indices.
-    """
+    """A tile's computation. ``family``: 16 hex digits, equal for tiles of like operators of any size. ``lengths``: one per factor.
+    ``regions``: lengths of all regions of inputs, parameters and outputs, one after the other; of a sparse lookup, the regions of its
+    parameters. ``entire``: each region is its whole tensor, so that plain calls run (or the same sparse lookup with other indices)."""
 
     family: str
     lengths: tuple[int, ...]
@@ -54,7 +52,7 @@ class TileKey:
 
     @property
     def text(self) -> str:
-        """The key in one word."""
+        """The key as one word."""
         sizes = ["x".join(map(str, part)) for part in (self.lengths, self.regions)]
         return ":".join([self.family, *sizes, "entire" if self.entire else "part"])
 
@@ -76,7 +74,8 @@ class TileKeys:
         return TileKey(self.family(tile.operator, marks), lengths(tile.intervals), regions, sizes == self._whole(tile.operator))
 
     def family(self, position: int, marks: tuple[str, ...] = ()) -> str:
-        """What the operator at ``position`` computes, whatever the sizes of its factors. ``marks``: how a tile does that otherwise."""
+        """Identity of what the operator at ``position`` computes, whatever the sizes of its factors. ``marks``: in what way a tile does
+        it differently."""
         found = self._families.get((position, marks))
         if found is None:
             signature = _signature(self.graph, position)
@@ -94,11 +93,9 @@ class TileKeys:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where something was measured; what is asked for elsewhere is foreign to it.
-
-    ``device``: the device type's name. ``threads``: of each process, 0 on GPUs. ``neighbours``: processes that were kept busy meanwhile.
-    ``version``: that of today if not given.
-    """
+    """Where something was measured. Measurements of another environment are never used. ``device``: the device type's name.
+    ``threads``: of each process, 0 on GPUs. ``neighbours``: number of processes that were kept busy meanwhile. ``version``: today's if
+    not given."""
 
     device: str
     kind: str
@@ -118,7 +115,7 @@ class Environment:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """The environment as one line."""
         if self.kind == "cuda":
             return f"{self.device}, torch {self.torch}"
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
@@ -127,10 +124,8 @@ class Environment:
 
 
 def environments(topology: Topology, torch: str | None = None) -> dict[str, Environment]:
-    """Device type name -> where its tiles run when all devices of the cluster work. ``torch``: the version, if not the installed one.
-
-    All hosts of a cluster that was measured are this machine, emulated ones as well.
-    """
+    """Device type name -> the environment in which its tiles run when all devices of the cluster work. ``torch``: the version, if not
+    the installed one. All hosts of a cluster that was measured are this machine, emulated ones as well."""
     if family(topology.name) == EMULATED:
         return {device.type.name: _emulated(device.type, topology.device_count, torch) for device in topology.devices}
     busy: dict[str, tuple[DeviceType, int, int]] = {}
@@ -144,11 +139,9 @@ def environments(topology: Topology, torch: str | None = None) -> dict[str, Envi
 
 
 def environment(device: DeviceType, processes: int, cores: int, torch: str | None = None) -> Environment:
-    """Where one of so many processes of a host works.
-
-    On CPUs each has its share of the cores as threads. Those beside it are kept busy as far as there are cores: more only take turns,
-    which the processor time that is measured does not show, and which ``tile_timing`` adds.
-    """
+    """The environment of one of so many processes of a host. On CPUs each process has its share of the cores as threads. As many others
+    are kept busy as there are cores: more of them would only take turns, which measured processor time does not show, and which
+    ``tile_timing`` adds."""
     known = torch if torch is not None else torch_version()
     if device.kind == "cuda":
         return Environment(device.name, device.kind, known, 0, 0)
@@ -157,9 +150,9 @@ def environment(device: DeviceType, processes: int, cores: int, torch: str | Non
 
 
 def _emulated(device: DeviceType, processes: int, torch: str | None) -> Environment:
-    """With one thread it is alone: its time is even, which stands for what others do to a core. Kept busy beside it, others made the same
-    tile's even time differ by 26% from one profile to the next, and by 8% without. With several, which have no such time, all others are
-    busy, as each has its own share."""
+    """The environment of a device of emulated hosts. With one thread it has no busy neighbours: the thread's time is even, which stands
+    for what others do to a core. With busy neighbours the same tile's even time differed by 26% from one profile to the next, without
+    them by 8%. Several threads have no even time; then all others are busy, as each has its own share."""
     alone = environment(device, processes, cpu_cores(), torch)
     return replace(alone, neighbours=0 if alone.threads == 1 else processes - 1)
 
@@ -173,7 +166,7 @@ def torch_version() -> str:
 
 
 def tile_kind(graph: OperatorGraph, tile: Tile) -> str:
-    """What is measured and compared with estimates together: an operator's kind, on rows apart."""
+    """The kind under which measurements and estimates are compared: an operator's kind; sparse lookups are a kind of their own."""
     kind = graph.operators[tile.operator].kind
     return f"{kind} {ON_ROWS}" if tile.on_rows else kind
 
@@ -191,7 +184,7 @@ def _signature(graph: OperatorGraph, position: int) -> list[Any]:
         [call_kind(name) for name in op.calls],
         [factor.summed for factor in op.factors],
         [[_operand(graph, operand) for operand in group] for group in (op.inputs, op.parameters, op.outputs)],
-        [read.index(operand) for operand in read],  # an operand that is there twice
+        [read.index(operand) for operand in read],  # an operand that occurs twice
         position in graph.backward_operators,
         _per_point(op),
     ]
@@ -203,7 +196,7 @@ def _operand(graph: OperatorGraph, operand: Operand) -> list[Any]:
 
 
 def _dim(dim: DimMap, size: int) -> list[int]:
-    """Which factor it follows and how wide; without one, its length."""
+    """Which factor a dimension follows and how wide; without a factor, its length."""
     if dim.factor is None:
         start, stop = dim.interval((), size)
         return [-1, stop - start, 0]
@@ -211,17 +204,17 @@ def _dim(dim: DimMap, size: int) -> list[int]:
 
 
 def _per_point(op: Operator) -> float:
-    """Operations at each point of the iteration space: what tells grouped from ungrouped convolutions."""
+    """Operations at each point of the iteration space, which tell grouped from ungrouped convolutions."""
     return round(op.flops / iteration_points(op), 3)
 
 
 def digest(value: Any) -> str:
-    """16 hex digits of plain JSON values."""
+    """Hash of plain JSON values: 16 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def distinct(keys: TileKeys, tiles: Iterable[Tile]) -> dict[TileKey, Tile]:
-    """Each key once, with a tile that has it. Tiles in which nothing is computed are left out."""
+    """Each key once, with a tile that has it. Tiles that compute nothing are left out."""
     found: dict[TileKey, Tile] = {}
     for tile in tiles:
         if tile.size:

@@ -1,4 +1,4 @@
-"""Which figures of a cluster's links, and of what communication does to computation, follow from what was measured between its ranks."""
+"""Figures of a cluster's links, and of what communication costs processors, from the measurements between its ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from soap.measure.link_probes import Lines, LinkTiming, Operation, Probe, cpu_fi
 from soap.simulator.communication.prices import Communication
 
 LARGE_BYTES = 2**30
-"""Beside which latencies are nothing."""
+"""Bytes beside which latencies do not matter."""
 LEAST_LATENCY_SECONDS = 1e-9
 
 
 def modelled_seconds(communication: Communication, probe: Probe) -> float:
-    """What the simulator says that a probe takes of its links; nothing for a restart."""
+    """Simulated time of a probe on the topology's links; None for a restart."""
     size, devices = probe.size_bytes, probe.devices
     match probe.operation:
         case Operation.MESSAGE | Operation.STEP_MESSAGE:
@@ -33,12 +33,13 @@ def modelled_seconds(communication: Communication, probe: Probe) -> float:
 
 
 def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], source: str = "") -> Topology:
-    """The same cluster with links that have the measured latency and bandwidth; ``source``: where from, in one line.
+    """The same cluster with links that have the measured latency and bandwidth. ``source``: where these are from, in one line.
 
-    Of a route between two devices of one host, each link has the bandwidth that two of them have both ways at once
-    (``_seconds_per_byte``) and an equal part of the message's latency. Links that only routes between hosts use have that of two devices on
-    two hosts, and an equal part of what remains of that message's latency. Latencies are those within steps, where these were measured.
-    What was not measured stays. Devices that are processors have ports, handle collectives, and are slower behind a wait.
+    On a route between two devices of one host, each link has the bandwidth that two of them have both ways at once
+    (``_seconds_per_byte``) and an equal part of the message's latency. Links that only routes between hosts use have the bandwidth of
+    two devices on two hosts, and an equal part of what remains of that message's latency. Latencies are those within steps, if these
+    were measured. Figures that were not measured stay. Devices that are processors get ports, costs of collectives, and are slower
+    behind a wait.
     """
     found, busy = fits(timings), cpu_fits(timings)
     within = _within_steps(timings, found, busy)
@@ -52,7 +53,7 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
                 continue
             per_byte = _seconds_per_byte(timings, devices, line)
             if per_byte <= 0:
-                raise ProfileError(f"messages between devices {devices} take no longer the larger they are; measure again")
+                raise ProfileError(f"messages between devices {devices} do not take longer when they are larger; measure again")
             route = topology.route(devices[0], devices[1])
             known = [link for link in route if link in inside]
             left = line.alpha_seconds + message.seconds - sum(inside[link][1] for link in known)
@@ -68,14 +69,14 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
     made = replace(topology, links=tuple(links), described=described, links_source=source)
     made = replace(made, crowding=_crowding(made, found, within), restart=_restart(timings))
     if any(device.type.kind != "cpu" for device in topology.devices):
-        return made  # what sends there is not what computes
+        return made  # on GPUs the processor that sends is not the device that computes
     return replace(made, ports=tuple(ports[i] for i in sorted(ports)), handling=_handling(made, busy, within))
 
 
 def _seconds_per_byte(timings: Sequence[LinkTiming], devices: tuple[int, ...], message: AlphaBeta) -> float:
-    """Of two devices that send to each other at once: what the largest size takes longer than the one before, of exchanges or of
-    all-to-alls, whichever has more of the link. Small sizes say little: what the links hold back is sent faster than they go on. Where
-    neither was measured, a message's."""
+    """Seconds per byte of two devices that send to each other at once: by how much longer the largest size takes than the one before,
+    of exchanges or of all-to-alls, whichever uses the link better. Small sizes say little, because data that the links hold back is
+    sent faster than it arrives. If neither was measured, a message's."""
     taken: dict[Operation, dict[int, float]] = {Operation.EXCHANGE: {}, Operation.ALL_TO_ALL: {}}
     for timing in timings:
         if timing.probe.operation in taken and timing.probe.devices == devices:
@@ -96,7 +97,7 @@ _BY_ITSELF = {
 
 
 class _Longer(NamedTuple):
-    """How many seconds longer something takes within a step than by itself, and for how long it keeps a device busier there."""
+    """How many seconds longer an operation takes within a step than by itself, and for how much longer it keeps a device busy there."""
 
     seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -104,12 +105,14 @@ class _Longer(NamedTuple):
 
 _NOT_LONGER = _Longer()
 _WithinSteps = Mapping[Operation, _Longer]
-"""By what is measured by itself. Of a message beside what it keeps its ends busier: the sender's end is no part of it, but its port's."""
+"""The difference from an operation by itself. Of a message the time that it keeps its ends busier is taken off: the sender's time
+belongs to its port, not to the message."""
 
 
 def _within_steps(timings: Sequence[LinkTiming], found: Lines, busy: Lines) -> _WithinSteps:
-    """From what was measured; nothing if it was not. Never less than nothing. Of several sizes the smallest says how much longer something
-    takes, since its bytes take no time; and that with the most work for a device how much busier it is."""
+    """Differences from the measurements; zero if there are none, and never negative. Of several sizes the smallest says how much longer
+    an operation takes, since its bytes take no time; the one with the most work for a device says for how much longer it keeps the
+    device busy."""
     more: dict[Operation, _Longer] = {}
     for timing in sorted(timings, key=lambda timing: timing.probe.size_bytes):
         operation, size = _BY_ITSELF.get(timing.probe.operation), timing.probe.size_bytes
@@ -125,8 +128,8 @@ def _within_steps(timings: Sequence[LinkTiming], found: Lines, busy: Lines) -> _
 
 
 def _crowding(topology: Topology, found: Lines, within: _WithinSteps) -> Crowding:
-    """From the latencies of collectives that were measured, beside what the links' latencies make of them: of each number of devices those
-    over most hosts. An exchange as a whole has no less than a message's, as bounds assume."""
+    """Factors from the measured latencies of collectives over what the links' latencies make of them: for each number of devices, those
+    over most hosts. A whole exchange has at least a message's latency, as bounds assume."""
     communication = Communication(topology)
     factors: dict[Operation, dict[int, float]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
     for (operation, devices), line in _collectives(topology, found):
@@ -138,7 +141,7 @@ def _crowding(topology: Topology, found: Lines, within: _WithinSteps) -> Crowdin
 
 
 def _handling(topology: Topology, busy: Lines, within: _WithinSteps) -> Handling:
-    """From the processor's time of collectives that were measured: of each number of devices those over most hosts."""
+    """Costs from the measured processor time of collectives: for each number of devices, those over most hosts."""
     communication = Communication(topology)
     shares: dict[Operation, dict[int, Share]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
     for (operation, devices), line in _collectives(topology, busy):
@@ -150,13 +153,13 @@ def _handling(topology: Topology, busy: Lines, within: _WithinSteps) -> Handling
 
 
 def _collectives(topology: Topology, lines: Lines) -> list[tuple[tuple[Operation, tuple[int, ...]], AlphaBeta]]:
-    """Sums and exchanges of all devices with all, those over fewer hosts first."""
+    """Sums and exchanges of all devices with all; those over fewer hosts come first."""
     own = [entry for entry in lines.items() if entry[0][0] in (Operation.ALL_REDUCE, Operation.ALL_TO_ALL)]
     return sorted(own, key=lambda entry: len({topology.devices[device].host for device in entry[0][1]}))
 
 
 def _restart(timings: Sequence[LinkTiming]) -> Restart:
-    """How much longer tiles took behind sums, by how long they take on one device; longer tiles no less than shorter ones."""
+    """How much longer tiles took behind sums, by how long they take on one device. Longer tiles get no less than shorter ones."""
     points: list[tuple[int, int]] = []
     own = [timing for timing in timings if timing.probe.operation is Operation.STEP_RESTART]
     for timing in sorted(own, key=lambda timing: timing.cpu_seconds):
@@ -168,8 +171,8 @@ def _restart(timings: Sequence[LinkTiming]) -> Restart:
 
 
 def _port(topology: Topology, link: int, busy: AlphaBeta, seconds_per_byte: float, busier_seconds: float) -> Port:
-    """What a device at an end of a link is busy with messages over it: seconds per byte as a part of the link's, what a message of
-    no bytes takes, and what it takes longer within steps."""
+    """How busy messages over a link keep the device at its end: its share of the link's seconds per byte, the time for a message
+    without bytes, and the extra time within steps."""
     names = {device.name: device.index for device in topology.devices}
     ends = (topology.links[link].source, topology.links[link].target)
     device = next((names[end] for end in ends if end in names), None)
@@ -178,7 +181,7 @@ def _port(topology: Topology, link: int, busy: AlphaBeta, seconds_per_byte: floa
 
 
 def _alike(topology: Topology, links: Sequence[int], same_host: bool) -> list[int]:
-    """All links that have the declared figures of one of these, and the same part in routes inside of a host."""
+    """All links with the same declared figures as one of these, and the same part in routes inside of a host."""
     local = {link for own in devices_by_host(topology) for a, b in permutations(own, 2) for link in topology.route(a, b)}
     kinds = {(topology.links[i].bandwidth_bytes_per_second, topology.links[i].latency_seconds) for i in links}
     return [

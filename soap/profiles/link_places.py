@@ -1,4 +1,4 @@
-"""Where links were measured, and how their timings are written as plain JSON values. Worked out without torch."""
+"""Where links were measured, and how their timings are written as plain JSON values. Without torch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from soap.measure.this_machine import cpu_cores, cpu_model
 from soap.profiles.keys import digest, torch_version
 
 VERSION = 11
-"""Of what is measured and how it is written down; part of every place. Since 2 with freed memory kept (``malloc``); since 3 collectives
+"""Version of the measurement and of its format; part of every place. Since 2 with freed memory kept (``malloc``); since 3 collectives
 behind a computation, and with ``gloo_threads.calm_gloo``; since 4 emulated hosts' sums are prompt; since 5 with the scale; since 6
-restarts apart; since 7 devices compute by even time (``reference_work``); since 8 exchanges within steps, restarts of three sizes,
-and chains that read two values; since 9 by a yardstick that is the same in all processes; since 10 messages and exchanges of two
-sizes within steps, which send the last of theirs while gradients are summed; since 11 emulated hosts have one congestion control."""
+restarts apart; since 7 devices compute by even time (``reference_work``); since 8 exchanges within steps, restarts of three sizes, and
+chains that read two values; since 9 with reference work that is the same in all processes; since 10 messages and exchanges of two sizes
+within steps, which send the last of theirs while gradients are summed; since 11 emulated hosts have one congestion control."""
 MOST_SECONDS = 10**6
 
 
 @dataclass(frozen=True)
 class LinkPlace:
-    """A cluster and how its ranks talked; what is asked for elsewhere is foreign to it.
-
-    ``cluster``: the topology's hash. ``name``: its name, for people only. ``devices``: names of its device types. ``machine``: processor
-    and cores of this machine if all hosts are on it, else empty: a described cluster is where its description says. ``emulated``: on the
-    hosts that ``--emulate`` makes.
-    """
+    """A cluster and how its ranks talked. Measurements of another place are never used. ``cluster``: the topology's hash. ``name``: its
+    name, for people only. ``devices``: names of its device types. ``machine``: processor and cores of this machine if all hosts are on
+    it; otherwise empty, because a described cluster is where its description says. ``emulated``: whether on the hosts that
+    ``--emulate`` makes."""
 
     cluster: str
     name: str = field(compare=False)
@@ -40,18 +38,18 @@ class LinkPlace:
 
     @property
     def hash(self) -> str:
-        """16 hex digits; of everything but the name."""
+        """Hash of everything except the name: 16 hex digits."""
         return digest({key: value for key, value in asdict(self).items() if key != "name"})
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """The place as one line."""
         on = f" on {self.machine}" if self.machine else ""
         return f"{self.name}{on}{', emulated hosts' if self.emulated else ''}, {self.backend}, torch {self.torch}"
 
 
 def link_place(topology: Topology, backend: str, *, emulated: bool, torch: str | None = None) -> LinkPlace:
-    """Where the ranks of a cluster talk by this backend (gloo or nccl). ``torch``: the version, if not the installed one."""
+    """The place of a cluster whose ranks talk by this backend (gloo or nccl). ``torch``: the version, if not the installed one."""
     return LinkPlace(
         cluster=topology.hash,
         name=topology.name,
@@ -64,20 +62,20 @@ def link_place(topology: Topology, backend: str, *, emulated: bool, torch: str |
 
 
 def link_places(topology: Topology) -> list[LinkPlace]:
-    """Where links that a plan for this cluster may use can have been measured, the best first: by the backend that its devices take when
-    nobody says another, and on its own hosts rather than on emulated ones."""
+    """Places whose measurements a plan for this cluster may use, best first: by the backend that its devices take by default, and on
+    its own hosts before emulated ones."""
     cuda = topology.devices[0].type.kind == "cuda"
     backends = ("nccl", "gloo") if cuda else ("gloo",)
     return [link_place(topology, backend, emulated=emulated) for emulated in ((False,) if cuda else (False, True)) for backend in backends]
 
 
 def probe_text(probe: Probe) -> str:
-    """A probe in one word."""
+    """The probe as one word."""
     return f"{probe.operation}:{'-'.join(map(str, probe.devices))}:{probe.size_bytes}"
 
 
 def encode_timing(timing: LinkTiming) -> dict[str, Any]:
-    """Plain JSON values for ``decode_timing``, times in whole nanoseconds; TIMING_SCHEMA says what they look like."""
+    """The timing as plain JSON values, with times in whole nanoseconds, as TIMING_SCHEMA describes them; ``decode_timing`` reads them."""
     return {
         "operation": timing.probe.operation.value,
         "devices": list(timing.probe.devices),
@@ -90,7 +88,7 @@ def encode_timing(timing: LinkTiming) -> dict[str, Any]:
 
 
 def decode_timing(record: Mapping[str, Any]) -> LinkTiming:
-    """The timing of values that TIMING_SCHEMA allows."""
+    """Read a timing from values that TIMING_SCHEMA allows."""
     probe = Probe(Operation(record["operation"]), tuple(record["devices"]), record["size_bytes"])
     return LinkTiming(probe, tuple(one / 1e9 for one in record["times_ns"]), record["cpu_ns"] / 1e9, record["measured_at"], record["scale"])
 

@@ -1,16 +1,17 @@
-"""Costs from what was measured. The first of these that can answer does, and says so:
+"""Costs from measurements. The first of these sources that can answer does, and the answer names it:
 
 - *measured*: this computation itself;
-- *interpolated*: between two measured tiles of like operators, of which one is contained in the tile by all its lengths and the other
-  contains it, linearly in the logarithms of time and of points. Never beyond what was measured;
-- *calibrated*: the roofline, multiplied by what operators of this kind took on this device beside their estimates (the median of measured
-  ÷ estimated). Kinds that were not measured get the median of all kinds, if there are ``LEAST_KINDS``;
+- *interpolated*: between two measured tiles of like operators, one with all lengths at most the tile's, the other with all at least the
+  tile's; linear in the logarithms of time and of points. Never beyond what was measured;
+- *calibrated*: the roofline, multiplied by the median of measured ÷ estimated of this kind of operator on this device. Kinds that were not
+  measured get the median of all kinds, if there are ``LEAST_KINDS``;
 - *estimated*: the roofline.
 
-What the runtime adds to a tile is no part of a tile's measurement; it is measured by itself, or else estimated. On GPUs it is a part of
-what launching the tile takes, which is measured beside the tile; of what was not measured it is the median of its kind, else of all.
+A tile's measurement does not include what the runtime adds to a tile. That is measured by itself, or else estimated. On GPUs it is a part
+of the time to launch the tile, which is measured beside the tile; for tiles without a measurement it is the median of their kind, else of
+all kinds.
 
-Answers of a kind and direction that has a correction (``corrections``) are multiplied by it, wherever they come from, and say so.
+If a kind and direction has a correction (``corrections``), the answer is multiplied by it, whatever its source, and is marked.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from soap.simulator.costs import nanoseconds
 LEAST_KINDS = 3
 CACHE_ENTRIES = 2**18
 MEASURED_KEYS = ("kind", "family", "lengths", "regions", "entire", "forward_ns", "backward_ns", "forward_work", "backward_work", LAUNCH)
-"""What of an encoded entry an answer can depend on."""
+"""The fields of an encoded entry on which an answer can depend."""
 
 
 class Source(StrEnum):
-    """Where an answer comes from, the best first."""
+    """Where an answer comes from, best first."""
 
     MEASURED = "measured"
     INTERPOLATED = "interpolated"
@@ -65,7 +66,7 @@ Point = tuple[tuple[int, ...], int, float]
 
 
 class Profile:
-    """What was measured in one environment, ready to be asked. ``device``: whose roofline it is compared with."""
+    """The measurements of one environment, ready for questions. ``device``: the one whose roofline they are compared with."""
 
     def __init__(self, device: DeviceType, entries: Iterable[Entry], corrections: Iterable[Correction] = ()) -> None:
         self.device = device
@@ -118,12 +119,12 @@ class Profile:
         if not points:
             return float(estimated_ns), Source.ESTIMATED
         _, nearest_bytes, nearest_ns = min(points, key=lambda point: abs(log(point[1] / max(1, size_bytes))))
-        # Below what was measured the calls decide, which are the same for all; above it the bytes.
+        # below the smallest the calls decide, which are the same for all; above the largest the bytes
         return nearest_ns * max(1.0, size_bytes / nearest_bytes), Source.CALIBRATED
 
     @property
     def launches_kernels(self) -> bool:
-        """Whether it is of a GPU, whose kernels are launched by a processor."""
+        """Whether the device is a GPU, whose kernels a processor launches."""
         return bool(self._launches)
 
     def launch_ns(self, key: TileKey, kind: str, backward: bool) -> float:
@@ -137,7 +138,7 @@ class Profile:
         return found + self._added_ns(backward)
 
     def runtime_ns(self, backward: bool) -> float:
-        """What the runtime adds to a tile in one direction on the device itself."""
+        """What the runtime adds to a tile in one direction, on the device itself."""
         return 0.0 if self.launches_kernels else self._added_ns(backward)
 
     def _added_ns(self, backward: bool) -> float:
@@ -148,7 +149,7 @@ class Profile:
         return 0.0 if timing is None else timing.ns
 
     def answer(self, ns: float, source: Source, kind: str, backward: bool) -> Answer:
-        """Nanoseconds of that kind and direction as an answer, corrected if there is a correction for it."""
+        """Nanoseconds of this kind and direction as an answer, corrected if there is a correction."""
         factor = self.corrections.get((kind, backward))
         return Answer(nanoseconds(ns * (1.0 if factor is None else factor) / 1e9), source, factor is not None)
 
@@ -158,7 +159,7 @@ class Profile:
 
 
 class ProfiledCosts:
-    """A ``CostModel`` from measurements where there are any, by device type's name, and from the roofline elsewhere."""
+    """A ``CostModel`` from measurements where there are any, by device type's name, and from the roofline otherwise."""
 
     def __init__(
         self,
@@ -168,8 +169,8 @@ class ProfiledCosts:
         corrections: Mapping[str, Iterable[Correction]] | None = None,
         measured_updates: bool = True,
     ) -> None:
-        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it. ``corrections``: by device type's name.
-        ``measured_updates``: whether it is one of those that are measured; the updates of others are estimated."""
+        """``optimizer_states``: number of tensors of a parameter's size that the optimizer keeps for it. ``corrections``: by device
+        type's name. ``measured_updates``: whether the optimizer is one of those that are measured; the updates of others are estimated."""
         known = corrections or {}
         self.optimizer_states = optimizer_states
         self.measured_updates = measured_updates
@@ -182,7 +183,7 @@ class ProfiledCosts:
 
     @property
     def description(self) -> str:
-        """One line for people."""
+        """The source of costs as one line."""
         measured = [f"{self._operators(profile)} computations on {name}" for name, profile in self.profiles.items() if profile.entries]
         rest = self.estimate.description
         said = f"profile of {' and '.join(measured)} (soap-profile), the rest: {rest}" if measured else rest
@@ -190,7 +191,7 @@ class ProfiledCosts:
 
     @property
     def hash(self) -> str:
-        """16 hex digits over everything that enters an answer: all entries and corrections, and the roofline."""
+        """Hash of everything that enters an answer: all entries and corrections, and the roofline; 16 hex digits."""
         known = [
             [name, [_figures(entry) for entry in profile.entries], sorted(profile.corrections.items())]
             for name, profile in self.profiles.items()
@@ -208,7 +209,7 @@ class ProfiledCosts:
 
     @property
     def updates_rows_alone(self) -> bool:
-        """As the roofline has it."""
+        """As the roofline says."""
         return self.estimate.updates_rows_alone
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
@@ -238,7 +239,7 @@ class ProfiledCosts:
         """An update, and where that number comes from."""
         estimated_ns = self.estimate.update_ns(parameter_bytes, device)
         profile = self.profiles.get(device.name)
-        if profile is None or not self.measured_updates:  # a host's core, say
+        if profile is None or not self.measured_updates:  # for example a host's core
             return Answer(estimated_ns, Source.ESTIMATED)
         ns, source = profile.update(self.optimizer_states, parameter_bytes, estimated_ns)
         return profile.answer(ns, source, update_family(self.optimizer_states), backward=False)
@@ -260,10 +261,8 @@ class ProfiledCosts:
 
 
 def _between(points: Sequence[Point], lengths: tuple[int, ...]) -> float | None:
-    """The time of a tile of these lengths, from the largest measured tile inside it and the smallest one around it; None if either lacks.
-
-    Of several tiles of equal lengths (with and without halos) the first one counts.
-    """
+    """The time of a tile of these lengths, from the largest measured tile inside it and the smallest one around it; None if there is no
+    such pair. Of several tiles of equal lengths (with and without halos) the first one counts."""
     below: Point | None = None
     above: Point | None = None
     for point in points:
@@ -290,18 +289,18 @@ def _figures(entry: Entry) -> list[object]:
 
 
 def read_profiles(topology: Topology, store: Store) -> dict[str, list[Entry]]:
-    """What the store holds for the devices of a cluster, by device type's name; types without any are missing."""
+    """The store's entries for the devices of a cluster, by device type's name; types without any are missing."""
     found = {name: store.entries(place) for name, place in environments(topology).items()}
     return {name: entries for name, entries in found.items() if entries}
 
 
 def read_corrections(topology: Topology, store: Store) -> dict[str, list[Correction]]:
-    """The corrections that hold for the devices of a cluster, by device type's name; types without any are missing."""
+    """The corrections for the devices of a cluster, by device type's name; types without any are missing."""
     found = {name: store.corrections(place) for name, place in environments(topology).items()}
     return {name: corrections for name, corrections in found.items() if corrections}
 
 
 def foreign(topology: Topology, store: Store) -> dict[Environment, int]:
-    """What the store holds that no device of the cluster can use: where it was measured, and how much."""
+    """Entries of the store that no device of the cluster can use: where they were measured, and how many."""
     ours = set(environments(topology).values())
     return {place: count for place, count in store.environments().items() if count and place not in ours}

@@ -1,8 +1,8 @@
-"""By how much predictions of gains are known to err, by where the costs come from: what a plan must be predicted to win by, at least,
-before it replaces data parallelism without having been run.
+"""How far predictions of gains may be wrong, by where the costs come from. A plan that has not been run replaces data parallelism only
+if its predicted gain is above this.
 
-The error of a gain is predicted gain ÷ measured gain, where a gain is data parallelism's time over a plan's. A plan that is predicted to
-be as many times as fast as data parallelism as predictions are known to err can, by what is known, still be slower.
+The error of a gain is predicted gain ÷ measured gain, where a gain is data parallelism's time over a plan's. A plan whose predicted
+gain does not exceed the largest known error may in truth be slower than data parallelism.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ that was predicted to win by more than this lost."""
 ERRORS: Mapping[str, float] = {
     Source.MEASURED.value: MEASURED_ERROR,
     Source.INTERPOLATED.value: MEASURED_ERROR,
-    Source.CALIBRATED.value: ESTIMATED_ERROR,  # no table tells what it is worth by itself
+    Source.CALIBRATED.value: ESTIMATED_ERROR,  # no table shows what it is worth by itself
     Source.ESTIMATED.value: ESTIMATED_ERROR,
 }
 
 
 def least_gain(shares: Mapping[str, float], *, links_measured: bool) -> float:
-    """What a plan must be predicted to win by, at least: the errors by source, as geometric mean by their shares of the compute time
-    (``profiles.shares``). Where links are not measured that of estimates, however well computations are known: what made plans lose were
-    messages and sums that took many times their estimates."""
+    """The gain that a plan must be predicted to exceed: the geometric mean of the errors by source, weighted by their shares of the
+    compute time (``profiles.shares``). If links are not measured it is that of estimates, however well computations are known: what
+    made plans lose were messages and sums that took many times their estimates."""
     known = sum(shares.values())
     if not links_measured or known <= 0:
         return ESTIMATED_ERROR

@@ -1,4 +1,4 @@
-"""The links of a cluster as they were measured between its ranks, out of the store."""
+"""The measured links of a cluster, from the store."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from soap.profiles.store import Store
 
 
 def known_links(topology: Topology, place: LinkPlace, store: Store) -> list[LinkTiming]:
-    """What the store holds of the cluster's probes there, in the order of the probes."""
+    """The stored timings of the cluster's probes at this place, in the order of the probes."""
     found = {timing.probe: timing for timing in store.links(place)}
     return [found[probe] for probe in (probes_for(topology) if found else ()) if probe in found]
 
 
 def with_stored_links(topology: Topology, store: Store) -> Topology:
-    """The same cluster, with the links' measured figures if all that they follow from was measured; else as it is.
-
-    What was measured in part, or cannot be right, is not used, and a SoapWarning says so. ProfileError if the store cannot be read.
-    """
+    """The same cluster: with the links' measured figures if all the measurements that they need exist, otherwise unchanged.
+    Measurements that are incomplete or cannot be right are not used, and a SoapWarning says so. ProfileError if the store cannot be
+    read."""
     problem = ""
     for place in link_places(topology):
         timings = known_links(topology, place, store)

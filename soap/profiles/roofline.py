@@ -22,21 +22,19 @@ from soap.profiles.work import Kernel, backward_work, constants, forward_work
 from soap.simulator.costs import nanoseconds
 
 PEAK_SHARE = 0.75
-"""Part of a data sheet's peak rate that operators reach: what PyTorch's own estimator assumes (``torch.utils._runtime_estimation``)."""
+"""Share of a data sheet's peak rate that operators reach, as PyTorch's own estimator assumes (``torch.utils._runtime_estimation``)."""
 
 TILE_CALLS = 12
-"""What the runtime's Python adds to a tile in each direction on a CPU, in calls (``kernel_seconds``), so that it follows the machine.
-
-Measured in one process on one thread of a shared 2-core machine whose calls took 4 us: a step's processor time without its update, less
-that of plain calls with autograd, by tiles and directions, was 49 us for a 3-operator MLP, 33 us for zoo:gpt:tiny and 53 us for
-zoo:rnnlm:tiny, 12 calls on average. On a GPU the host runs ahead of the device and this is hidden.
-"""
+"""What the runtime's Python adds to a tile in each direction on a CPU, in calls (``kernel_seconds``), so that it follows the machine's
+speed. Measured in one process on one thread of a shared 2-core machine whose calls took 4 us: a step's processor time without its
+update, less that of plain calls with autograd, by tiles and directions, was 49 us for a 3-operator MLP, 33 us for zoo:gpt:tiny and 53
+us for zoo:rnnlm:tiny, 12 calls on average. On a GPU the host runs ahead of the device, which hides it."""
 
 UPDATE_CALLS_PER_STATE = 3
-"""Calls of an update for each state of the optimizer, besides one: on the same machine SGD took 2 to 6 us a tensor, Adam 23 to 34 us."""
+"""Calls of an update for each state of the optimizer, beside one: on the same machine SGD took 2 to 6 us a tensor, Adam 23 to 34 us."""
 
 LEAST_DENSE_STATES = 2
-"""Tensors of an optimizer that changes rows without gradient, too. Those with less are taken to be SGD or Adagrad."""
+"""An optimizer with so many tensors changes rows without gradient, too. One with fewer is taken for SGD or Adagrad."""
 
 CACHE_ENTRIES = 2**18
 
@@ -55,7 +53,7 @@ class RooflineCosts:
 
     @property
     def description(self) -> str:
-        """One line for people: measured or estimated."""
+        """The source of costs as one line: measured or estimated."""
         measured = sum(device.is_measured for device in self._types)
         if measured == len(self._types):
             return "measured rates of this machine"
@@ -65,7 +63,7 @@ class RooflineCosts:
 
     @property
     def updates_rows_alone(self) -> bool:
-        """Whether rows without gradient stay as they are: known of optimizers that keep less than two tensors (SGD, Adagrad)."""
+        """Whether rows without gradient stay as they are, as with optimizers that keep less than two tensors (SGD, Adagrad)."""
         return self.optimizer_states < LEAST_DENSE_STATES
 
     @property
@@ -91,8 +89,8 @@ class RooflineCosts:
         return nanoseconds(traffic / device.memory_bandwidth_bytes_per_second + calls * device.kernel_seconds)
 
     def _cached(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
-        """The intervals of a tile decide its regions, so they name it; replicas and devices of one type share the answer. How many rows
-        a tile has on rows is no part of the graph's hash."""
+        """The key of a tile's answer: its intervals, which decide its regions. Replicas and devices of one type share the answer. The
+        number of rows of a sparse lookup is included, because the graph's hash does not contain it."""
         key = (graph.hash, tile.operator, tile.intervals, device, backward, parameters_held(graph, tile) if tile.on_rows else ())
         answer = self._tiles.get(key)
         if answer is None:
@@ -104,7 +102,7 @@ class RooflineCosts:
 
 
 def work_seconds(work: Iterable[Kernel], device: DeviceType) -> float:
-    """What these kernels take, one after the other."""
+    """Time of these kernels, one after the other."""
     return sum((_kernel_seconds(kernel, device) for kernel in work), 0.0)
 
 

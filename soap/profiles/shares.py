@@ -1,4 +1,4 @@
-"""How much of a prediction rests on measurements: parts of the predicted compute time (tiles and updates) by where they come from."""
+"""How much of a prediction rests on measurements: shares of the predicted compute time (tiles and updates) by where they come from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIGNIFICANT = 4
 
 
 def shares(costs: CostModel, tasks: TaskGraph) -> dict[str, float]:
-    """By source, the best first: its part of the time that all devices compute. Folded tasks stand for their copies."""
+    """By source, best first: its share of the time that all devices compute. Folded tasks count once for each copy."""
     spent_ns = dict.fromkeys(Source, 0)
     if not isinstance(costs, ProfiledCosts):
         return {source.value: float(source is Source.ESTIMATED) for source in Source}
@@ -26,7 +26,7 @@ def shares(costs: CostModel, tasks: TaskGraph) -> dict[str, float]:
 
 
 def corrected(costs: CostModel, tasks: TaskGraph) -> float:
-    """The part of that time that is made of corrected answers, wherever they come from."""
+    """The share of that time that is made of corrected answers, whatever their source."""
     if not isinstance(costs, ProfiledCosts):
         return 0.0
     whole_ns = corrected_ns = 0
@@ -37,13 +37,13 @@ def corrected(costs: CostModel, tasks: TaskGraph) -> float:
 
 
 def text(parts: Mapping[str, float], corrected_part: float) -> str:
-    """``90% measured, 10% interpolated; 80% corrected by …``; what is nothing is left out."""
+    """``90% measured, 10% interpolated; 80% corrected by …``. Zero shares are left out."""
     said = ", ".join(f"{share:.0%} {source}" for source, share in parts.items() if share > 0) or "nothing is computed"
     return f"{said}; {corrected_part:.0%} {CORRECTED}" if corrected_part else said
 
 
 def _answers(costs: ProfiledCosts, tasks: TaskGraph) -> Iterator[Answer]:
-    """Of all tiles, in both directions, and of all updates."""
+    """The answers for all tiles, in both directions, and for all updates."""
     for task in tasks.tasks:
         if task.tile is not None:
             tile, device = tasks.plan.as_run(tasks.plan.tiles[task.tile]), tasks.topology.devices[task.resources[0]].type

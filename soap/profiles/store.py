@@ -1,8 +1,9 @@
 """The store of measurements: one SQLite file in the user's cache folder. Several processes may write to it at once.
 
-Entries are found by the environment that they were measured in (``keys.Environment``) and their key, corrections of predictions by their
-environment, kind and direction, timings of links by their place (``link_places.LinkPlace``) and probe; what was measured elsewhere stays in
-the file, and is never an answer. A file that cannot be read is an error in one line: it may hold hours of measuring, and is not replaced.
+Entries are found by the environment in which they were measured (``keys.Environment``) and their key; corrections by their environment,
+kind and direction; timings of links by their place (``link_places.LinkPlace``) and probe. Measurements of other environments stay in
+the file, and are never an answer. A file that cannot be read is an error in one line: it may hold hours of measuring, and is not
+replaced.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from soap.profiles.link_places import TIMING_SCHEMA, LinkPlace, decode_timing, e
 
 FILE = "profile.sqlite"
 LAYOUT = 2
-"""Version of the tables, in SQLite's ``user_version``. Version 1 had none of links, and the first files of version 2 none of corrections;
-what is missing counts as empty, and is added when something is put in."""
+"""Version of the tables, in SQLite's ``user_version``. Version 1 had no tables of links, and the first files of version 2 none of
+corrections. A missing table counts as empty, and is added with the first write."""
 PATIENCE_S = 60.0
-"""How long a process waits for another one that writes."""
+"""Seconds for which a process waits for another one that writes."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS environments (hash TEXT PRIMARY KEY, description TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS entries (
@@ -60,7 +61,7 @@ _ENTRIES, _TIMINGS, _CORRECTIONS = (Draft202012Validator(schema) for schema in (
 
 
 def default_path() -> Path:
-    """Where the user's store is; ProfileError if the user has no cache folder."""
+    """Path of the user's store; ProfileError if the user has no cache folder."""
     folder = cache_folder()
     if folder is None:
         raise ProfileError("no place for measurements: this user has no home folder; set XDG_CACHE_HOME to a folder of yours")
@@ -71,59 +72,57 @@ P = TypeVar("P", Environment, LinkPlace)
 
 
 class Store:
-    """Measurements in a file, which is made when something is first put in. ProfileError if it cannot be read or written."""
+    """Measurements in a file, which is made with the first write. ProfileError if it cannot be read or written."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = default_path() if path is None else path
 
     def put(self, environment: Environment, entries: Iterable[Entry]) -> None:
-        """Keep entries, in place of earlier ones of the same keys; all or none.
-
-        Corrections of this environment go: they are of answers that were made without these entries.
-        """
+        """Keep entries; they replace earlier ones of the same keys. All or none are written. The environment's corrections are deleted,
+        because they correct answers that were made without these entries."""
         records = {entry.key.text: encode(entry) for entry in entries}
         self._put("environments", "entries", environment, records, outdated="corrections" if records else "")
 
     def entries(self, environment: Environment) -> list[Entry]:
-        """All that was measured there, in the order of their keys."""
+        """All entries of an environment, in the order of their keys."""
         rows = self._rows("entries", "SELECT entry FROM entries WHERE environment = ? ORDER BY key", environment.hash)
         return [decode(self._record(text, _ENTRIES)) for (text,) in rows]
 
     def environments(self) -> dict[Environment, int]:
-        """Where something was measured, and how much, in the order of their texts."""
+        """The environments in the store, and the number of their entries, in the order of their texts."""
         count = "(SELECT count(*) FROM entries WHERE environment = hash)"
         return self._places(Environment, self._rows("entries", f"SELECT description, {count} FROM environments ORDER BY description"))
 
     def put_corrections(self, environment: Environment, corrections: Iterable[Correction]) -> None:
-        """Keep corrections, in place of earlier ones of the same kinds and directions; all or none."""
+        """Keep corrections; they replace earlier ones of the same kinds and directions. All or none are written."""
         self._put("environments", "corrections", environment, {one.name: encode_correction(one) for one in corrections})
 
     def corrections(self, environment: Environment) -> list[Correction]:
-        """Those that hold there, in the order of their names."""
+        """The corrections of an environment, in the order of their names."""
         rows = self._rows("corrections", "SELECT entry FROM corrections WHERE environment = ? ORDER BY key", environment.hash)
         return [decode_correction(self._record(text, _CORRECTIONS)) for (text,) in rows]
 
     def put_links(self, place: LinkPlace, timings: Iterable[LinkTiming]) -> None:
-        """Keep timings of links, in place of earlier ones of the same probes; all or none."""
+        """Keep timings of links; they replace earlier ones of the same probes. All or none are written."""
         self._put("link_places", "link_timings", place, {probe_text(one.probe): encode_timing(one) for one in timings})
 
     def links(self, place: LinkPlace) -> list[LinkTiming]:
-        """All that was measured there, in the order of their probes' texts."""
+        """All timings of a place, in the order of their probes' texts."""
         rows = self._rows("link_timings", "SELECT entry FROM link_timings WHERE place = ? ORDER BY key", place.hash)
         return [decode_timing(self._record(text, _TIMINGS)) for (text,) in rows]
 
     def link_places(self) -> dict[LinkPlace, int]:
-        """Where links were measured, and how many probes, in the order of their texts."""
+        """The places in the store, and the number of their probes, in the order of their texts."""
         count = "(SELECT count(*) FROM link_timings WHERE place = hash)"
         return self._places(LinkPlace, self._rows("link_places", f"SELECT description, {count} FROM link_places ORDER BY description"))
 
     def _put(
         self, places: str, rows: str, place: Environment | LinkPlace, records: Mapping[str, Any], *, outdated: str = ""
     ) -> None:
-        """``outdated``: a table of which all that belongs to this place goes, in the same transaction."""
+        """Write in one transaction. ``outdated``: a table from which everything of this place is deleted in the same transaction."""
         values = [(place.hash, key, json.dumps(record)) for key, record in records.items()]
         with self._open(writing=True) as base, base:
-            base.execute("BEGIN IMMEDIATE")  # a transaction that began with reading is refused at once where another one writes
+            base.execute("BEGIN IMMEDIATE")  # a transaction that began with reading is refused at once if another one writes
             described = (place.hash, json.dumps(asdict(place), sort_keys=True))
             base.execute(f"INSERT OR IGNORE INTO {places} VALUES (?, ?)", described)
             base.executemany(f"INSERT OR REPLACE INTO {rows} VALUES (?, ?, ?)", values)
@@ -137,7 +136,7 @@ class Store:
             raise self._damaged("it names a place in another way") from None
 
     def _rows(self, table: str, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """What a query of a table finds; nothing in a store that nobody has put anything into, or that has no such table yet."""
+        """Rows that a query finds; none if nobody has written yet, or there is no such table yet."""
         if not self.path.exists():
             return []
         with self._open() as base:
@@ -157,8 +156,8 @@ class Store:
         try:
             if writing:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-            # A reader may have to undo what a killed writer left half done, so it opens to write as well; nothing is made by reading.
-            # The journal stays SQLite's usual one: nobody waits for a process that switches to another (it is refused at once).
+            # A reader may have to undo what a killed writer left half done, so it opens the file for writing too; reading makes nothing.
+            # The journal stays SQLite's usual one: a process that switches to another one is refused at once, nobody waits for it.
             address = f"file:{quote(str(self.path))}?mode={'rwc' if writing else 'rw'}"
             with closing(sqlite3.connect(address, timeout=PATIENCE_S, uri=True)) as base:
                 self._require_layout(base)
@@ -177,7 +176,7 @@ class Store:
         return {name for (name,) in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
     def _require_layout(self, base: sqlite3.Connection) -> None:
-        """ProfileError if the tables are of a version that is not known."""
+        """ProfileError if the version of the tables is not known."""
         layout = int(base.execute("PRAGMA user_version").fetchone()[0])
         if not 0 <= layout <= LAYOUT:
             raise ProfileError(

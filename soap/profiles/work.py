@@ -1,8 +1,8 @@
-"""What a tile's passes do, whatever the device: operations, bytes and calls, counted from the graph alone.
+"""The work of a tile's passes, whatever the device: operations, bytes and calls, counted from the graph alone.
 
 The backward pass counts as two kernels, the gradients of the inputs and those of the parameters. For a contraction each costs as many
 operations as the forward pass, hence the customary "backward is twice forward" (Narayanan et al., "Efficient Large-Scale Language Model
-Training on GPU Clusters", 2021, appendix); an operator without parameters, or whose inputs need no gradient, has only one of them.
+Training on GPU Clusters", 2021, appendix). An operator without parameters, or whose inputs need no gradient, has only one of them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from soap.plan.row_counts import all_lookups, parameters_held
 from soap.plan.tiling import Tile, is_widened, iteration_points
 
 LOOKUP_KINDS = frozenset({"embedding", "embedding_bag", "equal_bags"})
-"""Operators that read only the rows of their parameter that the input names, at most as much as they write."""
+"""Operators that read only those rows of their parameter that the input names: at most as much as they write."""
 
 SAVED_TRAFFIC = 2
-"""What an operator keeps between its fused calls is written by one call and read by the next."""
+"""Traffic of what an operator keeps between its fused calls: one call writes it and the next reads it."""
 
 LSTM_CALLS = 24
-"""What a layer of an LSTM costs on a CPU besides its arithmetic, in calls: on a shared 2-core machine whose calls took 4 us, 97 us
-forward and 215 us backward for 1 step (138 and 299 us for 32), because one kernel runs all steps."""
+"""Cost of a layer of an LSTM on a CPU besides its arithmetic, in calls: on a shared 2-core machine whose calls took 4 us, 97 us forward
+and 215 us backward for 1 step (138 and 299 us for 32), because one kernel runs all steps."""
 
 STEPWISE_KINDS = frozenset({"gru", "rnn_relu", "rnn_tanh"})
 STEP_CALLS = 8
@@ -33,14 +33,14 @@ STEP_CALLS = 8
 
 ROW_CALLS = 24
 PLACE_TRAFFIC = 2560
-"""What it costs a tile to run on rows, beside copying these: calls, and bytes of traffic for each row that it looks up, since rows are
-found by sorting, and their places by searching. On a shared 2-core machine whose calls took 6 us, at 19 GB/s: 120 to 170 us for few rows,
-and 130 to 155 ns for each of many look-ups."""
+"""Cost of a sparse lookup beside copying rows: calls, and bytes of traffic for each row that it looks up, since rows are found by
+sorting, and their places by searching. On a shared 2-core machine whose calls took 6 us, at 19 GB/s: 120 to 170 us for few rows, and
+130 to 155 ns for each of many lookups."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One pass over an operator's data. ``dtype``: of the arithmetic. ``inner_calls``: further calls, inside its own, on a CPU."""
+    """One pass over an operator's data. ``dtype``: of the arithmetic. ``inner_calls``: further calls inside its own, on a CPU."""
 
     dtype: str
     flops: float
@@ -50,12 +50,13 @@ class Kernel:
 
 
 def constants() -> list[object]:
-    """All of the above that enters a count, as plain JSON values."""
+    """All of the constants above that enter a count, as plain JSON values."""
     return [SAVED_TRAFFIC, sorted(LOOKUP_KINDS), LSTM_CALLS, STEP_CALLS, sorted(STEPWISE_KINDS), ROW_CALLS, PLACE_TRAFFIC]
 
 
 def forward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
-    """One pass over inputs, parameters and outputs, and what is kept between the fused calls; on rows, these have to be found first."""
+    """One pass over inputs, parameters and outputs, and over what is kept between the fused calls. A sparse lookup has to find its rows
+    first."""
     op = graph.operators[tile.operator]
     traffic = _bytes(graph, op.inputs, tile.inputs) + _bytes(graph, op.outputs, tile.outputs)
     traffic += _read_parameters(graph, op, tile) + SAVED_TRAFFIC * _saved_bytes(op, tile)
@@ -81,16 +82,13 @@ def backward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
 
 
 def tile_flops(op: Operator, tile: Tile) -> float:
-    """The tile's share of the operator's operations, by its share of the iteration space."""
+    """The tile's share of the operator's operations: its share of the iteration space."""
     return op.flops * tile.size / iteration_points(op)
 
 
 def _input_contractions(graph: OperatorGraph, op: Operator) -> int:
-    """How many times the forward pass's operations the input gradients cost.
-
-    Beside a parameter there is one contraction, with it; without parameters the inputs are contracted with each other
-    (matmul, attention), which gives one for each of two sides.
-    """
+    """Operations of the input gradients relative to the forward pass. With a parameter there is one contraction, with that parameter.
+    Without one the inputs are contracted with each other (matmul, attention), which gives a contraction for each of two sides."""
     wanted = sum(graph.tensors[operand.tensor].requires_grad for operand in op.inputs)
     return min(1 if op.parameters else 2, wanted)
 
@@ -102,14 +100,14 @@ def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int) 
 
 
 def _finding_rows(graph: OperatorGraph, op: Operator, tile: Tile) -> Kernel:
-    """Which rows are looked up, these rows copied out of the table, and each look-up's place among them."""
+    """Finding the rows that are looked up, copying them out of the table, and finding each lookup's place among them."""
     held = [(o, box) for o, box in zip(op.parameters, parameters_held(graph, tile), strict=True) if o.tensor in graph.sparse]
     copied = 2 * _bytes(graph, [o for o, _ in held], [box for _, box in held])
     return Kernel(_compute_dtype(graph, op), 0.0, copied + PLACE_TRAFFIC * all_lookups(graph, tile), ROW_CALLS)
 
 
 def _inner_calls(graph: OperatorGraph, op: Operator) -> int:
-    """Calls that a recurrent layer makes of its own in one pass."""
+    """Further calls that a recurrent layer makes in one pass."""
     if op.kind not in STEPWISE_KINDS | {"lstm"}:
         return 0
     layers = sum(len(graph.tensors[operand.tensor].shape) == 2 for operand in op.parameters) // 2  # for inputs and for states
@@ -121,7 +119,7 @@ def _inner_calls(graph: OperatorGraph, op: Operator) -> int:
 
 
 def _compute_dtype(graph: OperatorGraph, op: Operator) -> str:
-    """The type in which it computes: the first floating one of its parameters, outputs and inputs."""
+    """The dtype of the arithmetic: the first floating one of its parameters, outputs and inputs."""
     for operand in (*op.parameters, *op.outputs, *op.inputs):
         dtype = graph.tensors[operand.tensor].dtype
         if is_differentiable(dtype):

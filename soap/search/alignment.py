@@ -46,10 +46,8 @@ def _matched(theirs: Operand, mine: Operand) -> tuple[tuple[int, int], ...]:
 
 
 def aligned_configs(graph: OperatorGraph, strategy: Strategy, position: int, edges: tuple[Edge, ...]) -> list[OpConfig]:
-    """Configurations of the operator that follow from its neighbours' ones; equal ones may repeat.
-
-    They depend on the neighbours' configurations only, never on the operator's own: the proposals rely on it.
-    """
+    """Configurations of the operator that follow from its neighbours' configurations; equal ones may repeat. They do not depend on the
+    operator's own configuration: the proposals rely on that."""
     configs: list[OpConfig] = []
     for edge in edges:
         configs.extend(aligned_with(graph, strategy.operators[graph.operators[edge.neighbour].name], position, edge))
@@ -59,12 +57,12 @@ def aligned_configs(graph: OperatorGraph, strategy: Strategy, position: int, edg
 def aligned_with(graph: OperatorGraph, source: OpConfig, position: int, edge: Edge) -> list[OpConfig]:
     """The configurations that follow one neighbour, in a fixed order.
 
-    First the shared dimensions are split alike, and the neighbour's other axes (replicas, factors the operator does not
-    share) become replicas, are left out, or split one more factor. Then the neighbour's devices are all given to a single axis
-    (what a column-parallel layer behind a data-parallel one needs).
+    First the shared dimensions are split alike, and the neighbour's other axes (replicas, factors the operator does not share) become
+    replicas, are left out, or split one more factor. Then all of the neighbour's devices are given to a single axis, as a
+    column-parallel layer behind a data-parallel one needs.
     """
     op = graph.operators[position]
-    if settled_config(op, 1) is not None:  # it follows nobody
+    if settled_config(op, 1) is not None:  # this operator follows nobody
         return []
     sizes = [f.size for f in op.factors] if op.partitionable else [1] * len(op.factors)
     shared = {theirs: mine for theirs, mine in edge.factors if source.degrees[theirs] > 1}

@@ -1,13 +1,14 @@
-"""What the user has decided already: ``--pin`` fixes how operators are split or where they run, ``--forbid`` rules something out.
+"""The user's constraints: ``--pin`` fixes how operators are split or where they run, ``--forbid`` rules something out.
 
-A constraint is a pair of a pattern of operator names (``fnmatch``) and what is said of these operators:
+A constraint is a pattern of operator names (``fnmatch``) and a specification for these operators:
 
-- pin: ``sample:4``, ``sample:4,channel:2`` or ``replicas:2`` (factors by name or kind; what is not named is not split), with ``@0-3`` or
-  ``@0,2`` behind it the devices as well, alone (``@0-3``) only those. Which tile runs on which of them is searched.
+- pin: ``sample:4``, ``sample:4,channel:2`` or ``replicas:2`` (factors by name or kind; factors that are not named are not split). With
+  ``@0-3`` or ``@0,2`` behind it the devices are fixed as well; ``@0-3`` alone fixes only the devices. The search decides which tile runs on
+  which of them.
 - forbid: factors by name or kind that are never split, ``replicas``, and ``@3``: devices that are never used.
 
-All constraints of an operator hold together. What they leave is an ``Allowed``, from which its ``OperatorSpace`` is made; so the proposals
-stay inside, and ``brought_inside`` changes strategies from elsewhere (starts, references) as little as it can.
+All constraints of an operator hold together. They leave an ``Allowed``, from which its ``OperatorSpace`` is made, so the proposals stay
+inside. ``brought_inside`` changes strategies from elsewhere (starts, references) as little as it can.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from soap.strategy.config import OpConfig, Strategy, settled_config
 from soap.strategy.mismatch import short
 
 REPLICAS = "replicas"
-"""Name of the axis that is no factor."""
+"""Name of the axis of replicas, which is no factor."""
 Pairs = Sequence[tuple[str, str]]
-"""(pattern, what is said of the operators that it names)."""
+"""(pattern of operator names, what it says of these operators)."""
 
 _SPEC = "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone"
 _FORBIDDEN = "expected names or kinds of factors, 'replicas', or devices as @3, such as reduction or attribute,@3"
@@ -36,7 +37,7 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 @dataclass(frozen=True)
 class Allowed:
-    """What an operator may be. ``grid``: if not None, exactly this. ``whole``: axes (0 replicas, 1 + factor) that are not split.
+    """What an operator may be. ``grid``: if not None, exactly this one. ``whole``: axes (0 replicas, 1 + factor) that are not split.
     ``devices``: where tiles may be, ascending."""
 
     grid: Grid | None
@@ -52,7 +53,7 @@ class Allowed:
 
 
 def parse(graph: OperatorGraph, device_count: int, pins: Pairs, forbidden: Pairs) -> dict[str, Allowed]:
-    """Operator name -> what it may be, for the operators about which something is said. StrategyError in one line if that cannot be."""
+    """Operator name -> what it may be, for the operators with constraints. StrategyError in one line if the constraints cannot be met."""
     found: dict[str, Allowed] = {}
     everything = tuple(range(device_count))
     for option, pairs in (("--pin", pins), ("--forbid", forbidden)):
@@ -69,7 +70,8 @@ def parse(graph: OperatorGraph, device_count: int, pins: Pairs, forbidden: Pairs
 
 
 def nearest(space: OperatorSpace, config: OpConfig) -> OpConfig:
-    """The structured configuration of a space that is most like another one: degrees first, then tiles that stay where they are."""
+    """The structured configuration of a space that is most like another one: its degrees first, then as many tiles as possible on the
+    same device."""
 
     def distance(grid: Grid) -> tuple[float, Grid]:
         own = grid_of(config)
@@ -84,7 +86,7 @@ def nearest(space: OperatorSpace, config: OpConfig) -> OpConfig:
 
 
 def brought_inside(space: Space, strategy: Strategy) -> Strategy:
-    """A strategy that obeys: operators that did not have their nearest allowed configuration. The same object if all did."""
+    """The strategy with the nearest allowed configuration for each operator that does not obey. The same object if all obey."""
     changed = {
         op.name: nearest(own, strategy.operators[op.name])
         for i, (op, own) in enumerate(zip(space.graph.operators, space.operators, strict=True))
@@ -113,7 +115,7 @@ def _matching(graph: OperatorGraph, pattern: str, where: str) -> list[Operator]:
 
 
 def _divided(spec: str, where: str, device_count: int) -> tuple[list[str], tuple[int, ...] | None]:
-    """The parts before the ``@``, and the devices behind it (None if there is none)."""
+    """The parts before the ``@``, and the devices behind it (None if there is no ``@``)."""
     before, found, behind = spec.partition("@")
     parts = [part.strip() for part in before.rstrip(", ").split(",")] if before.strip() else []
     expected = _SPEC if where.startswith("--pin") else _FORBIDDEN
@@ -176,7 +178,7 @@ def _pinned(op: Operator, parts: Sequence[str], where: str) -> Grid:
 
 
 def _axes(op: Operator, name: str) -> list[int]:
-    """Axes of this name, or else of this kind: 0 for replicas, 1 + position for factors."""
+    """Axes of this name, or of this kind if there are none: 0 for replicas, 1 + position for factors."""
     if name == REPLICAS:
         return [0]
     by_name = [1 + i for i, factor in enumerate(op.factors) if factor.name == name]
@@ -184,16 +186,16 @@ def _axes(op: Operator, name: str) -> list[int]:
 
 
 def _factors(operators: Sequence[Operator]) -> str:
-    """Names and kinds for messages."""
+    """Names and kinds of factors, for error messages."""
     names = dict.fromkeys(f"{factor.name} ({factor.kind.value})" for op in operators for factor in op.factors)
     shown = list(names)[:8]
     return (", ".join(shown) + (" and others" if len(names) > len(shown) else "")) if shown else "(no factors)"
 
 
 def _both(one: Allowed, other: Allowed, op: Operator, where: str) -> Allowed:
-    """What two constraints leave."""
+    """What two constraints leave together."""
     if one.grid is not None and other.grid is not None and one.grid != other.grid:
-        raise StrategyError(f"{where}: operator {op.name!r} is pinned otherwise by another --pin, so nothing is left; drop one of them")
+        raise StrategyError(f"{where}: operator {op.name!r} is pinned differently by another --pin; drop one of them")
     devices = tuple(d for d in one.devices if d in other.devices)
     if not devices:
         raise StrategyError(f"{where}: nothing is left for operator {op.name!r}: no device that it may use; allow more devices")

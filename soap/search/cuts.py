@@ -1,10 +1,11 @@
-"""Better strategies beyond what one operator alone can do: two adjacent operators at once, and all that follows them.
+"""Better strategies than one operator alone can reach: two adjacent operators change at once, and all that follow them.
 
-A cut is an edge between two operators. Every pair of their structured configurations is tried. Operators around it follow the nearer
-end: each takes the first configuration that aligns it with the operator through which it was reached (``alignment``). Up to the distance
-``radius`` from the cut; beyond, and where nothing aligned is in the space, operators stay as they are. A radius of 1 is the pair alone.
+A cut is an edge between two operators. Every pair of their structured configurations is tried. Operators around it follow the nearer end:
+each takes the first configuration that aligns it with the operator through which it was reached (``alignment``). This goes up to the
+distance ``radius`` from the cut. Operators farther away stay as they are, and so do those without an aligned configuration in the space.
+With radius 1 the pair changes alone.
 
-Strategies of two halves, each on devices of its own, are often far from each other in changes of single operators, but near in cuts.
+Strategies of two halves, each on devices of its own, are often many single changes apart, but one cut.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy
 
 MAX_COMPARED = 30_000
-"""What a search compares at cuts, at most, in whole rounds: that takes 2 to 5 seconds."""
+"""A search makes at most so many comparisons at cuts, in whole rounds: that takes 2 to 5 seconds."""
 MAX_ROUNDS = 5
 """Rounds over all cuts, at most."""
 
 
 class Follower(NamedTuple):
-    """An operator and the edge to the one that it follows."""
+    """An operator, and the edge to the operator that it follows."""
 
     position: int
     edge: Edge
 
 
 class Cut(NamedTuple):
-    """Two adjacent operators, and by each of them what follows it, the nearest first."""
+    """Two adjacent operators, and for each of them the operators that follow it, nearest first."""
 
     ends: tuple[int, int]
     followers: tuple[tuple[Follower, ...], tuple[Follower, ...]]
 
 
 class Proposer(Protocol):
-    """What is asked of ``soap.simulator.engine.Engine``, which holds a simulated strategy."""
+    """The part of ``soap.simulator.engine.Engine`` that is used here. It holds a simulated strategy."""
 
     makespan_ns: int
 
@@ -54,7 +55,7 @@ class Proposer(Protocol):
         """Keep what was proposed."""
 
     def reject(self) -> None:
-        """Back to before the proposal."""
+        """Go back to the strategy before the proposal."""
 
 
 def pairs_of(space: Space) -> list[tuple[int, int]]:
@@ -65,7 +66,7 @@ def pairs_of(space: Space) -> list[tuple[int, int]]:
 
 
 def pair_count(space: Space) -> int:
-    """Pairs of structured configurations of all adjacent operators: what a round compares for each radius."""
+    """Pairs of structured configurations of all adjacent operators: the comparisons of a round for each radius."""
     return sum(space.operators[a].structured_count * space.operators[b].structured_count for a, b in pairs_of(space))
 
 
@@ -75,7 +76,7 @@ def round_count(space: Space) -> int:
 
 
 def find_cut(space: Space, ends: tuple[int, int], radius: int) -> Cut:
-    """Who follows which end, up to a distance below ``radius``."""
+    """Which operators follow which end, up to a distance below ``radius``."""
     movable = set(space.movable)
     side, waiting = {ends[0]: 0, ends[1]: 1}, deque((end, 1) for end in ends)
     followers: tuple[list[Follower], list[Follower]] = ([], [])
@@ -91,7 +92,7 @@ def find_cut(space: Space, ends: tuple[int, int], radius: int) -> Cut:
 
 
 def spread(space: Space, position: int, config: OpConfig, followers: tuple[Follower, ...]) -> dict[int, OpConfig]:
-    """An operator's configuration, and that of all that follow it, by position."""
+    """An operator's configuration, and those of all operators that follow it, by position."""
     found = {position: config}
     for follower, edge in followers:
         if edge.neighbour in found:
@@ -103,7 +104,7 @@ def spread(space: Space, position: int, config: OpConfig, followers: tuple[Follo
 
 
 def changes_at(space: Space, cut: Cut) -> Iterator[dict[str, OpConfig]]:
-    """What a cut tries, as configurations by name."""
+    """The configurations that a cut tries, by name."""
     names = [op.name for op in space.graph.operators]
     halves = []
     for end, followers in zip(cut.ends, cut.followers, strict=True):
@@ -120,11 +121,9 @@ def improve_by_cuts(
     overflow_bytes: Callable[[Strategy], int],
     accepted: Callable[[Strategy, tuple[str, ...], int], None] = lambda strategy, names, cost_ns: None,
 ) -> tuple[bool, int]:
-    """One round over all cuts of the whole graph, then over the pairs alone; whether what ``proposer`` holds, which fits into memory, has
-    become better, and how many strategies were compared.
-
-    Whatever is better and fits is taken at once, and ``accepted`` is told: strategy, operators that changed, cost in ns.
-    """
+    """One round over all cuts of the whole graph, then over the pairs alone. ``proposer`` holds a strategy that fits into memory.
+    Returns whether a better one was found, and how many strategies were compared. A strategy that is better and fits is taken at once,
+    and ``accepted`` is called with it, the operators that changed, and its cost in ns."""
     improved, compared = False, 0
     strategy = proposer.strategy
     for radius in (len(space.graph.operators), 1):

@@ -1,16 +1,16 @@
 """Descent: a greedy phase of informed, larger changes. It is not part of the Metropolis-Hastings chain.
 
-A chain that moves one operator at a time needs many proposals to cross the ridge between two good strategies, as an operator
-that is split unlike its neighbours pays for the redistribution on both sides. Descent proposes changes of several operators at once and
-takes one exactly if it is better: fewer bytes beyond the memory first, then less time. No detailed balance is claimed; the
-record keeps its proposals apart from the chain's (column ``phase``).
+An operator that is split unlike its neighbours pays for the redistribution on both sides. So a chain that moves one operator at a time
+needs many proposals to cross the ridge between two good strategies. Descent proposes changes of several operators at once and takes a
+change exactly if it is better: fewer bytes beyond the memory first, then less time. It makes no claim of detailed balance; the record keeps
+its proposals apart from the chain's (column ``phase``).
 
 - ``adopt``: the whole of a reference strategy that was not evaluated as a start; each of them once, at the beginning.
 - ``borrow``: a stretch of operators (in topological order, of random length) takes the configurations of a reference strategy.
 - ``borrow-kind``: the same for all operators of one kind, or for one repeated-layer group.
 - ``align``: an operator, with all its repeated layers, follows a neighbour.
 - ``spread``: an operator, with its repeated layers, gets a new configuration, and the operators around it follow outwards for some steps.
-- ``synchronize``: a parameter, or all that have the choice, is synchronized in another way.
+- ``synchronize``: a parameter, or all parameters that have a choice, get another way of synchronizing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Change = Mapping[int, OpConfig]
 
 
 def borrow(rng: random.Random, space: Space, strategy: Strategy) -> Change:
-    """A stretch of operators as a reference strategy has them."""
+    """A stretch of operators gets the configurations of a reference strategy."""
     reference = rng.choice(space.references)
     count = len(space.graph.operators)
     length = min(count, 1 << rng.randrange(count.bit_length()))
@@ -40,7 +40,7 @@ def borrow(rng: random.Random, space: Space, strategy: Strategy) -> Change:
 
 
 def borrow_kind(rng: random.Random, space: Space, strategy: Strategy) -> Change:
-    """All operators of a kind, or a repeated-layer group, as a reference strategy has them."""
+    """All operators of a kind, or a repeated-layer group, get the configurations of a reference strategy."""
     reference = rng.choice(space.references)
     i = rng.choice(space.movable)
     if rng.random() < 0.5:
@@ -68,7 +68,7 @@ def align(rng: random.Random, space: Space, strategy: Strategy) -> Change:
 
 
 def spread(rng: random.Random, space: Space, strategy: Strategy) -> Change:
-    """A new configuration for an operator and its repeated layers; what is around follows."""
+    """A new configuration for an operator and its repeated layers; the operators around them follow."""
     i = rng.choice(space.movable)
     new = space.operators[i].draw_structured(rng)
     change = dict.fromkeys(space.group_of[i], new)
@@ -102,11 +102,11 @@ CHANGES: Mapping[str, tuple[float, Callable[[random.Random, Space, Strategy], Ch
 
 
 SYNCHRONIZE_SHARE = 0.1
-"""Part of the proposals that synchronize parameters in another way, where any can be."""
+"""Share of the proposals that synchronize parameters differently, if any parameter has a choice."""
 
 
 def synchronize(rng: random.Random, space: Space, strategy: Strategy) -> Proposal | None:
-    """A parameter, or all that may be, in another way."""
+    """Synchronize a parameter, or all that have the choice, in another way."""
     name = rng.choice(list(space.syncs))
     sync = rng.choice(space.syncs[name])
     names = [other for other, own in space.syncs.items() if sync in own] if rng.random() < 0.5 else [name]

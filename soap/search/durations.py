@@ -1,4 +1,4 @@
-"""How long the tiles of an operator take under certain degrees, once for all operators that differ in nothing but names."""
+"""How long an operator's tiles take with certain degrees, worked out once for all operators that differ in names only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TileDurations:
     """The durations of all tiles, by operator and degrees."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
-        from soap.simulator.compiled.tables import device_types  # imports numba
+        from soap.simulator.compiled.tables import device_types  # imported here: it imports numba
         from soap.simulator.compiled.variants import Variants
 
         self._variants = Variants(graph, topology, costs)
@@ -27,8 +27,8 @@ class TileDurations:
         self._known: dict[tuple[int, tuple[int, ...], bool], Longs] = {}
 
     def __call__(self, position: int, degrees: tuple[int, ...], *, on_rows: bool = False) -> Longs:
-        """Nanoseconds, [device type, forward or backward, tile of one replica], of the operator at ``position``; ``on_rows``: if its sparse
-        parameters are synchronized by rows, rather than all-reduced."""
+        """Nanoseconds, [device type, forward or backward, tile of one replica], of the operator at ``position``. ``on_rows``: whether
+        its sparse parameters are synchronized by rows instead of all-reduced."""
         same = self.same(position)
         found = self._known.get((same, degrees, on_rows))
         if found is None:
@@ -36,5 +36,5 @@ class TileDurations:
         return found
 
     def same(self, position: int) -> int:
-        """The first operator that differs from this one in nothing but names."""
+        """The first operator that differs from this one in its names only."""
         return self._variants.class_of(position)

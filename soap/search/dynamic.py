@@ -1,12 +1,13 @@
 """A start from a dynamic programme: OptCNN's elimination of nodes and edges (Jia et al., "Exploring Hidden Dimensions in Parallelizing
 Convolutional Neural Networks", 2018).
 
-What is minimised is a sum: of each operator's time on its busiest device with the sum of its gradients and its update, and of each edge's
-transfers, forward and back. Nothing is taken to happen at the same time, so that the sum is no prediction; its minimum is a good place to
-begin. An operator with two neighbours is eliminated: for each pair of its neighbours' configurations its best one is remembered. Two edges
-between the same operators are added up. An operator with one neighbour, or none, goes the same way. Where every operator has more (not with
-chains, branches that join again, and residual connections), the one with the fewest neighbours is fixed to what is best with its
-neighbours' best, and the elimination goes on: then the result is no longer the minimum of the sum.
+It minimises a sum: each operator's time on its busiest device with the sum of its gradients and its update, and each edge's transfers,
+forward and back. Nothing overlaps in this sum, so it is no prediction. Its minimum is a good place to begin.
+
+An operator with two neighbours is eliminated: for each pair of its neighbours' configurations its best one is remembered. Two edges
+between the same operators are added up. An operator with one neighbour, or none, is eliminated in the same way. If every operator has
+more neighbours (not so with chains, branches that join again, and residual connections), the one with the fewest is fixed to the
+configuration that is best with its neighbours' best, and the elimination goes on. The result is then no longer the minimum of the sum.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ MAX_CANDIDATES = 48
 """Configurations per operator; see ``candidates``."""
 
 MAX_PAIRS = 100_000
-"""Pairs of configurations on different edges together up to which a search makes this start: a few seconds."""
+"""A search makes this start if all edges together have at most so many pairs of configurations: it takes a few seconds."""
 
 
 @dataclass
 class Additive:
-    """A cost that is a sum. ``nodes``: by operator and candidate; ``edges``: (i, j) with i < j, by both candidates."""
+    """A cost that is a sum. ``nodes``: by operator and candidate. ``edges``: (i, j) with i < j, by both candidates."""
 
     nodes: list[Costs]
     edges: dict[tuple[int, int], Costs]
@@ -52,7 +53,7 @@ class Additive:
 
 @dataclass
 class _Elimination:
-    """What is left of a problem. ``decisions``: how to choose an eliminated operator once those after it are chosen."""
+    """The remaining problem. ``decisions``: how to choose an eliminated operator once those after it are chosen."""
 
     nodes: dict[int, Costs]
     edges: dict[int, dict[int, Costs]] = field(default_factory=dict)
@@ -93,7 +94,7 @@ class _Elimination:
                 self.decisions.append((i, lambda chosen, alone=alone: alone))  # type: ignore[misc]
 
     def _fix(self, i: int, own: Costs, around: dict[int, Costs]) -> None:
-        """One configuration for good, the best one if each neighbour may choose for itself."""
+        """Fix one configuration for good: the best one if each neighbour may choose for itself."""
         self.exact = False
         best = int((own + sum((cost + self.nodes[j]).min(axis=1) for j, cost in around.items())).argmin())
         self.decisions.append((i, lambda chosen: best))
@@ -102,7 +103,7 @@ class _Elimination:
 
 
 def minimise(problem: Additive) -> tuple[list[int], bool]:
-    """One candidate per operator, and whether that is the minimum of the sum for certain."""
+    """One candidate per operator, and whether they are certainly the minimum of the sum."""
     left = _Elimination(dict(enumerate(problem.nodes)))
     for (i, j), cost in problem.edges.items():
         left.join(i, j, cost)
@@ -127,7 +128,7 @@ def candidates(space: OperatorSpace, most: int = MAX_CANDIDATES) -> list[OpConfi
 
 
 def pair_count(space: Space) -> int:
-    """Pairs of candidates on edges that differ in more than names, about: what making the costs takes."""
+    """Roughly how many pairs of candidates the costs are made for: those on edges that differ in more than names."""
     graph = space.graph
     counts = [min(MAX_CANDIDATES, own.structured_count) for own in space.operators]
     seen: dict[tuple[object, ...], int] = {}
@@ -141,7 +142,7 @@ def pair_count(space: Space) -> int:
 
 
 def dynamic_strategy(space: Space, topology: Topology, costs: CostModel) -> Strategy:
-    """The strategy that the dynamic programme finds, made of structured configurations."""
+    """The strategy of structured configurations that the dynamic programme finds."""
     problem, choices = additive_costs(space, topology, costs)
     chosen, _ = minimise(problem)
     names = [op.name for op in space.graph.operators]
@@ -149,7 +150,7 @@ def dynamic_strategy(space: Space, topology: Topology, costs: CostModel) -> Stra
 
 
 def additive_costs(space: Space, topology: Topology, costs: CostModel) -> tuple[Additive, list[list[OpConfig]]]:
-    """The sum that is minimised, in seconds, and each operator's candidates."""
+    """The sum to minimise, in seconds, and each operator's candidates."""
     graph = space.graph
     estimate = _Estimate(graph, topology, costs)
     choices = [candidates(own) for own in space.operators]
@@ -172,8 +173,9 @@ def additive_costs(space: Space, topology: Topology, costs: CostModel) -> tuple[
 
 @dataclass(slots=True)
 class _Laid:
-    """A configuration. ``devices``: by tile. ``holders``: [part of the outputs, device]; ``boxes``: by output, the parts' regions, and
-    ``reads``: by input, the tiles', [part or tile, dimension, start or stop]. ``sums``: (devices, bytes) of sums of partial results."""
+    """A configuration. ``devices``: by tile. ``holders``: [part of the outputs, device]. ``boxes``: by output, the parts' regions;
+    ``reads``: by input, the tiles' regions; both [part or tile, dimension, start or stop]. ``sums``: (devices, bytes) of sums of
+    partial results."""
 
     degrees: tuple[int, ...]
     devices: NDArray[np.int64]
@@ -185,7 +187,7 @@ class _Laid:
 
 
 class _Estimate:
-    """Seconds of operators and edges, each as if nothing else went on."""
+    """Seconds of operators and edges, each as if nothing else ran."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
         self.graph, self.topology, self.costs = graph, topology, costs
@@ -198,7 +200,7 @@ class _Estimate:
         self._common: dict[tuple[object, ...], NDArray[np.int64]] = {}
 
     def lay(self, position: int, config: OpConfig) -> _Laid:
-        """What a configuration puts where."""
+        """Where a configuration puts its tiles and outputs."""
         op, tiles = self.graph.operators[position], tiles_of(self.graph, position, config)
         parts: dict[tuple[object, ...], list[int]] = {}
         for t, tile in enumerate(tiles):
@@ -251,7 +253,7 @@ class _Estimate:
         missing = np.where(source.holders[:, reader.devices], 0, common) * tensor.itemsize
         if not missing.any():
             return 0.0
-        # From each part to each device: the nearest holder.
+        # from each part to each device: the nearest holder
         held = source.holders[:, self._nearest[:, reader.devices]]
         nearest = np.take_along_axis(self._nearest[:, reader.devices], held.argmax(axis=1), axis=0)
         moved = np.zeros_like(self.latency)

@@ -1,4 +1,4 @@
-"""Why a strategy is as it is: what each operator costs beside data parallelism, what setting it back would do, what binds it."""
+"""Why a strategy is as it is: what each operator costs beside data parallelism, what setting it back would do, and what binds it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from soap.simulator.simulate import Simulation
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 Costs = Mapping[Activity, int]
-"""Nanoseconds on the device, or link, that is busiest with it."""
+"""Nanoseconds on the device, or the link, that it keeps busiest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """How operators take part in what decides the iteration.
-
-    ``path_ns``: their part of the critical path, by (activity, device or link), largest first; empty if they are not on it. ``slack_ns``:
-    how much later the first of their tasks for which it matters could end before the iteration takes longer.
-    """
+    """How operators take part in what decides the iteration. ``path_ns``: their part of the critical path, by (activity, device or
+    link), largest first; empty if they are not on it. ``slack_ns``: how much later the first of their tasks for which it matters could
+    end before the iteration takes longer."""
 
     path_ns: Mapping[tuple[Activity, str], int]
     slack_ns: int
@@ -32,11 +30,9 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An operator, or repeated layers that are configured alike.
-
-    ``back_ns``: the iteration's time if all of them, and nothing else, were configured as in data parallelism, ``back_overflow_bytes`` the
-    memory that then lacks; ``back_alone_ns``: the same for one at a time, by operator.
-    """
+    """An operator, or repeated layers that are configured alike. ``back_ns``: the iteration's time if all of them, and nothing else,
+    were configured as in data parallelism; ``back_overflow_bytes``: the memory that would then be missing. ``back_alone_ns``: the same
+    for one at a time, by operator."""
 
     operators: tuple[str, ...]
     kind: str
@@ -52,8 +48,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Synchronized:
-    """A parameter that is not all-reduced. ``reduced_ns``: the iteration's time if it were, ``reduced_overflow_bytes`` the memory that then
-    lacks."""
+    """A parameter that is not all-reduced. ``reduced_ns``: the iteration's time if it were; ``reduced_overflow_bytes``: the memory that
+    would then be missing."""
 
     parameter: str
     sync: SyncConfig
@@ -62,7 +58,7 @@ class Synchronized:
 
 
 def explain_synchronization(strategy: Strategy, evaluator: Evaluator) -> list[Synchronized]:
-    """What each parameter would cost if it were all-reduced, for those that are not."""
+    """For each parameter that is not all-reduced: the cost of all-reducing it."""
     found = []
     for name, sync in strategy.parameters.items():
         if sync != SyncConfig():
@@ -74,10 +70,8 @@ def explain_synchronization(strategy: Strategy, evaluator: Evaluator) -> list[Sy
 def explain(
     graph: OperatorGraph, simulation: Simulation, baseline: Simulation, strategies: tuple[Strategy, Strategy], evaluator: Evaluator
 ) -> list[Line]:
-    """One line per operator or group of repeated layers, in the order of the graph.
-
-    ``simulation`` and ``baseline`` are those of ``classical``: the one to explain, and data parallelism. ``evaluator`` prices the others.
-    """
+    """One line per operator or group of repeated layers, in the order of the graph. ``simulation``: the strategy to explain;
+    ``baseline``: data parallelism; both from ``classical``. ``evaluator`` prices the variants."""
     own, usual = _Shared(simulation), _Shared(baseline)
     strategy, compared = strategies
     lines = []
@@ -146,7 +140,7 @@ class _Shared:
         path = critical_path(tasks, schedule)
         for position, part_ns in zip(path, path_parts_ns(schedule, path), strict=True):
             task = tasks.tasks[position]
-            if task.resources:  # of those that a task holds, the one that is busiest
+            if task.resources:  # of the resources that a task holds, the busiest one
                 where = max(task.resources, key=lambda resource: busy[resource])
                 _add(self._path, shares[position], (activity(task), where), part_ns)
 

@@ -36,12 +36,12 @@ def repeated_groups(graph: OperatorGraph) -> tuple[tuple[int, ...], ...]:
 
 
 def _masked_names(name: str) -> list[str]:
-    """The name with one of its numbers masked, for each number."""
+    """The name with one of its numbers masked, once for each number."""
     return [f"{name[: m.start()]}#{name[m.end() :]}" for m in _NUMBER.finditer(name)]
 
 
 def _signature(graph: OperatorGraph, op: Operator) -> Hashable:
-    """All that must be equal for two operators to be the same computation."""
+    """All properties that must be equal for two operators to be the same computation."""
     operands = tuple(
         tuple((operand.dims, graph.tensors[operand.tensor].shape, graph.tensors[operand.tensor].dtype) for operand in group)
         for group in (op.inputs, op.parameters, op.outputs)

@@ -1,4 +1,4 @@
-"""What is said when nothing fits into memory."""
+"""The error message if nothing fits into memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, b
 
 
 def _need(topology: Topology, evaluator: Evaluator, best: Start) -> str:
-    """What is needed and available: on the device that lacks most if the evaluator can simulate in full, else over all devices."""
+    """Memory that is needed and available: on the device that lacks most if the evaluator can simulate in full, otherwise over all
+    devices."""
     run = getattr(evaluator, "run", None)
     if run is not None:
         uses = zip(run(best.strategy).memory, topology.devices, strict=True)

@@ -33,12 +33,12 @@ class Evaluator(Protocol):
         """Time of one iteration. StrategyError if the strategy does not fit the graph or the cluster."""
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """Bytes of memory that the devices lack; 0 if the strategy fits. Not asked of strategies that are too slow anyway."""
+        """Bytes of memory that the devices lack; 0 if the strategy fits. Not called for strategies that are too slow anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainState:
-    """What the chain needs: the current strategy, its cost, and the cost that beta is relative to."""
+    """The chain's state: the current strategy, its cost, and the cost to which beta is relative."""
 
     strategy: Strategy
     cost_ns: int
@@ -47,8 +47,8 @@ class ChainState:
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What people want to see of a step. ``proposal`` is None if the move had no effect; then nothing was evaluated. ``overflow_bytes`` is
-    None if nobody asked."""
+    """Facts about a step, for the record. ``proposal`` is None if the move had no effect; then nothing was evaluated.
+    ``overflow_bytes`` is None if memory was not checked."""
 
     proposal: Proposal | None
     cost_ns: int = 0
@@ -64,10 +64,8 @@ def step(
     evaluator: Evaluator,
     beta: float,
 ) -> tuple[ChainState, StepInfo]:
-    """One step from ``state``. A strategy that does not fit into memory has probability zero, so it is rejected.
-
-    A move without effect (proposal None) leaves the chain where it is, which is a step like any other.
-    """
+    """One step from ``state``. A strategy that does not fit into memory has probability zero, so it is rejected. A move without effect
+    (proposal None) leaves the chain where it is; that counts as a step."""
     proposal = propose(rng, state.strategy)
     if proposal is None:
         return state, StepInfo(None)

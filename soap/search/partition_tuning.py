@@ -1,8 +1,8 @@
 """Into how many partitions servers cut sparse parameters, from a few short runs: the mathematics of ``soap-tune``, without the runs.
 
-The time of an iteration is taken for theta0 + theta1 / P + theta2 * P (Kim et al., "Parallax", EuroSys 2019, equation 1): aggregation and
-updates are shared by P partitions, each of which has a cost of its own. P is tried from the number of hosts on, doubled until the time
-rises, then halved below the number of hosts likewise; the fitted curve's minimum within what was tried is the choice, unless a run was
+The model for an iteration's time is theta0 + theta1 / P + theta2 * P (Kim et al., "Parallax", EuroSys 2019, equation 1): P partitions
+share aggregation and updates, and each has a cost of its own. P is tried from the number of hosts on, doubled until the time rises,
+then halved below the number of hosts in the same way. The choice is the fitted curve's minimum within the tried range, unless a run was
 faster than that.
 """
 
@@ -21,13 +21,13 @@ from soap.strategy.methods import MAX_PARTITIONS
 
 MOST_SAMPLES = 5
 ITERATIONS = 20
-"""Of a run, the first half of which is dropped, if nobody says otherwise."""
+"""Default number of iterations of a run, the first half of which is dropped."""
 BATCHES = 4
-"""That a run takes in turn, if nobody says otherwise."""
+"""Default number of batches that a run takes in turn."""
 ROUNDING = 1e-9
-"""Relative; a run that is on the curve is not below it."""
+"""Relative margin: a run that is on the curve does not count as below it."""
 FEWEST_TO_FIT = 3
-"""As many samples as the curve has coefficients; of fewer the best is taken."""
+"""As many samples as the curve has coefficients. With fewer, the best sample is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was tried and what was chosen. ``curve``: None if there were too few samples to fit one."""
+    """What was tried and chosen. ``curve``: None if there were too few samples to fit one."""
 
     samples: tuple[Sample, ...]
     curve: Curve | None
@@ -61,7 +61,7 @@ class Tuning:
 
     @property
     def deviation(self) -> float:
-        """Of the samples from the curve, relative: the root of the mean square; 0 without a curve."""
+        """Relative root mean square of the samples' distances from the curve; 0 without a curve."""
         if self.curve is None:
             return 0.0
         ran = [(sample.partitions, sample.time_ns) for sample in self.samples if sample.time_ns is not None]
@@ -74,7 +74,8 @@ def settled_ns(iterations_ns: Sequence[float]) -> float:
 
 
 def next_partitions(samples: Sequence[Sample], hosts: int, most: int = MAX_PARTITIONS) -> int | None:
-    """What to try after these samples, in the order in which they were tried; None if it is enough. At most ``most`` partitions."""
+    """The number of partitions to try after these samples, which are in the order of trying; None if there are enough. At most ``most``
+    partitions."""
     start = min(hosts, most)
     if len(samples) >= MOST_SAMPLES:
         return None
@@ -90,7 +91,7 @@ def next_partitions(samples: Sequence[Sample], hosts: int, most: int = MAX_PARTI
 
 
 def _below(samples: Sequence[Sample], start: Sample) -> int | None:
-    """The next one below the first that was tried. Where that failed, still fewer partitions would be still larger."""
+    """The next smaller number below the first that was tried. If that one failed there is none: fewer partitions would be still larger."""
     downward = [start, *(sample for sample in samples if sample.partitions < start.partitions)]
     last = downward[-1]
     if last.time_ns is None or last.partitions == 1:
@@ -102,9 +103,7 @@ def _below(samples: Sequence[Sample], start: Sample) -> int | None:
 
 def tune(measure: Callable[[int], Sequence[float] | None], hosts: int, most: int = MAX_PARTITIONS) -> Tuning:
     """Sample, fit, choose. ``measure``: times of a run's iterations in nanoseconds for a number of partitions; None if the run fails.
-
-    SoapError if all runs fail.
-    """
+    SoapError if all runs fail."""
     samples: list[Sample] = []
     while (partitions := next_partitions(samples, hosts, most)) is not None:
         found = measure(partitions)
@@ -113,11 +112,9 @@ def tune(measure: Callable[[int], Sequence[float] | None], hosts: int, most: int
 
 
 def choose(samples: Sequence[Sample]) -> Tuning:
-    """The best number of partitions by the fitted curve, between the fewest and the most that ran; the smallest of several.
-
-    Where a run took less than the curve says that anything can, the curve does not describe it, and the fastest run's number is taken:
-    servers that get a whole number of equal partitions, for one thing, are better balanced than the curve knows.
-    """
+    """The best number of partitions by the fitted curve, between the fewest and the most that ran; the smallest of several. If a run
+    took less than the curve's minimum, the curve does not describe it, and the fastest run's number is taken. Example: servers with
+    equal numbers of equal partitions are better balanced than the curve knows."""
     ran = {sample.partitions: sample.time_ns for sample in samples if sample.time_ns is not None}
     if not ran:
         tried = ", ".join(str(sample.partitions) for sample in samples) or "none"
@@ -131,10 +128,8 @@ def choose(samples: Sequence[Sample]) -> Tuning:
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Curve:
-    """The curve with the least squares of (partitions, time in nanoseconds), among those without negative coefficients.
-
-    The best of all curves that lack some of the terms and have no negative coefficient: there the optimum lies.
-    """
+    """The curve with the least squares of (partitions, time in nanoseconds) among those without negative coefficients. It is the best
+    of all curves that leave out some of the terms and have no negative coefficient: the optimum is among them."""
     partitions = np.array([number for number, _ in points], dtype=np.float64)
     times = np.array([time for _, time in points], dtype=np.float64)
     columns = np.stack([np.ones_like(partitions), 1 / partitions, partitions], axis=1)

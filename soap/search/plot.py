@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 COLORS = ("C0", "C1", "C2", "C4", "C5", "C6", "C8", "C9")
-"""Of the starts but data parallelism."""
+"""Colours of the starts except data parallelism."""
 WIDE_RANGE = 5
 """Costs whose extremes differ by more than this factor are shown on a logarithmic axis."""
 
 
 def check_plot(path: str | Path) -> None:
-    """SoapError now if a picture could not be drawn for this path later: worth asking before long work."""
+    """SoapError now if a picture could not be drawn for this path later; call it before long work."""
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in FORMATS:
         raise SoapError(f"picture {str(path)!r}: expected a name that ends in one of .{', .'.join(FORMATS)}")
@@ -31,7 +31,7 @@ def check_plot(path: str | Path) -> None:
 
 
 def plot(result: SearchResult, path: str | Path) -> bytes:
-    """The picture as bytes in the format of the path's suffix: equal searches give equal ones (of the same matplotlib)."""
+    """The picture as bytes in the format of the path's suffix. Equal searches give equal bytes (with the same matplotlib)."""
     check_plot(path)
     import matplotlib
     from matplotlib.figure import Figure
@@ -72,7 +72,7 @@ def _draw_costs(axes: Axes, result: SearchResult) -> None:
 
 
 def _draw_moves(axes: Axes, result: SearchResult) -> None:
-    """Acceptance per move, with how many were accepted of how many."""
+    """Acceptance per move, with the numbers of accepted and proposed moves."""
     names = list(result.acceptance)[::-1]
     counts = [result.acceptance[name] for name in names]
     shares = [count.accepted / count.proposed for count in counts]

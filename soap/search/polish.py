@@ -1,10 +1,11 @@
-"""Local optimality: no operator alone can do better with another structured configuration, no parameter synchronized in another way.
+"""Local optimality: no other structured configuration of one operator is better, and no other way of synchronizing one parameter.
 
-``polish`` takes the first better configuration that fits into memory, operator by operator and parameter by parameter, round after round,
-until all in a row have none. What was tried in full stays settled as long as nothing else changes: what was not better than a slower
-strategy is not better than a faster one. Where the space is small, ``soap.search.cuts`` then tries two adjacent operators at once, with all
-that follows them, and as long as that helps, both go on in turn. Nothing is drawn at random. ``best_neighbour`` only looks, through any
-evaluator, and shares with ``polish`` only what there is to choose from.
+``polish`` takes the first better configuration that fits into memory, operator by operator and parameter by parameter, round after
+round, until all in a row have none. What was tried in full stays settled as long as nothing else changes: a configuration that was not
+better than a slower strategy is not better than a faster one. If the space is small, ``soap.search.cuts`` then tries two adjacent
+operators at once, with all that follows them; as long as that helps, both go on in turn. Nothing is drawn at random.
+
+``best_neighbour`` only looks, through any evaluator. It shares with ``polish`` only the list of choices.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 MAX_POLISHED = 10_000
-"""Structured configurations of all operators together up to which a search polishes its result: a round of so many takes 1 to 4 seconds."""
+"""A search polishes its result if all operators together have at most so many structured configurations: a round then takes 1 to 4
+seconds."""
 
 MAX_ROUNDS = 30
-"""A search stops polishing after comparing so many times as many configurations as all operators have."""
+"""A search stops polishing after so many comparisons per configuration of the space."""
 
 MEMORY_QUESTION = 20
-"""Comparisons as which a question for memory counts: that is answered in Python."""
+"""A question for memory counts as so many comparisons, because Python answers it."""
 
 MOVE = "polish"
 """Name of the move and of the phase in a search's history."""
@@ -43,18 +45,18 @@ class Neighbour(NamedTuple):
 
 
 class Proposer(cuts.Proposer, Protocol):
-    """The same for one operator."""
+    """Proposes changes of one operator."""
 
     def propose(self, operator: str, config: OpConfig, at_most_ns: int) -> int | None:
         """Makespan with another configuration of one operator; None if it exceeds ``at_most_ns``."""
 
     def propose_sync(self, parameter: str, sync: SyncConfig, at_most_ns: int) -> int | None:
-        """The same with another synchronization of one parameter."""
+        """Makespan with another synchronization of one parameter; None if it exceeds ``at_most_ns``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Polished:
-    """Where polishing ended. ``compared``: configurations that were tried. ``locally_optimal``: whether none of all is better."""
+    """Where polishing ended. ``compared``: number of configurations that were tried. ``locally_optimal``: whether none of all is better."""
 
     strategy: Strategy
     cost_ns: int
@@ -63,7 +65,7 @@ class Polished:
 
 
 def structured_count(space: Space) -> int:
-    """Structured configurations of all operators, and choices of all parameters, added up: what one round of polishing compares."""
+    """Structured configurations of all operators, plus choices of all parameters: the comparisons of one round of polishing."""
     return sum(operator.structured_count for operator in space.operators) + sum(map(len, space.syncs.values()))
 
 
@@ -75,11 +77,9 @@ def polish(
     limit: int | None = None,
     accepted: Callable[[Proposal, int], None] = lambda proposal, cost_ns: None,
 ) -> Polished:
-    """Improve what ``proposer`` holds, which fits into memory, until it is locally optimal or ``limit`` configurations were compared.
-
-    ``overflow_bytes`` is asked of better strategies only, and counts as ``MEMORY_QUESTION`` comparisons to the limit. ``accepted`` is told
-    each of them that is taken, with its cost in ns.
-    """
+    """Improve the strategy that ``proposer`` holds, which fits into memory, until it is locally optimal or ``limit`` configurations
+    were compared. ``overflow_bytes`` is called for better strategies only, and counts as ``MEMORY_QUESTION`` comparisons. ``accepted``
+    is called with each strategy that is taken and its cost in ns."""
     parts = _parts(space)
     strategy, compared, questions, settled, position = proposer.strategy, 0, 0, 0, 0
     while settled < len(parts):
@@ -113,11 +113,9 @@ def polish(
 
 
 def best_neighbour(evaluator: Evaluator, space: Space, strategy: Strategy) -> Neighbour | None:
-    """The quickest strategy that fits, beats this one, and differs from it in one operator's structured configuration or one parameter's
-    synchronization; None if none does.
-
-    Among equals the first one in the order of the graph. A locally optimal strategy has none.
-    """
+    """The quickest strategy that fits, beats this one, and differs from it in one operator's structured configuration or one
+    parameter's synchronization; None if there is none. Among equals the first one in the order of the graph. A locally optimal strategy
+    has none."""
     best_ns, best = evaluator.makespan_ns(strategy), None
     for name, choices in _parts(space):
         for offered in choices():
@@ -135,7 +133,7 @@ Choice = OpConfig | SyncConfig
 
 
 def _parts(space: Space) -> list[tuple[str, Callable[[], Iterable[Choice]]]]:
-    """What can be changed by itself, with what gives its choices: operators, then parameters."""
+    """All that can be changed by itself, operators first, then parameters, each with a function that gives its choices."""
     parts: list[tuple[str, Callable[[], Iterable[Choice]]]] = []
     for op, own in zip(space.graph.operators, space.operators, strict=True):
         parts.append((op.name, own.structured))
@@ -145,7 +143,7 @@ def _parts(space: Space) -> list[tuple[str, Callable[[], Iterable[Choice]]]]:
 
 
 def _chosen(strategy: Strategy, name: str, choice: Choice) -> Choice | None:
-    """What becomes of an operator or a parameter by a choice; None if it is so already."""
+    """The change of an operator or a parameter to a choice; None if it is like that already."""
     if isinstance(choice, SyncConfig):
         return None if strategy.sync(name) == choice else choice
     return changed(strategy, {name: choice}).get(name)
@@ -158,10 +156,8 @@ def _with(strategy: Strategy, name: str, choice: Choice) -> Strategy:
 
 
 def polish_best(recorder: Recorder, space: Space, evaluator: Evaluator, most: int = MAX_POLISHED) -> None:
-    """Polish the best strategy of a search, if it fits, all operators have at most ``most`` configurations, and the evaluator is able to.
-
-    Able is who has ``engine_for(strategy)``, which returns an engine that holds it, or None if that is too large a strategy.
-    """
+    """Polish the best strategy of a search, if it fits, all operators together have at most ``most`` configurations, and the evaluator
+    has ``engine_for(strategy)``. That returns an engine which holds the strategy, or None if the strategy is too large."""
     best, count = recorder.best, structured_count(space)
     engine_for: Callable[[Strategy], Proposer | None] | None = getattr(evaluator, "engine_for", None)
     if best is None or not best.fits or count > most or engine_for is None:

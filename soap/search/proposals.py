@@ -18,7 +18,7 @@ operator is drawn uniformly from ``Space.movable``, which does not depend on the
 - ``group``: an operator is drawn; all operators of its repeated-layer group that have the same configuration (the set M) get
   another structured configuration, uniformly. No effect if a member outside of M has that configuration already, as the way
   back would then move it too. Otherwise any member of M, in either direction, draws exactly this move: symmetric.
-- ``sync``: one parameter, another of its ways of being synchronized, both uniformly: symmetric.
+- ``sync``: one parameter gets another of its ways of synchronizing, both drawn uniformly: symmetric.
 
 A current state outside of the space (weight 0) is never proposed, so it is transient and the target does not constrain the way
 out: from there ``log_ratio`` is 0.
@@ -36,7 +36,7 @@ from soap.search.space import Space, grid_of
 from soap.strategy.config import OpConfig, Strategy
 
 INFORMED_SHARE = 0.5
-"""Part of the informed move's draws that come from the candidates."""
+"""Share of the informed move's draws that come from the candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,8 @@ Move = Callable[[random.Random, Space, Strategy], Proposal | None]
 
 
 def changed(strategy: Strategy, placements: Mapping[str, OpConfig]) -> dict[str, OpConfig]:
-    """What becomes of the operators that are split and placed as ``placements`` says, those of them that are not so yet.
-
-    Every move ends here: it chooses how operators are split and where they run, and all else of a configuration stays.
-    """
+    """The proposal that splits and places operators as ``placements`` says, without those that are like that already; None if nothing
+    changes. Every move ends here: it chooses how operators are split and where they run, and the rest of a configuration stays."""
     old = strategy.operators
     new = {name: old[name].placed_like(config) for name, config in placements.items()}
     return {name: config for name, config in new.items() if config is not old[name]}
@@ -109,8 +107,8 @@ def informed(rng: random.Random, space: Space, strategy: Strategy) -> Proposal |
 
 
 def informed_candidates(space: Space, strategy: Strategy, position: int) -> list[OpConfig]:
-    """Candidates of an operator, repetitions included; how they are split and placed does not depend on its own configuration in
-    ``strategy``, from which they have all else."""
+    """Candidates of an operator, repetitions included. How they are split and placed does not depend on its own configuration in
+    ``strategy``; the rest of them is taken from that configuration."""
     name = space.graph.operators[position].name
     candidates = aligned_configs(space.graph, strategy, position, space.edges[position])
     candidates += [reference.operators[name] for reference in space.references]
@@ -150,7 +148,7 @@ MOVES: Mapping[str, Move] = {"redraw": redraw, "place": place, "split": split, "
 
 
 def move_weights(space: Space) -> dict[str, float]:
-    """How often each move is drawn; fixed for a space. A move that could never have an effect has weight 0."""
+    """How often each move is drawn; fixed for a space. A move that can never have an effect has weight 0."""
     split_possible = any(len(g) > 1 for s in space.operators for t, g in s.grids_by_tiles.items() if t > 1)
     return {
         "redraw": 2.0,
@@ -179,7 +177,7 @@ class Kernel:
 
 
 def _shuffled(space: Space, position: int, config: OpConfig) -> bool:
-    """Whether the configuration lies in the space but is no structured one."""
+    """Whether the configuration is in the space but not a structured one."""
     if space.operators[position].is_structured(grid_of(config), config.devices):
         return False
     return space.operators[position].log_weight(config) > -inf

@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 
 
 MOST_FINALISTS = 8
-"""Strategies that are kept beside the best."""
+"""Number of strategies that are kept beside the best."""
 
 
 class Row(NamedTuple):
-    """One evaluated proposal.
-
-    ``phase``: descent, chain or polish (of which only what was taken has a row, beyond the budget). ``chain``: name of the start.
-    ``operator``: the first operator that was changed, ``operators`` how many were. ``fits``: None if the proposal is too slow for that to
-    matter. ``cost_ns``: None if it is known only to be too slow. ``best_ns``: best cost that fits so far, None if nothing has fitted yet.
-    """
+    """One evaluated proposal. ``phase``: descent, chain or polish (polishing has rows only for what was taken, beyond the budget).
+    ``chain``: name of the start. ``operator``: the first operator that was changed; ``operators``: how many were. ``fits``: None if the
+    proposal is too slow for it to matter. ``cost_ns``: None if it is only known to be too slow. ``best_ns``: best cost so far that
+    fits, None if nothing has fitted yet."""
 
     proposal: int
     phase: str
@@ -48,13 +46,10 @@ class MoveCount(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The outcome of a search; ``strategy`` is the best one seen, and fits into memory.
-
-    ``finalists``: the best few that fit, of different times, the best one first.
-    ``evaluations``: simulations asked for, starts included. ``interrupted``: whether the user stopped it before the budget was spent.
-    ``locally_optimal``: whether it was shown that no other structured configuration of any one operator is better; ``polished``:
-    what was compared for it and at cuts (``soap.search.cuts``), which is no part of ``evaluations``.
-    """
+    """The outcome of a search. ``strategy`` is the best one seen, and fits into memory. ``finalists``: the best few that fit, of
+    different times, the best one first. ``evaluations``: number of simulations, starts included. ``interrupted``: whether the user
+    stopped it before the budget was spent. ``locally_optimal``: whether it was shown that no other structured configuration of any one
+    operator is better; ``polished``: comparisons made for that and at cuts (``soap.search.cuts``), which are not in ``evaluations``."""
 
     strategy: Strategy
     cost_ns: int
@@ -72,7 +67,7 @@ class SearchResult:
 
     @property
     def speedup(self) -> float:
-        """Data parallelism's time over the best strategy's; counted even if data parallelism does not fit into memory."""
+        """Data parallelism's time over the best strategy's. Data parallelism counts even if it does not fit into memory."""
         return self.data_parallel_ns / self.cost_ns
 
     @property
@@ -91,7 +86,7 @@ class SearchResult:
 
     @cached_property
     def acceptance(self) -> Mapping[str, MoveCount]:
-        """Move -> how often it was evaluated and accepted; descent's moves have names of their own."""
+        """Move -> how often it was evaluated and accepted. Descent's moves have names of their own."""
         counts: dict[str, MoveCount] = {}
         for row in self.rows:
             proposed, accepted = counts.get(row.move, MoveCount(0, 0))
@@ -101,11 +96,8 @@ class SearchResult:
 
 @dataclass
 class Recorder:
-    """Keeps the best strategy and the history while a search runs.
-
-    ``baseline_ns``: data parallelism's time, if it is not among the starts because it does not obey the user's constraints.
-    ``improved``: is told each new best cost of what fits.
-    """
+    """Keeps the best strategy and the history while a search runs. ``baseline_ns``: data parallelism's time, if it is not among the
+    starts because it breaks the user's constraints. ``improved``: called with each new best cost that fits."""
 
     starts: list[Start] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -117,15 +109,15 @@ class Recorder:
     polished: int = 0
 
     def start(self, start: Start) -> None:
-        """A start was evaluated."""
+        """Record an evaluated start."""
         self.starts.append(start)
         self._compare(start)
 
     def proposal(
         self, phase: str, chain: str, proposal: Proposal, cost_ns: int, overflow_bytes: int | None, accepted: bool
     ) -> bool:
-        """A proposal was evaluated; ``overflow_bytes``: None if it is too slow, or lacks too much, to be the best.
-        Returns whether it is that so far."""
+        """Record an evaluated proposal. ``overflow_bytes``: None if it is too slow, or lacks too much, to be the best. Returns whether
+        it is the best so far."""
         better = overflow_bytes is not None and self._compare(Start(chain, proposal.strategy, cost_ns, overflow_bytes))
         assert self.best is not None
         best_ns = self.best.cost_ns if self.best.fits else None
@@ -136,11 +128,11 @@ class Recorder:
         return better
 
     def found(self, strategy: Start) -> None:
-        """Something better than the rest of its chain was found, which fits."""
+        """Record a strategy that fits and is better than the rest of its chain."""
         self._compare(strategy)
 
     def logged(self, chain: str, move: str, operator: str, operators: int, cost_ns: int | None, accepted: bool) -> None:
-        """A compiled chain evaluated a proposal; ``cost_ns``: None if it was refused before that was known."""
+        """Record a proposal that a compiled chain evaluated. ``cost_ns``: None if it was refused before its cost was known."""
         assert self.best is not None
         fits = True if accepted else None
         self.rows.append(Row(len(self.rows) + 1, "chain", chain, move, operator, operators, cost_ns, fits, accepted, self.best.cost_ns))
@@ -163,7 +155,7 @@ class Recorder:
         return next(start.cost_ns for start in self.starts if start.name == BASELINE)
 
     def result(self, *, seed: int, budget: int, beta: float, interrupted: bool) -> SearchResult:
-        """The result as of now."""
+        """The result so far."""
         assert self.best is not None
         evaluations = len(self.starts) + len(self.rows)
         return SearchResult(

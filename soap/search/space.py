@@ -7,11 +7,12 @@ A configuration is a *grid* (degrees and replicas) and a *placement* (devices). 
   the weight ``SHUFFLED`` x (its number of structured ones), so that the factorially many of them do not drown the rest.
 
 This weight is the reference measure of the Metropolis-Hastings chain (see ``soap.search.metropolis``); among structured
-configurations it is uniform. What lies outside (a device used twice, more tiles than devices) may be a start, and is
-left for good by the first accepted move.
+configurations it is uniform. A start may lie outside of the space (a device used twice, more tiles than devices); the first
+accepted move leaves it for good.
 
-Where the user allows an operator only some grids or devices (``soap.search.constraints``), its space has no others: structured are then the
-above placements that lie on allowed devices, and those that the allowed devices, numbered by themselves, have. So do shuffled ones.
+If the user allows an operator only some grids or devices (``soap.search.constraints``), its space has no others. Structured placements are
+then the placements above that lie on allowed devices, and the structured placements of the allowed devices, numbered from 0. Shuffled ones
+use allowed devices only.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SHUFFLED = 0.05
 MAX_GRIDS = 2048
 """Grids kept per operator; the order of preference is ``_preference``."""
 MAX_SPLIT_AXES = 4
-"""Axes (factors and replicas) split at the same time in one grid."""
+"""At most so many axes (factors and replicas) are split at the same time in one grid."""
 
 Grid = tuple[int, ...]
 """(replicas, degree of factor 0, degree of factor 1, …): the shape of ``OpConfig.devices``."""
@@ -65,7 +66,7 @@ def _placements(lengths: tuple[int, ...], device_count: int) -> tuple[Devices, .
 
 
 def _ranks(lengths: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
-    """For each tile, row-major, its number when the axes are counted in ``order`` (slowest first)."""
+    """For each tile, row-major, its number if the axes are counted in ``order`` (slowest first)."""
     weights = [0] * len(lengths)
     step = 1
     for axis in reversed(order):
@@ -93,7 +94,7 @@ def is_structured(grid: Grid, devices: Devices, device_count: int) -> bool:
 
 
 def degree_choices(size: int, device_count: int, *, every: bool = False) -> list[int]:
-    """Degrees worth trying for a factor: divisors of the device count, powers of two, the factor's size; or every one."""
+    """Degrees to try for a factor: divisors of the device count, powers of two, the factor's size; or every number."""
     limit = min(size, device_count)
     if every:
         return list(range(1, limit + 1))
@@ -101,7 +102,8 @@ def degree_choices(size: int, device_count: int, *, every: bool = False) -> list
 
 
 def grids_of(op: Operator, device_count: int, *, every: bool = False, whole: Collection[int] = ()) -> tuple[Grid, ...]:
-    """Grids of an operator with at most ``device_count`` tiles, best guesses first, at most ``MAX_GRIDS``; axes ``whole`` are not split."""
+    """Grids of an operator with at most ``device_count`` tiles, best guesses first, at most ``MAX_GRIDS``. Axes in ``whole`` are not
+    split."""
     choices = [degree_choices(device_count, device_count, every=every)]
     choices += [degree_choices(f.size, device_count, every=every) if op.partitionable else [1] for f in op.factors]
     choices = [[1] if axis in whole else options for axis, options in enumerate(choices)]
@@ -195,7 +197,7 @@ class OperatorSpace:
         return {tiles: tuple(grids) for tiles, grids in found.items()}
 
     def log_weight(self, config: OpConfig) -> float:
-        """Logarithm of the reference measure: 0 if structured, -inf outside of the space."""
+        """Logarithm of the reference measure: 0 for a structured configuration, -inf outside of the space."""
         grid, devices = grid_of(config), config.devices
         if grid not in self._known:
             return -inf
@@ -240,12 +242,9 @@ class OperatorSpace:
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """The space of a graph on so many devices, with what the proposals need to know of the graph.
-
-    ``references``: strategies known beforehand (the starts); informed proposals borrow from them. ``allowed``: by operator, what the user
-    has left to it, if anything was said; groups then have equal ones only. ``syncs``: by parameter, where there are several, the ways in
-    which it may be synchronized.
-    """
+    """The space of a graph on so many devices, and the facts about the graph that the proposals need. ``references``: strategies known
+    beforehand (the starts), from which informed proposals borrow. ``allowed``: by operator, what the user's constraints leave;
+    operators of a group then have equal ones. ``syncs``: by parameter, the ways in which it may be synchronized, if there are several."""
 
     graph: OperatorGraph
     device_count: int
@@ -257,7 +256,7 @@ class Space:
     syncs: Mapping[str, tuple[SyncConfig, ...]] = field(default_factory=dict)
 
     def allows(self, position: int, config: OpConfig) -> bool:
-        """Whether an operator may have this configuration: the user allows it, and it is the one if there is one alone."""
+        """Whether an operator may have this configuration: the user's constraints allow it, and if there is only one, this is it."""
         only = settled_config(self.graph.operators[position], self.device_count)
         if only is not None:
             return config.placed_like(only) is config
@@ -290,10 +289,8 @@ def build_space(
     allowed: Mapping[str, Allowed] | None = None,
     syncs: Mapping[str, tuple[SyncConfig, ...]] = MappingProxyType({}),
 ) -> Space:
-    """The space of a graph on ``device_count`` devices; ``every_degree`` also takes degrees that divide nothing.
-
-    ``allowed``: what is left to some operators, by name (``soap.search.constraints``). StrategyError if that is nothing.
-    """
+    """The space of a graph on ``device_count`` devices. ``every_degree`` also takes degrees that divide nothing. ``allowed``: what is
+    left to some operators, by name (``soap.search.constraints``). StrategyError if nothing is left."""
     cache: dict[Hashable, OperatorSpace] = {}
     limits = tuple((allowed or {}).get(op.name) for op in graph.operators)
     spaces = []
@@ -317,7 +314,7 @@ def _operator_space(op: Operator, device_count: int, limit: Allowed | None, *, e
         return OperatorSpace(grids_of(op, device_count, every=every), device_count, shuffled=shuffled)
     if limit.grid is not None:
         return OperatorSpace([limit.grid], device_count, shuffled=shuffled, devices=limit.devices)
-    counts = dict.fromkeys((device_count, len(limit.devices)))  # degrees that divide the devices left are worth trying too
+    counts = dict.fromkeys((device_count, len(limit.devices)))  # degrees that divide the number of remaining devices are worth trying too
     grids = dict.fromkeys(grid for count in counts for grid in grids_of(op, count, every=every, whole=limit.whole))
     return OperatorSpace(list(grids), device_count, shuffled=shuffled, devices=limit.devices)
 

@@ -20,12 +20,12 @@ INITIAL = "initial"
 RANDOM = "random"
 """Name of a start drawn at random."""
 DYNAMIC = "dynamic"
-"""Name of the start of ``soap.search.dynamic``, which needs to know the costs: the caller makes it."""
+"""Name of the start of ``soap.search.dynamic``. It needs the costs, so the caller makes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A start with its cost. ``overflow_bytes`` is what the devices lack to hold it, 0 if it fits."""
+    """A start with its cost. ``overflow_bytes``: bytes that the devices lack to hold it, 0 if it fits."""
 
     name: str
     strategy: Strategy
@@ -39,7 +39,7 @@ class Start:
 
     @property
     def score(self) -> tuple[int, int]:
-        """What is minimised: first the bytes that are lacking, then the time."""
+        """The order of preference: fewer missing bytes first, then less time."""
         return (self.overflow_bytes, self.cost_ns)
 
 
@@ -51,11 +51,8 @@ def starting_strategies(
     seed: int,
     syncs: Mapping[str, Sequence[SyncConfig]] = MappingProxyType({}),
 ) -> dict[str, Strategy]:
-    """Name -> strategy in the order of evaluation: data parallelism, then ``names``, then ``initial``.
-
-    If no names are given, all classical ones, and those that synchronize parameters otherwise and as ``syncs`` allows
-    (``sync.sync_choices``).
-    """
+    """Name -> strategy in the order of evaluation: data parallelism, then ``names``, then ``initial``. If no names are given: all
+    classical ones, and those that synchronize parameters in the other ways that ``syncs`` allows (``sync.sync_choices``)."""
     wanted = [*CLASSICAL, *_synchronized(graph, topology, syncs)] if names is None else list(names)
     for name in wanted:
         if name not in NAMED and name != RANDOM:
@@ -78,10 +75,8 @@ def _synchronized(graph: OperatorGraph, topology: Topology, syncs: Mapping[str, 
 
 
 def reference_strategies(graph: OperatorGraph, topology: Topology, starts: Iterable[Strategy]) -> tuple[Strategy, ...]:
-    """What informed proposals borrow from: the different starts, and data parallelism on fewer of the devices.
-
-    The latter is not evaluated as a whole beforehand, but a small model (or a small part of one) often runs best on a few devices.
-    """
+    """Strategies from which informed proposals borrow: the different starts, and data parallelism on fewer of the devices. The latter
+    are not evaluated as a whole beforehand, but a small model (or a small part of one) often runs best on a few devices."""
     baseline = CLASSICAL[BASELINE](graph, topology)
     narrower = [narrowed(graph, topology, baseline, n) for n in range(1, topology.device_count) if topology.device_count % n == 0]
     return different((*starts, *narrower))
@@ -97,7 +92,7 @@ def different(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
 
 
 def narrowed(graph: OperatorGraph, topology: Topology, baseline: Strategy, device_count: int) -> Strategy:
-    """Data parallelism on the first devices, host by host; what ``baseline`` computes on all devices is computed on all of these."""
+    """Data parallelism on the first devices, host by host. What ``baseline`` computes on all devices is computed on all of these."""
     devices = sorted(range(topology.device_count), key=lambda i: (topology.devices[i].host, i))[:device_count]
     configs = {}
     for op in graph.operators:
@@ -113,7 +108,7 @@ def narrowed(graph: OperatorGraph, topology: Topology, baseline: Strategy, devic
 
 
 def best_starts(starts: Sequence[Start], count: int) -> list[Start]:
-    """The ``count`` best different strategies; what does not fit is skipped as long as anything fits."""
+    """The ``count`` best different strategies. Those that do not fit are skipped as long as any fits."""
     pool = [s for s in starts if s.fits] or list(starts)
     chosen: list[Start] = []
     for start in sorted(pool, key=lambda s: s.score):

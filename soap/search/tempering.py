@@ -1,15 +1,14 @@
 """Parallel tempering: compiled chains at several temperatures, side by side, that change places.
 
-The coldest chain has the search's beta; the hottest one's is calibrated while the search warms up, so that it accepts about
-``HOT_ACCEPTANCE`` of its proposals; those between are spaced evenly on a logarithmic scale. After every round neighbours on this ladder
-exchange their temperatures with probability min(1, exp((beta_i - beta_j) (cost_i - cost_j) / cost_start)), which keeps the product of their
-distributions (Geyer, *Markov chain Monte Carlo maximum likelihood*, 1991). The mix of moves adapts in the same warm-up, and then stays.
+The coldest chain has the search's beta. The hottest one's is calibrated while the search warms up, so that it accepts about
+``HOT_ACCEPTANCE`` of its proposals. Those between are spaced evenly on a logarithmic scale. After every round neighbours on this ladder
+exchange their temperatures with probability min(1, exp((beta_i - beta_j) (cost_i - cost_j) / cost_start)), which keeps the product of
+their distributions (Geyer, *Markov chain Monte Carlo maximum likelihood*, 1991). The mix of moves adapts in the same warm-up, and then
+stays. Chains that have been left behind begin anew from the best strategy of all, at ``RESTARTS`` of the budget; a sampling chain would
+not do this, but a search that ends may.
 
-Chains that have been left behind begin anew from the best strategy of all, at ``RESTARTS`` of the budget: no part of a chain that
-samples, but of a search that ends.
-
-Chains run in threads (compiled code needs no interpreter lock). Each has a generator of its own and they meet after whole rounds, so the
-outcome depends on the seed and the budget alone, not on the number of cores.
+Chains run in threads (compiled code needs no interpreter lock). Each has a generator of its own and they meet after whole rounds, so
+the outcome depends on the seed and the budget alone, not on the number of cores.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from soap.strategy.config import Strategy
 ROUND = 100
 """Proposals of each chain between two exchanges."""
 WARM_UP = 0.2
-"""Part of the budget in which the hottest beta and the mix of moves adapt. What is accepted then follows no fixed distribution."""
+"""Share of the budget in which the hottest beta and the mix of moves adapt. What is accepted then follows no fixed distribution."""
 HOT_ACCEPTANCE = 0.3
 MOST_HEAT = 100.0
-"""How much smaller the hottest beta may be than the coldest."""
+"""Limit of how much smaller the hottest beta may be than the coldest."""
 RESTARTS = (0.4, 0.7)
 LEFT_BEHIND = 1.01
-"""Best cost of a chain, relative to the best of all, from which on it begins anew."""
+"""A chain begins anew if its best cost, relative to the best of all, is above this."""
 FOCUS = 300.0
-"""How strongly the coldest chain weighs candidates by rough costs, per cost at the start (``compiled.moves``); others in proportion to
-their beta: a hot chain, to which costs matter less, is not to be held back by rough ones."""
+"""How strongly the coldest chain weighs candidates by rough costs, per cost at the start (``compiled.moves``). Other chains weigh them
+in proportion to their beta: to a hot chain costs matter less, so rough costs must not hold it back."""
 
 
 class Round(NamedTuple):
-    """What one chain did in one round. ``best``: the chain's best strategy, if that is new."""
+    """What one chain did in one round. ``best``: the chain's best strategy, if it is new."""
 
     chain: int
     log: Sequence[Logged]
@@ -65,7 +64,7 @@ class Tempering:
         cores: int | None = None,
     ) -> None:
         """``starts``: the best one first; beta is relative to its cost. ``budgets``: proposals of each chain. ``fits``: as in
-        ``CompiledChain.run``. ``cores``: how many chains run at a time, by default as many as there are."""
+        ``CompiledChain.run``. ``cores``: how many chains run at a time, by default as many as there are cores."""
         self._draw = random.Random(f"{seed} tempering")
         self._budgets, self._beta, self._focus = list(budgets), beta, focus
         self._fits = None if fits is None else _one_at_a_time(fits)
@@ -82,7 +81,7 @@ class Tempering:
         self._spread()
 
     def rounds(self) -> Iterator[list[Round]]:
-        """Round after round, until the budgets are spent or no chain has anything left to do."""
+        """Run round after round, until the budgets are spent or no chain has anything left to do."""
         with ThreadPoolExecutor(max(1, min(self._cores, len(self.chains)))) as pool:
             while True:
                 done = [chain.proposals for chain in self.chains]
@@ -105,7 +104,7 @@ class Tempering:
         return Round(number, list(chain.log(first)), best, chain.best_ns)
 
     def _adapt(self, done: Sequence[int]) -> None:
-        """The hottest chain's temperature, and the mix of moves."""
+        """Calibrate the hottest chain's temperature, and adapt the mix of moves."""
         if len(self.chains) > 1:
             hottest = self.chains[self._ladder[-1]]
             log = list(hottest.log(done[self._ladder[-1]]))
@@ -118,7 +117,8 @@ class Tempering:
             chain.weights = weights
 
     def _restart(self, before: int) -> None:
-        """``before``: proposals before the last round."""
+        """Bring chains that have been left behind to the best strategy, at the shares ``RESTARTS`` of the budget. ``before``: proposals
+        before the last round."""
         budget, after = sum(self._budgets), sum(chain.proposals for chain in self.chains)
         if any(before < share * budget <= after for share in RESTARTS):
             best = min(self.chains, key=lambda chain: chain.best_ns)
@@ -142,7 +142,7 @@ class Tempering:
 
 
 def _adapted(moves: Sequence[Mapping[str, tuple[int, int, int, int]]]) -> dict[str, float]:
-    """Moves that are accepted more often are drawn more often, within limits."""
+    """Draw moves that are accepted more often more often, within limits."""
     shares = {}
     for move in DEFAULT_WEIGHTS:
         proposed, accepted = (sum(own[move][column] for own in moves) for column in range(2))

@@ -1,7 +1,7 @@
-"""Parameters that an optimizer needs whole: what is left to the operators that read them.
+"""Parameters that an optimizer needs whole: what that leaves to the operators that read them.
 
-Factors that cut such a parameter are not split. Where operators read parts of it, or where all parameters are needed together
-(``together``), these operators are computed as in data parallelism, so that whoever has a part has all.
+Factors that cut such a parameter are not split. If operators read parts of it, or if all parameters are needed together (``together``),
+these operators are computed as in data parallelism, so that whoever has a part has all of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from soap.strategy.classical import data_parallel
 def with_uncut(
     graph: OperatorGraph, topology: Topology, allowed: Mapping[str, Allowed], names: Collection[str], together: Collection[str] = ()
 ) -> dict[str, Allowed]:
-    """What is left to operators when these parameters are not cut. StrategyError in one line if the user's constraints cut one."""
+    """What is left to operators if these parameters are not cut. StrategyError in one line if the user's constraints cut one."""
     found, everything = dict(allowed), tuple(range(topology.device_count))
     usual = data_parallel(graph, topology) if names or together else None
     everywhere = {name for name in names if any(_reads_part(graph, op, own) for op, own in _readers(graph, name))} | {*together}

@@ -1,4 +1,4 @@
-"""A module that is exported instead of another: all its names are the other's, and what it takes and returns is changed."""
+"""Exports a module in place of another: all its names are the other's, but its arguments and results are changed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ def adapted(
     loss: Callable[..., Any] | None = None,
     take: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
 ) -> nn.Module:
-    """A shallow copy of the model whose forward ends in the loss: no module is wrapped, so that all names stay the model's own.
-
-    The state of a loss that is a module is exported as the submodule ``loss`` (``loss_`` if the model has that name). ``take``: what its
-    forward does first with its arguments.
-    """
+    """A shallow copy of the model whose forward ends in the loss. No module is wrapped, so all names stay the model's own. If the loss
+    is a module, its state is exported as the submodule ``loss`` (``loss_`` if the model has that name). ``take``: applied first to the
+    arguments of forward."""
     kind = type(model)
     copied = object.__new__(kind)
     copied.__dict__.update(model.__dict__)
@@ -32,7 +30,7 @@ def adapted(
         output = own_forward(*args, **kwargs) if own_forward else kind.forward(self, *args, **kwargs)
         return output if loss is None else loss(output)
 
-    if own_forward:  # bound already: torch.export reads the names of the inputs from a signature that begins with self
+    if own_forward:  # bound already: torch.export takes the names of the inputs from a signature that begins with self
         own = inspect.signature(own_forward)
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]

@@ -12,11 +12,11 @@ from soap.tracing.calls import Call, Target
 from soap.tracing.views import DETACHED, SAME, ViewOf, view_of
 
 _FUNCTIONAL = {("normal_", "default"): "normal_functional", ("bernoulli_", "float"): "bernoulli.p"}
-"""Out-of-place forms that are not called like the in-place ones."""
+"""Out-of-place forms whose names do not follow from the in-place ones."""
 
 
 def moving_fake_quantize(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """Torch's fake quantization by a moving range, out of place; it computes in float32 alone."""
+    """Torch's fake quantization by a moving range, out of place. It computes in float32 only."""
     given = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     narrow: Callable[[Any], Any] = lambda a: a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a  # noqa: E731
     function = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
@@ -25,15 +25,15 @@ def moving_fake_quantize(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
 
 
 _SEVERAL = {"fused_moving_avg_obs_fake_quant": moving_fake_quantize}
-"""Calls that change several arguments -> what gives their result, a mask, and then the new values of these instead."""
+"""Calls that change several arguments -> a function that gives their result, a mask, and then the new values of these arguments."""
 
 
 class Aliasing:
     """Memory relations between graph nodes, noted in the order in which the nodes run.
 
     Nodes form families that share memory: a root that made it, and views of views of it. After a change through one of them, those on
-    its way to the root get the new elements put back; what the others stand for is *stale*, and taken from their base anew when
-    somebody reads it. ``plain``: roots that carry no gradient, so that what is detached of them is as good as a view.
+    its way to the root get the new elements put back. The others become *stale*: they are taken from their base anew when somebody
+    reads them. ``plain``: roots that carry no gradient, so that a detached copy of them is as good as a view.
     """
 
     def __init__(self, plain: Container[torch.fx.Node] = ()) -> None:
@@ -48,11 +48,11 @@ class Aliasing:
         return self._root.get(node, node)
 
     def base(self, node: torch.fx.Node) -> tuple[torch.fx.Node, ViewOf | None] | None:
-        """Which node this one is a view of, and how if that is known; None for a root."""
+        """The base that this node is a view of, and how it is taken from it if that is known; None for a root."""
         return self._base.get(node)
 
     def view(self, node: torch.fx.Node, base: torch.fx.Node, how: ViewOf | None) -> None:
-        """``node`` shares memory with ``base``."""
+        """Note that ``node`` shares memory with ``base``."""
         self._root[node] = self.root(base)
         self._base[node] = (base, how)
 
@@ -76,16 +76,16 @@ class Aliasing:
             self.view(node, base, SAME if _read_as(result) == _read_as(source) else view_of(node, base))
 
     def _detached(self, base: torch.fx.Node) -> ViewOf | None:
-        """How a detached tensor is a view of ``base``: it has the same elements, but no gradient to give back."""
+        """A detached tensor as a view of ``base``: it has the same elements, but passes no gradient back."""
         return DETACHED if self.root(base) in self._plain else None
 
     def passed_on(self, node: torch.fx.Node, leaves: Sequence[Any], how: ViewOf | None) -> None:
-        """The block ``node`` gives out ``leaves`` of its graph, each seen through ``how``; None: detached."""
+        """Note that the block ``node`` returns ``leaves`` of its graph, each seen through ``how``; None: detached."""
         nodes = [leaf if isinstance(leaf, torch.fx.Node) else None for leaf in leaves]
         self._given[node] = [None if n is None else (n, self._detached(n) if how is None else how) for n in nodes]
 
     def part(self, node: torch.fx.Node, several: torch.fx.Node, index: int) -> None:
-        """``node`` is an item of a call with several results: a view if they are views, else memory of its own."""
+        """Note that ``node`` is an item of a call with several results: a view if they are views, else memory of its own."""
         given = self._given.get(several)
         if given is not None:
             if (found := given[index]) is not None:
@@ -102,7 +102,7 @@ class Aliasing:
         return [n for n in self._family(node) if self._first(n) is first]
 
     def is_root(self, node: torch.fx.Node) -> bool:
-        """Whether ``node`` is the whole of what its root made, element by element."""
+        """Whether ``node`` has all elements of its root, in the same order."""
         return self._first(node) is self.root(node)
 
     def _first(self, node: torch.fx.Node) -> torch.fx.Node:
@@ -111,7 +111,7 @@ class Aliasing:
         return node
 
     def outer(self, node: torch.fx.Node) -> tuple[torch.fx.Node, ViewOf | None] | None:
-        """The nearest base that is another tensor than ``node``, and how that has ``node`` in it."""
+        """The nearest base that is a different tensor, and how ``node`` is taken from it."""
         return self._base.get(self._first(node))
 
     def _family(self, node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -119,19 +119,19 @@ class Aliasing:
         return [root, *(n for n, r in self._root.items() if r is root)]
 
     def changed(self, target: torch.fx.Node, by: str) -> None:
-        """The memory of ``target`` has changed: all that shares it goes stale, until it is renewed."""
+        """Note that the memory of ``target`` has changed: all nodes that share it become stale, until they are renewed."""
         self._stale.update(dict.fromkeys(self._family(target), by))
 
     def renew(self, node: torch.fx.Node) -> None:
-        """What the node stands for is up to date."""
+        """Note that the node's value is up to date."""
         self._stale.pop(node, None)
 
     def stale(self, node: torch.fx.Node) -> bool:
-        """Whether memory of the node has changed since it was read."""
+        """Whether the node's memory has changed since its value was taken."""
         return node in self._stale
 
     def refusal(self, node: torch.fx.Node) -> ModelError:
-        """Why a stale node cannot be renewed."""
+        """Error for a stale node that cannot be renewed."""
         return ModelError(
             f"{node.name!r} is read after {self._stale[node]!r} has changed memory that it shares through a view that cannot be undone; "
             "expected in-place calls on slices, transposes and reshapes only: write it out of place"
@@ -139,7 +139,7 @@ class Aliasing:
 
 
 def _read_as(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How memory is taken for a tensor's elements."""
+    """Memory for a tensor's elements."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
@@ -149,7 +149,7 @@ def _may_alias(target: torch._ops.OpOverload) -> bool:
 
 
 def _meta(leaf: Any) -> Any:
-    """An argument as a call on the meta device takes it."""
+    """An argument for a call on the meta device."""
     if isinstance(leaf, torch.fx.Node):
         fake = leaf.meta.get("val")
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta") if isinstance(fake, torch.Tensor) else fake
@@ -159,7 +159,7 @@ def _meta(leaf: Any) -> Any:
 
 
 def changed_together(node: torch.fx.Node) -> tuple[Target, list[torch.fx.Node]] | None:
-    """For a call that changes several tensors: what computes the same out of place (``_SEVERAL``), and the nodes of these tensors."""
+    """For a call that changes several tensors: its out-of-place form (``_SEVERAL``), and the nodes of these tensors."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     functional = _SEVERAL.get(str(target._schema.name.split("::")[-1]))
@@ -171,7 +171,8 @@ def changed_together(node: torch.fx.Node) -> tuple[Target, list[torch.fx.Node]] 
 
 
 def changed_by(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The node whose tensor a call changes: its first argument or what is passed as ``out``. Calls that change others are refused."""
+    """The node whose tensor a call changes: its first argument, or the one passed as ``out``. Calls that change other arguments are
+    refused."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     writes = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -201,7 +202,7 @@ def functional(call: Call) -> Call:
 
 
 def _without_out(call: Call) -> Call:
-    """The overload that has the same arguments but ``out``."""
+    """The overload with the same arguments except ``out``."""
     packet = call.target.overloadpacket  # type: ignore[attr-defined]
     wanted = [(a.name, str(a.type)) for a in call.target._schema.arguments if a.name != "out"]  # type: ignore[attr-defined]
     for other in (getattr(packet, name) for name in packet.overloads()):

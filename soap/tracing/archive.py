@@ -1,11 +1,13 @@
-"""A ``.pt2`` archive made safe and plain before torch reads it.
+"""Makes a ``.pt2`` archive safe and plain before torch reads it.
 
 Files come from outside. ``torch.export.load`` unpickles some parts of an archive, evaluates symbolic shapes and looks functions up by
-name, so every pickled part is first read with torch's weights-only unpickler, which runs no code, and an archive with custom objects,
-code, symbolic shapes that are more than sums and products, calls of anything but operators, or entries that do not belong there is not
-opened at all. It also knows output
-classes (such as those of ``transformers``) only if the package that defines them was imported; they are rewritten to plain dictionaries,
-so that a model loads without the library it came from. For the same reason operators of libraries that are known here become our own.
+name. So every pickled part is first read with torch's weights-only unpickler, which runs no code. An archive is not opened at all if it
+has custom objects, code, symbolic shapes that are more than sums and products, calls of anything but operators, or entries that do not
+belong there.
+
+Torch also knows output classes (such as those of ``transformers``) only if the package that defines them was imported. They are
+rewritten to plain dictionaries, so that a model loads without the library it came from. For the same reason known operators of
+libraries become our own.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ _LAYOUT = re.compile(
     r"[^/]+/(data/(weights|constants|sample_inputs|extra)/.+|extra/.+|models/model\.json|archive_format|archive_version|byteorder|\.data/\w+"
     r"|\.format_version|\.storage_alignment)"
 )
-"""What ``torch.export.save`` puts into an archive."""
+"""The entries that ``torch.export.save`` puts into an archive."""
 _TARGET = re.compile(
     r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\.sym_\w+|_operator\.(getitem|add|sub|mul|floordiv|mod|neg|eq|ne|lt|le|gt|ge)"
 )
-"""What a program may call: registered operators, picking one of several outputs, and arithmetic on sizes."""
+"""The only functions that a program may call: registered operators, picking one of several outputs, and arithmetic on sizes."""
 _HEADS = "Symbol|Integer|Add|Mul|Mod|FloorDiv|CleanDiv|PythonMod|Max|Min|Rational|Equality|Unequality|(?:Strict)?(?:Less|Greater)Than"
 _EXPRESSION = re.compile(
     rf"(?:(?:{_HEADS})\(|'[su]\d{{1,9}}'|-?\d{{1,18}}+|(?:positive|nonnegative|integer)=True|true|false|\)|, ?)*+", re.ASCII
 )
-"""A symbolic size as torch.export writes it. Torch evaluates it, so that nothing else may be in it: names of functions that are not
-listed could run code, powers could fill the memory."""
+"""A symbolic size as torch.export writes it. Torch evaluates it, so nothing else is allowed: names of functions that are not listed
+could run code, powers could fill the memory."""
 MAX_EXPRESSION_LENGTH = 10_000
 MAX_ARCHIVE_ENTRIES = 1_000_000
 
@@ -75,7 +77,7 @@ def plain_archive(path: Path) -> io.BytesIO:
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    """Entries under one name, in the layout that is expected, and none of them twice: readers differ in which of two they take."""
+    """Check that entries are under one name, in the expected layout, and none of them twice: readers differ in which of two they take."""
     if len(names) > MAX_ARCHIVE_ENTRIES:
         raise ModelError(f"model file {str(path)!r} has {len(names)} entries; expected at most {MAX_ARCHIVE_ENTRIES}")
     for name in names:
@@ -132,7 +134,7 @@ def _plain_program(path: Path, content: bytes, record: ExportRecord) -> bytes:
 
 
 def _own_operator(target: str) -> str:
-    """What stands for an operator of another library here; the same for all others."""
+    """Our operator in place of another library's; all others stay."""
     library, _, rest = target.removeprefix("torch.ops.").partition(".")
     name, _, overload = rest.partition(".")
     own = LIBRARY_OPERATORS.get(f"{library}.{name}")
@@ -166,13 +168,13 @@ def _items(program: Any) -> Iterator[dict[str, Any]]:
 
 
 def _target(item: Mapping[str, Any]) -> str | None:
-    """What is called, if the dictionary is of a call."""
+    """The target, if the dictionary describes a call."""
     target = item.get("as_operator", item.get("target") if "metadata" in item else None)
     return None if target is None else str(target)
 
 
 def _plain_spec(spec: Any) -> Any:
-    """A serialized pytree with classes that only their own package knows replaced by dictionaries (or tuples)."""
+    """A serialized pytree in which dictionaries (or tuples) replace the classes that only their own package knows."""
     children = [_plain_spec(child) for child in spec.get("children_spec", [])]
     result = {**spec, "children_spec": children}
     if spec.get("type") not in _KNOWN_TYPES:

@@ -1,8 +1,8 @@
 """Argument validation that depends on the values of tensors, which a traced program cannot have: it is taken as passed.
 
-``if torch.any(var < 0): raise ValueError`` decides nothing that a program could do otherwise: where it does not raise, training goes on
-behind it. While a module is traced, a tensor that is asked whether it is true answers what does not raise, if the source says that this
-is all it is asked for: a statement ``if`` of which one side only raises, or only warns, or ``assert``. Everything else is a real decision.
+``if torch.any(var < 0): raise ValueError`` makes no decision for a program: if it does not raise, training goes on behind it. While a
+module is traced, a tensor in a condition gives the truth value that does not raise, if the source shows that the condition only validates:
+a statement ``if`` of which one side only raises, or only warns, or ``assert``. Everything else is a real decision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch.export import ExportedProgram
 
 _TELLING = {"warn", "warning", "warning_once", "warn_once", "info", "debug", "error", "print", "log"}
-"""Functions that only say something."""
+"""Functions that only print or log."""
 _ASSERTS = {"_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size"}
 _BETWEEN = {"EXTENDED_ARG", "COPY", "TO_BOOL", "NOP"}
 """Instructions between a value and the jump that asks for its truth."""
@@ -29,7 +29,7 @@ _BETWEEN = {"EXTENDED_ARG", "COPY", "TO_BOOL", "NOP"}
 
 @contextmanager
 def passed_assertions() -> Iterator[None]:
-    """Inside, what only validates is taken as passed."""
+    """Within this context conditions that only validate are taken as passed."""
     own = "__bool__" in torch.Tensor.__dict__
     of_tensors: Callable[[Any], bool] = torch.Tensor.__bool__
     of_symbols: Callable[[Any], bool] = torch.SymBool.__bool__
@@ -55,7 +55,7 @@ def passed_assertions() -> Iterator[None]:
 
 
 def without_assertions(exported: ExportedProgram) -> ExportedProgram:
-    """The program, changed: numbers that depend on data are gone, if nothing but assertions has asked for them."""
+    """Remove numbers that depend on data from the program, if only assertions used them."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     symbols = {symbol for symbol in exported.range_constraints if not str(symbol).startswith("s")}
@@ -78,15 +78,15 @@ def _depends_on_data(symbol: Any) -> bool:
 
 
 def _answer(frame: FrameType) -> bool | None:
-    """What the condition that a frame evaluates has to be so that nothing is raised; None if it decides more than that."""
+    """The value that the condition of a frame must have so that nothing is raised; None if it decides more than that."""
     statements = _statements(frame.f_code.co_filename)
     answers = (_passing(statements, place) for place in _places(frame))
     return next((answer for answer in answers if answer is not None), None)
 
 
 def _places(frame: FrameType) -> list[tuple[int, int]]:
-    """Line and column of what a frame does, and of what it did just before: jumps stand where their statement begins, behind what is
-    asked for its truth."""
+    """Line and column of a frame's instruction, and of the one before it: a jump has the position of its statement, and the one before
+    it asks for the truth."""
     code, number = frame.f_code, frame.f_lasti // 2
     before = number - 1
     while before > 0 and dis.opname[code.co_code[2 * before]] in _BETWEEN:
@@ -98,7 +98,8 @@ def _places(frame: FrameType) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def _statements(path: str) -> tuple[tuple[ast.expr, bool], ...]:
-    """The conditions in a file that only validate, with what each has to be; none where they may be caught."""
+    """The conditions in a file that only validate, each with the value that it must have. Conditions whose exception may be caught are
+    left out."""
     try:
         tree = ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):
@@ -125,7 +126,7 @@ def _collect(node: ast.AST, found: list[tuple[ast.expr, bool]]) -> None:
 
 
 def _only_tells(body: list[ast.stmt]) -> bool:
-    """Whether a block raises in any case, or does nothing but say something."""
+    """Whether a block always raises, or does nothing but print or log."""
     return isinstance(body[-1], ast.Raise) or all(isinstance(one, ast.Expr) and _is_telling(one.value) for one in body)
 
 

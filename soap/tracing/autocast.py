@@ -1,7 +1,7 @@
-"""Mixed precision as part of a program: the casts that ``torch.autocast`` would make, as calls of their own.
+"""Mixed precision as part of a program: the casts that ``torch.autocast`` would make become calls of their own.
 
-Which operands a call takes in which type is found by running it under ``torch.autocast`` on tensors without values and looking at the
-casts that it makes. Planning, tiles and the reference then compute in these types without any switch at run time, and what travels
+To find in which type a call takes its operands, it is run under ``torch.autocast`` on tensors without values, and the casts that it
+makes are noted. Planning, tiles and the reference then compute in these types without any switch at run time, and data that travels
 between devices has the type that the operator made. The lists of types are those of autocast on CPUs.
 """
 
@@ -29,7 +29,7 @@ class Autocast:
         self._schema, self.tags = target._schema, target.tags
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute."""
+        """Run the target."""
         device = next((a.device.type for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)), "cpu")
         with torch.autocast(device, dtype=self.dtype):
             result = self.wrapped(*args, **kwargs)
@@ -39,7 +39,7 @@ class Autocast:
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is cast to another floating-point type."""
+    """Notes casts to another floating-point type."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, slots=True)
 class Recast:
-    """What stands for a call under autocast: casts of its operands with their values, the call on these, and its outputs' types."""
+    """A call under autocast: casts of its operands with their values, the call on these, and its outputs' types."""
 
     casts: list[tuple[Call, Value]]
     call: Call
@@ -63,7 +63,7 @@ class Recast:
 
 
 class Caster:
-    """Finds out what autocast does with calls. ``dtype``: the lower of the two types."""
+    """Finds out what autocast does with calls. ``dtype``: the narrower of the two types."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in LOWER_TYPES:
@@ -71,7 +71,7 @@ class Caster:
         self.dtype = dtype
 
     def rewrite(self, call: Call, values: Mapping[str, Value], unique: Callable[[str], str]) -> Recast:
-        """What is to be written for a call. ``unique`` makes the name of a cast."""
+        """The casts and the call to write in place of a call. ``unique`` makes the name of a cast."""
         names = list(dict.fromkeys(call.operands))
         found, made = _casts(call, names, values, self.dtype)
         own = _own_casts(call, names, values) if found else []
@@ -105,7 +105,7 @@ def _casts(
 
 
 def _own_casts(call: Call, names: Sequence[str], values: Mapping[str, Value]) -> list[tuple[str | None, torch.dtype]]:
-    """The casts that a call makes without autocast; none if its operands' types go together under autocast only."""
+    """The casts that a call makes without autocast, if its operands' types go together only under autocast; else none."""
     try:
         return _casts(call, names, values, None)[0]
     except RuntimeError:
@@ -113,6 +113,6 @@ def _own_casts(call: Call, names: Sequence[str], values: Mapping[str, Value]) ->
 
 
 def concerns(call: Call) -> bool:
-    """Whether autocast may change the types of a call: calls without operands have the type that they name, grouped products are not on its
-    lists (and without values they take bfloat16 alone)."""
+    """Whether autocast may change the types of a call. A call without operands has the type that it names; grouped products are not on
+    autocast's lists (and without values they accept bfloat16 alone)."""
     return bool(call.operands) and isinstance(call.target, torch._ops.OpOverload) and call.kind != "_grouped_mm"

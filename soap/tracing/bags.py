@@ -1,4 +1,5 @@
-"""Bags of embeddings that all hold equally many rows, as torch writes those of two-dimensional indices, become calls of our own."""
+"""Bags of embeddings that all hold equally many rows become calls of our own. Torch writes them with offsets even if their indices had
+two dimensions."""
 
 from __future__ import annotations
 
@@ -9,10 +10,8 @@ from soap.tracing.rules.bags import MODES, equal_bags
 
 
 def find_equal_bags(program: Program) -> None:
-    """Replace ``embedding_bag(table, ids.flatten(), arange(0, bags * each, each))`` by ``equal_bags(table, ids)``, in place.
-
-    Where somebody reads the other results of ``embedding_bag``, the call stays. In all of them padding is counted from the front.
-    """
+    """Replace ``embedding_bag(table, ids.flatten(), arange(0, bags * each, each))`` by ``equal_bags(table, ids)``, in place. If the
+    other results of ``embedding_bag`` are read, the call stays. Padding indices are made to count from the front in all of them."""
     makers = {name: call for call in program.calls for name in call.outputs}
     read = {name for call in program.calls for name in call.operands}
     for position, call in enumerate(program.calls):
@@ -51,7 +50,7 @@ def _equal(program: Program, makers: dict[str, Call], call: Call) -> Call | None
 
 
 def _rows(program: Program, makers: dict[str, Call], flat: Ref, bags: int) -> str | None:
-    """The value (bags, each) of which this one is the rows one after another; None if it is something else."""
+    """The value (bags, each) that this one flattens; None if it is something else."""
     maker = makers.get(flat.name)
     if maker is None or maker.kind not in ("reshape", "view", "flatten") or len(program.values[flat.name].shape) != 1:
         return None

@@ -1,4 +1,5 @@
-"""Buffers that a program changes: what each is when the forward pass ends, and which of them are simple enough to be moved behind it."""
+"""Buffers that a program changes: the value of each when the forward pass ends, and which of them are simple enough to be changed after
+the step."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from soap.tracing.naming import canonical_names
 
 @contextmanager
 def about(buffer: str | None) -> Iterator[None]:
-    """Refusals inside name the buffer, if it is one."""
+    """Within this context refusals name the buffer, if it is one."""
     try:
         yield
     except ModelError as error:
@@ -28,11 +29,9 @@ def about(buffer: str | None) -> Iterator[None]:
 
 @dataclass
 class Change:
-    """In-place calls on one buffer, or frozen parameter.
-
-    ``moves``: the calls as they are, for the end of the step; None if one needs more than the buffer. ``written``: their out-of-place
-    forms' results, by which the calls are known, too. ``last``: name of the last call.
-    """
+    """In-place calls on one buffer, or frozen parameter. ``moves``: the calls as they are, for the end of the step; None if one of them
+    needs more than the buffer. ``written``: results of their out-of-place forms, which also identify the calls. ``last``: name of the
+    last call."""
 
     moves: list[tuple[int, Call]] | None = field(default_factory=list)
     written: set[str] = field(default_factory=set)
@@ -49,8 +48,8 @@ class BufferChanges:
         self._count = 0
 
     def note(self, name: str, call: Call, written: Iterable[str], *, alone: bool) -> None:
-        """``call`` changes the buffer in place and was written as calls with the results ``written``. ``alone``: it reads nothing but the
-        whole buffer, so that it could as well run when the step is over."""
+        """Note that ``call`` changes the buffer in place and was written as calls with the results ``written``. ``alone``: it reads
+        nothing but the whole buffer, so that it could as well run when the step is over."""
         change = self.found.setdefault(name, Change())
         change.written.update(written)
         change.last = call.name
@@ -62,8 +61,8 @@ class BufferChanges:
         self._count += 1
 
     def counters(self, program: Program, first: dict[str, str]) -> dict[str, list[tuple[int, Call]]]:
-        """Buffers that nobody reads but their own in-place calls, with these: batch norm's counters of steps. ``first``: the value that a
-        buffer has when the step begins -> its name."""
+        """Buffers that only their own in-place calls read, with these calls: batch norm's counters of steps. ``first``: the value that
+        a buffer has when the step begins -> its name."""
         own = {value: name for name, change in self.found.items() for value in change.written}
         read: set[str] = {own[program.loss]} if program.loss in own else set()
         for call in program.calls:
@@ -75,17 +74,17 @@ class BufferChanges:
 
 
 def canonical_buffers(exported: ExportedProgram) -> dict[str, str]:
-    """Buffer -> the first buffer that is the same tensor, as where a module has two names."""
+    """Buffer -> the first buffer that is the same tensor, if a module has two names for it."""
     buffers = {spec.target for spec in exported.graph_signature.input_specs if spec.kind is InputKind.BUFFER}
     return canonical_names({name: tensor for name, tensor in exported.state_dict.items() if name in buffers})
 
 
 def check_memory(exported: ExportedProgram, moved: Container[str]) -> None:
-    """Raise ModelError for a buffer or frozen parameter that changes with another tensor because they share memory: the program would not
-    tell. ``moved``: canonical names of what the program changes."""
+    """Raise ModelError for a buffer or frozen parameter that changes together with another tensor because they share memory: the
+    program does not show that. ``moved``: canonical names of what the program changes."""
     canonical = canonical_names(exported.state_dict) | canonical_buffers(exported)
     read = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
-    held: dict[int, list[tuple[str, bool]]] = {}  # memory -> what lies in it, and whether that changes
+    held: dict[int, list[tuple[str, bool]]] = {}  # memory -> the tensors in it, and whether one of them changes
     for spec in exported.graph_signature.input_specs:
         name = str(spec.target)
         tensor = exported.state_dict.get(name)

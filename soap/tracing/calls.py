@@ -1,8 +1,8 @@
 """Traced calls: an exported program as a flat list of ATen calls in plain, functional form.
 
-The list is what the rules look at and what tiles execute. ``read_calls`` brings an ``ExportedProgram`` into this form: in-place calls
-become functional ones, several outputs of one call get names of their own, splits become slices, training batch norm becomes statistics
-and application, asserts and no-op casts disappear (``forms``).
+Rules read the list, and tiles execute it. ``read_calls`` brings an ``ExportedProgram`` into this form: in-place calls become functional
+ones, several outputs of one call get names of their own, splits become slices, training batch norm becomes statistics and application,
+asserts and no-op casts disappear (``forms``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BufferRef:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Shape and dtype of a tensor value. ``origin`` tells what it is before any call: see ``Program``."""
+    """Shape and dtype of a tensor value. ``origin``: where it comes from, if no call makes it; see ``Program``."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,10 +42,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call: ``target(*args, **kwargs)`` with ``Ref`` in place of tensors. ``path``: the module it belongs to.
-
-    ``origin``: kind of the call that was decomposed into this one and others, if one was.
-    """
+    """One call: ``target(*args, **kwargs)`` with ``Ref`` in place of tensors. ``path``: the module it belongs to. ``origin``: kind of
+    the call of which this one is a part, if it was decomposed."""
 
     name: str
     target: Target
@@ -68,7 +66,7 @@ class Call:
 
 @cache
 def kind_of(target: Any) -> str:
-    """See ``Call.kind``. An operator of some library that is called as one of ATen's is another one."""
+    """See ``Call.kind``. Another library's operator with the name of an ATen operator is a different kind."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return str(getattr(target, "__name__", target))
@@ -91,13 +89,13 @@ class Program:
     """State-dict name -> initial value of the buffers that calls update."""
     loss: str
     state: dict[str, str] = field(default_factory=dict)
-    """Value name -> state-dict name of the buffers that calls read and move: what they were when the step began."""
+    """Value name -> state-dict name of the buffers that calls read and change: their values when the step begins."""
     kept: tuple[str, ...] = ()
-    """Values beside the loss that a step is to compute though no call reads them: what keeps the state (``rules.state``)."""
+    """Values that a step computes beside the loss though no call reads them: what keeps the state (``rules.state``)."""
     end_step: list[Call] = field(default_factory=list)
     """Calls that update buffers independently of any tensor (step counters)."""
     stuck: dict[str, str] = field(default_factory=dict)
-    """Name of a call without a rule -> the operator in it, or itself, that has no rule and consists of nothing simpler."""
+    """Name of a call without a rule -> the operator in it, or itself, that has no rule and cannot be decomposed."""
 
 
 def walk(argument: Any) -> Iterator[Any]:
@@ -143,7 +141,7 @@ def argument(call: Call, name: str, default: Any = None) -> Any:
 
 
 def with_argument(call: Call, name: str, value: Any) -> Call:
-    """The call with another value for an argument, which it has by name or in the place that its schema says."""
+    """The call with another value for an argument, by name or in the place that its schema says."""
     place, _ = parameters_of(call.target).get(name, (len(call.args), None))
     if name not in call.kwargs and place < len(call.args):
         return replace(call, args=(*call.args[:place], value, *call.args[place + 1 :]))
@@ -152,7 +150,7 @@ def with_argument(call: Call, name: str, value: Any) -> Call:
 
 @cache
 def parameters_of(target: Any) -> dict[str, tuple[int, tuple[Any] | None]]:
-    """A target's parameters by name: place and default value, as far as there is one. (Asking the schema is slow.)"""
+    """A target's parameters by name: place, and default value if there is one. (Asking the schema is slow.)"""
     arguments = getattr(getattr(target, "_schema", None), "arguments", ())
     return {a.name: (place, (a.default_value,) if a.has_default_value() else None) for place, a in enumerate(arguments)}
 
@@ -164,13 +162,13 @@ def on_whole(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def as_complex(x: torch.Tensor) -> torch.Tensor:
-    """Pairs of numbers in the last dimension as complex ones; a copy where they do not lie in memory as such."""
+    """Pairs of numbers in the last dimension as complex ones; a copy if they are not laid out like that in memory."""
     fits = x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
     return torch.view_as_complex(x if fits and not x.is_neg() else x.clone(memory_format=torch.contiguous_format))
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs in a new last dimension; a copy where they are only marked as conjugated or negated."""
+    """Complex numbers as pairs in a new last dimension; a copy if they are only marked as conjugated or negated."""
     return torch.view_as_real(x.resolve_conj().resolve_neg())
 
 

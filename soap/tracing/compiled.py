@@ -1,7 +1,7 @@
 """A tile of an operator made ready to run: which regions each of its calls reads and makes is worked out once, not in every step.
 
-What is left for a training step is a list of calls on tensors in numbered places. Where a call meets its tensors whole, it is the
-plain ATen call, so that a tile that holds everything costs what the model itself costs.
+A training step is then a list of calls on tensors in numbered places. If a call's operands are whole tensors it is the plain ATen call,
+so that a tile that holds everything costs no more than the model itself.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CompiledTile:
         return found[0]
 
     def _before(self, step: int, known: frozenset[int]) -> list[int]:
-        """The steps that make those operands of a step (but its first) that are functions of ``known`` inputs, in order."""
+        """The steps that compute those operands of a step (without the first operand) that depend on ``known`` inputs only, in order."""
         computable, makers = set(known), dict[int, int]()
         for number, earlier in enumerate(self._steps[:step]):
             if all(place in computable for place, _ in earlier.reads):
@@ -139,7 +139,7 @@ class CompiledTile:
         return _Step(local, reads, makes, run, step.rule, widens=part_of_sum)
 
     def _forget_early(self) -> None:
-        """Tensors that only the tile itself reads are let go behind their last reader, as in a plain forward pass."""
+        """Tensors that only the tile itself reads are freed behind their last reader, as in a plain forward pass."""
         seen = set(self._outputs)
         for step in reversed(self._steps):
             last = {place for place, _ in (*step.reads, *step.makes)} - seen
@@ -152,10 +152,8 @@ Runner = Callable[[Sequence[torch.Tensor], TileContext], Any]
 
 
 class _Step:
-    """One call: ``reads`` (place, what to cut of it), ``makes`` (place, shape). Shapes are checked when it first runs.
-
-    ``widens``: what it makes is a part of a sum; of lower types it is computed in float32, as parts may be far larger than their sum.
-    """
+    """One call. ``reads``: (place, what to cut of it). ``makes``: (place, shape). Shapes are checked when it first runs. ``widens``:
+    its result is a part of a sum; narrow types are computed in float32, as parts may be far larger than their sum."""
 
     __slots__ = ("_checked", "_cuts", "_only", "_places", "_widens", "forgets", "local", "makes", "reads", "rule", "run", "unread")
 
@@ -173,7 +171,8 @@ class _Step:
         self.local, self.reads, self.makes, self.run, self.rule = local, reads, makes, run, rule
         self.forgets: tuple[int, ...] = ()
         self.unread: frozenset[int] | set[int] = frozenset()
-        """Results that nobody reads: which form they have depends on torch's kernel, on the type and on whether gradients are wanted."""
+        """Results that nobody reads. Their form depends on torch's kernel, on the type and on whether gradients are wanted, so they are
+        not checked."""
         self._places = tuple(place for place, _ in reads)
         self._cuts = any(cut is not None for _, cut in reads)
         self._only = makes[0][0] if len(makes) == 1 else None
@@ -209,11 +208,11 @@ class _Step:
             made[place] = None
 
     def rows_asked_for(self, made: Sequence[Any]) -> torch.Tensor:
-        """The rows that the call, a look-up, asks for; what is not known yet is missing in ``made``."""
+        """The rows that the call, a lookup, reads. Values that are not known yet are missing in ``made``."""
         return rows_asked_for(replace(self.local, tensors=self._operands(made)), self.rule)
 
     def look_up(self, made: list[Any], rows: torch.Tensor) -> None:
-        """Run the call, a look-up, on a table that has only these rows."""
+        """Run the call, a lookup, on a table that has only these rows."""
         operands = self._operands(made)
         result = look_up(replace(self.local, tensors=[wide(t) for t in operands] if self._widens else operands), self.rule, rows)
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -268,8 +267,8 @@ def _cut(held: Box, box: Box, call: str) -> _Cut:
 
 
 def _may_run_plainly(step: ProgramStep) -> bool:
-    """Whether a call on whole tensors is just the ATen call. Views are not: copies that made their memory contiguous were dropped. Nor are
-    look-ups that ask for sparse gradients: ours are dense."""
+    """Whether a call on whole tensors is just the ATen call. Views are not: copies that made their memory contiguous were dropped. Nor
+    are lookups with sparse gradients: ours are dense."""
     call = step.call
     return isinstance(call.target, torch._ops.OpOverload) and not (step.rule.light or is_random(call) or argument(call, "sparse", False))
 
@@ -298,8 +297,8 @@ def _plain_runner(call: Call) -> Runner:
 
 
 def _nested_runner(call: Call) -> Runner:
-    """Some operands are in lists, or passed by name."""
-    spans: list[tuple[int, int | None]] = []  # position of an argument that is a tensor (None) or so many of them
+    """Operands in lists, or passed by name."""
+    spans: list[tuple[int, int | None]] = []  # position of an argument that is a tensor (None), or of a list with so many tensors
     for i, arg in enumerate(call.args):
         if isinstance(arg, Ref):
             spans.append((i, None))

@@ -1,7 +1,7 @@
 """Arguments and outputs in classes of their own (named tuples, dataclasses, batches of libraries) as plain dictionaries and tuples.
 
-``torch.export`` takes some of them and can write fewer into a file, which then needs their library. What is exported has plain containers
-with the same names, and makes the model's own of them as it begins.
+``torch.export`` accepts some of these classes and can write fewer into a file, which then needs their library. The exported module has
+plain containers with the same names, and makes the model's own classes of them as it begins.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ _PLAIN = (tuple, list, dict, OrderedDict, defaultdict, deque)
 
 
 def plainly(value: Any, name: str) -> tuple[Any, Rebuild | None]:
-    """The value in plain containers, and what makes the same containers as before of such; None if nothing has to be changed.
-
-    ``name``: what the value is called in errors. ModelError in one line for objects that hold tensors and are no container.
-    """
+    """The value in plain containers, and a function that makes the original containers of them; None if nothing has to be changed.
+    ``name``: what errors call the value. ModelError in one line for objects that hold tensors and are no container."""
     kind = type(value)
     if kind in _PLAIN:
         return _plain_container(value, name)
@@ -43,7 +41,7 @@ def plainly(value: Any, name: str) -> tuple[Any, Rebuild | None]:
 
 
 def plain_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Arguments, Callable[[Arguments], Arguments] | None]:
-    """The same for all that a module is called with."""
+    """The same for all arguments of a module."""
     by_place = [plainly(value, f"argument {number}") for number, value in enumerate(args)]
     by_name = {name: plainly(value, f"argument {name!r}") for name, value in kwargs.items()}
     plain = tuple(value for value, _ in by_place), {name: value for name, (value, _) in by_name.items()}
@@ -83,7 +81,7 @@ def _rebuilt(rebuild: Rebuild | None, plain: Any) -> Any:
 
 
 def _registered(value: Any, name: str) -> tuple[Any, Rebuild]:
-    """A class that is registered with torch as a container, by what it is registered with."""
+    """A class that is registered with torch as a container, with its registered functions."""
     node = pytree.SUPPORTED_NODES[type(value)]
     children, context = node.flatten_fn(value)
     keys = _keys(node, value, len(children))
@@ -91,7 +89,7 @@ def _registered(value: Any, name: str) -> tuple[Any, Rebuild]:
 
 
 def _keys(node: Any, value: Any, count: int) -> list[Any]:
-    """The children's names, as far as the class tells; their numbers if it does not, or not all differ."""
+    """The children's names, if the class tells them; else, or if not all differ, their numbers."""
     if node.flatten_with_keys_fn is None:
         return list(range(count))
     found = [getattr(key, "name", getattr(key, "key", None)) for key, _ in node.flatten_with_keys_fn(value)[0]]
@@ -99,7 +97,7 @@ def _keys(node: Any, value: Any, count: int) -> list[Any]:
 
 
 def _filled(value: Any, parts: Mapping[Any, Any]) -> Any:
-    """A copy of a mapping, with whatever else it has, that holds these parts."""
+    """A copy of a mapping, including its other attributes, with these parts."""
     if type(value) in (dict, OrderedDict):
         return type(value)(parts)
     made = copy.copy(value)
@@ -111,7 +109,7 @@ def _filled(value: Any, parts: Mapping[Any, Any]) -> Any:
 
 
 def _with_fields(value: Any, parts: Mapping[str, Any]) -> Any:
-    """A copy of a dataclass instance, with whatever else it has, that holds these parts."""
+    """A copy of a dataclass instance, including its other attributes, with these parts."""
     made = copy.copy(value)
     for name, part in parts.items():
         object.__setattr__(made, name, part)  # frozen ones, too

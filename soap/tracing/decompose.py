@@ -1,7 +1,5 @@
-"""Calls without a rule, one at a time, as the simpler ATen calls that torch says they consist of.
-
-Only where all of these have a rule, if need be after being decomposed themselves: else the call stays as it is, and is kept whole.
-"""
+"""Decomposes calls without a rule, one at a time, into the simpler ATen calls of which torch says they consist. This is done only if
+all of these have a rule, if need be after being decomposed themselves; otherwise the call stays as it is, and is kept whole."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from soap.tracing.rules import tiled
 from soap.tracing.rules.registry import target_name
 
 OWN_GRADIENTS = {"embedding", "embedding_bag", "_embedding_bag"}
-"""Calls whose gradient depends on options that their parts do not know (``scale_grad_by_freq``, ``padding_idx``)."""
+"""Calls whose gradient depends on options that their parts do not have (``scale_grad_by_freq``, ``padding_idx``)."""
 DEEPEST = 6
 """How often a part of a part may be decomposed; torch's own tables end after three."""
 
@@ -32,7 +30,7 @@ class _Stuck(Exception):
 
 
 def decompose(program: Program) -> None:
-    """Replace the calls without a rule by their parts, in place. What stands in the way of the others goes into ``program.stuck``."""
+    """Replace the calls without a rule by their parts, in place. For calls that stay, ``program.stuck`` gets the reason."""
     calls: list[Call] = []
     for call in program.calls:
         values = dict(program.values)
@@ -49,7 +47,7 @@ def decompose(program: Program) -> None:
 
 
 def _parts(call: Call, values: dict[str, Value], constants: set[str], deepest: int) -> list[Call]:
-    """The call itself if it has a rule, or is constant, else calls of which that is true; their values are added to ``values``."""
+    """The call itself if it has a rule, or is constant; else calls of which that is true. Their values are added to ``values``."""
     if constants.issuperset(call.operands) and not is_random(call):
         constants.update(call.outputs)
         return [call]
@@ -70,7 +68,7 @@ def _parts(call: Call, values: dict[str, Value], constants: set[str], deepest: i
 
 @cache
 def _tables() -> tuple[dict[Any, Callable[..., Any]], ...]:
-    """From overloads to functions in terms of others: core ATen's first, then what torch knows beside it."""
+    """From overloads to functions in terms of other overloads: core ATen's first, then torch's further ones."""
     return dict(core_aten_decompositions()), dict(global_decomposition_table["post_autograd"])
 
 
@@ -95,7 +93,7 @@ def _traced(call: Call, values: dict[str, Value]) -> torch.fx.Graph | None:
     try:
         with mode:  # composite calls come apart below autograd; functions of the tables are written as they are, above it
             return make_fx(function, pre_dispatch=not composite)(*operands).graph
-    except Exception:  # a function of torch's that does not take these arguments: as if there were none
+    except Exception:  # a function of torch's that does not accept these arguments: as if there were none
         return None
 
 
@@ -121,7 +119,7 @@ class _Pieces(NodeReader):
         return self._whole.path
 
     def read(self, graph: torch.fx.Graph) -> list[Call]:
-        """The calls, whose last results have the names that the whole call's had."""
+        """The calls; the last ones' results have the names of the whole call's results."""
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.at.update(zip(placeholders, self._whole.operands, strict=True))
         results = _results(graph)
@@ -146,7 +144,7 @@ class _Pieces(NodeReader):
             raise ModelError(f"{name!r} is not what {wanted!r} was")
 
     def _needed(self, made: Sequence[str]) -> list[Call]:
-        """Without calls that nothing of the result depends on."""
+        """The calls without those on which no result depends."""
         wanted = {*made, *self._whole.outputs}
         kept: list[Call] = []
         for call in reversed(self.program.calls):

@@ -1,7 +1,7 @@
-"""Which whole-number inputs stand for themselves, element by element, so that batches can be drawn from other samples' elements.
+"""Which whole-number inputs can be drawn element by element from other samples.
 
-That is known of indices of look-ups and of class labels. Offsets of bags, lengths, sorted ids, permutations, masks and whatever else a
-model computes with may have a structure that elements of different samples do not have together.
+This is known of indices of lookups and of class labels. Offsets of bags, lengths, sorted ids, permutations, masks and other inputs may
+have a structure that elements of different samples do not have together.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ELEMENTWISE = {"masked_fill", "to", "where"}
 
 
 def element_inputs(program: Program) -> frozenset[str]:
-    """The integer inputs that are nothing but indices of look-ups, or class labels of which none is ignored."""
+    """The integer inputs that are only used as indices of lookups, or as class labels of which none is ignored."""
     inputs = {name for name in program.inputs if not _is_inexact(program.values[name].dtype) and program.values[name].dtype != torch.bool}
     origins: dict[str, frozenset[str]] = {name: frozenset([name]) for name in inputs}
-    places = {name: name for name in inputs}  # value -> where its elements stand: calls that move them make places of their own
+    places = {name: name for name in inputs}  # value -> where its elements are used: calls that move them make places of their own
     used: set[str] = set()
     structured: set[str] = set()
     for call in program.calls:
@@ -54,14 +54,14 @@ def _read_by_element(call: Call) -> str:
     if call.kind == "equal_bags":
         return call.operands[1]
     if call.kind in _LABELS and argument(call, "ignore_index", -100) >= 0:
-        return ""  # of a batch of ignored labels there would be no mean
+        return ""  # a batch of ignored labels only would have no mean
     name = "target" if call.kind in _LABELS else "indices" if call.kind in _LOOK_UPS else ""
     found = argument(call, name)
     return found.name if isinstance(found, Ref) else ""
 
 
 def _is_elementwise(call: Call, program: Program) -> bool:
-    """Whether the call makes each element of one element and of constants, the same for all samples."""
+    """Whether the call makes each element from one element and constants that are the same for all samples."""
     if call.kind not in _ELEMENTWISE and torch.Tag.pointwise not in getattr(call.target, "tags", ()):
         return False
     rank = len(program.values[call.outputs[0]].shape)

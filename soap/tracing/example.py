@@ -31,7 +31,7 @@ class Example:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The model with all state by the names that the program has: that of a loss that is a module, too."""
+        """The model with all its state by the program's names, including the state of a loss that is a module."""
         return self.model if self.loss is None else adapted(self.model, self.loss)
 
     @cached_property
@@ -39,7 +39,7 @@ class Example:
         return plain_arguments(self.args, self.kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Of the arguments."""
+        """All tensors of the arguments."""
         return [leaf for leaf in torch.utils._pytree.tree_leaves(self._plain[0]) if isinstance(leaf, torch.Tensor)]
 
     def _arguments(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -49,7 +49,7 @@ class Example:
         return changed if rebuild is None else rebuild(changed)
 
     def output(self) -> Any:
-        """What the model makes of copies of the arguments."""
+        """The model's output for copies of the arguments."""
         args, kwargs = self._arguments(_copied)
         return self.model(*args, **kwargs)
 
@@ -62,8 +62,8 @@ class Example:
         return found.reshape(())
 
     def widened(self) -> Example | None:
-        """The same in float64, with copies of all values, and with the hooks on parameters, which copies lack; None if hooks take gradients
-        as soon as they are there."""
+        """The same in float64, with copies of all values, and with the hooks on parameters, which copies lack; None if hooks take
+        gradients as soon as they are there."""
         if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.module.parameters()):
             return None
         model, loss = copy.deepcopy((self.model, self.loss if isinstance(self.loss, nn.Module) else None))

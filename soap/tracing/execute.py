@@ -26,10 +26,10 @@ from soap.tracing.rules.state import keep_state
 
 
 class Source(Protocol):
-    """Where a traced model comes from, so that it can be traced again."""
+    """The source of a traced model, by which it can be traced again."""
 
     def trace(self, *, shapes: Sequence[Sequence[int]] | None = None, dtype: torch.dtype | None = None) -> ExecutableModel:
-        """The model for inputs of these shapes, in this floating-point type; as it was traced where None."""
+        """The model for inputs of these shapes, in this floating-point type; None: as it was traced."""
 
 
 @dataclass
@@ -49,9 +49,9 @@ class ExecutableModel:
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
     source: Source | None = None
     record: ExportRecord | None = None
-    """What the file that it was read from says of its export; None of what comes from no file."""
+    """What the model's file says of its export; None if it comes from no file."""
     shapes: Sequence[Sequence[int]] | None = None
-    """Of the inputs, where they are not those that the source has by itself."""
+    """Shapes of the inputs, if they are not the source's own."""
     _compiled: dict[tuple[int, tuple[Interval, ...]], CompiledTile] = field(default_factory=dict, init=False, repr=False)
 
     def run_tile(
@@ -88,7 +88,7 @@ class ExecutableModel:
         return compiled
 
     def forget_tiles(self) -> None:
-        """Let go of tiles that were compiled."""
+        """Free the compiled tiles."""
         self._compiled.clear()
 
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
@@ -183,7 +183,7 @@ class ExecutableModel:
         return None if self.source is None else replace(self.source.trace(shapes=self.shapes, dtype=torch.float64), parameters={})
 
     def _random(self, call: Call, tensors: list[torch.Tensor], context: TileContext) -> Any:
-        """Calls that draw random numbers draw the same as tiles do."""
+        """Calls that draw random numbers draw the same numbers as tiles do."""
         shapes = [self.program.values[name].shape for name in call.operands]
         out_shapes = [self.program.values[name].shape for name in call.outputs]
         boxes, out_boxes = [whole(shape) for shape in shapes], [whole(shape) for shape in out_shapes]

@@ -1,8 +1,8 @@
-"""Mixtures of experts without sorting: what programs compute on rows sorted by expert, computed on the rows where they are.
+"""Mixtures of experts without sorting: what programs compute on rows sorted by expert is computed on the rows where they are.
 
-Libraries bring the rows that go to one expert together (``perm = ids.sort()``), multiply, and bring them back. In between a row is
-anywhere, and samples cannot be told apart. The products here take each row's expert (``rules.experts``), so that the calls in between,
-which treat every row alike, can have the rows in the order of the samples: then tiles of samples route their own rows, as data
+Libraries bring the rows that go to one expert together (``perm = ids.sort()``), multiply, and bring them back. In between a row can be
+anywhere, and samples cannot be told apart. The products here get each row's expert (``rules.experts``), so that the calls in between,
+which treat every row alike, can keep the rows in the order of the samples. Then tiles of samples route their own rows, as data
 parallelism does.
 """
 
@@ -27,12 +27,12 @@ _SAME_ELEMENTS = {"reshape", "view", "flatten", "ravel", "to", "clone", "detach"
 _ROW_BY_ROW = _SAME_ELEMENTS | {
     "slice", "select", "expand", "cat", "linear", "layer_norm", "rms_norm", "softmax", "glu", "sum", "mean", "hardswish",
 }  # fmt: skip
-"""Beside pointwise calls: these do with one row what they do with another, where their rules say that rows are apart."""
+"""Calls beside pointwise ones that treat all rows alike, if their rules say that rows are independent."""
 
 
 def unsort_experts(program: Program) -> None:
-    """Replace rows that were sorted by expert and brought back by those that were not, in place; nothing where that would make more of
-    the products."""
+    """Replace rows that were sorted by expert and brought back by unsorted rows, in place. Nothing is changed if that would make the
+    products larger."""
     for name in [call.name for call in program.calls if call.kind in ("sort", "argsort")]:
         call = next((call for call in program.calls if call.name == name), None)
         choices = 0 if call is None else _choices(program, call)
@@ -42,7 +42,7 @@ def unsort_experts(program: Program) -> None:
 
 
 def _choices(program: Program, call: Call) -> int:
-    """Of how many experts the indices that are sorted here were picked by ``topk``; 0 for what is no such sort, upwards."""
+    """From how many experts ``topk`` picked the indices that are sorted here, in ascending order; 0 if this is no such sort."""
     value = program.values[call.operands[0]]
     if len(value.shape) != 1 or value.dtype.is_floating_point or argument(call, "descending"):
         return 0
@@ -59,7 +59,7 @@ def _choices(program: Program, call: Call) -> int:
 
 @dataclass
 class _Unsorting:
-    """Follows one sort through the calls behind it. ``plain``: value with sorted rows -> the same with the rows as they were."""
+    """Follows one sort through the calls behind it. ``plain``: value with sorted rows -> the same value with unsorted rows."""
 
     program: Program
     sort: Call
@@ -70,15 +70,15 @@ class _Unsorting:
     ends: set[str] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
     inverse: set[str] = field(default_factory=set)
-    """Where each row is among the sorted ones."""
+    """The place of each row among the sorted ones."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Number of the sample that a sorted row is a copy of -> how many copies there are of each."""
+    """Number of the sample of which a sorted row is a copy -> how many copies there are of each."""
     names: dict[str, str] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
 
     def run(self) -> list[Call] | None:
-        """The calls of the program as they are to be; None for as they were."""
+        """The program's new calls; None if they stay as they are."""
         self.makers = {name: call for call in self.program.calls for name in call.outputs}
         self.ids, self.perm = self.sort.operands[0], self.sort.outputs[-1]
         self.rows = self.program.values[self.ids].shape[0]
@@ -100,7 +100,7 @@ class _Unsorting:
         return result
 
     def _follow(self, call: Call) -> None:
-        """Note what a call makes of sorted rows, with its twin of rows as they were."""
+        """Note what a call makes of sorted rows, with its counterpart of unsorted rows."""
         out = call.outputs[0]
         if call.operands and self._counts(call):
             self.counts.add(out)
@@ -121,10 +121,10 @@ class _Unsorting:
         elif any(name in self.plain for name in call.operands) and self._row_by_row(call):
             self._twin(call)
 
-    # What calls are
+    # what calls are
 
     def _is_ids(self, name: str) -> bool:
-        """Whether a value holds the indices, sorted or not, in whatever shape."""
+        """Whether a value holds the indices, sorted or not, in any shape."""
         root = self._same_elements(name)
         return self._same_elements(self.ids) in (root, self._same_elements(self.plain.get(root, root)))
 
@@ -134,12 +134,12 @@ class _Unsorting:
         return name
 
     def _is_range(self, name: str) -> bool:
-        """Whether it counts the rows."""
+        """Whether the call counts the rows of each expert."""
         maker = self.makers.get(self._same_elements(name))
         return maker is not None and maker.kind == "arange" and maker.args in ((self.rows,), (0, self.rows), (0, self.rows, 1))
 
     def _counts(self, call: Call) -> bool:
-        """Whether every expert's rows are counted, each apart; the indices are below ``choices``."""
+        """Whether every expert's rows are counted separately; the indices are below ``choices``."""
         source = self._same_elements(call.operands[0])
         if call.kind == "histc":
             least, most, bins = (argument(call, name) for name in ("min", "max", "bins"))
@@ -159,7 +159,7 @@ class _Unsorting:
         return every and argument(call, "indices") == [Ref(self.perm)] and self._is_range(call.operands[-1])
 
     def _row_by_row(self, call: Call) -> bool:
-        """Whether rows go through a call apart from each other, all in the same way."""
+        """Whether a call treats all rows alike, each by itself."""
         if is_random(call) or not (call.kind in _ROW_BY_ROW or torch.Tag.pointwise in getattr(call.target, "tags", ())):
             return False
         rule = tiled(call, {**self.program.values, **self.values})
@@ -229,7 +229,7 @@ class _Unsorting:
         return fits and source in self.plain and argument(call, "alpha", 1) == 1
 
     def _add_copies(self, call: Call) -> None:
-        """``index_add`` to the samples that rows are copies of: a sum over these copies."""
+        """``index_add`` to the samples of which rows are copies: a sum over these copies."""
         base, place, source = call.operands
         value = self.program.values[call.outputs[0]]
         apart = (value.shape[0], self.tokens[place], *value.shape[1:])

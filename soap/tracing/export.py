@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 Judge = Callable[[ExportedProgram, "ExecutableModel"], ExportRecord]
-"""Compares a program, and what was read from it, with its module; raises ModelError if they do not train alike."""
+"""Compares a program, as it is read back, with its module; raises ModelError if they do not train alike."""
 
 
 def export_model(
@@ -51,11 +51,12 @@ def export_model(
     """Export a training model with example inputs to ``path``, atomically.
 
     The model returns the scalar loss, or ``loss(output)`` does; names are the model's own either way. All shapes of the example inputs
-    become fixed, but for the number of samples with ``dynamic_batch``: dimension 0 of the inputs in which it has the most common size, or
-    the given dimensions by input name. The model's mode (training or not) is exported as it is. ``judge``: compares program and module,
-    which the file then records; ``unjudged``: why there is none. ``imports``: modules that define custom operators. Raises ModelError
-    if torch.export cannot trace the model, the output is no scalar, an operator is custom and no module named, or the judge finds a
-    difference.
+    become fixed, except the number of samples with ``dynamic_batch``: dimension 0 of the inputs in which it has the most common size,
+    or the given dimensions by input name. The model's mode (training or not) is exported as it is. ``judge``: compares program and
+    module, which the file then records; ``unjudged``: why there is none. ``imports``: modules that define custom operators.
+
+    Raises ModelError if torch.export cannot trace the model, the output is no scalar, an operator is custom and no module named, or the
+    judge finds a difference.
     """
     from soap.tracing.importer import import_program
 
@@ -83,7 +84,7 @@ def exported_program(
     loss: Callable[..., torch.Tensor] | None = None,
     dynamic_batch: bool | Mapping[str, int] = False,
 ) -> ExportedProgram:
-    """What ``export_model`` writes, which shares its tensors with the model."""
+    """The program that ``export_model`` writes. It shares its tensors with the model."""
     plain, rebuild = plain_arguments(args, kwargs or {})
     take = None if rebuild is None else lambda args, kwargs: rebuild((args, kwargs))
     module = model if loss is None and take is None else adapted(model, loss, take)
@@ -101,7 +102,7 @@ def exported_program(
 
 
 def _writable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Any) -> ExportedProgram | None:
-    """The program; None if it returns what torch.export does not take, or cannot write."""
+    """The program; None if it returns something that torch.export does not accept, or cannot write."""
     try:
         exported = traced(module, args, kwargs, sizes)
         torch.utils._pytree.treespec_dumps(exported.call_spec.out_spec)
@@ -113,7 +114,7 @@ def _writable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _untraceable(name: str, error: Exception, dynamic: bool) -> str:
-    """Why torch.export cannot trace a model, with the user's own line."""
+    """The error for a model that torch.export cannot trace, with the user's own line."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
     place = user_line(error)
     if any(type(one).__name__ == "GuardOnDataDependentSymNode" or "data-dependent" in str(one) for one in chain(error)):
@@ -128,7 +129,7 @@ def _untraceable(name: str, error: Exception, dynamic: bool) -> str:
 
 
 def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None) -> ExportedProgram:
-    """``torch.export.export``, quietly, of a module whose argument validation passes."""
+    """``torch.export.export``, without its log, of a module whose argument validation passes."""
     with warnings.catch_warnings(), quiet_torch(), passed_assertions(), _mended_lstms():
         warnings.simplefilter("ignore")  # torch.export warns of harmless attributes that LSTMs assign
         return without_assertions(torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False))
@@ -136,7 +137,8 @@ def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
 
 @contextmanager
 def _mended_lstms() -> Iterator[None]:
-    """Torch 2.11 gives the states of a traced LSTM a dimension too many (``squeeze(1)``, which became ``squeeze(0)`` later)."""
+    """Correct torch 2.11, which gives the states of a traced LSTM a dimension too many (``squeeze(1)``, which became ``squeeze(0)``
+    later)."""
     known: Any = torch._decomp.decompositions
     original = known.one_layer_lstm
 
@@ -158,7 +160,7 @@ def _symbolic_batch(
     bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     dims = _batch_dims(bound, chosen)
     sizes = {tensor.shape[dim] for tensor, dim in dims.values()}
-    if len(sizes) != 1 or sizes == {1}:  # torch.export takes a size of 1 for a fact of the model
+    if len(sizes) != 1 or sizes == {1}:  # torch.export takes a size of 1 for a fixed property of the model
         raise ModelError(f"dynamic_batch: sizes {sorted(sizes)}; expected example inputs with one number of samples, at least 2")
     symbol = torch.export.Dim("batch", min=1)
     by_id = {id(tensor): {dim: symbol} for tensor, dim in dims.values()}

@@ -10,10 +10,8 @@ from soap.tracing.calls import Call, Program, Ref, is_random, on_whole, substitu
 
 
 def fold(program: Program, *, plan_only: bool) -> None:
-    """Evaluate calls that depend on nothing but constants (masks, position ids); drop calls that neither loss nor state needs.
-
-    With ``plan_only`` the values are not computed: a plan needs their shapes only.
-    """
+    """Evaluate calls that depend on nothing but constants (masks, position ids); drop calls that neither loss nor state needs. With
+    ``plan_only`` the values are not computed: a plan needs their shapes only."""
     known = set(program.constants)
     kept: list[Call] = []
     for call in program.calls:
@@ -42,7 +40,7 @@ def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
     try:
         with torch.no_grad():
             result = on_whole(call, substitute(call.args, change), substitute(dict(call.kwargs), change))
-    except RuntimeError as error:  # of what does not depend on any input: in most cases a number that its type cannot hold
+    except RuntimeError as error:  # the constant has no input behind it: in most cases it is a number that its type cannot hold
         dtype = str(program.values[call.outputs[0]].dtype).removeprefix("torch.")
         said = str(error).splitlines()[0].removesuffix(".")
         message = f"call {call.name!r} of {call.kind} cannot be computed in {dtype}: {said}: expected another constant or type"

@@ -1,4 +1,4 @@
-"""What operators take of memory beside their operands, found by running them forward and backward on tensors without values."""
+"""The memory that operators take beside their operands, found by running them forward and backward on tensors without values."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from soap.tracing.given import given
 from soap.tracing.model import TileContext
 
 REALLY_RUN_FLOPS = 2**32
-"""Recurrent layers keep a workspace that shows only where they really run; up to so much of it they do, at import."""
+"""Recurrent layers keep a workspace that shows only where they really run. They run at import if they take at most so many
+operations."""
 
 FINER = 4
-"""Into so many parts an operator is cut, where in two it takes more than its share, to see what does not shrink."""
+"""If half of an operator takes more than half of the memory, it is cut into so many parts as well, to see what does not shrink."""
 LITTLE = 50
-"""Such a part of an operator's operands."""
+"""Memory below the bytes of an operator's operands divided by this is negligible."""
 
 Footprints = tuple[Footprint, ...]
 """As in ``OperatorGraph.footprints``."""
 
 
 def find_footprints(model: ExecutableModel) -> dict[str, Footprints]:
-    """By operator; those that cannot be run so are left out.
+    """Footprints by operator; operators that cannot be run so are left out.
 
     The operators run one after the other, so that each gets its inputs laid out in memory as they will be. Equal ones are tried once.
     """
@@ -48,7 +49,7 @@ def find_footprints(model: ExecutableModel) -> dict[str, Footprints]:
             trials = _Trials(model, position, tensors, context)
             try:
                 results = trials.results()
-            except Exception:  # whatever an operator wants to know of values
+            except Exception:  # any error: an operator may ask for values
                 continue
             key = trials.key()
             if key not in known:
@@ -62,20 +63,20 @@ def find_footprints(model: ExecutableModel) -> dict[str, Footprints]:
 
 
 class _Trials:
-    """Runs of one operator, forward and backward. ``tensors``: those that come before it, by name."""
+    """Runs of one operator, forward and backward. ``tensors``: results of the operators before it, by name."""
 
     def __init__(self, model: ExecutableModel, position: int, tensors: dict[str, torch.Tensor], context: TileContext) -> None:
         self._model, self._position, self._tensors, self._context = model, position, tensors, context
         self._graph, self._op = model.graph, model.graph.operators[position]
 
     def results(self) -> tuple[torch.Tensor, ...]:
-        """Outputs of the whole operator, which autograd does not know."""
+        """Outputs of the whole operator, without autograd."""
         tile = self._tile()
         with torch.no_grad():
             return self._run(tile, self._regions(tile, cut=False))
 
     def key(self) -> Hashable:
-        """What decides how much memory it takes."""
+        """All properties that decide how much memory the operator takes."""
         op, tensors = self._op, [*self._op.inputs, *self._op.parameters, *self._op.outputs]
         made = [(o.dims, self._graph.tensors[o.tensor].shape, self._graph.tensors[o.tensor].dtype) for o in tensors]
         needed = [self._graph.tensors[o.tensor].requires_grad for o in tensors]
@@ -85,32 +86,32 @@ class _Trials:
         return repr((op.kind, op.factors, made, needed, laid, calls, op.flops, op.saved_bytes))
 
     def footprints(self) -> Footprints | None:
-        """None if it cannot be run so."""
+        """The footprints; None if the operator cannot be run so."""
         try:
             if self._op.kind in RECURRENT_KINDS:
                 return self._recurrent()
             own = self._footprint(self._tile(), cut=False)
-            if windows(self._op):  # a tile is run as the whole is, unless it is a part of a sum; what it pads comes on top
+            if windows(self._op):  # a tile is run like the whole, unless it is a part of a sum; its padding is counted separately
                 return self._of_windows(own)
             degrees = tuple(min(2, factor.size) for factor in self._op.factors)
             parts = self._tile(degrees)
             cut = self._footprint(parts, cut=True)
-            if _covers(own, _of_all(cut, self._op, parts)):  # nothing that one cut alone could add
+            if _covers(own, _of_all(cut, self._op, parts)):  # single cuts could add nothing
                 return (own,)
             alone = tuple(self._cut_by(i, own) for i in range(len(self._op.factors)))
             return own, *alone, *self._together(cut, parts, degrees, (own, *alone))
-        except Exception:  # as above; and not everything has a backward pass
+        except Exception:  # as above; and not every operator has a backward pass
             return None
 
     def _of_windows(self, own: Footprint) -> Footprints:
-        """Parts of a sum of a lower type are computed in float32."""
+        """The same footprint for all cuts, except parts of a sum of a narrower type, which are computed in float32."""
         lower = any(t.partial_itemsize > t.itemsize for t in (self._graph.tensors[o.tensor] for o in self._op.outputs))
         if not lower or not any(factor.summed for factor in self._op.factors):
             return (own,)
         return own, *(self._cut_by(i, own) if factor.summed else own for i, factor in enumerate(self._op.factors))
 
     def _cut_by(self, place: int, own: Footprint) -> Footprint:
-        """With one factor cut. ``own``: the whole operator's."""
+        """The footprint with one factor cut. ``own``: the whole operator's."""
         if self._op.factors[place].size == 1:
             return own
         large, small = (self._tile_cut_by(place, parts, (1,) * len(self._op.factors)) for parts in (2, FINER))
@@ -125,8 +126,8 @@ class _Trials:
         return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed)
 
     def _together(self, cut: Footprint, parts: Tile, degrees: tuple[int, ...], known: Footprints) -> Footprints:
-        """With all factors cut, by factor: of which there is what does not shrink with that. Of no use that takes as much by single cuts;
-        nothing if that is so for all."""
+        """Footprints with all factors cut, one for each factor: what does not shrink with that factor. A use of memory that single cuts
+        explain counts as 0; empty if that is so for all uses."""
         expected = [tile_bytes(self._op, known, parts.intervals, use) for use in Use]
         sizes = [size if size > other else 0 for size, other in zip(cut.sizes_bytes, expected, strict=True)]
         if max(sizes) <= 0 and cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)):
@@ -139,7 +140,7 @@ class _Trials:
         return tuple(Footprint(of_all[0], of_all[1], of_all[2], cut.keeps, (one[0], one[1], one[2])) for one in fixed)
 
     def _lines_together(self, place: int, sizes: Sequence[int], parts: Tile, degrees: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Of each use, of which such a tile takes so much: (with all of one factor, however little of it)."""
+        """For each use of memory, given how much such a tile takes: (bytes with all of one factor, part that does not shrink with it)."""
         factor = self._op.factors[place]
         first, last = parts.intervals[place]
         points = parts.size * factor.size // (last - first)
@@ -150,12 +151,12 @@ class _Trials:
         return [_line((parts.size, one), (small.size, other), points) for one, other in zip(sizes, finer.sizes_bytes, strict=True)]
 
     def _little(self) -> int:
-        """So many bytes are not worth further runs, to see with what they shrink."""
+        """So many bytes are not worth further runs to see with which factor they shrink."""
         operands = (*self._op.inputs, *self._op.parameters, *self._op.outputs)
         return sum(self._graph.tensors[o.tensor].bytes for o in operands) // LITTLE
 
     def _recurrent(self) -> Footprints | None:
-        """By really running it, whole and with one sample: what it needs however small it is, is the same for both."""
+        """The footprint from really running it, whole and with one sample: what it needs however small it is, is the same for both."""
         if self._op.flops > REALLY_RUN_FLOPS:
             return None
         with _disable_current_modes():
@@ -167,7 +168,7 @@ class _Trials:
         return (found,)
 
     def _tile_cut_by(self, place: int, parts: int, degrees: tuple[int, ...]) -> Tile:
-        """Under these degrees, but one factor in so many parts, or as many as it has."""
+        """A tile with these degrees, but with one factor in so many parts, or as many as its size allows."""
         return self._tile((*degrees[:place], min(parts, self._op.factors[place].size), *degrees[place + 1 :]))
 
     def _tile(self, degrees: tuple[int, ...] | None = None) -> Tile:
@@ -175,7 +176,7 @@ class _Trials:
         return tiles_of(self._graph, self._position, OpConfig(chosen, (0,) * prod(chosen)))[0]
 
     def _regions(self, tile: Tile, *, cut: bool) -> list[torch.Tensor]:
-        """What a tile reads. ``cut``: parameters are shards, each a piece of memory of its own."""
+        """The regions that a tile reads. ``cut``: parameters are shards, each with memory of its own."""
         op = self._op
         found = []
         for o, box in zip((*op.inputs, *op.parameters), (*tile.inputs, *tile.parameters), strict=True):
@@ -190,7 +191,7 @@ class _Trials:
         return self._model.run_tile(tile, regions[:count], regions[count:], self._context)
 
     def _footprint(self, tile: Tile, *, cut: bool) -> Footprint:
-        """Of one run."""
+        """The footprint of one run."""
         regions = self._regions(tile, cut=cut)
         memory = _Memory()
         memory.leave_out(regions)
@@ -220,7 +221,7 @@ class _Trials:
 
 
 class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the memory that calls make. ``most_bytes``: the most that was there at once, but for what is left out."""
+    """Follows the memory that calls allocate. ``most_bytes``: the most that was there at once, without what is left out."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -239,13 +240,14 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd keeps this."""
+        """Note that autograd keeps this tensor."""
         storage = tensor.untyped_storage()
         self._kept[storage._cdata] = (_reference(storage), storage.nbytes())
         return tensor
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> int:
-        """These are counted elsewhere; but not what they keep alive as parts of something larger: so many bytes."""
+        """Leave these tensors out: they are counted elsewhere. If they keep something larger alive of which they are parts, the rest
+        counts, in so many bytes."""
         room: dict[int, int] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -257,11 +259,11 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(max(0, rest) for rest in room.values())
 
     def kept_bytes(self) -> int:
-        """What autograd keeps beside what is left out."""
+        """Bytes that autograd keeps, without what is left out."""
         return sum(size for key, (storage, size) in self._kept.items() if key not in self._left_out and _is_there(storage))
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Whether autograd keeps the memory in which a tensor lies."""
+        """Whether autograd keeps the memory of a tensor."""
         return tensor.untyped_storage()._cdata in self._kept
 
 
@@ -282,15 +284,15 @@ def _covers(one: Footprint, other: Footprint, little: int = 0) -> bool:
 
 
 def _of_all(footprint: Footprint, op: Operator, tile: Tile) -> Footprint:
-    """As if a tile had all points."""
+    """The footprint scaled up as if a tile had all points."""
     points = iteration_points(op)
     kept, forward, backward = (-(-size * points // max(1, tile.size)) for size in footprint.sizes_bytes)
     return Footprint(kept, forward, backward, footprint.keeps)
 
 
 def _line(one: tuple[int, int], other: tuple[int, int], points: int) -> tuple[int, int]:
-    """Bytes (of all points, however few they are), rounded up, by two tiles' (points, bytes), of which the first one has more points. What
-    is less of more points counts as what does not shrink."""
+    """Bytes of all points together, and the part that does not shrink, rounded up: a line through two tiles' (points, bytes), of which
+    the first one has more points. If more points take less, it counts as not shrinking."""
     (many, most), (few, least) = one, other
     if least > most:
         return least, least

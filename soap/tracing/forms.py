@@ -1,4 +1,4 @@
-"""Plain forms of calls: several ATen calls that mean the same are written as one, so that the rules need to know fewer of them.
+"""Plain forms of calls: several ATen calls that mean the same become one, so that the rules need to know fewer of them.
 
 Splits become slices, stacks concatenations, other names for permutations permutations, tensors that depend on a shape alone factories,
 casts and copies plain casts (or nothing), training batch norm statistics and application.
@@ -32,7 +32,7 @@ class Fake:
 
 
 class Writer(Protocol):
-    """What a form needs of the reader: the values so far, and a place to write calls to."""
+    """What a form uses of the reader: the values so far, and a way to write calls."""
 
     local_statistics: bool
     """Whether training batch norm normalises each tile by its own statistics."""
@@ -51,7 +51,7 @@ class Writer(Protocol):
 
 
 Form = Callable[[Writer, Call, Any], Any]
-"""From (writer, call, fake result) to the names of the values that the call's result is: a string, or a list of them."""
+"""A function from (writer, call, fake result) to the names of the call's result values: a string, or a list of them."""
 
 FORMS: dict[str, Form] = {}
 
@@ -68,7 +68,7 @@ def form(*kinds: str) -> Callable[[Form], Form]:
 
 @form("split", "split_with_sizes", "chunk", "tensor_split")
 def split(writer: Writer, call: Call, fakes: Sequence[Fake]) -> list[str]:
-    """Each part becomes a slice of its own, so that parts are planned apart."""
+    """Each part becomes a slice of its own, so that parts are planned separately."""
     source = call.operands[0]
     dim = int(argument(call, "dim", 0) or 0) % len(writer.shape(source))
     stops = list(accumulate(fake.shape[dim] for fake in fakes))
@@ -103,7 +103,8 @@ def _view(writer: Writer, call: Call, number: int, target: Any, args: tuple[Any,
 
 @form("cat", "concat", "concatenate")
 def cat(writer: Writer, call: Call, fake: Fake) -> str:
-    """Without operands that are empty (a key-value cache begins with one); a single one left is the result itself."""
+    """A concatenation without the operands that are empty (a key-value cache begins with one). A single remaining operand is the result
+    itself."""
     parts = [source for source in call.operands if prod(writer.shape(source)) > 0]
     if len(parts) == 1 and writer.shape(parts[0]) == fake.shape and writer.dtype(parts[0]) == fake.dtype:
         return parts[0]
@@ -144,7 +145,7 @@ def _cat(writer: Writer, call: Call, parts: Sequence[str], dim: int, fake: Fake)
 
 @form("zeros_like", "new_zeros", "ones_like", "new_ones", "full_like", "new_full", "empty_like", "new_empty")
 def filled(writer: Writer, call: Call, fake: Fake) -> str:
-    """Only the shape and dtype of the operand count: a constant. Memory that nobody has written to is taken as zero."""
+    """A constant: only the shape and dtype of the operand count. Memory that nobody has written to is taken as zero."""
     value = {"zeros": 0, "ones": 1, "empty": 0}.get(call.kind.removesuffix("_like").removeprefix("new_"))
     value = argument(call, "fill_value") if value is None else value
     options = {"dtype": fake.dtype}
@@ -154,7 +155,7 @@ def filled(writer: Writer, call: Call, fake: Fake) -> str:
 
 @form("movedim", "moveaxis", "swapaxes", "swapdims", "numpy_T", "mT", "adjoint", "mH", "matrix_H")
 def permuted(writer: Writer, call: Call, fake: Fake) -> str:
-    """Found out by moving dimensions of sizes that tell them apart. Adjoints are conjugated as well."""
+    """A permutation, found by moving dimensions of different sizes. Adjoints are conjugated as well."""
     source = call.operands[0]
     marks = torch.empty(tuple(range(2, 2 + len(writer.shape(source)))), device="meta")
     order = [size - 2 for size in call.target(marks, *call.args[1:], **call.kwargs).shape]
@@ -167,14 +168,14 @@ def permuted(writer: Writer, call: Call, fake: Fake) -> str:
 
 @form("_conj", "conj", "conj_physical")
 def conjugate(writer: Writer, call: Call, fake: Fake) -> str:
-    """Torch only marks a tensor as conjugated; here the numbers are written out."""
+    """The numbers written out: torch only marks a tensor as conjugated."""
     source = call.operands[0]
     return _written_out(writer, call, source, aten.conj_physical.default) if fake.dtype.is_complex else source
 
 
 @form("complex", "polar", "view_as_complex")
 def put_together(writer: Writer, call: Call, fake: Fake) -> str:
-    """Of types that torch computes with: autocast may have made others."""
+    """Complex numbers made of real ones. Refused for types with which torch does not compute; autocast may have made them."""
     parts = next((writer.dtype(source) for source in call.operands if not has_complex(writer.dtype(source))), None)
     if parts is not None:
         raise ModelError(
@@ -186,7 +187,7 @@ def put_together(writer: Writer, call: Call, fake: Fake) -> str:
 
 @form("_neg_view")
 def negated(writer: Writer, call: Call, fake: Fake) -> str:
-    """Likewise."""
+    """The numbers written out: torch only marks a tensor as negated."""
     return _written_out(writer, call, call.operands[0], aten.neg.default)
 
 
@@ -197,14 +198,14 @@ def _written_out(writer: Writer, call: Call, source: str, target: Any) -> str:
 
 @form("resolve_conj", "resolve_neg", "real")
 def unmarked(writer: Writer, call: Call, fake: Fake) -> str:
-    """Marks are of no account, and real numbers are their own real part."""
+    """The operand, or a cast of it: marks do not matter here, and real numbers are their own real part."""
     source = call.operands[0]
     return writer.emit(call, fake.shape, fake.dtype) if writer.dtype(source) != fake.dtype else source
 
 
 @form("contiguous", "alias", "lift_fresh", "lift_fresh_copy", "to", "_to_copy", "type_as")
 def cast(writer: Writer, call: Call, fake: Fake) -> str:
-    """The device and memory layout of the export are not kept, and a cast to the dtype that is there already is nothing."""
+    """A cast, or nothing if the dtype is there already. The device and memory layout of the export are not kept."""
     source = call.operands[0]
     if writer.dtype(source) == fake.dtype:
         return source
@@ -214,13 +215,13 @@ def cast(writer: Writer, call: Call, fake: Fake) -> str:
 
 @form("view_as", "reshape_as")
 def view_as(writer: Writer, call: Call, fake: Fake) -> str:
-    """A shape written out: the other operand gives nothing else."""
+    """The shape written out: the other operand gives nothing else."""
     return _view_named(writer, call, aten.reshape.default, fake)
 
 
 @form("expand_as")
 def expand_as(writer: Writer, call: Call, fake: Fake) -> str:
-    """A shape written out: the other operand gives nothing else."""
+    """The shape written out: the other operand gives nothing else."""
     return _view_named(writer, call, aten.expand.default, fake)
 
 
@@ -256,7 +257,7 @@ def batch_norm(writer: Writer, call: Call, fake: Fake) -> str:
 
 @form("instance_norm")
 def instance_norm(writer: Writer, call: Call, fake: Fake) -> str:
-    """Running statistics would be moved by every sample: refused."""
+    """Refused with running statistics: every sample would change them."""
     if argument(call, "running_mean") is not None or argument(call, "running_var") is not None:
         raise ModelError(f"call {call.name!r}: instance norm with running statistics; expected track_running_stats=False")
     return writer.emit(call, fake.shape, fake.dtype)
@@ -280,7 +281,7 @@ def grouped_mm(writer: Writer, call: Call, fake: Fake) -> str:
 
 @form("as_strided", "as_strided_", "set_", "resize_", "_reshape_alias")
 def by_memory(writer: Writer, call: Call, fake: Fake) -> str:
-    """Regions of tensors do not lie in memory as the whole tensors do."""
+    """Refused: regions of tensors are laid out in memory differently from the whole tensors."""
     raise ModelError(
         f"call {call.name!r} of {call.kind} depends on how a tensor lies in memory; expected view, reshape or slices: rewrite it"
     )

@@ -1,9 +1,9 @@
 """Groups of calls that become one operator: an anchor (or a chain of light calls) with the light calls around it.
 
 A light call joins the operator that produces its operand (epilogue) or the only one that consumes its result (prologue), if the factors
-of both can be identified dimension by dimension. Nothing is fused that would take a way of splitting from an anchor: then the light call
-stays an operator of its own. Calls that depend only on inputs, constants and parameters are repeated in every consumer instead, because
-recomputing them moves nothing.
+of both can be identified dimension by dimension. Nothing is fused that would take a way of splitting from an anchor: the light call
+then stays an operator of its own. Calls that depend only on inputs, constants and parameters are repeated in every consumer instead,
+because recomputing them moves nothing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Fuser:
         return None
 
     def _ancestors(self, number: int) -> set[int]:
-        """Groups that must run before this one, itself included."""
+        """Groups that must run before this one, including itself."""
         seen: set[int] = set()
         open_groups = [number]
         while open_groups:
@@ -107,7 +107,7 @@ class Fuser:
         return seen
 
     def prologues(self) -> None:
-        """Light groups that only one group reads move into it, from the end backwards."""
+        """Move light groups that only one group reads into that group, from the end backwards."""
         for number in sorted(self.groups, reverse=True):
             group = self.groups[number]
             if not group.light or self.program.loss in group.made:
@@ -133,7 +133,7 @@ class Fuser:
                     self.maker[made] = reader
 
     def _halo(self, group: Group, consumer: Group, name: str) -> Group | None:
-        """Pointwise calls before a window: computed on the window's region, halo included."""
+        """Move pointwise calls before a window into it: they are computed on the window's region, halo included."""
         made, reads = group.made[name], consumer.reads()[name]
         if len(set(reads)) != 1:
             return None

@@ -1,4 +1,4 @@
-"""Backward passes whose gradients come from outside, and go as soon as they have been used."""
+"""Backward passes whose gradients come from outside, and are freed as soon as they have been used."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from soap.model.dtypes import part_of
 
 
 class _Given(torch.autograd.Function):
-    """A number that stands for outputs whose gradients are given. Autograd has these alone then, and lets go of each when it has been used;
-    what is handed to ``backward`` itself stays until all is over, and so do the outputs."""
+    """A number that stands for outputs whose gradients are given. Autograd then has the only reference to these gradients, and frees
+    each when it has been used. What is handed to ``backward`` itself stays until the end, and so do the outputs."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
@@ -27,5 +27,5 @@ class _Given(torch.autograd.Function):
 
 
 def given(gradients: list[torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What to begin a backward pass with. ``gradients``: of the outputs, in their order; the list is emptied then."""
+    """The number with which to begin a backward pass. ``gradients``: of the outputs, in their order; the list is emptied then."""
     return cast(torch.Tensor, _Given.apply(gradients, *outputs))  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ from soap.tracing.sizes import Shapes, at_sizes, is_dynamic
 from soap.tracing.sparse import find_sparse
 
 BatchNorm = Literal["global", "local"]
-"""What training batch norm normalises by: the whole batch, or each tile by its own part of it."""
+"""Over what training batch norm normalises: the whole batch, or each tile's own part of it."""
 
 
 def import_program(
@@ -54,9 +54,10 @@ def import_program(
 
     ``batch_dims``: input name -> its batch dimension (default 0; -1: the input has none). ``plan_only``: shapes suffice, no values are
     computed or kept. ``dtype`` replaces every floating-point dtype. ``autocast``: with the casts that ``torch.autocast`` would make.
-    ``batch_norm``: whether training batch norm normalises by the whole batch or each tile by itself. ``shapes``: of the inputs, where the
-    program was exported with symbolic sizes; those of its examples if None. Raises ModelError in one line for programs that cannot be
-    planned; warns once per kind of call without a rule.
+    ``batch_norm``: whether training batch norm normalises by the whole batch or each tile by itself. ``shapes``: of the inputs, if the
+    program was exported with symbolic sizes; those of its examples if None.
+
+    Raises ModelError in one line for programs that cannot be planned; warns once per kind of call without a rule.
     """
     if is_dynamic(exported):
         exported = at_sizes(exported, shapes)
@@ -102,12 +103,12 @@ def _warn_if_untrained(graph: OperatorGraph) -> None:
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """In the type that replaces its own; numbers that are only marked as conjugated or negated are written out."""
+    """The tensor in the type that replaces its own. Numbers that are only marked as conjugated or negated are written out."""
     return tensor.detach().resolve_conj().resolve_neg().to(replaced(tensor.dtype, dtype))
 
 
 def _examples(exported: ExportedProgram, program: Program, dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:
-    """The tensors that the program was exported with, in the order of its inputs; none if the file holds none."""
+    """The tensors with which the program was exported, in the order of its inputs; none if the file holds none."""
     if exported.example_inputs is None:
         return ()
     leaves, _ = torch.utils._pytree.tree_flatten(exported.example_inputs)
@@ -190,7 +191,7 @@ class _Builder:
         return [ProgramStep(s.call, s.rule, over(s.call.operands, s.operands), over(s.call.outputs, s.outputs)) for s in group.steps]
 
     def _saved_bytes(self, steps: Sequence[ProgramStep], outputs: Sequence[str]) -> int:
-        """All that the calls keep, and all that they pass to each other, views included: a region may have to be copied."""
+        """All bytes that the calls keep, and all that they pass to each other, including views: a region may have to be copied."""
         values = self.program.values
         between = [v for s in steps for v in s.call.outputs if v not in outputs]
         return sum(s.rule.saved_bytes for s in steps) + sum(prod(values[v].shape) * values[v].dtype.itemsize for v in between)

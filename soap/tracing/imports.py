@@ -1,4 +1,4 @@
-"""Importing modules that a user names, from the working folder too."""
+"""Imports modules that a user names, also from the working folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from soap.errors import ModelError
 
 
 def from_here(name: str) -> ModuleType:
-    """The module of this name, which may lie in the working folder. Raises what importing it raises."""
-    if os.getcwd() not in sys.path:  # an installed command, unlike ``python``, does not look beside itself
+    """The module of this name, which may be in the working folder. Raises what importing it raises."""
+    if os.getcwd() not in sys.path:  # an installed command, unlike ``python``, does not search the working folder
         sys.path.insert(0, os.getcwd())
     return import_module(name)
 
 
 def import_all(names: Iterable[str], option: str) -> None:
-    """Import modules that define custom operators. ``option``: how they were named. ModelError in one line if one cannot be imported."""
+    """Import modules that define custom operators. ``option``: the option that named them. ModelError in one line if one cannot be
+    imported."""
     for name in names:
         try:
             from_here(name)

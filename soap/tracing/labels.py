@@ -1,4 +1,4 @@
-"""What is known of a program's values by following them through its calls: which carry a gradient, and where the batch lies."""
+"""Facts about a program's values, found by following them through its calls: which carry a gradient, and which dimension is the batch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ def gradients(program: Program, trainable: Mapping[str, bool]) -> set[str]:
 
 
 def batch_dimensions(program: Program, groups: Sequence[Group], given: Mapping[str, int]) -> dict[str, int]:
-    """Value -> the dimension that carries the batch (as its major part), followed from the inputs through the groups.
-
-    ``given``: input name -> batch dimension, -1 for none. By default it is dimension 0 of the inputs in which that has the most common
-    size.
-    """
+    """Value -> the dimension that carries the batch (as its major part), followed from the inputs through the groups. ``given``: input
+    name -> batch dimension, -1 for none. By default it is dimension 0 of the inputs in which that has the most common size."""
     labels = _input_dimensions(program, given)
     for group in groups:
         for step in group.steps:

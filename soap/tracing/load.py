@@ -28,7 +28,7 @@ from soap.tracing.row_counting import measure_rows
 from soap.tracing.sizes import Shapes, is_dynamic
 
 LOWER = {"bfloat16": torch.bfloat16}
-"""Types that autocast may cast to. Float16 would need its gradients scaled."""
+"""Types to which autocast may cast. Float16 would need gradient scaling."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,12 +42,10 @@ def load_model(
     batch_norm: str = "global",
     imports: Sequence[str] = (),
 ) -> ExecutableModel:
-    """The traced model of a ``.pt2`` file or of a zoo model.
-
-    ``plan_only`` reads shapes alone (zoo models are not even allocated). ``batch_dims``: input name -> batch dimension.
-    ``dtype`` replaces all floating-point dtypes; ``autocast`` casts as ``torch.autocast`` to this type does. ``batch_norm``: ``global`` or
-    ``local``. ``imports``: modules that define custom operators, imported first. Raises ModelError in one line.
-    """
+    """The traced model of a ``.pt2`` file or of a zoo model. ``plan_only`` reads shapes alone (zoo models are not even allocated).
+    ``batch_dims``: input name -> batch dimension. ``dtype`` replaces all floating-point dtypes; ``autocast`` casts as
+    ``torch.autocast`` to this type does. ``batch_norm``: ``global`` or ``local``. ``imports``: modules that define custom operators,
+    imported first. Raises ModelError in one line."""
     import_all(imports, "--import")
     if batch_norm not in ("global", "local"):
         raise ModelError(f"batch norm {batch_norm!r}: expected global (over the whole batch) or local (over each tile's part of it)")
@@ -88,7 +86,7 @@ class ProgramSource:
         self.exported, self.name, self.options = exported, name, options
 
     def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> ExecutableModel:
-        """See ``Source``. Other shapes than the file's own need a program with symbolic sizes."""
+        """See ``Source``. Shapes other than the file's own need a program with symbolic sizes."""
         if shapes is not None and not is_dynamic(self.exported):
             raise ModelError("the program was exported for one batch size: soap.export(..., dynamic_batch=True) makes one for all sizes")
         return _imported(self, self.exported, self.name, self.options, shapes, dtype, plan_only)
@@ -115,7 +113,7 @@ class ZooSource:
         self.spec, self.options = spec, options
 
     def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> ExecutableModel:
-        """See ``Source``. The shapes' first dimensions tell the batch."""
+        """See ``Source``. The first dimensions of the shapes give the batch."""
         spec = self.spec if shapes is None else f"{self.spec.partition('@')[0]}@{shapes[0][0]}"
         exported, name = export_zoo(spec, plan_only=plan_only)
         model = _imported(self, exported, name, self.options, None, dtype, plan_only)
@@ -136,7 +134,7 @@ def _imported(
     dtype: torch.dtype | None,
     plan_only: bool,
 ) -> ExecutableModel:
-    """The traced model, which remembers where it comes from unless it is for planning only."""
+    """The traced model. Unless it is for planning only, it remembers its source."""
     model = import_program(
         exported,
         name=name,
@@ -158,7 +156,7 @@ def export_zoo(spec: str, *, plan_only: bool) -> tuple[ExportedProgram, str]:
 
 
 def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
-    """The exported program in a file and what is recorded of its export, without running any code that the file might hold."""
+    """The exported program in a file and the record of its export, without running any code that the file might hold."""
     if not path.exists():
         raise ModelError(
             f"model file {str(path)!r} does not exist; expected a .pt2 file made by soap.export or torch.export.save, or zoo:NAME"
@@ -180,8 +178,8 @@ def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
 
 @contextmanager
 def _blocks_without_results() -> Iterator[None]:
-    """Torch saves a block under ``no_grad`` that gives nothing out, because it moves buffers alone, but refuses to load it: the node lacks
-    a value."""
+    """Mend a block under ``no_grad`` without results, because it only changes buffers. Torch saves it but refuses to load it: the node
+    lacks a value."""
     reading: Any = torch._export.serde.serialize.GraphModuleDeserializer
     original = reading.deserialize_outputs
 
@@ -199,7 +197,7 @@ def _blocks_without_results() -> Iterator[None]:
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """Torch's own switch that no ``torch.load`` inside may run code: a second lock behind the checks of the archive."""
+    """Within this context torch's own switch forbids every ``torch.load`` to run code: a second lock behind the checks of the archive."""
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     before = {name: os.environ.pop(name, None) for name in names}
     os.environ[names[0]] = "1"

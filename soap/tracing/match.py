@@ -82,7 +82,7 @@ def compose(inner: DimMap, change: Mapping[int, DimMap]) -> DimMap:
 
 
 def unsplit(size: int) -> DimMap:
-    """What a factor of this size becomes when it is no longer split: its whole range."""
+    """The map of a factor of this size that is no longer split: its whole range."""
     return DimMap(None, 0, 0, size)
 
 
@@ -101,11 +101,8 @@ def compose_all(maps: Maps, change: Mapping[int, DimMap]) -> Maps:
 
 @dataclass
 class Match:
-    """How to identify the factors of a producer and a consumer along one tensor, or why not.
-
-    ``coarsen_*``: factor -> how many of its elements become one. ``same``: consumer factor -> producer factor.
-    ``drop_*``: factors that can no longer be split.
-    """
+    """How to identify the factors of a producer and a consumer along one tensor, or why that is impossible. ``coarsen_*``: factor ->
+    how many of its elements become one. ``same``: consumer factor -> producer factor. ``drop_*``: factors that can no longer be split."""
 
     coarsen_producer: dict[int, int] = field(default_factory=dict)
     coarsen_consumer: dict[int, int] = field(default_factory=dict)
@@ -205,7 +202,7 @@ def copy(group: Group) -> Group:
 
 
 def without_repeats(group: Group) -> Group:
-    """Derived calls that came in along several ways are kept once; where the ways need different regions, all of it is computed."""
+    """Keep derived calls that came in along several ways once. If the ways need different regions, all of it is computed."""
     kept: dict[str, Step] = {}
     differ: list[Step] = []
     for step in group.steps:
@@ -214,7 +211,7 @@ def without_repeats(group: Group) -> Group:
             differ.append(first)
     group.steps = list(kept.values())
     makers = {value: step for step in group.steps for value in step.call.outputs}
-    while differ:  # what is computed whole needs its operands whole, or what it selects of them
+    while differ:  # a call that is computed whole needs its operands whole, or what it selects of them
         step = differ.pop()
         step.operands, step.outputs = _unsplit_maps(step)
         group.made.update(zip(step.call.outputs, step.outputs, strict=True))

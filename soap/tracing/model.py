@@ -1,4 +1,4 @@
-"""A traced model: the operator graph together with what is needed to compute it with real tensors, tile by tile."""
+"""A traced model: the operator graph, and everything that is needed to compute it with real tensors, tile by tile."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ class TileContext:
     """What a tile's computation may depend on besides its operands; one per rank and training step.
 
     ``seed`` and ``step`` make random numbers (dropout) a function of the global element position, equal on every tiling. ``buffers``:
-    this rank's full-size copies by state-dict name. Tiles note in ``statistics`` what they found, by call: (channels, mean, unbiased
-    variance); ``end_step`` moves the buffers by it, each channel once however many tiles have met it. ``update_buffers`` False leaves
-    buffers alone.
-    ``unread``: what ``TracedModel.unread`` says of the plan. ``tiles``: what the reference needs to know of the plan: local batch norm
-    normalises by tile. None at all: by the whole batch. ``state``: what buffers become at the end of the step, by name, as the forward pass
-    has found it.
-    ``drawn_by_torch``: ``reference_loss`` draws random numbers from torch's own generators, as eager PyTorch does, to be compared with it.
+    this rank's full-size copies by state-dict name. Tiles note what they found in ``statistics``, by call: (channels, mean, unbiased
+    variance). ``end_step`` updates the buffers from it, each channel once however many tiles have met it. ``update_buffers`` False
+    leaves buffers alone. ``unread``: the answer of ``TracedModel.unread`` for the plan. ``tiles``: the plan's tiles, for the reference:
+    local batch norm normalises by tile; None at all: by the whole batch. ``state``: the buffers' values at the end of the step, by
+    name, as the forward pass has found them. ``drawn_by_torch``: ``reference_loss`` draws random numbers from torch's own generators,
+    as eager PyTorch does, to be compared with it.
     """
 
     seed: int = 0
@@ -44,13 +43,13 @@ class TileContext:
         return int.from_bytes(digest[:8], "big") >> 1
 
     def note_statistics(self, call: str, channels: Interval, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Keep what a tile found for some channels, unless another tile of this rank has found just that."""
+        """Keep what a tile found for some channels, unless another tile of this rank has found the same."""
         found = self.statistics.setdefault(call, [])
         if self.update_buffers and all(known != channels for known, _, _ in found):
             found.append((channels, mean, variance))
 
     def note_state(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Keep what buffers become at the end of the step, by name."""
+        """Keep the buffers' values at the end of the step, by name."""
         if self.update_buffers:
             self.state.update(values)
 
@@ -64,10 +63,10 @@ class TracedModel(Protocol):
     buffers: Mapping[str, torch.Tensor]
     """Full tensors by state-dict name."""
     constants: Mapping[str, torch.Tensor]
-    """Full tensors of the graph's CONSTANT tensors, by tensor name; of ``state`` their first values."""
+    """Full tensors of the graph's CONSTANT tensors, by tensor name; for ``state`` their first values."""
     state: Mapping[str, str]
-    """Buffers that the forward pass moves, of which all ranks keep the same copy: name of the graph's CONSTANT tensor, if it has one, that
-    is their value when the step begins -> state-dict name."""
+    """Buffers that the forward pass changes, of which all ranks keep the same copy: name of the graph's CONSTANT tensor, if there is
+    one, with the buffer's value when the step begins -> state-dict name."""
     transient: frozenset[str]
     """Buffers that are no entries of the state dict (``persistent=False``)."""
     unchanged: Mapping[str, torch.Tensor]
@@ -78,7 +77,7 @@ class TracedModel(Protocol):
 
     @property
     def element_inputs(self) -> frozenset[str]:
-        """Integer inputs of which each element stands for itself: indices of look-ups and class labels, and nothing else."""
+        """Integer inputs of which each element can be drawn by itself: indices of lookups and class labels, and nothing else."""
 
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
@@ -93,7 +92,7 @@ class TracedModel(Protocol):
         self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
     ) -> torch.Tensor:
         """The different rows (dimension 0, in the whole parameter's numbers) that a tile looks up of its part of a sparse parameter,
-        ascending. ``inputs``: those that are there before the tile runs; None for others. ModelError if there is no such row."""
+        ascending. ``inputs``: those that exist before the tile runs; None for others. ModelError if there is no such row."""
 
     def run_on_rows(
         self,
@@ -104,13 +103,13 @@ class TracedModel(Protocol):
         context: TileContext,
     ) -> tuple[torch.Tensor, ...]:
         """``run_tile`` with parameters of which only some rows are there. ``rows``: by parameter (position), which rows, ascending; at
-        least those that the tile asks for. Its tensor has just these, one below the other."""
+        least those that the tile looks up. Its tensor has just these, one below the other."""
 
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
-        """Values that no tile of a plan looks at, for ``TileContext``: batch norm's statistics where each tile sees all of its channels."""
+        """Values that no tile of a plan reads, for ``TileContext``: batch norm's statistics if each tile sees all of its channels."""
 
     def is_linear(self, operator: int) -> bool:
-        """Whether an operator does nothing but add its inputs up, or scale them by constants."""
+        """Whether an operator only adds its inputs up, or scales them by constants."""
 
     def is_pure(self, operator: int) -> bool:
         """Whether tiles of an operator are functions of their operands alone: no random numbers, nothing noted for the end of the step."""
@@ -119,11 +118,11 @@ class TracedModel(Protocol):
         """The scalar loss by running the whole exported program in this process, call by call: the oracle for checks. Differentiable."""
 
     def end_step(self, context: TileContext) -> None:
-        """Move the buffers: by the statistics that this rank's tiles have noted, to the state that they have found, and step counters;
-        once per rank and training step."""
+        """Update the buffers: by the statistics that this rank's tiles have noted, to the state that they have found, and step
+        counters; once per rank and training step."""
 
     def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
         """The same model for inputs of these shapes, without parameters. ModelError in one line if it cannot be traced for them."""
 
     def widened(self) -> TracedModel | None:
-        """The same model in float64, without parameters, to judge rounding by; None if it cannot be traced again."""
+        """The same model in float64, without parameters, to judge rounding; None if it cannot be traced again."""

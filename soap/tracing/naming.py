@@ -1,4 +1,4 @@
-"""Names that a person recognises: operators by their module, tensors by their operator, and what each group passes on to others."""
+"""Names that a person recognises: operators by their module, tensors by their operator, and the values that each group passes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from soap.tracing.match import Group, Step
 
 
 def anchor(group: Group) -> Step:
-    """The call that a group is named after: its first that is not light, else its last."""
+    """The call after which a group is named: its first that is not light, else its last."""
     return next((step for step in group.steps if not step.rule.light), group.steps[-1])
 
 
@@ -34,7 +34,8 @@ def operator_names(program: Program, groups: Sequence[Group]) -> list[str]:
 
 
 def group_outputs(program: Program, groups: Sequence[Group]) -> list[list[str]]:
-    """For each group, the values that others need of it. Derived values, which each reader computes for itself, are never passed on."""
+    """For each group, the values that other groups need of it. Derived values, which each reader computes for itself, are never passed
+    on."""
     makers = Counter(value for group in groups for value in group.made)
     needed = {name for group in groups for name in group.reads()} | {program.loss, *program.kept}
     return [[value for value in group.made if value in needed and makers[value] == 1] for group in groups]

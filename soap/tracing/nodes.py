@@ -1,7 +1,5 @@
-"""Graph nodes, one after another, as calls of a ``Program``: plain and functional, in-place calls and blocks under ``no_grad`` included.
-
-``reader`` feeds it an exported program, ``decompose`` what a single call is made of.
-"""
+"""Graph nodes, one after another, as calls of a ``Program``: plain and functional, including in-place calls and blocks under
+``no_grad``. ``reader`` gives it an exported program, ``decompose`` the parts of a single call."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class NodeReader(ProgramWriter):
 
     def __init__(self, program: Program, dtype: torch.dtype | None, **options: Any) -> None:
         super().__init__(program, dtype, **options)
-        self.at: dict[torch.fx.Node, Any] = {}  # node -> value name, or names, that it now stands for
+        self.at: dict[torch.fx.Node, Any] = {}  # node -> value name, or names, of its current value
         self.changes = BufferChanges()
         self._aliasing = Aliasing(self.changes.nodes)
         self._cut_off: set[str] = set()  # values that no gradient flows through
@@ -123,14 +121,14 @@ class NodeReader(ProgramWriter):
             self.types.refuse_bits(call, source.dtype, fake.dtype)
 
     def _cast(self, call: Call, caster: Caster) -> tuple[Call, list[torch.dtype]]:
-        """Write the casts that autocast would make of a call's operands; the call that remains, and its outputs' dtypes."""
+        """Write the casts that autocast would make of a call's operands. Returns the remaining call, and its outputs' dtypes."""
         found = caster.rewrite(call, self.program.values, self.unique)
         for cast, value in found.casts:
             self.emit(cast, value.shape, value.dtype)
         return found.call, found.dtypes
 
     def _higher_order(self, node: torch.fx.Node, target: torch._ops.HigherOrderOperator, *, gradients: bool) -> None:
-        """Blocks under ``torch.no_grad`` are read in place, their results detached; anything else is control flow."""
+        """Blocks under ``torch.no_grad`` are read in place, with their results detached. Any other block is control flow, and refused."""
         part, operands, detached = self._block(node, str(getattr(target, "_name", target)))
         if not gradients and not detached:
             raise ModelError(f"gradients are enabled inside torch.no_grad at {node.name!r}; expected no nesting: move that part out")
@@ -153,7 +151,7 @@ class NodeReader(ProgramWriter):
         self.at[node] = names
 
     def _block(self, node: torch.fx.Node, kind: str) -> tuple[torch.fx.Node, Sequence[Any], bool]:
-        """The graph of a block, its operands, and whether its results are cut off from gradients."""
+        """The graph of a block, its operands, and whether its results are detached."""
         if kind == "wrap_with_set_grad_enabled":
             enabled, part, *operands = node.args
             detached = not enabled
@@ -184,7 +182,7 @@ class NodeReader(ProgramWriter):
             return changed_by(node)
 
     def now(self, node: torch.fx.Node) -> Any:
-        """What the node stands for; taken from its base anew where that has changed by way of another view."""
+        """The node's value. It is taken from its base anew if that has changed through another view."""
         if self._aliasing.stale(node):
             base = self._aliasing.base(node)
             if base is None or base[1] is None:
@@ -195,7 +193,7 @@ class NodeReader(ProgramWriter):
         return self.at[node]
 
     def _view(self, name: str, target: Any, operands: Sequence[str], args: Sequence[Any], like: torch.fx.Node) -> str:
-        """Write a call with a result of the shape of ``like``'s tensor; nothing for one that changes nothing."""
+        """Write a call with a result of the shape of ``like``'s tensor; nothing for a call that changes nothing."""
         if target is aten.alias.default:
             return operands[0]
         name = self.unique(name)
@@ -203,14 +201,15 @@ class NodeReader(ProgramWriter):
         return self.emit(call, like.meta["val"].shape, _counterpart(self.dtype(operands[0]), like.meta["val"].dtype))
 
     def _put(self, name: str, how: ViewOf, operands: Sequence[str], base: torch.fx.Node) -> str:
-        """Write what puts a view's elements back. Torch has no gradients for that where they are complex: it is done on their parts."""
+        """Write the calls that put a view's elements back. Torch has no gradients for that with complex numbers, so it is done on their
+        parts."""
         if not (how.onto and self.dtype(operands[1]).is_complex):
             return self._view(name, how.put, operands, how.put_args, base)
         parts = [self._part(f"{name}_{part}", how, operands, base, part) for part in ("real", "imag")]
         return self._view(name, aten.complex.default, parts, (), base)
 
     def _part(self, name: str, how: ViewOf, operands: Sequence[str], base: torch.fx.Node, part: str) -> str:
-        """The same of the real or the imaginary parts."""
+        """The same for the real or the imaginary parts."""
         own = []
         for value, place in zip(operands, ("around", "changed"), strict=True):
             taken = self.unique(f"{name}_{place}")
@@ -221,7 +220,8 @@ class NodeReader(ProgramWriter):
         return self.emit(call, self.shape(own[0]), self.dtype(own[0]))
 
     def _put_back(self, node: torch.fx.Node, changed: torch.fx.Node, now: str) -> None:
-        """``changed`` stands for a new value: so do the tensors that it is a view of, up to the one that made the memory."""
+        """Note that ``changed`` has a new value, and give the tensors of which it is a view their new values, up to the one that made
+        the memory."""
         # what surrounds the changed elements, as it was before: read first, while it is up to date
         outer, around = changed, []
         while (found := self._aliasing.outer(outer)) is not None and found[1] is not None:
@@ -248,7 +248,7 @@ class NodeReader(ProgramWriter):
             if call.kind == "embedding_renorm_":
                 raise _renorm_refusal(call, self.program.parameters[root])
             raise ModelError(
-                f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that training alone does: "
+                f"call {call.name!r} changes parameter {self.program.parameters[root]!r} in place; expected that only training changes it: "
                 "register what forward moves as a buffer"
             )
         if buffer is None and not gradients and origin.graph is not node.graph:
@@ -274,7 +274,7 @@ class NodeReader(ProgramWriter):
             self.changes.note(buffer, call, made, alone=alone)
 
     def _in_place_together(self, node: torch.fx.Node, call: Call, target: Target, changed: Sequence[torch.fx.Node]) -> None:
-        """A call that changes several buffers, as one that gives its result, a mask, and then their new values."""
+        """Write a call that changes several buffers as one that gives its result, a mask, and then their new values."""
         fake = node.meta["val"]
         values = [self.program.values[self.now(one)] for one in changed]
         if argument(call, "per_row_fake_quant") and values[0].shape != (fake.shape[argument(call, "ch_axis")],):
@@ -295,7 +295,7 @@ class NodeReader(ProgramWriter):
             self.changes.note(buffer, call, (name, now), alone=False)
 
     def _written(self, functional: Call, value: Value) -> str:
-        """Write the out-of-place call, and back to the dtype that the changed tensor keeps. ``value``: what that has been."""
+        """Write the out-of-place call, and a cast back to the dtype that the changed tensor keeps. ``value``: its value before."""
         dtype = value.dtype
         meta = [torch.empty(self.shape(n), dtype=self.dtype(n), device="meta") for n in functional.operands]
         following = iter(meta)
@@ -314,7 +314,8 @@ class NodeReader(ProgramWriter):
 
 
 def _renorm_refusal(call: Call, parameter: str) -> ModelError:
-    """Of look-ups with ``max_norm``: what they do to their table would have to reach all that keep a part of it, before its update."""
+    """Refuse lookups with ``max_norm``: they change their table, which would have to reach all that keep a part of it, before its
+    update."""
     number = call.args[2]
     return ModelError(
         f"a look-up with max_norm={number:g} ({call.path or call.name}) shortens rows of parameter {parameter!r} in the forward pass; "

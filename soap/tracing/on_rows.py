@@ -1,7 +1,7 @@
-"""Look-ups on a compact table: which rows a tile asks for, and the same look-up on these rows alone, one below the other.
+"""Lookups on a compact table: which rows a tile looks up, and the same lookup on a table of these rows alone, one below the other.
 
-A tile of a sparse parameter need not have its whole part of the table. It is computed in two steps: first its indices, from inputs that
-are there when a step begins; then, when the rows have come, the call itself with each index replaced by its row's place among them.
+A tile of a sparse parameter need not have its whole part of the table. It is computed in two steps. First its indices, from inputs that
+exist when a step begins. Then, when the rows have come, the call itself, with each index replaced by its row's place among them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def rows_asked_for(local: Local, rule: Tiled) -> torch.Tensor:
 
 
 def look_up(local: Local, rule: Tiled, rows: torch.Tensor) -> Any:
-    """What the call gives for a tile whose table has just ``rows`` (ascending, all that it asks for among them)."""
+    """The call's result for a tile whose table has just ``rows`` (ascending, all that it looks up among them)."""
     table, indices, *others = local.tensors
-    if not len(rows):  # kernels want a row; nothing reads it
+    if not len(rows):  # kernels want at least one row; nothing reads it
         table = table.new_zeros((1, *table.shape[1:]))
     count, entire = len(table), local.boxes[0][0] == (0, local.shapes[0][0])
     indices = _from_the_front(local, indices)
@@ -60,13 +60,13 @@ def look_up(local: Local, rule: Tiled, rows: torch.Tensor) -> Any:
 
 
 def _from_the_front(local: Local, indices: torch.Tensor) -> torch.Tensor:
-    """Subscripts count from the end where they are negative."""
+    """Subscripts with negative ones counted from the end."""
     if local.call.kind != "index":
         return indices
     return torch.where(indices < 0, indices + local.shapes[0][0], indices)
 
 
 def _furthest(ascending: torch.Tensor) -> int:
-    """An index that is out of range, if one is."""
+    """An index that is out of range, if there is one."""
     first, last = int(ascending[0]), int(ascending[-1])
     return first if first < 0 else last

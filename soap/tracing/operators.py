@@ -14,12 +14,12 @@ from soap.errors import ModelError
 from soap.tracing.rules.experts import LIBRARY_OPERATORS
 
 KNOWN_NAMESPACES = {"aten", "prims", "prim", "soap"}
-"""Namespaces of operators that a process knows which has imported torch and SOAP alone: torch's and our own."""
+"""Namespaces of the operators that a process knows if it has imported only torch and SOAP: torch's and our own."""
 _TARGET = re.compile(r"torch\.ops\.(?P<library>\w+)\.(?P<name>\w+)(\.(?P<overload>\w+))?")
 
 
 def custom_operators(exported: ExportedProgram) -> list[str]:
-    """``library::name`` of the program's operators that only those know who have imported their library."""
+    """``library::name`` of the program's operators that only exist once their library is imported."""
     modules = [m for m in exported.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     targets = [node.target for module in modules for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     foreign = dict.fromkeys(t._schema.name for t in targets if t.namespace not in KNOWN_NAMESPACES)
@@ -27,7 +27,7 @@ def custom_operators(exported: ExportedProgram) -> list[str]:
 
 
 def refuse_custom_operators(exported: ExportedProgram, imports: Collection[str]) -> None:
-    """ModelError in one line for operators that no command will know, unless modules are named that define them."""
+    """ModelError in one line for operators that no command will know, unless the modules that define them are named."""
     if imports:
         return
     for name in custom_operators(exported):
@@ -61,7 +61,7 @@ def _registered_at(name: str) -> str:
 
 
 def unknown_operator(target: str) -> str | None:
-    """``library::name`` of what a program from a file calls, if this process does not know it."""
+    """``library::name`` of an operator that a file's program calls, if this process does not know it."""
     match = _TARGET.fullmatch(target)
     return f"{match['library']}::{match['name']}" if match and not _is_known(**match.groupdict()) else None
 

@@ -1,4 +1,4 @@
-"""Torch's own log, silenced where an error that is raised says enough."""
+"""Silences torch's own log where an error that is raised says enough."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from soap.logs import silenced
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Inside, no logger of torch's writes anything, nor does torch.export print graphs: it does both for errors that it raises as well."""
+    """Within this context no logger of torch's writes anything, and torch.export prints no graphs: it does both for errors that it
+    raises as well."""
     printing: Any = torch.export._trace
-    printing.print = lambda *_, **__: None  # before the built-in one, in that module alone
+    printing.print = lambda *_, **__: None  # our ``print`` hides the built-in one, in that module alone
     try:
         with silenced("torch"):
             yield

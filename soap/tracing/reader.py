@@ -20,11 +20,9 @@ aten = torch.ops.aten
 
 
 class Reader(NodeReader):
-    """One pass over the exported graph. ``dtype`` replaces every floating-point dtype of the program, if given.
-
-    ``autocast``: the casts that ``torch.autocast`` to this type would make are written as calls. ``local_statistics``: training batch norm
-    normalises each tile by its own statistics.
-    """
+    """One pass over the exported graph. ``dtype`` replaces every floating-point dtype of the program, if given. ``autocast``: the casts
+    that ``torch.autocast`` to this type would make are written as calls. ``local_statistics``: training batch norm normalises each tile
+    by its own statistics."""
 
     def __init__(
         self,
@@ -59,7 +57,8 @@ class Reader(NodeReader):
         self._check_not_decomposed()
 
     def _check_not_decomposed(self) -> None:
-        """``run_decompositions`` makes plain results of what was detached or computed under ``no_grad``, so that gradients flow there."""
+        """Refuse programs in which ``run_decompositions`` has made plain results of what was detached or computed under ``no_grad``, so
+        that gradients flow there."""
         moved = next((spec.target for spec in self.exported.graph_signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION), None)
         if moved is None and self.exported.dialect == "TRAINING":
             return
@@ -140,7 +139,8 @@ class Reader(NodeReader):
         return loss
 
     def _end_buffers(self) -> None:
-        """Counters that nobody reads move behind the step; other buffers that change are state, and those that do not are constants."""
+        """Decide what becomes of buffers. Counters that nobody reads move behind the step; other buffers that change are state; all
+        others are constants."""
         moved = self._moved()
         check_memory(self.exported, {*moved, *self.program.buffers})
         counters = self.changes.counters(self.program, self.buffers | self._frozen)
@@ -173,7 +173,8 @@ class Reader(NodeReader):
         return found
 
     def _check_statistics(self, value: str, name: str) -> None:
-        """Running statistics move when the step is over, so that nobody can have read what they become."""
+        """Running statistics change when the step is over, so nobody can have read their new values. Refuse programs in which somebody
+        does."""
         found = [call.name for call in self.program.calls if value in call.operands]
         found += [self.changes.found[name].last] if name in self.changes.found else []
         if found:
@@ -203,7 +204,7 @@ class Reader(NodeReader):
         for name in self.program.inputs:
             if name not in read and name != self.program.loss:
                 warnings.warn(
-                    f"the program does not read input {name!r}: what is given for it has no effect (torch.export joins inputs that are one "
+                    f"the program does not read input {name!r}: values given for it have no effect (torch.export joins inputs that are one "
                     "tensor; export with separate tensors)",
                     SoapWarning,
                     stacklevel=2,

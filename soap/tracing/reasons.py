@@ -1,4 +1,4 @@
-"""Why an operator cannot be split along a dimension: what ``soap-search --explain-graph`` tells people."""
+"""Why an operator cannot be split along a dimension, for ``soap-search --explain-graph``."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ OF_THE_ZOO = "a program of the zoo, all of which the tests of this package compa
 @dataclass(frozen=True, slots=True)
 class ExportRecord:
     """``compared``: whether loss and gradients of one step were found equal to eager PyTorch's. ``reason``: why not, if they were not.
-
-    ``imports``: the modules that define the program's custom operators, as the one who exported it has named them.
-    """
+    ``imports``: the modules that define the program's custom operators, as named at export."""
 
     compared: bool = False
     reason: str = BY_TORCH
@@ -32,7 +30,7 @@ class ExportRecord:
 
     @property
     def text(self) -> str:
-        """For people: the end of a line about a check."""
+        """The record as the end of a line about a check."""
         if self.compared:
             return "the program was compared with eager PyTorch when it was exported"
         return f"the program was never compared with eager PyTorch: {self.reason}"
@@ -45,7 +43,7 @@ def dumps(record: ExportRecord) -> str:
 
 
 def loads(text: str | bytes) -> ExportRecord:
-    """The record that a file claims; that of a file without one if this is none that ``dumps`` wrote."""
+    """The record that a file claims; None if it has none that ``dumps`` wrote."""
     try:
         found = json.loads(text) if len(text) <= MAX_LENGTH else None
     except ValueError:
@@ -60,6 +58,6 @@ def loads(text: str | bytes) -> ExportRecord:
 
 
 def module_names(found: Any) -> tuple[str, ...]:
-    """Those of a list that are dotted names of modules."""
+    """The entries of a list that are dotted names of modules."""
     listed: Sequence[Any] = found if isinstance(found, list) else []
     return tuple(name for name in listed if isinstance(name, str) and _MODULE.fullmatch(name))

@@ -1,8 +1,9 @@
 """How many rows of its sparse parameters batches touch: counted from data, so that alpha and the overlap between workers are measured.
 
-The look-ups of a batch are put in a row, samples in order, and cut into 2^k pieces, as data parallelism cuts the batch among so many
-workers; further pieces are parts of samples. Look-ups that belong to no sample (candidates of a sampled softmax) are cut alike. How many
-different rows a piece touches is averaged over all pieces and batches. Only the calls between the model's inputs and the indices are run.
+The lookups of a batch are put in a row, samples in order, and cut into 2^k pieces, as data parallelism cuts the batch among so many
+workers; further pieces are parts of samples. Lookups that belong to no sample (candidates of a sampled softmax) are cut in the same
+way. The number of different rows of a piece is averaged over all pieces and batches. Only the calls between the model's inputs and the
+indices are run.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ from soap.tracing.execute import ExecutableModel
 
 
 def measure_rows(model: ExecutableModel, batches: Iterable[Sequence[torch.Tensor]]) -> dict[str, RowAccess]:
-    """The model's sparse parameters with rows counted from these batches; parameters that look up constants without values as before.
-
-    Batches of other shapes than the model's (a last one that is smaller) are passed over. ModelError if no batch is left, or indices are
-    out of range.
-    """
+    """The model's sparse parameters with rows counted from these batches. Parameters whose lookups need constants without values stay
+    as they were. Batches of other shapes than the model's (a last one that is smaller) are skipped. ModelError if no batch is left, or
+    indices are out of range."""
     shapes = [list(model.graph.tensors[name].shape) for name in model.input_names]
     counters = {name: _Counter(model, name, access) for name, access in model.graph.sparse.items()}
     known = {name: counter for name, counter in counters.items() if counter.known}
@@ -46,11 +45,9 @@ def measure_rows(model: ExecutableModel, batches: Iterable[Sequence[torch.Tensor
 
 
 def measured_by_examples(model: ExecutableModel) -> dict[str, RowAccess]:
-    """The same from the batch that the model was traced with, which soap-run draws its batches from if it is given none.
-
-    Where that looks up one row only, again and again, it is taken for a placeholder (``torch.zeros``), and counts stay as assumed. So do
-    all if there is no such batch, it has no values, or it names rows that are not there: it may be good enough for its shapes.
-    """
+    """The same from the batch with which the model was traced, from which soap-run draws its batches if it is given none. If it looks
+    up one row only, again and again, it is taken for a placeholder (``torch.zeros``), and counts stay as assumed. All counts stay if
+    there is no such batch, it has no values, or it names rows that do not exist: it may only be there for its shapes."""
     examples = model.example_inputs
     if not examples or any(tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor) for tensor in examples):
         return dict(model.graph.sparse)
@@ -62,7 +59,7 @@ def measured_by_examples(model: ExecutableModel) -> dict[str, RowAccess]:
 
 
 class _Counter:
-    """Counts for one parameter. ``indices``: the values that hold its look-ups' indices."""
+    """Counts for one parameter. ``indices``: the values that hold its lookups' indices."""
 
     def __init__(self, model: ExecutableModel, name: str, access: RowAccess) -> None:
         self._name, self._access = name, access
@@ -92,7 +89,7 @@ class _Counter:
             self._touched[k] += len(torch.unique((piece >> (HALVINGS - k)) * self._access.rows + row))
 
     def result(self, batches: int) -> RowAccess:
-        """The averages, rounded up, and what each look-up counts beside the others."""
+        """The averages, rounded up, and each lookup's weight beside the others."""
         touched = tuple(-(-total // (batches << k)) for k, total in enumerate(self._touched))
         lookups = self._access.lookups
         if len(lookups) > 1 and all(self._different):  # by whichever repeats its rows the most
@@ -104,7 +101,7 @@ class _Counter:
 
     def _checked(self, rows: torch.Tensor, kind: str) -> torch.Tensor:
         count = self._access.rows
-        if kind == "index":  # the one look-up that counts from the end as well
+        if kind == "index":  # the only lookup that also counts from the end
             rows = torch.where(rows < 0, rows + count, rows)
         wrong = rows[(rows < 0) | (rows >= count)]
         if len(wrong):
@@ -113,7 +110,7 @@ class _Counter:
 
 
 def _step(model: ExecutableModel, lookup: Lookup) -> ProgramStep:
-    """The call that looks up."""
+    """The call that looks rows up."""
     program: OperatorProgram = model.programs[model.graph.operators[lookup.operator].name]
     value, maps = program.parameters[lookup.parameter]
     return next(s for s in program.steps if s.rule.looks_up and s.call.operands[0] == value and s.operands[0] == maps)

@@ -1,4 +1,4 @@
-"""Programs that were exported with symbolic sizes, at given sizes: afterwards they look as if they had been exported with these."""
+"""Programs that were exported with symbolic sizes, at given sizes. Afterwards they look as if they had been exported with these sizes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
 
 
 def _made_at(exported: ExportedProgram, symbol: Any) -> str:
-    """Where a size that depends on data is made: the user's code as far as the program knows it, else the call and its module."""
+    """Where a size that depends on data is made: the user's code if the program knows it, else the call and its module."""
     for node in exported.graph.nodes:
         leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
         sizes: list[Any] = [size for leaf in leaves if isinstance(leaf, torch.Tensor) for size in leaf.shape if not isinstance(size, int)]
@@ -102,7 +102,7 @@ def _example_tensors(exported: ExportedProgram) -> list[torch.Tensor]:
 
 
 def _check(exported: ExportedProgram, inputs: Mapping[str, torch.Tensor], shapes: Shapes) -> None:
-    """Raise ModelError unless each symbol gets one value in its range, and all other sizes are as they were exported."""
+    """Raise ModelError unless each symbol gets one value in its range, and all other sizes are those of the export."""
     known: dict[Any, int] = {}
     for (name, fake), shape in zip(inputs.items(), shapes, strict=True):
         sizes: Sequence[Any] = fake.shape

@@ -12,11 +12,11 @@ from soap.tracing.compiled import OperatorProgram, ProgramStep
 
 
 def find_sparse(graph: OperatorGraph, programs: Mapping[str, OperatorProgram], values: Mapping[str, Value]) -> dict[str, RowAccess]:
-    """Trainable parameters of which every use looks up rows by indices from the model's inputs, with all rows equally likely.
+    """Trainable parameters of which every use looks up rows by indices from the model's inputs, with all rows assumed equally likely.
 
-    A parameter that is also used otherwise (an output layer tied to an embedding) has a dense gradient. Indices that operators
-    compute are not there when a step begins, so that rows could not be brought in time: such parameters count as dense as well. So do
-    those of which every step reads the same rows (position embeddings).
+    A parameter that is also used otherwise (an output layer tied to an embedding) has a dense gradient. Indices that operators compute
+    do not exist when a step begins, so rows could not be brought in time: such parameters count as dense as well. So do those of which
+    every step reads the same rows (position embeddings).
     """
     found = {}
     for tensor in graph.parameters:
@@ -31,7 +31,7 @@ def find_sparse(graph: OperatorGraph, programs: Mapping[str, OperatorProgram], v
 def _lookup(
     graph: OperatorGraph, programs: Mapping[str, OperatorProgram], values: Mapping[str, Value], position: int, place: int
 ) -> Lookup | None:
-    """A use as a look-up; None if it is something else."""
+    """A use as a lookup; None if it is something else."""
     op = graph.operators[position]
     program = programs[op.name]
     value, maps = program.parameters[place]
@@ -53,7 +53,7 @@ def _reads(step: ProgramStep) -> list[tuple[str, object]]:
 
 
 def _inputs_behind(program: OperatorProgram, maps: object, value: str) -> tuple[int, ...]:
-    """The operator's inputs (their places) that a value is made of."""
+    """The operator's inputs (their places) from which a value is made."""
     made_by = {name: step for step in program.steps for name in step.call.outputs}
     wanted, seen, found = [(value, maps)], set[str](), set[int]()
     while wanted:

@@ -18,7 +18,7 @@ _PYTHON = sysconfig.get_paths()["stdlib"]
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came from, the last one first."""
+    """An error and its causes, the last one first."""
     seen: set[int] = set()
     waiting: BaseException | None = error
     while waiting is not None and id(waiting) not in seen:
@@ -33,7 +33,7 @@ def user_line(error: BaseException) -> str | None:
     for one in chain(error):
         frames = [frame for frame in traceback.extract_tb(one.__traceback__) if _is_user(frame.filename)]
         if frames:
-            found = frames[-1]  # of the first cause that has one
+            found = frames[-1]  # of the first cause that has such a line
     if found is None:
         return None
     text = (found.line or linecache.getline(found.filename, found.lineno or 0)).strip()
@@ -41,7 +41,7 @@ def user_line(error: BaseException) -> str | None:
 
 
 def node_line(node: torch.fx.Node) -> str | None:
-    """The same for a node of a program, of what torch has noted of it."""
+    """The same for a node of a program, from what torch has noted of it."""
     found = [match for match in _FRAME.finditer(str(node.meta.get("stack_trace") or "")) if _is_user(match["path"])]
     return f"{_short(found[-1]['path'])}:{found[-1]['line']} ({found[-1]['text'].strip()})" if found else None
 
@@ -53,6 +53,6 @@ def _is_user(path: str) -> bool:
 
 
 def _short(path: str) -> str:
-    """A file as people know it: from the working folder, or the end of its path."""
+    """A file as people know it: relative to the working folder, or the end of its path."""
     own = Path(path)
     return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else "/".join(own.parts[-2:])

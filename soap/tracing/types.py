@@ -1,7 +1,9 @@
-"""Floating-point types of a program: what stands for each, and calls whose results have torch's default type, with the type written out.
+"""Floating-point types of a program: which type replaces each, and calls whose results have torch's default type, with the type written
+out.
 
-What ``torch.export`` records of ``torch.zeros(3)``, ``ids / 8`` or ``torch.where(mask, 1.0, 0.0)`` names no type. Written out, a program
-means the same whatever the default type is of the process that runs it, and its constants follow the type that replaces the model's.
+In the program that ``torch.export`` records, ``torch.zeros(3)``, ``ids / 8`` or ``torch.where(mask, 1.0, 0.0)`` name no type. With the
+type written out, a program means the same whatever the default type of the process is, and its constants follow the type that replaces
+the model's.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ aten = torch.ops.aten
 LOWER_TYPES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LARGEST = {torch.finfo(dtype).max for dtype in (torch.bfloat16, torch.float32, torch.float64)}
-"""What masks are made of (``torch.finfo(x.dtype).min``). Float16's, 65504, may also be a number that somebody chose."""
+"""The least numbers of types, of which masks are made (``torch.finfo(x.dtype).min``). Float16's, 65504, may also be a number that
+somebody chose."""
 
 def partial_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of partial results whose sum is of this one (``Tensor.partial_itemsize``)."""
+    """The type of partial results whose sum is of this type (``Tensor.partial_itemsize``)."""
     return torch.float32 if dtype in LOWER_TYPES else dtype
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a lower type in float32; others as they are."""
+    """A tensor of a narrower type in float32; others as they are."""
     return tensor.float() if tensor.dtype in LOWER_TYPES else tensor
 
 
@@ -36,7 +39,7 @@ Emit = Callable[[Call, tuple[int, ...], torch.dtype], str]
 
 
 class TypeMap:
-    """What the types of an exported program become. ``dtype`` replaces every floating-point type; None: all stay as they are."""
+    """The replacement of an exported program's types. ``dtype`` replaces every floating-point type; None: all stay as they are."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -51,14 +54,14 @@ class TypeMap:
         return replaced(dtype, self._dtype) if dtype.is_complex or dtype in _FLOATS else dtype
 
     def number(self, number: float) -> float:
-        """The number in place of one that a call was given: the largest of a type becomes that of the type in its place."""
+        """The number in place of one that a call was given: the largest number of a type becomes that of the type in its place."""
         if self._dtype is not None and abs(number) in _LARGEST:
             largest = torch.finfo(self._dtype).max
             return largest if number > 0 else -largest
         return number
 
     def refuse_bits(self, call: Call, source: torch.dtype, result: torch.dtype) -> None:
-        """Raise ModelError for a call that takes a tensor's memory as numbers of another type, if one of these types is replaced."""
+        """Raise ModelError for a call that reads a tensor's memory as another type, if one of these types is replaced."""
         if call.kind == "view" and "dtype" in parameters_of(call.target) and {self.of(source), self.of(result)} != {source, result}:
             raise ModelError(
                 f"call {call.name!r} takes the memory of a tensor as another type, so that the type of the model cannot be replaced: "
@@ -67,10 +70,8 @@ class TypeMap:
 
 
 def written_out(call: Call, dtype: torch.dtype, values: Mapping[str, Value], unique: Callable[[str], str], emit: Emit) -> Call:
-    """The call as one that makes a result of this type whatever torch's default type is.
-
-    ``emit`` writes what has to come before it, in names that ``unique`` makes.
-    """
+    """The call as one that makes a result of this type whatever torch's default type is. ``emit`` writes the calls that must come
+    before it, in names that ``unique`` makes."""
     if not is_differentiable(dtype):
         return call
     if not call.operands:

@@ -17,10 +17,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class ViewOf:
-    """``take(base, *take_args)`` gives the view; ``put`` gives the base with the view's elements replaced.
-
-    ``onto``: whether ``put`` takes (base, view, …), because the view has only a part of the elements, or the view alone.
-    """
+    """``take(base, *take_args)`` gives the view; ``put`` gives the base with the view's elements replaced. ``onto``: whether ``put``
+    takes (base, view, …), because the view has only a part of the elements, or the view alone."""
 
     take: Any
     take_args: tuple[Any, ...]
@@ -97,7 +95,7 @@ def _diagonal(node: torch.fx.Node, source: torch.Tensor) -> ViewOf:
 
 
 def _permuted(node: torch.fx.Node, source: torch.Tensor) -> ViewOf:
-    """Found out by moving dimensions of sizes that tell them apart."""
+    """A permutation, found by moving dimensions of different sizes."""
     marks = torch.empty(tuple(range(2, 2 + source.dim())), device="meta")
     order = [size - 2 for size in node.target(marks, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
     return ViewOf(aten.permute.default, (order,), aten.permute.default, ([order.index(d) for d in range(len(order))],))

@@ -68,7 +68,7 @@ class ProgramWriter:
         return name
 
     def unique(self, name: str) -> str:
-        """The name, or, if an inlined part of the graph uses it too, another one like it."""
+        """The name, or a similar one if an inlined part of the graph uses it too."""
         candidate, number = name, 1
         while candidate in self._used_names:
             candidate, number = f"{name}_{number}", number + 1

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-State = tuple[Tensor, Tensor]
+LstmState = tuple[Tensor, Tensor]
 """Hidden and cell state of one LSTM layer, each of shape (1, batch, width)."""
 
 
@@ -57,7 +57,7 @@ class ChunkedLSTM(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.LSTM(inputs if i == 0 else width, width, batch_first=True) for i in range(layers))
 
-    def forward(self, chunks: Sequence[Tensor], states: Sequence[State] | None = None) -> tuple[list[Tensor], list[State]]:
+    def forward(self, chunks: Sequence[Tensor], states: Sequence[LstmState] | None = None) -> tuple[list[Tensor], list[LstmState]]:
         """Outputs of the last layer, one per chunk, and the final state of every layer. Without ``states`` all start at zero."""
         outputs, final = list(chunks), []
         for depth, layer in enumerate(self.layers):

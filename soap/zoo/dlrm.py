@@ -23,7 +23,7 @@ CRITEO_TERABYTE_ROWS = (
     9980333, 36084, 17217, 7378, 20134, 3, 7112, 1442, 61, 9758201, 1333352, 313829, 10, 2208, 11156, 122, 4, 970, 14, 9994222,
     7267859, 9946608, 415421, 12420, 101, 36,
 )  # fmt: skip
-"""The same of the Criteo click logs of 24 days ("Terabyte"), ids modulo ten million."""
+"""The same for the Criteo click logs of 24 days ("Terabyte"), ids modulo ten million."""
 
 ROW_LIMIT = 1_000_000
 """Rows kept of a table, as if larger ids were hashed: 357 MB of tables in float32 instead of 2.16 GB."""

@@ -1,7 +1,9 @@
-"""Ids as words and users' ids are: few of them often, most of them seldom. How uneven is solved from how many different ones a batch has.
+"""Ids that are distributed like words and users' ids: a few are frequent, most are rare. How uneven they are is solved from how many
+different ones a batch has.
 
-Rank r of ``rows`` (the most frequent is 0) has the probability that the density x^-s has on [r + 1, r + 2) within [1, rows + 1): Zipf's law
-with exponent s, in a form whose sums are known. For s = 1 it is the log-uniform distribution that sampled softmax draws candidates from.
+Rank r of ``rows`` (the most frequent is 0) has the probability that the density x^-s has on [r + 1, r + 2) within [1, rows + 1): Zipf's
+law with exponent s, in a form whose sums are known. For s = 1 it is the log-uniform distribution from which sampled softmax draws
+candidates.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import torch
 from torch import Tensor
 
 MOST_EXPONENT = 20.0
-"""Nearly all draws are then of one row."""
+"""Largest exponent: nearly all draws are then of one row."""
 STEPS = 60
-"""Of bisection: exact to double precision."""
+"""Steps of bisection: exact to double precision."""
 EXACT, BINS = 2048, 2048
-"""Ranks that are summed one by one; bins, ever wider, for those behind them."""
+"""Number of ranks that are summed one by one, and of bins, ever wider, for those behind them."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,11 @@ class Zipf:
     exponent: float
 
     def probability(self, ranks: Tensor) -> Tensor:
-        """Of one draw, for ranks of a floating-point type."""
+        """Probability of one draw, for ranks of a floating-point type."""
         return self._below(ranks + 1) - self._below(ranks)
 
     def draw(self, *shape: int) -> Tensor:
-        """Ids, independently, by the default generator on the default device."""
+        """Ids, drawn independently by the default generator on the default device."""
         along = torch.rand(shape, dtype=torch.float64)
         power = 1 - self.exponent
         if abs(power) < 1e-9:
@@ -44,17 +46,18 @@ class Zipf:
         return self.ids((ends - 1).long().clamp(0, self.rows - 1))
 
     def draw_different(self, count: int) -> Tensor:
-        """Ids, no two of them equal, as if drawn one after the other and repeated ones put back."""
+        """Ids, no two of them equal, as if drawn one after the other, with repeated ones put back."""
         ranks = torch.arange(self.rows, dtype=torch.float64)
         noise = -torch.log(-torch.log(torch.rand(self.rows, dtype=torch.float64)))
         return self.ids(torch.topk(torch.log(self.probability(ranks)) + noise, count).indices)
 
     def ids(self, ranks: Tensor) -> Tensor:
-        """Frequent ids lie spread over all rows, as hashing spreads them, so that equal parts of a table are asked for equally."""
+        """Ids of ranks. Frequent ids are spread over all rows, as hashing spreads them, so that equal parts of a table are read equally
+        often."""
         return ranks * _multiplier(self.rows) % self.rows
 
     def ranks(self, ids: Tensor) -> Tensor:
-        """The reverse of ``ids``."""
+        """The inverse of ``ids``."""
         return ids * pow(_multiplier(self.rows), -1, self.rows) % self.rows if self.rows > 1 else ids
 
     def different(self, draws: float) -> float:
@@ -84,7 +87,8 @@ class Zipf:
 
 @cache
 def zipf(rows: int, draws: int, alpha: float) -> Zipf:
-    """The distribution of which so many draws touch a share ``alpha`` of the rows on average: equally likely rows if that is too many."""
+    """The distribution from which so many draws touch a share ``alpha`` of the rows on average; equally likely rows if that share is
+    too large."""
     low, high = 0.0, MOST_EXPONENT
     if Zipf(rows, low).different(draws) <= alpha * rows:
         return Zipf(rows, low)
@@ -95,12 +99,12 @@ def zipf(rows: int, draws: int, alpha: float) -> Zipf:
 
 
 def repeating(rows: int, draws: int, share: float) -> Zipf:
-    """The distribution of which so many draws have this share of different ids, or fewer if there are fewer rows."""
+    """The distribution from which so many draws have this share of different ids, or fewer if there are fewer rows."""
     return zipf(rows, draws, min(1.0, share * draws / rows))
 
 
 def _edges(rows: int) -> Tensor:
-    """Edges of bins of ranks, on the CPU whatever the default device."""
+    """Edges of bins of ranks, on the CPU whatever the default device is."""
     options: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     if rows <= EXACT:
         return torch.arange(rows + 1, **options)
@@ -110,7 +114,7 @@ def _edges(rows: int) -> Tensor:
 
 @cache
 def _multiplier(rows: int) -> int:
-    """A number without common divisor with ``rows``, near the golden section of it, so that neighbours come to lie far apart."""
+    """A number without common divisor with ``rows``, near their golden section, so that neighbours are mapped far apart."""
     number = max(1, round(rows * 0.618033988749895))
     while gcd(number, rows) != 1:
         number += 1

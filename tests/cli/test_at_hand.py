@@ -154,10 +154,10 @@ def test_time_that_links_have_taken_is_missing_for_computations(made: MadeUp) ->
 @pytest.mark.parametrize(
     ("what", "error", "said"),
     [
-        ("links", RuntimeError("gloo is\nnot here"), "not all was measured, the search goes on with what is known: links: gloo is"),
+        ("links", RuntimeError("gloo is\nnot here"), "not everything was measured; the search goes on with what is known: links: gloo is"),
         ("links", PermissionError(13, "denied"), "links: [Errno 13] denied"),
         ("computations", RuntimeFailure("a process has ended"), "with what is known: computations: a process has ended"),
-        ("verify", RuntimeFailure("rank 1 failed"), "nothing was verified, what the search chose by its predictions counts: rank 1"),
+        ("verify", RuntimeFailure("rank 1 failed"), "nothing was verified; the search's choice by predictions stands: rank 1"),
         ("verify", MemoryError(), "by its predictions counts: MemoryError"),
     ],
 )
@@ -190,7 +190,7 @@ def test_ctrl_c_while_measuring_goes_on_to_the_search_and_runs_nothing(made: Mad
     made.fails["computations"] = KeyboardInterrupt()
     assert search(tmp_path / "s.json") == 0
     assert capsys.readouterr().err == (
-        "soap-search: measuring interrupted: the search goes on with what is known, and runs nothing behind it; Ctrl-C ends it\n"
+        "soap-search: measuring interrupted: the search goes on with what is known and will run nothing afterwards; Ctrl-C ends it\n"
     )
     assert made.probes and not made.verified
     assert json.loads((tmp_path / "s.json").read_text())["record"]["search"]["interrupted"] is False

@@ -61,7 +61,7 @@ def test_it_says_so_to_people(tmp_path: Path, capsys: Capsys) -> None:
     assert search(tmp_path / "s.json", "--margin", "1000") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "kept data_parallel: the fastest plan found is predicted " in out
-    assert "not above the 1000.00x that such predictions may err (compute time 100% estimated, links estimated)" in out
+    assert "not above the 1000.00x by which such predictions may be wrong (compute time 100% estimated, links estimated)" in out
     assert "measured costs (soap-profile, soap-profile links) decide, --margin 1 takes the plan" in out
     assert "the strategy is data_parallel" in out
 

@@ -159,11 +159,11 @@ def test_data_parallelism_that_the_user_ruled_out_is_measured_but_not_kept() -> 
     ("predicted_ns", "gain", "kept", "said"),
     [
         (80, Gain(1.2, 1.1, 20), "found 1", "kept: found 1, 1.20x data_parallel in 20 turns of both, at least 1.10x with 95% confidence"),
-        (80, Gain(1.1, 1.02, 20), "data_parallel", "1.10x data_parallel in 20 turns of both, but perhaps 1.02x, which is not above 1.02x"),
-        (80, Gain(3.0, 0.0, 4), "data_parallel", "as found 1 is 3.00x data_parallel in 4 turns of both, too few to tell"),
-        (125, Gain(1.3, 1.25, 20), "data_parallel", "perhaps 1.25x, which is not above 1.25x, by which it is predicted to lose"),
+        (80, Gain(1.1, 1.02, 20), "data_parallel", "1.10x data_parallel in 20 turns of both, but may be only 1.02x, which is not above"),
+        (80, Gain(3.0, 0.0, 4), "data_parallel", "because found 1 is 3.00x data_parallel in 4 turns of both, too few to tell"),
+        (125, Gain(1.3, 1.25, 20), "data_parallel", "may be only 1.25x, which is not above 1.25x, by which it is predicted to lose"),
         (125, Gain(1.4, 1.26, 20), "found 1", "at least 1.26x"),
-        (80, None, "data_parallel", "kept: data_parallel, as no time was left to compare found 1 with it"),
+        (80, None, "data_parallel", "kept: data_parallel, because no time was left to compare found 1 with it"),
     ],
 )
 def test_what_is_not_confirmed_to_be_faster_does_not_replace_data_parallelism(
@@ -227,7 +227,7 @@ def test_what_cannot_be_faster_by_all_that_is_known_is_not_run() -> None:
 def test_steps_that_take_too_long_to_compare_are_not_begun() -> None:
     graph, four = mlp(), cluster([2, 2])
     outcome = api.SearchOutcome(Simulator(graph, four, PointCosts(10**9)), found(graph, four, []))
-    with pytest.raises(RuntimeFailure, match=r"comparing two strategies is predicted to take [0-9]+ s, and there are 60; try a smaller"):
+    with pytest.raises(RuntimeFailure, match=r"comparing two strategies is predicted to take [0-9]+ s, but the limit is 60; try a smaller"):
         verification.verify(outcome, 3, "none.pt2", READING, 0, seconds=60.0)
 
 

@@ -38,7 +38,7 @@ SEGMENT_BYTES = MTU_BYTES - 52
 """What one segment of TCP carries."""
 PAYLOAD_BYTES = 1_000_000
 PATIENCE_S = 10.0
-YARDSTICK_NS = 20_000.0
+REFERENCE_NS = 20_000.0
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +87,8 @@ def test_rates_quotas_and_addresses(groups: CpuGroups) -> None:
 def test_this_process_may_work_as_a_rank_and_leaves_again(groups: CpuGroups) -> None:
     before = os.sched_getaffinity(0)
     interrupted = pytest.raises(KeyboardInterrupt)
-    with emulated(SLOW_PAIR, YARDSTICK_NS) as emulation, interrupted, working_as_rank(emulation.place):
-        assert reference_work.reference_ns() == YARDSTICK_NS
+    with emulated(SLOW_PAIR, REFERENCE_NS) as emulation, interrupted, working_as_rank(emulation.place):
+        assert reference_work.reference_ns() == REFERENCE_NS
         members = (groups.free_group(emulation.number) / "cgroup.procs").read_text().split()
         assert os.sched_getaffinity(0) == set(emulation.place.cores[0])
         raise KeyboardInterrupt
@@ -127,7 +127,7 @@ def with_three_threads(place: Placement, pipe: Connection) -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.1])
 def test_ranks_that_are_paced_have_no_quota(groups: CpuGroups, scale: float) -> None:
     spawn = get_context("spawn")
-    with emulated(host_limits(preset("emulated:4x1"), scale, 2), YARDSTICK_NS) as emulation:
+    with emulated(host_limits(preset("emulated:4x1"), scale, 2), REFERENCE_NS) as emulation:
         ours, theirs = spawn.Pipe()
         rank = spawn.Process(target=with_three_threads, args=(emulation.place, theirs))
         rank.start()
@@ -142,7 +142,7 @@ def test_ranks_that_are_paced_have_no_quota(groups: CpuGroups, scale: float) -> 
         assert not apart & own and bool(apart) == (scale < 1 and len(os.sched_getaffinity(0)) > 1)
         assert policy == os.SCHED_OTHER
         assert rank.pid in quota.processes(groups, emulation.number)
-        assert ours.recv() == YARDSTICK_NS
+        assert ours.recv() == REFERENCE_NS
         ours.send("go")
         rank.join(PATIENCE_S)
         assert rank.exitcode == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from soap.measure import core_speed
-from soap.measure.core_speed import FILE, yardstick_ns
+from soap.measure.core_speed import FILE, core_reference_ns
 from soap.measure.machine_cache import cache_folder
 
 
@@ -28,11 +28,11 @@ def _measures(monkeypatch: pytest.MonkeyPatch, found: float | None) -> list[floa
 
 def test_it_is_kept(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _measures(monkeypatch, 21.5)
-    assert yardstick_ns() == yardstick_ns() == 21.5
+    assert core_reference_ns() == core_reference_ns() == 21.5
     assert asked == [21.5]
     monkeypatch.setattr(core_speed, "cpu_model", lambda: "another processor")
     _measures(monkeypatch, 30.5)
-    assert yardstick_ns() == 30.5
+    assert core_reference_ns() == 30.5
     assert sorted(json.loads(file.read_text()).values()) == [21.5, 30.5]
 
 
@@ -41,15 +41,15 @@ def test_a_file_that_says_something_else_is_measured_again(text: str, file: Path
     file.parent.mkdir(parents=True)
     file.write_text(text.replace("KEY", f"{core_speed.cpu_model()}, yardstick {core_speed.VERSION}"))
     _measures(monkeypatch, 21.5)
-    assert yardstick_ns() == 21.5
+    assert core_reference_ns() == 21.5
     assert list(json.loads(file.read_text()).values()) == [21.5]
 
 
 def test_where_it_cannot_be_measured_or_kept_there_is_none_or_a_warning(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _measures(monkeypatch, None)
-    assert yardstick_ns() is None and not file.exists()
+    assert core_reference_ns() is None and not file.exists()
     file.parent.parent.mkdir(exist_ok=True)
     file.parent.write_text("in the way")
     _measures(monkeypatch, 21.5)
     with pytest.warns(UserWarning, match="is not kept"):
-        assert yardstick_ns() == 21.5
+        assert core_reference_ns() == 21.5

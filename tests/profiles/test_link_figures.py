@@ -112,7 +112,7 @@ def test_messages_that_cost_nothing_per_byte_are_refused() -> None:
     topology = cluster([2])
     timings = [LinkTiming(Probe(op, (0, 1), size), (1e-3,), 0.0) for op in (Operation.MESSAGE, Operation.EXCHANGE) for size in (8, 1024)]
     assert fits(timings)[Operation.MESSAGE, (0, 1)].beta_seconds_per_byte == 0.0
-    with pytest.raises(ProfileError, match="take no longer the larger they are; measure again"):
+    with pytest.raises(ProfileError, match="do not take longer when they are larger; measure again"):
         with_measured_links(topology, timings)
 
 

@@ -131,7 +131,7 @@ def test_what_was_measured_at_different_scales_is_not_used_and_that_is_said(stor
 
 def test_what_cannot_be_right_is_not_used_and_that_is_said(store: Store) -> None:
     store.put_links(PLACE, [replace(one, seconds=(1e-3,)) for one in timed(BOX)])
-    with pytest.warns(SoapWarning, match="take no longer the larger they are; measure again"):
+    with pytest.warns(SoapWarning, match="do not take longer when they are larger; measure again"):
         assert with_stored_links(BOX, store) is BOX
 
 

@@ -40,11 +40,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 _HEAD = """# Architectures of `transformers`
 
-Small models with random weights, exported by `torch.export.save` and by `soap.export` in one process, read in others, which never import
-`transformers`. Loss and all gradients of both programs are compared with eager PyTorch's in float64; then four ranks train two steps under
-data parallelism and under a random strategy and are compared with one process. Figures are largest relative errors; what has
-none was not tried. *Whole*: operators that have no rule and run on one device. Written by
-`SOAP_MODELS_TABLE=docs/models.md python -m pytest tests/runtime/test_architectures.py`, line by line: a part may be tried again.
+Small models with random weights. Each is exported by `torch.export.save` and by `soap.export` in one process, and read in others, which
+never import `transformers`. Loss and all gradients of both programs are compared with eager PyTorch's in float64. Then four ranks train
+two steps under data parallelism and under a random strategy, and are compared with one process.
+
+Figures are largest relative errors; a dash means that it was not tried. *Whole* counts operators that have no rule and run on one device.
+`SOAP_MODELS_TABLE=docs/models.md python -m pytest tests/runtime/test_architectures.py` writes this page line by line: a part may be tried
+again.
 """
 _COLUMNS = {
     "name": "model", "result": "result", "operators": "operators", "whole": "whole",

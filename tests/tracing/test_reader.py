@@ -387,7 +387,7 @@ def test_one_tensor_for_two_inputs_is_said() -> None:
 
     ids = torch.tensor([0, 2, 1])
     module = Lambda(forward, w=_square())
-    with pytest.warns(SoapWarning, match="does not read input '.*': what is given for it has no effect"):
+    with pytest.warns(SoapWarning, match="does not read input '.*': values given for it have no effect"):
         model = imported(module, ids, ids)
     assert len(model.input_names) == len(model.example_inputs) == 2
     assert all(name in model.graph.tensors for name in model.input_names)

@@ -1,1 +1,1 @@
-"""Exact searches of small spaces, lower bounds, and other searches: what tests and benchmarks hold the chain against."""
+"""Exact searches of small spaces, lower bounds, and other searches. Tests and benchmarks compare the chain with them."""

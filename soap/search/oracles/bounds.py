@@ -1,16 +1,16 @@
 """A lower bound of the iteration time: no strategy of a space is quicker, whatever the links.
 
-It is the larger of two. Both leave all communication, all updates and all waiting out.
+It is the larger of two bounds. Both leave out all communication, all updates and all waiting.
 
-- *Path*: operators that depend on each other run one after the other, forward and backward. Of each, at least one tile lies on the path;
-  it counts as the quickest tile that any degrees give. From a tile of the loss (of replica 0, where the backward pass begins) one can go
-  back through tiles that it waits for, and its gradient comes back the same way; but a step to what an operator reads counts only if every
+- *Path*: operators that depend on each other run one after the other, forward and backward. At least one tile of each lies on the path; it
+  counts as the quickest tile that any degrees give. From a tile of the loss (of replica 0, where the backward pass begins) the path goes
+  back through tiles for which it waits, and its gradient comes back the same way. A step to an operator's producer counts only if every
   tile of the operator reads something of it.
-- *Work*: all that must be computed, divided among all devices. Of each operator the degrees count under which its tiles take the least time
-  together; the backward pass only where every element of an output is read by somebody who surely has one. Devices of other types count as
-  so many times the first type as they can be faster at any tile.
+- *Work*: all computation, divided among all devices. For each operator those degrees count with which its tiles take the least time
+  together. The backward pass counts only if every element of an output has a reader that certainly has a backward pass. A device of another
+  type counts as so many of the first type as it can be faster at any tile.
 
-Tiles that look up rows of sparse parameters count as they are or on rows, whichever is quicker.
+Tiles with lookups of sparse parameters count as plain ones or as sparse lookups, whichever is quicker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUNDING = 1e-9
 
 
 MAX_TILES = 100_000
-"""Tiles of all degrees of different operators together up to which a bound takes seconds."""
+"""Tiles of all degrees of different operators together, up to which a bound takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class LowerBound:
 
     @property
     def bound_ns(self) -> int:
-        """No strategy takes less."""
+        """The bound: no strategy takes less."""
         return max(self.path_ns, self.work_ns)
 
 
@@ -64,8 +64,9 @@ def lower_bound(space: Space, topology: Topology, costs: CostModel) -> LowerBoun
 
 
 def _path_ns(graph: OperatorGraph, least: _Least) -> int:
-    """The longest such path. ``there``: before the end of any tile's forward pass; ``both``: and, if it has one, after the begin of its
-    backward pass. A tile that reads one of several inputs (a concatenation) has the shortest of their paths behind it."""
+    """The longest such path. ``there``: time before the end of any tile's forward pass. ``both``: that, and the time after the begin of
+    its backward pass, if it has one. A tile that reads only one of several inputs (a concatenation) has the shortest of their paths
+    before it."""
     there: list[int] = []
     both: list[int] = []
     longest = 0
@@ -87,7 +88,7 @@ def _path_ns(graph: OperatorGraph, least: _Least) -> int:
 
 
 def certain_gradients(graph: OperatorGraph) -> list[bool]:
-    """Per operator, whether under every strategy of each of its tiles at least one replica runs a backward pass."""
+    """Per operator, whether under every strategy at least one replica of each of its tiles runs a backward pass."""
     certain = [False] * len(graph.operators)
     for i in range(len(graph.operators) - 1, -1, -1):
         for out in graph.operators[i].outputs:
@@ -100,7 +101,7 @@ def certain_gradients(graph: OperatorGraph) -> list[bool]:
 
 
 def one_touched(graph: OperatorGraph, position: int, operands: Sequence[Operand]) -> bool:
-    """Whether every tile has a part of at least one of these operands, which lie one behind the other along one factor."""
+    """Whether every tile has a part of at least one of these operands, which are adjacent along one factor."""
     factors = graph.operators[position].factors
     along, parts = set[int](), list[tuple[int, int]]()
     for operand in operands:
@@ -112,7 +113,7 @@ def one_touched(graph: OperatorGraph, position: int, operands: Sequence[Operand]
                 continue
             if dim.scale < 1 or dim.lo >= dim.hi:
                 return False
-            # Index i has something if i * scale + hi > 0 and i * scale + lo < size.
+            # index i has something if i * scale + hi > 0 and i * scale + lo < size
             first, stop = max(0, -dim.hi // dim.scale + 1), min(factors[dim.factor].size, -((dim.lo - size) // dim.scale))
             if (first, stop) != (0, factors[dim.factor].size):
                 limited.append((dim.factor, first, stop))
@@ -131,13 +132,13 @@ def one_touched(graph: OperatorGraph, position: int, operands: Sequence[Operand]
 
 
 def always_touched(graph: OperatorGraph, position: int, operand: Operand) -> bool:
-    """Whether every tile of the operator at ``position``, however it is split, has a part of the operand that is not empty."""
+    """Whether every tile of the operator at ``position``, however it is split, has a non-empty part of the operand."""
     factors, shape = graph.operators[position].factors, graph.tensors[operand.tensor].shape
     for dim, size in zip(operand.dims, shape, strict=True):
         if dim.factor is None:
             start, stop = dim.interval((), size)
             touched = start < stop
-        else:  # the first index's part may only lie before the dimension, the last one's only behind it
+        else:  # only the first index's part may lie before the dimension, and only the last one's behind it
             touched = dim.lo < dim.hi and dim.hi > 0 and (factors[dim.factor].size - 1) * dim.scale + dim.lo < size
         if not touched:
             return False
@@ -163,7 +164,7 @@ def is_partitioned(graph: OperatorGraph, position: int, out: Operand) -> bool:
 
 
 class _Least:
-    """The least times of operators over all degrees of a space. ``speeds``: how many times as fast as the first each type can be."""
+    """The least times of operators over all degrees of a space. ``speeds``: how many times as fast as the first type each type can be."""
 
     def __init__(self, space: Space, topology: Topology, costs: CostModel) -> None:
         self.durations = TileDurations(space.graph, topology, costs)
@@ -186,9 +187,9 @@ class _Least:
         self.speeds: list[float] = ratios.tolist()
 
     def tile_ns(self, position: int, *, backward: bool) -> int:
-        """Of one tile on any device: forward, and if so backward."""
+        """Least time of one tile on any device: forward, and backward if ``backward``."""
         return self._of[position][1 if backward else 0]
 
     def work_ns(self, position: int, *, backward: bool) -> int:
-        """Of all tiles of one replica on the first type."""
+        """Least time of all tiles of one replica on the first type."""
         return self._of[position][3 if backward else 2]

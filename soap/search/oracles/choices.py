@@ -1,7 +1,5 @@
-"""What the configurations of a small space mean: the tiles of each one, and what lies between those of two.
-
-Every configuration of every operator is laid out once, so that bounds for many strategies (``partial``) only look things up.
-"""
+"""What the configurations of a small space mean: the tiles of each one, and what goes between those of two. Every configuration of
+every operator is laid out once, so that bounds for many strategies (``partial``) only look things up."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from soap.strategy.config import OpConfig
 
 @dataclass(slots=True)
 class Holding:
-    """Tiles of one replica that have one part of the outputs, or together a sum for it, which takes ``sum_ns`` at least."""
+    """Tiles of one replica that have one part of the outputs; or that together have a sum for it, which takes at least ``sum_ns``."""
 
     part: int
     tiles: list[int]
@@ -35,9 +33,9 @@ class Holding:
 
 @dataclass(slots=True)
 class Choice:
-    """One configuration of an operator. ``devices``, ``forward``, ``backward`` (nanoseconds): by tile. ``boxes``: by part of the outputs
-    and output. ``held``: by part, the holdings that have it. ``regions``: by parameter and tile, what the tile has of it.
-    ``updates``: by parameter and device, nanoseconds that the updates of these regions take at least."""
+    """One configuration of an operator. ``devices``, ``forward``, ``backward`` (nanoseconds): by tile. ``boxes``: by part of the
+    outputs and output. ``held``: by part, the holdings that have it. ``regions``: by parameter and tile, the tile's region of it.
+    ``updates``: by parameter and device, the least nanoseconds of the updates of these regions."""
 
     config: OpConfig
     devices: list[int]
@@ -56,15 +54,16 @@ class Choice:
 
     @property
     def update_ns(self) -> list[int]:
-        """By tile: updates on its device that this operator is reason for; 0 if the tile has an empty part of a parameter."""
+        """By tile: time of the updates on its device that this operator causes; 0 if the tile has an empty part of a parameter."""
         sure = [all(volume(regions[t]) for regions in self.regions.values()) for t in range(len(self.devices))]
         return [sum(own[d] for own in self.updates.values()) if all_there else 0 for d, all_there in zip(self.devices, sure, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An operand that another operator makes. ``partitioned``: no two parts of the producer's outputs have a common element of it.
-    ``covered``: the reader's tiles have all of it. ``touched``: each of them has some. ``gradient``: of which a gradient goes back."""
+    """An operand that another operator makes. ``partitioned``: no two parts of the producer's outputs share an element of it.
+    ``covered``: the reader's tiles have all of it. ``touched``: each of them has some of it. ``gradient``: whether a gradient goes
+    back."""
 
     producer: int
     output: int
@@ -77,8 +76,8 @@ class Edge:
 
 
 class Flow(NamedTuple):
-    """Tile ``tile`` reads ``part``. ``ahead_ns`` and ``back_ns``: how long a message takes at least if that comes from elsewhere, and its
-    gradient goes there; else -1."""
+    """Tile ``tile`` reads ``part``. ``ahead_ns`` and ``back_ns``: least time of a message if the part comes from another device, and of
+    its gradient's way back; otherwise -1."""
 
     tile: int
     part: int
@@ -99,7 +98,7 @@ class Choices:
         positions = range(len(self.graph.operators))
         self.edges = [list(self._edges_of(position)) for position in positions]
         self.readers: list[list[tuple[int, int]]] = [[] for _ in positions]
-        """By operator: who reads it, and the number of that one's edge."""
+        """By operator: its readers, each with the number of its edge."""
         for reader, edges in enumerate(self.edges):
             for number, edge in enumerate(edges):
                 self.readers[edge.producer].append((reader, number))
@@ -112,7 +111,7 @@ class Choices:
 
     @cached_property
     def same_regions(self) -> set[str]:
-        """Parameters of which any two regions are equal or have no common element, whatever is chosen."""
+        """Parameters of which any two regions are equal or share no element, whatever is chosen."""
         same = set()
         for name, users in self.graph.parameter_users.items():
             choices = [own for user in {user for user, _ in users} for own in self.of[user]]
@@ -123,7 +122,7 @@ class Choices:
         return same
 
     def flows(self, reader: int, number: int, before: int, choice: int) -> list[Flow]:
-        """Who reads what on an edge, if the producer and the reader have these choices."""
+        """Which tile reads which part on an edge, if the producer and the reader have these choices."""
         key = (reader, number, before, choice)
         found = self._flows.get(key)
         if found is None:
@@ -132,7 +131,7 @@ class Choices:
         return found
 
     def sum_ns(self, size: int, devices: tuple[int, ...]) -> int:
-        """The least time in which so many bytes of gradients are summed over these devices, and perhaps others."""
+        """The least time to sum so many bytes of gradients over these devices, and perhaps others."""
         key = (size, devices)
         if key not in self._sums:
             others = [d for d in range(self.topology.device_count) if d not in devices]
@@ -183,7 +182,7 @@ class Choices:
         return Choice(config, devices, forward, backward, reads, boxes, [list(own.values()) for own in held], regions, updates)
 
     def _parameters(self, position: int, tiles: list[Tile]) -> tuple[dict[str, list[Box]], dict[str, list[int]]]:
-        """What tiles have of parameters that are updated, and how long that takes by device. Left out: what they have in no clean cut."""
+        """Regions of parameters that are updated, by tile, and how long that takes by device. Regions without a clean cut are left out."""
         op = self.graph.operators[position]
         regions: dict[str, list[Box]] = {}
         updates: dict[str, list[int]] = {}
@@ -212,11 +211,11 @@ class Choices:
                     yield Flow(tile, part, self._message_ns(size, held[part], [device]), self._message_ns(size, [device], held[part]))
 
     def _message_ns(self, size: int, sources: Sequence[int], targets: Sequence[int]) -> int:
-        """The least time of a message from one of these devices to another one of those; collectives and joint messages are not quicker."""
+        """The least time of a message from one of these devices to one of those. Collectives and joint messages are not quicker."""
         pairs = ((a, b) for a in sources for b in targets if a != b)
         return min(self._communication.transfer_ns(size, a, b) for a, b in pairs) - 1  # rounding
 
 
 def _cut_cleanly(operand: Operand) -> bool:
-    """Whether tiles have either the same part of a parameter, or parts without common elements."""
+    """Whether any two tiles have either the same part of a parameter, or parts without common elements."""
     return all(dim.exact or (dim.factor is None and dim.scale != 0) for dim in operand.dims)

@@ -27,12 +27,12 @@ from soap.strategy.config import Strategy
 
 MAX_STRATEGIES = 200_000
 MAX_NODES = 5_000_000
-"""Partial strategies that branch and bound looks at, at most."""
+"""Branch and bound looks at most at so many partial strategies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The best strategy that fits (the first one in the order of enumeration among equals), of how many."""
+    """The best strategy that fits, and among how many. Among equals it is the first one in the order of enumeration."""
 
     strategy: Strategy
     cost_ns: int
@@ -52,7 +52,7 @@ def all_strategies(space: Space) -> Iterator[Strategy]:
 
 
 def exhaustive_search(graph: OperatorGraph, device_count: int, evaluator: Evaluator, *, limit: int = MAX_STRATEGIES) -> Optimum:
-    """The optimum by evaluating everything. StrategyError if that would be more than ``limit`` strategies."""
+    """The optimum by evaluating everything. StrategyError if there are more than ``limit`` strategies."""
     space = build_space(graph, device_count, every_degree=True)
     count = strategy_count(space)
     if count > limit or any(len(operator.grids) >= MAX_GRIDS for operator in space.operators):
@@ -85,11 +85,9 @@ def branch_and_bound(
     limit: int = MAX_NODES,
 ) -> Optimum:
     """The optimum of the structured configurations of ``space``. ``evaluator`` simulates with these costs on this cluster.
-
-    ``incumbent``: a good strategy of the space that fits, so that much can be left out from the beginning; the optimum is at most as slow.
-    ``Optimum.evaluations`` counts simulations. StrategyError if more than ``limit`` partial strategies are to be looked at, InfeasibleError
-    if nothing fits into memory.
-    """
+    ``incumbent``: a good strategy of the space that fits, so that much can be left out from the beginning; the optimum is at most as
+    slow. ``Optimum.evaluations`` counts simulations. StrategyError if it would have to look at more than ``limit`` partial strategies,
+    InfeasibleError if nothing fits into memory."""
     search = _Branching(PartialBound(space, topology, costs), evaluator, limit)
     if incumbent is not None:
         search.compare(incumbent)
@@ -110,14 +108,14 @@ class _Branching:
         self.best_ns, self.evaluations, self.nodes = 0, 0, 0
 
     def compare(self, strategy: Strategy) -> None:
-        """Evaluate, and keep it if it is the best."""
+        """Evaluate a strategy, and keep it if it is the best."""
         cost_ns = self.evaluator.makespan_ns(strategy)
         self.evaluations += 1
         if self._may_win(cost_ns) and self.evaluator.overflow_bytes(strategy) == 0:
             self.best, self.best_ns = strategy, cost_ns
 
     def decide(self, depth: int, chosen: list[int]) -> None:
-        """All configurations of the next operator, beside those that are chosen already."""
+        """Try all configurations of the next operator, beside those that are chosen already."""
         if depth == len(self.order):
             configs = zip(self.graph.operators, self.choices, chosen, strict=True)
             self.compare(Strategy({op.name: own[choice].config for op, own, choice in configs}))

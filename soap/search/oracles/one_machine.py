@@ -1,4 +1,4 @@
-"""Jobs on one machine: a lower bound of when the last of them is through with all that follows it."""
+"""Jobs on one machine: a lower bound of when the last of them, and what follows it, is done."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 
 class Job(NamedTuple):
-    """Not before ``head_ns``, takes ``work_ns`` of the machine; ``tail_ns`` must pass after its end, elsewhere. All at least 0."""
+    """A job that starts no earlier than ``head_ns``, takes ``work_ns`` of the machine, and is followed by ``tail_ns`` elsewhere. All at
+    least 0."""
 
     head_ns: int
     work_ns: int
@@ -16,13 +17,13 @@ class Job(NamedTuple):
 
 
 def least_time_ns(jobs: Iterable[Job]) -> int:
-    """When all jobs and what follows them are through at the earliest, if jobs may be interrupted; 0 without jobs.
+    """The earliest time at which all jobs and what follows them are done, if jobs may be interrupted; 0 without jobs.
 
-    Jackson's preemptive schedule: of the jobs that are there, always the one with the longest tail. It is optimal, and equal to the largest
+    Jackson's preemptive schedule: of the available jobs, always the one with the longest tail. It is optimal, and equal to the largest
     value of least head + sum of work + least tail over all sets of jobs (Carlier, The one-machine sequencing problem, 1982).
     """
     waiting = sorted(jobs, reverse=True)
-    there: list[tuple[int, int]] = []  # (-tail, work that is left)
+    there: list[tuple[int, int]] = []  # (-tail, remaining work)
     now = least = 0
     while waiting or there:
         if not there:

@@ -1,16 +1,17 @@
 """A lower bound of the iteration time of every strategy in which certain operators have certain configurations.
 
-Operators may be decided in any order. An undecided one counts as its quickest tile, and as if what it reads and makes were everywhere. What
-waits for what is followed through the whole iteration:
+Operators may be decided in any order. An undecided one counts as its quickest tile, and as if its inputs and outputs were on every device.
+The bound follows what waits for what through the whole iteration:
 
-- *Ahead*: when the forward results of each operator are there. Of the value of several tiles, the first part and the last are told apart.
-- *The loss*: if each replica of it is one tile, it waits for all forward passes that it depends on. Those of one device take turns.
-- *Tails*: what must follow on a tile's backward pass: those of what it has read, the sum of its parameters' gradients over all copies, and
-  all updates of their devices, which wait for all gradients.
+- *Ahead*: when the forward results of each operator exist. If several tiles make a value, its first part and its last have times of their
+  own.
+- *The loss*: if each replica of it is one tile, it waits for all forward passes on which it depends. Those of one device take turns.
+- *Tails*: what must follow a tile's backward pass: the backward passes of its producers, the sum of its parameters' gradients over all
+  copies, and all updates of their devices, which wait for all gradients.
 - *Back*: when the backward pass of each tile can begin. Those of one device take turns, with their tails (``one_machine``).
 
-What has to come from another device takes a message of so many bytes: collectives and joint messages are not quicker. Where a value has
-replicas the best one counts. Waiting for links is left out. A second bound is what devices compute.
+Data from another device takes a message of so many bytes: collectives and joint messages are not quicker. If a value has replicas the best
+one counts. Waiting for links is left out. A second bound is the computation of the devices.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from soap.simulator.costs import CostModel
 
 UNDECIDED = -1
 ANYWHERE = -1
-"""In place of a device."""
+"""Stands for any device."""
 NEVER = -(2**62)
-"""Nanoseconds from what nothing follows."""
+"""The time of what nothing follows, in nanoseconds."""
 
 Ready = dict[int, int]
 """Device or ``ANYWHERE`` -> nanoseconds."""
@@ -41,21 +42,22 @@ class PartialBound:
         self.choices = Choices(space, topology, costs)
         every = self.choices.of
         self.forward_ns = [min(min(own.forward) for own in choices) for choices in every]
-        """Of an undecided operator's tile, at least."""
+        """Least time of an undecided operator's tile."""
         self.backward_ns = [min(min(own.backward) for own in choices) for choices in every]
         self.update_ns = [min(min(own.update_ns) for own in choices) for choices in every]
         self.whole = [all(own.whole for own in choices) for choices in every]
         self.loads = [[_load(self.choices, position, own) for own in choices] for position, choices in enumerate(every)]
-        """By operator, choice and device: what is computed, at least."""
+        """By operator, choice and device: the least computation."""
         self.work_ns = [min(map(sum, own)) for own in self.loads]
 
     def bound_ns(self, chosen: Sequence[int]) -> int:
-        """No strategy takes less in which every operator has its choice of ``choices.of``, and one that is ``UNDECIDED`` any of them."""
+        """No strategy takes less in which every operator has its choice of ``choices.of``; an operator that is ``UNDECIDED`` may have
+        any of them."""
         return _Relaxed(self, chosen).bound_ns()
 
     def order(self) -> list[int]:
-        """In which order to decide operators so that bounds rise early: the one with most to compute and to update first, then always that
-        of those that have a tensor or a parameter in common with one before, if there are any."""
+        """The order in which to decide operators so that bounds rise early: first the one with most to compute and to update, then
+        always the largest among those that share a tensor or a parameter with one before, if there are any."""
         graph, heavy = self.choices.graph, [work + update for work, update in zip(self.work_ns, self.update_ns, strict=True)]
         near: list[set[int]] = [{edge.producer for edge in edges} for edges in self.choices.edges]
         for users in graph.parameter_users.values():
@@ -71,7 +73,7 @@ class PartialBound:
 
 
 def _load(choices: Choices, position: int, own: Choice) -> list[int]:
-    """What each device computes for an operator, at least: backward passes of replicas may not be needed."""
+    """The least that each device computes for an operator. Backward passes of replicas may not be needed."""
     load = [0] * choices.topology.device_count
     sure = choices.certain[position] and own.config.replicas == 1
     for t, device in enumerate(own.devices):
@@ -80,12 +82,10 @@ def _load(choices: Choices, position: int, own: Choice) -> list[int]:
 
 
 class _Relaxed:
-    """One bound. By operator, for a decided one also by tile or part:
-
-    ``arrive``: when a tile has what it reads. ``head``: by part, when it is there. ``first``, ``last``: when anything is there, and when
-    everything. ``leave``: what follows on a tile's backward pass; ``after``: on any one's. ``tail``: by part, its tiles' backward passes
-    and what follows on them. ``begin``: when a tile's backward pass begins; ``back``: the first one's.
-    """
+    """One bound. Times by operator, for a decided one also by tile or part. ``arrive``: when a tile has what it reads. ``head``: by
+    part, when it exists. ``first``, ``last``: when any part exists, and when all do. ``leave``: time after a tile's backward pass;
+    ``after``: after any tile's. ``tail``: by part, its tiles' backward passes and the time after them. ``begin``: when a tile's
+    backward pass begins; ``back``: when the first one does."""
 
     def __init__(self, bound: PartialBound, chosen: Sequence[int]) -> None:
         self.b, self.c, self.chosen = bound, bound.choices, chosen
@@ -108,7 +108,7 @@ class _Relaxed:
         self.updates = [sum(known.values()) for known in updates]
 
     def bound_ns(self) -> int:
-        """All of it."""
+        """The whole bound."""
         for position in self.positions:
             self._ahead(position)
         if self.c.loss is not None:
@@ -144,7 +144,7 @@ class _Relaxed:
         self.last[position] = max(self.last[position], everything + self.b.forward_ns[position])
 
     def _results(self, position: int, own: Choice) -> None:
-        """When the parts of a decided operator's results are there."""
+        """When the parts of a decided operator's results exist."""
         arrive = self.arrive[position]
         heads: list[Ready] = []
         for holdings in own.held:
@@ -161,7 +161,7 @@ class _Relaxed:
     # The loss.
 
     def _loss(self, loss: int) -> None:
-        """A loss of one tile begins when all that it waits for is there, from each device's tiles one after the other."""
+        """When a loss of one tile begins: once everything that it waits for exists, where each device's tiles come one after the other."""
         own = self.own[loss]
         if not (own.whole if own else self.b.whole[loss]):
             return
@@ -182,8 +182,8 @@ class _Relaxed:
             self.first[loss] = self.last[loss] = max(self.first[loss], begin + self.b.forward_ns[loss])
 
     def _ways(self, loss: int) -> list[list[int]]:
-        """What lies at least between a tile's end and the begin of the loss's first tile; ``NEVER`` if that may not wait for it. Of an
-        undecided operator it is one figure: some tile of it, which reads any given part, has so much before it."""
+        """Least time between a tile's end and the begin of the loss's first tile; ``NEVER`` if the loss may not wait for the tile. Of
+        an undecided operator it is one figure: some tile of it, which reads any given part, has so much before it."""
         ways: list[list[int]] = [[] for _ in self.positions]
         for position in reversed(self.positions):
             own = self.own[position]
@@ -208,7 +208,7 @@ class _Relaxed:
         return [known if known == NEVER else known + forward_ns for known, forward_ns in zip(way, forward, strict=True)]
 
     def _way_between(self, position: int, reader: int, number: int, steps: list[int], way: list[int]) -> None:
-        """The same for two decided operators: who reads from whom is known unless there is a choice of replicas."""
+        """The same for two decided operators. Who reads from whom is known unless there is a choice of replicas."""
         own, other = self.own[position], self.own[reader]
         assert own and other
         for flow in self.c.flows(reader, number, self.chosen[position], self.chosen[reader]):
@@ -275,7 +275,8 @@ class _Relaxed:
         return finish_ns
 
     def _back(self, position: int) -> None:
-        """No backward pass is before that of the loss. A tile's waits for all its gradients; one of several replicas for one of them."""
+        """When the backward passes of a decided operator begin: none before the loss's. A tile waits for all its gradients; one of
+        several replicas for one of them."""
         own, loss = self.own[position], self.c.loss
         if position == loss:
             self.back[position] = self.first[position]
@@ -310,7 +311,7 @@ class _Relaxed:
         self.begin[position] = [max(known, earliest) for known in begin]
         self.back[position] = min(self.begin[position], default=earliest)
 
-    # All together.
+    # all together
 
     def _paths(self) -> list[int]:
         """By device and operator: from the begin of the first backward pass to the end."""
@@ -329,7 +330,7 @@ class _Relaxed:
         return [*paths, *map(least_time_ns, jobs)]
 
     def _loads(self) -> list[int]:
-        """What each device computes, and all of it divided by them."""
+        """The computation of each device, and all of it divided by their number."""
         loads = list(self.updates)
         rest = 0
         for position, choice in enumerate(self.chosen):

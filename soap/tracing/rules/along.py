@@ -1,4 +1,4 @@
-"""What needs some dimensions whole and leaves the others free: softmax, scans, sorting, moves along a dimension."""
+"""Calls that need some dimensions whole and leave the others free: softmax, scans, sorting, moves along a dimension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from soap.tracing.rules.registry import rule
 
 
 def along(view: View, whole_dims: set[int], **options: Any) -> Tiled:
-    """One tensor in, and tensors out that have the same sizes but in some dimensions, which are needed whole."""
+    """One input tensor, and outputs of the same sizes except in some dimensions, which are needed whole."""
     shape = view.shapes[0]
     scope = Scope()
     maps = tuple(WHOLE if i in whole_dims else scope.factor(f"d{i}", size) for i, size in enumerate(shape))
@@ -34,25 +34,25 @@ def softmax(view: View) -> Tiled:
 
 @rule("aten.cummax", "aten.cummin")
 def running_extreme(view: View) -> Tiled:
-    """One dimension is needed whole; positions in it come along."""
+    """One dimension is needed whole; a second output has positions in it."""
     return along(view, _dim(view), flops=prod(view.shapes[0]), saved_bytes=8 * prod(view.shapes[0]))
 
 
 @rule("aten.sort", "aten.argsort", "aten.topk", "aten.glu")
 def ordered(view: View) -> Tiled:
-    """One dimension is needed whole, the last if none is named."""
+    """One dimension is needed whole: the last if none is named."""
     return along(view, _dim(view, -1), flops=5 * prod(view.shapes[0]))
 
 
 @rule("aten.msort")
 def sorted_rows(view: View) -> Tiled:
-    """Sorted along the first dimension."""
+    """Sorted along the first dimension, which is needed whole."""
     return along(view, {0}, flops=5 * prod(view.shapes[0]), saved_bytes=8 * prod(view.shapes[0]))
 
 
 @rule("aten.linalg_cross")
 def cross(view: View) -> Tiled:
-    """Products of vectors in space, which are needed whole."""
+    """Products of vectors in space; the vectors are needed whole."""
     shape = view.output_shapes[0]
     dim = view.get("dim") % len(shape)
     scope = Scope()
@@ -63,6 +63,6 @@ def cross(view: View) -> Tiled:
 
 @rule("aten.flip", "aten.roll")
 def moved(view: View) -> Tiled:
-    """Elements travel along whole dimensions; a roll without dimensions along all of them."""
+    """Elements move along dimensions that are needed whole; a roll without dimensions needs all of them."""
     dims, rank = view.get("dims"), len(view.shapes[0])
     return along(view, {int(d) % rank for d in ([dims] if isinstance(dims, int) else dims)} if dims else set(range(rank)))

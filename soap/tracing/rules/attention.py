@@ -14,7 +14,7 @@ from soap.tracing.rules.registry import rule
 
 
 def run_attention(local: Local) -> torch.Tensor:
-    """Attention of some queries; the triangle of a causal mask and dropout's mask lie where they do in the whole."""
+    """Attention of some of the queries. The triangle of a causal mask, and dropout's mask, have their positions in the whole."""
     q, k, v = local.tensors[:3]
     mask = local.get("attn_mask")
     dropout, scale, grouped = local.get("dropout_p", 0.0), local.get("scale"), bool(local.get("enable_gqa", False))

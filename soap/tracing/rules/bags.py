@@ -1,7 +1,5 @@
-"""Bags of equally many rows of a table: as a call of our own, since then samples stay apart (``soap.tracing.bags`` finds them).
-
-``aten.embedding_bag`` has its indices in a row, and what says where a bag begins is data: each of its tiles needs them all.
-"""
+"""Bags of equally many rows of a table, as a call of our own (``soap.tracing.bags`` finds them). It keeps the dimension of the samples.
+``aten.embedding_bag`` has all indices in one row, and data says where a bag begins, so each of its tiles needs all indices."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from soap.tracing.rules.registry import rule
 
 SUM, MEAN, MAX = "sum", "mean", "max"
 MODES = (SUM, MEAN, MAX)
-"""By ATen's numbers for the modes of bags."""
+"""Functions by ATen's numbers for the modes of bags."""
 
 
 def equal_bags(
@@ -44,7 +42,7 @@ def _run(local: Local) -> torch.Tensor:
 
 @rule("soap.equal_bags")
 def bags(view: View) -> Tiled:
-    """Bags and columns are free; v reduction, but for maxima."""
+    """Bags and columns are free; v is a reduction, except for maxima."""
     scale = ", b [l]" if len(view.shapes) > 2 else ""
     table = "[v] d" if view.get("mode") == MAX else "v d"
     (rows, columns), (count, each) = view.shapes[:2]

@@ -1,7 +1,7 @@
 """Complex numbers: their parts, putting them together, and conjugation.
 
-Torch may only mark a tensor as conjugated or negated, which its memory does not show. Calculation does not mind; whatever looks at memory
-(a view as real numbers, what is sent) has to write the numbers out first.
+Torch may only mark a tensor as conjugated or negated, which its memory does not show. Arithmetic respects the marks. Code that looks at
+memory (a view as real numbers, sending) has to write the numbers out first.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def view_as_real(view: View) -> Tiled:
 
 @rule("aten.real", "aten.imag", "aten.conj_physical")
 def part(view: View) -> Tiled:
-    """Of each number by itself; sums may be taken before or after."""
+    """One part of each number; partial sums may be taken before or after."""
     return pointwise(view, linear=True)
 
 
 @rule("aten.complex", "aten.polar", "soap.with_real", "soap.with_imag")
 def put_together(view: View) -> Tiled:
-    """From real and imaginary parts, or magnitudes and angles; one part of what is there already."""
+    """From real and imaginary parts, or magnitudes and angles."""
     return pointwise(view)

@@ -41,7 +41,7 @@ def embedding(view: View) -> Tiled:
 
 
 def _bags(local: Local) -> tuple[torch.Tensor, torch.Tensor, slice]:
-    """(indices of this tile's bags, where each bag begins among them, their place among all indices)."""
+    """(indices of this tile's bags, where each bag begins among them, their places among all indices)."""
     indices, offsets = local.get("indices"), local.get("offsets")
     first, stop = local.output_boxes[0][0]
     begin = int(offsets[first]) if first else 0
@@ -51,7 +51,7 @@ def _bags(local: Local) -> tuple[torch.Tensor, torch.Tensor, slice]:
 
 
 def _indices_of_bags(local: Local) -> torch.Tensor:
-    """The indices of a tile's bags; all, if where bags begin is not known yet."""
+    """The indices of a tile's bags; all indices, if it is not known yet where bags begin."""
     indices: torch.Tensor = local.get("indices") if local.get("offsets") is None else _bags(local)[0]
     return indices
 
@@ -80,8 +80,8 @@ def _run_embedding_bag(local: Local) -> torch.Tensor:
 
 @rule("aten.embedding_bag")
 def embedding_bag(view: View) -> Tiled:
-    """Sums, means or maxima of rows by bag: bags (b) and columns (d) are free; v reduction, but for maxima. Indices, offsets and weights of
-    samples are needed whole: where a bag's indices lie depends on data."""
+    """Sums, means or maxima of rows by bag: bags (b) and columns (d) are free; v is a reduction, except for maxima. Indices, offsets
+    and weights of samples are needed whole, because it depends on data where a bag's indices are."""
     if view.get("scale_grad_by_freq", False):
         raise NotImplementedError("gradients that depend on how often an index occurs in the batch")
     (rows, columns), bags = view.shapes[0], view.output_shapes[0][0]

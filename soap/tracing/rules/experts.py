@@ -1,9 +1,9 @@
-"""Products of rows with the matrix of the expert that each of them belongs to: mixtures of experts.
+"""Products of rows with the matrix of the expert to which each row belongs: mixtures of experts.
 
-Libraries sort the rows by expert and tell where each expert's rows end (``aten._grouped_mm``, ``transformers::grouped_mm_fallback``). Here
-each row names its expert instead: then a tile may have any rows and any experts, and rows of one sample stay together
-(``soap.tracing.experts`` brings programs into this form, ``soap.tracing.forms`` single calls). What computes is an operator of torch's own
-kind, because how many rows an expert has is known only when it runs.
+Libraries sort the rows by expert and pass the ends of each expert's rows (``aten._grouped_mm``, ``transformers::grouped_mm_fallback``).
+Here each row names its expert instead. So a tile may have any rows and any experts, and rows of one sample stay together
+(``soap.tracing.experts`` brings programs into this form, ``soap.tracing.forms`` single calls). The product is a registered operator of
+torch's kind, because how many rows an expert has is known only when it runs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LIBRARY.define("expert_outer(Tensor input, Tensor grad, Tensor ids, int experts
 _LIBRARY.define("grouped_mm(Tensor input, Tensor weight, Tensor offs) -> Tensor")
 
 expert_mm: Any = torch.ops.soap.expert_mm.default
-"""``out[r] = input[r] @ weight[ids[r]]`` of rows (S, k), matrices (E, k, n) and ids (S,); zero where an id is no expert's."""
+"""``out[r] = input[r] @ weight[ids[r]]`` of rows (S, k), matrices (E, k, n) and ids (S,); zero if an id belongs to no expert."""
 expert_outer: Any = torch.ops.soap.expert_outer.default
-"""``out[e] = sum over rows r of e: input[r]^T grad[r]``: the gradient by ``weight`` above, (E, k, n)."""
+"""``out[e] = sum over rows r of e: input[r]^T grad[r]``: the gradient of ``weight`` above, (E, k, n)."""
 grouped_mm: Any = torch.ops.soap.grouped_mm.default
-"""The same product of rows that lie one expert after another: those of expert e end before row ``offs[e]``."""
+"""The same product for rows that lie one expert after another: those of expert e end before row ``offs[e]``."""
 
 
 def rows_of_experts(offs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def rows_of_experts(offs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 class _Groups:
-    """Rows brought together by expert; they stay where they are if they lie so already."""
+    """Rows brought together by expert. If they are in that order already they stay where they are."""
 
     def __init__(self, ids: torch.Tensor, experts: int) -> None:
         bounded = ids.clamp(-1, experts)
@@ -49,11 +49,11 @@ class _Groups:
         self._counts = torch.bincount(bounded + 1, minlength=experts + 2).tolist()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its rows by expert."""
+        """The sorted rows, by expert."""
         return tensor if self._order is None else tensor[self._order]
 
     def back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows by expert where they were before."""
+        """Sorted rows, put back where they were before."""
         return tensor if self._order is None else torch.empty_like(tensor).index_copy_(0, self._order, tensor)
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
@@ -118,7 +118,7 @@ def _run(local: Local) -> torch.Tensor:
 
 @rule("soap.expert_mm")
 def experts(view: View) -> Tiled:
-    """Rows s sample or attribute, n parameter; e (experts) and k are sums: rows of other tiles' experts give zero here."""
+    """Rows s are samples or an attribute, n is a parameter; e (experts) and k are sums: rows of other tiles' experts give zero here."""
     saved = 16 * view.shapes[2][0] + 2 * view.itemsize * prod(view.shapes[0])
     flops = 2 * prod(view.output_shapes[0]) * view.shapes[0][1]
     return einsum(view, "s k, e k n, s -> s n", run=_run, flops=flops, saved_bytes=saved)

@@ -1,4 +1,5 @@
-"""Fourier transforms: what is transformed is needed whole, the other dimensions may be split; of short-time transforms also the frames."""
+"""Fourier transforms: the transformed dimensions are needed whole, the others may be split, and also the frames of short-time
+transforms."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from soap.tracing.rules.notation import Scope, Tiled, View
 from soap.tracing.rules.registry import rule
 
 BUTTERFLY = 1.5
-"""Complex operations per number and halving: two numbers are made by one product and two sums (Cooley and Tukey 1965)."""
+"""Operations per complex number and halving: one product and two sums make two numbers (Cooley and Tukey 1965)."""
 
 
 def _dims(view: View) -> set[int]:
@@ -23,7 +24,7 @@ def _dims(view: View) -> set[int]:
 
 
 def _flops(numbers: int, length: int) -> int:
-    """Of transforms of so many numbers in all, by this length."""
+    """Operations of transforms of so many numbers in all, each of this length."""
     return int(BUTTERFLY * numbers * log2(max(2, length)))
 
 
@@ -46,7 +47,7 @@ def transform(view: View) -> Tiled:
 
 @rule("aten.fft_fftshift", "aten.fft_ifftshift")
 def shifted(view: View) -> Tiled:
-    """Halves of dimensions change places."""
+    """Halves of dimensions change places, so these are needed whole."""
     shape = view.shapes[0]
     dims = _dims(view)
     scope = Scope()
@@ -56,7 +57,7 @@ def shifted(view: View) -> Tiled:
 
 @rule("aten.stft")
 def short_time(view: View) -> Tiled:
-    """Transforms of frames that overlap: a frame sees a window of the signal. Padding at the ends (``center``) needs all of a signal."""
+    """Transforms of overlapping frames: a frame reads a window of the signal. Padding at the ends (``center``) needs the whole signal."""
     signal, out = view.shapes[0], view.output_shapes[0]
     length = int(view.get("n_fft"))
     hop = int(view.get("hop_length") or length // 4)
@@ -78,7 +79,7 @@ def short_time(view: View) -> Tiled:
 
 @rule("aten.istft")
 def short_time_back(view: View) -> Tiled:
-    """Frames that are added up where they overlap: of each signal all."""
+    """Frames that are added up where they overlap: the whole of each signal is needed."""
     spectrum, out = view.shapes[0], view.output_shapes[0]
     batched = len(spectrum) > 2 if view.values[view.call.operands[0]].dtype.is_complex else len(spectrum) > 3
     scope = Scope()

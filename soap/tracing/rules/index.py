@@ -14,7 +14,7 @@ from soap.tracing.rules.registry import rule
 
 @rule("aten.index_select")
 def index_select(view: View) -> Tiled:
-    """The dimension that is picked from is needed whole; picks are free."""
+    """The dimension from which elements are picked is needed whole; picks are free."""
     source, out = view.shapes[0], view.output_shapes[0]
     dim = view.get("dim") % max(1, len(source))
     scope = Scope()
@@ -26,7 +26,7 @@ def index_select(view: View) -> Tiled:
 
 @rule("aten.gather")
 def gather(view: View) -> Tiled:
-    """Positions are free; the dimension that is picked from is needed whole. The index may be smaller than the source."""
+    """Positions are free; the dimension from which elements are picked is needed whole. The index may be smaller than the source."""
     source, out = view.shapes[0], view.output_shapes[0]
     dim = view.get("dim") % max(1, len(source))
     scope = Scope()
@@ -61,7 +61,7 @@ def take(view: View) -> Tiled:
 
 @rule("aten.searchsorted.Tensor", "aten.bucketize.Tensor", "aten.isin.Tensor_Tensor")
 def looked_up(view: View) -> Tiled:
-    """Each element is looked for in a list that is needed whole."""
+    """Each element is looked up in a list that is needed whole."""
     values = 1 if view.call.kind == "searchsorted" else 0
     if len(view.shapes[1 - values]) != 1 or view.has("sorter"):
         raise NotImplementedError("a list for each row, or in another order")
@@ -110,7 +110,7 @@ def _run_triangle(local: Local) -> torch.Tensor:
 
 @rule("aten.tril", "aten.triu")
 def triangle(view: View) -> Tiled:
-    """Pointwise by position: the diagonal lies elsewhere in each region."""
+    """Pointwise by position: the diagonal is elsewhere in each region."""
     scope = Scope()
     maps = scope.like(view.shapes[0])
     return Tiled(tuple(scope.factors), (maps,), (maps,), light=True, linear=True, run=_run_triangle)
@@ -124,7 +124,7 @@ def _run_repeat(local: Local) -> torch.Tensor:
 
 @rule("aten.repeat", "aten.tile")
 def repeat(view: View) -> Tiled:
-    """Copies one after another: where there are several of a dimension, they are what is split."""
+    """Several copies one after another: the copies are split, if there are several of a dimension."""
     out = view.output_shapes[0]
     source = (*(1,) * (len(out) - len(view.shapes[0])), *view.shapes[0])
     scope = Scope()
@@ -142,7 +142,7 @@ def repeat(view: View) -> Tiled:
 
 
 def _run_repeat_interleave(local: Local) -> torch.Tensor:
-    out: torch.Tensor = local.plain(output_size=None)  # the whole's
+    out: torch.Tensor = local.plain(output_size=None)  # those of the whole
     return out
 
 

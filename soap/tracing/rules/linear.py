@@ -83,7 +83,7 @@ def matmul(view: View) -> Tiled:
 
 
 def _einsum_terms(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
-    """The names of every operand's and of the result's dimensions; an ellipsis stands for dimensions that are aligned at the right."""
+    """The names of all dimensions of every operand and of the result. An ellipsis stands for dimensions that are aligned at the right."""
     left, arrow, right = equation.replace(" ", "").replace("...", ".").partition("->")
     terms = left.split(",")
     hidden = [rank - len(term.replace(".", "")) for term, rank in zip(terms, ranks, strict=True)]

@@ -27,7 +27,7 @@ def batch_norm_statistics(x: torch.Tensor) -> torch.Tensor:
 
 
 def batch_norm_moments(sums: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance that ``sums`` over ``count`` elements give."""
+    """Mean and biased variance from ``sums`` over ``count`` elements."""
     mean = sums[0] / count
     return mean, (sums[1] / count - mean * mean).clamp_min(0.0)
 
@@ -55,18 +55,18 @@ def batch_norm_local(
     momentum: float,
     eps: float,
 ) -> torch.Tensor:
-    """Torch's training batch norm of what is given. One value per channel is legal, and moves no running statistics."""
+    """Torch's training batch norm of these values. One value per channel is allowed, and changes no running statistics."""
     mean, variance = running if x.numel() > x.shape[1] else (None, None)
     return torch.batch_norm(x, weight, bias, mean, variance, True, momentum, eps, True)
 
 
 Found = Sequence[tuple[Interval, torch.Tensor, torch.Tensor]]
-"""What tiles have found for some channels: (channels, mean, unbiased variance)."""
+"""Statistics that tiles have found for some channels: (channels, mean, unbiased variance)."""
 
 
 def move_running_statistics(moves: Sequence[tuple[torch.Tensor, torch.Tensor, Found, float]]) -> None:
-    """For each (running mean, running variance, found, momentum), in this order: move the running ones (in place) towards what tiles have
-    found for their channels; each channel once."""
+    """For each (running mean, running variance, found, momentum), in this order: move the running statistics (in place) towards those
+    that tiles have found for their channels; each channel once."""
     together: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # many small tensors: one call for all
     waiting: set[int] = set()
 
@@ -142,7 +142,7 @@ def _by_itself(local: Local, x: torch.Tensor, weight: torch.Tensor | None, bias:
     options, box = local.call.kwargs, local.boxes[0]
     if not moves_statistics(box) or options["buffers"][0] is None or x.numel() <= x.shape[1]:
         return batch_norm_local(x, weight, bias, (None, None), 0.0, options["eps"])
-    kind = local.context.buffers[options["buffers"][0].name].dtype  # on which it depends, beside a lower type, how the kernel computes
+    kind = local.context.buffers[options["buffers"][0].name].dtype  # beside a narrower type, the kernel's way of computing depends on it
     found = torch.zeros(2, x.shape[1], dtype=kind, device=x.device).unbind()  # with a momentum of 1 they become the tile's own
     out = batch_norm_local(x, weight, bias, found, 1.0, options["eps"])
     local.note_statistics(box[1], *found)
@@ -150,11 +150,9 @@ def _by_itself(local: Local, x: torch.Tensor, weight: torch.Tensor | None, bias:
 
 
 def moves_statistics(box: Sequence[Interval]) -> bool:
-    """Whether a region of batch norm's input moves the running statistics of its channels: the first one along all else does.
-
-    It has samples in batches of every size, so that one device sees all of them; and rank 0's are the statistics that
-    DistributedDataParallel keeps.
-    """
+    """Whether a region of batch norm's input updates the running statistics of its channels: the first region along all other
+    dimensions does. It has samples in batches of every size, so one device sees all of them; and rank 0's are the statistics that
+    DistributedDataParallel keeps."""
     for dim, (start, _) in enumerate(box):  # noqa: SIM110 - in every step
         if start and dim != 1:
             return False
@@ -196,7 +194,7 @@ def instance_norm(view: View) -> Tiled:
 
 @rule("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm")
 def layer_norm(view: View) -> Tiled:
-    """The normalised dimensions are needed whole; all others are free. The name in core ATen gives mean and deviation as well."""
+    """The normalised dimensions are needed whole; all others are free. The name in core ATen also gives mean and deviation."""
     shape = view.shapes[0]
     normalized = len(view.get("normalized_shape"))
     scope = Scope()
@@ -220,7 +218,7 @@ def _run_group_norm(local: Local) -> Any:
 
 @rule("aten.group_norm", "aten.native_group_norm")
 def group_norm(view: View) -> Tiled:
-    """Whole groups of channels; space is needed whole. The name in core ATen gives means and deviations by group as well."""
+    """Whole groups of channels; space is needed whole. The name in core ATen also gives means and deviations by group."""
     shape, groups = view.shapes[0], _groups(view)
     scope = Scope()
     b, g = scope.factor("b", shape[0]), scope.factor("g", groups)
@@ -250,7 +248,7 @@ def weight_norm(view: View) -> Tiled:
 
 @rule("aten.renorm")
 def renorm(view: View) -> Tiled:
-    """Slices along one dimension are made shorter where they are too long."""
+    """Slices along one dimension are shortened if they are too long."""
     shape = view.shapes[0]
     dim = view.get("dim") % len(shape)
     scope = Scope()

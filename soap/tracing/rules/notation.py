@@ -55,7 +55,7 @@ class Tiled:
 
 @dataclass(slots=True)
 class View:
-    """What a rule sees: the call and the shapes of its values."""
+    """The call and the shapes of its values, for which a rule is asked."""
 
     call: Call
     values: Mapping[str, Value]
@@ -86,10 +86,8 @@ class View:
 
 @dataclass(slots=True)
 class Local:
-    """One tile of one call at run time: local operands, where they lie, and what is wanted.
-
-    ``boxes`` and ``output_boxes`` are global coordinates; ``shapes`` and ``output_shapes`` the whole tensors'.
-    """
+    """One tile of one call at run time: local operands, their regions, and the regions of the results. ``boxes`` and ``output_boxes``
+    are global coordinates; ``shapes`` and ``output_shapes`` those of the whole tensors."""
 
     call: Call
     tensors: Sequence[torch.Tensor]
@@ -99,15 +97,15 @@ class Local:
     output_shapes: Sequence[tuple[int, ...]]
     context: TileContext = field(default_factory=TileContext)
     _fixed: dict[tuple[str, Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Arguments that have been asked for and hold no tensor: the same whenever the tile runs."""
+    """Arguments that were asked for and hold no tensor: the same whenever the tile runs."""
 
     @property
     def random_seed(self) -> int:
-        """A function of (seed, step, call), the same on every tile."""
+        """The call's seed, a function of (seed, step, call): the same on every tile."""
         return self.context.random_seed(self.call.name)
 
     def note_statistics(self, channels: Interval, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Tell batch norm's mean and variance of some channels."""
+        """Note batch norm's mean and variance of some channels."""
         self.context.note_statistics(self.call.name, channels, mean, variance)
 
     def get(self, name: str, default: Any = None) -> Any:

@@ -87,7 +87,8 @@ def _run_mirrored(local: Local) -> torch.Tensor:
 
 
 def mirrored(view: View) -> Tiled:
-    """Borders that show elements of the tensor: near ones for reflections and repetitions (a halo), far ones around it (needed whole)."""
+    """Borders that show elements of the tensor: near ones for reflections and repetitions (a halo), far ones for circular padding (the
+    dimension is needed whole)."""
     mode, amounts = _mode(view), _amounts(view)
     if any(n < 0 for pair in amounts for n in pair):
         raise NotImplementedError("negative padding")

@@ -34,7 +34,7 @@ def _pooling(view: View, rank: int, run: Any) -> Tiled:
     space = [scope.factor(name, size) for name, size in zip(SPACE[rank], out[-rank:], strict=True)]
     windows = _pool_windows(view.get, rank)
     inputs = (*leading, *(w.over(s) for s, w in zip(space, windows, strict=True)))
-    saved = 8 * prod(out) + padded_bytes(view, windows) + 8 * prod(out[-rank:])  # indices; what averages divide by
+    saved = 8 * prod(out) + padded_bytes(view, windows) + 8 * prod(out[-rank:])  # indices; the divisors of averages
     flops = prod(out) * prod(w.extent for w in windows)
     outputs = ((*leading, *space),) * len(view.output_shapes)
     return Tiled(tuple(scope.factors), (inputs,), outputs, run=run, flops=flops, saved_bytes=saved)
@@ -61,12 +61,12 @@ def _run_max_pool(local: Local) -> Any:
     "aten.max_pool1d_with_indices", "aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices",
 )  # fmt: skip
 def max_pool(view: View) -> Tiled:
-    """Maximum over windows, if asked with its place in the whole."""
+    """Maximum over windows, with its place in the whole if asked for."""
     return _pooling(view, _rank(view), _run_max_pool)
 
 
 def _window_counts(out: tuple[int, int], size: int, win: Window, include_pad: bool) -> torch.Tensor:
-    """Elements that average pooling divides by, for each output of one dimension."""
+    """Number of elements by which average pooling divides, for each output of one dimension."""
     start = torch.arange(*out) * win.stride - win.padding
     stop = torch.clamp(start + win.extent, max=size + win.padding)
     if not include_pad:
@@ -75,7 +75,7 @@ def _window_counts(out: tuple[int, int], size: int, win: Window, include_pad: bo
 
 
 def _counts(local: Local, windows: Sequence[Window]) -> torch.Tensor:
-    """What each of the local outputs divides by."""
+    """The divisor of each of the local outputs."""
     include_pad, rank = bool(local.get("count_include_pad", True)), len(windows)
     count = torch.ones((), dtype=torch.int64)
     for span, size, win in zip(local.output_boxes[0][-rank:], local.shapes[0][-rank:], windows, strict=True):
@@ -102,7 +102,7 @@ def _run_avg_pool(local: Local) -> torch.Tensor:
 
 @rule("aten.avg_pool1d", "aten.avg_pool2d", "aten.avg_pool3d")
 def avg_pool(view: View) -> Tiled:
-    """Mean over windows; padding counts as the call says, at the global borders only."""
+    """Mean over windows. Padding counts as the call says, at the global borders only."""
     return _pooling(view, _rank(view), _run_avg_pool)
 
 
@@ -129,7 +129,7 @@ def _global_indices(flat: torch.Tensor, box: Box, shape: tuple[int, ...]) -> tor
     "aten._adaptive_avg_pool3d", "aten.adaptive_max_pool1d", "aten.adaptive_max_pool2d", "aten.adaptive_max_pool3d",
 )  # fmt: skip
 def adaptive_pool(view: View) -> Tiled:
-    """Windows chosen by the output's size: split where they are equal, whole otherwise."""
+    """Windows chosen by the output's size: split if they are equal, whole otherwise."""
     rank = _rank(view)
     x, out = view.shapes[0], view.output_shapes[0]
     scope = Scope()
@@ -146,7 +146,7 @@ def adaptive_pool(view: View) -> Tiled:
 
 @rule("aten.max_unpool2d", "aten.max_unpool3d")
 def max_unpool(view: View) -> Tiled:
-    """Maxima back to where they were: samples and channels are free."""
+    """Maxima put back where they were: samples and channels are free."""
     x, rank = view.shapes[0], _rank(view)
     scope = Scope()
     leading = tuple(scope.factor(name, size) for name, size in zip(("b", "c")[-(len(x) - rank) :], x[:-rank], strict=True))

@@ -16,16 +16,16 @@ from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View
 from soap.tracing.rules.registry import pointwise, rule
 
 NOTHING = DimMap(None, 0, 0, 0)
-"""Of this dimension no element is read."""
+"""Marks a dimension of which no element is read."""
 
 
 BLOCKS = 8
-"""Parts of dimension 0 that draw their random numbers apart, at most."""
+"""Dimension 0 is drawn in at most so many blocks, each with a seed of its own."""
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's generators start from ``seed`` inside, and go on afterwards as if nothing had been drawn."""
+    """Within this context torch's generators start from ``seed``; afterwards they go on as if nothing had been drawn."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -83,8 +83,8 @@ def run_dropout(local: Local) -> torch.Tensor:
 
 @rule("aten.dropout", "aten.feature_dropout")
 def dropout(view: View) -> Tiled:
-    """Pointwise with a mask of its own."""
-    # The mask is kept for the backward pass, and torch's own keeps its input's product with it.
+    """Pointwise, with a mask drawn for it."""
+    # The mask is kept for the backward pass; torch's own dropout keeps its input's product with it.
     return pointwise(view, run=run_dropout, saved_bytes=prod(view.output_shapes[0]) * view.itemsize)
 
 
@@ -98,12 +98,12 @@ def _run_native_dropout(local: Local) -> tuple[torch.Tensor, torch.Tensor]:
 
 @rule("aten.native_dropout")
 def native_dropout(view: View) -> Tiled:
-    """The name in core ATen, which gives the mask as well."""
+    """Dropout; the name in core ATen also gives the mask."""
     return pointwise(view, run=_run_native_dropout, saved_bytes=2 * prod(view.output_shapes[0]) * view.itemsize)
 
 
 _SELU_FLOOR = -1.7580993408473766
-"""What alpha dropout sets elements to: the limit of SELU for small numbers (Klambauer et al. 2017, section 3)."""
+"""The value to which alpha dropout sets elements: the limit of SELU for small numbers (Klambauer et al. 2017, section 3)."""
 
 
 def _run_alpha_dropout(local: Local) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _run_alpha_dropout(local: Local) -> torch.Tensor:
 
 @rule("aten.alpha_dropout", "aten.feature_alpha_dropout")
 def alpha_dropout(view: View) -> Tiled:
-    """Dropout that keeps mean and variance of what SELU gives."""
+    """Dropout that keeps mean and variance of SELU's results."""
     return pointwise(view, run=_run_alpha_dropout, saved_bytes=prod(view.output_shapes[0]) * (view.itemsize + 1))
 
 
@@ -132,7 +132,7 @@ def _run_bernoulli(local: Local) -> torch.Tensor:
 
 @rule("aten.bernoulli.default", "aten.bernoulli.Tensor")
 def bernoulli(view: View) -> Tiled:
-    """Ones with a probability of their own each."""
+    """Ones and zeros, each with a probability of its own."""
     return pointwise(view, run=_run_bernoulli)
 
 
@@ -146,15 +146,13 @@ def _run_rrelu(local: Local) -> torch.Tensor:
 
 @rule("aten.rrelu")
 def rrelu(view: View) -> Tiled:
-    """Pointwise with a slope that is drawn for each element."""
+    """Pointwise, with a slope drawn for each element."""
     return pointwise(view, run=_run_rrelu, saved_bytes=3 * prod(view.output_shapes[0]) * view.itemsize)
 
 
 def run_drawn(local: Local) -> torch.Tensor:
-    """The local region of what the call draws for whole tensors.
-
-    Floating-point numbers are drawn in float32 and rounded, so that all types see the same: float64 can judge what lower ones do.
-    """
+    """The local region of what the call draws for whole tensors. Floating-point numbers are drawn in float32 and rounded, so that all
+    types see the same numbers and float64 can judge narrower types."""
     like = local.tensors[0] if local.tensors else torch.empty(0)
     named = argument(local.call, "dtype")  # by its number, if it is the schema's default
     shapes = iter(local.shapes)
@@ -170,7 +168,7 @@ def run_drawn(local: Local) -> torch.Tensor:
     wanted = named if isinstance(named, torch.dtype) else like.dtype if local.tensors else region.dtype
     if wanted != region.dtype:
         region = region.to(wanted)
-        if local.call.kind in ("rand", "rand_like"):  # rounded, it might be 1
+        if local.call.kind in ("rand", "rand_like"):  # rounding might make it 1
             region = region.clamp_max(1 - torch.finfo(wanted).eps / 2)
     return region.to(like.device)
 

@@ -38,7 +38,7 @@ def recurrent(view: View) -> Tiled:
         saved = max(saved, _lstm_workspace_bytes(view, x[1 - batch_dim], x[batch_dim]))
     if batch_dim == 0:
         saved += 2 * view.itemsize * prod(view.output_shapes[0])  # input and output in the other order
-    if is_random(view.call):  # what drops out between layers, and the layers' outputs as they are kept one by one
+    if is_random(view.call):  # dropout masks between layers, and the layers' outputs, which are kept one by one
         saved = 2 * saved + 6 * view.itemsize * prod(view.output_shapes[0]) * int(view.get("num_layers"))
     outputs = (sequence, *(state,) * states)
     run = _layers if is_random(view.call) else None
@@ -70,7 +70,7 @@ def _layers(local: Local) -> tuple[torch.Tensor, ...]:
 
 @rule("aten.lstm_cell", "aten.gru_cell")
 def gated_cell(view: View) -> Tiled:
-    """One step of samples: units of all gates are needed, which do not lie side by side."""
+    """One step of samples: units of all gates are needed, which are not adjacent."""
     return _cell(view, "[h]")
 
 
@@ -102,7 +102,7 @@ def _cell(view: View, unit: str) -> Tiled:
 
 
 def _lstm_workspace_bytes(view: View, steps: int, batch: int) -> int:
-    """Upper bound of the workspace of oneDNN's LSTM, fitted to torch 2.13: widths are rounded up, and there is one step more than steps."""
+    """Upper bound of the workspace of oneDNN's LSTM, fitted to torch 2.13: widths are rounded up, and there is one step more."""
     weights = [p for p in view.shapes[3:] if len(p) == 2]
     group = 3 if weights[-1][0] != weights[0][0] else 2  # a projection comes with a third matrix
     width = sum((8 if i % group == 0 else 12) * (-(-p[1] // 16) * 16) for i, p in enumerate(weights))

@@ -45,7 +45,7 @@ def total(view: View) -> Tiled:
     out = _output(maps, reduced, bool(view.get("keepdim", False)))
     summed = tuple(f for i in sorted(reduced) if (f := maps[i].factor) is not None)
     run = _run_mean if view.call.kind == "mean" else None
-    saved = prod(shape) if view.call.kind == "nansum" else 0  # where numbers are
+    saved = prod(shape) if view.call.kind == "nansum" else 0  # positions of numbers that count
     return Tiled(tuple(scope.factors), (tuple(maps),), (out,), summed=summed, run=run, flops=prod(shape), saved_bytes=saved)
 
 
@@ -62,13 +62,13 @@ def reduce_whole(view: View) -> Tiled:
     scope = Scope()
     maps = [WHOLE if i in reduced else scope.factor(f"d{i}", size) for i, size in enumerate(shape)]
     out = _output(maps, reduced, bool(view.get("keepdim", False)))
-    saved = (8 + 6 * view.itemsize) * prod(shape)  # places, and in quantiles and norms of matrices all that they are made of
+    saved = (8 + 6 * view.itemsize) * prod(shape)  # places; for quantiles and norms of matrices everything of which they are made
     return Tiled(tuple(scope.factors), (tuple(maps),), (out,) * len(view.output_shapes), flops=prod(shape), saved_bytes=saved)
 
 
 @rule("aten.cosine_similarity", "aten.pairwise_distance")
 def compared(view: View) -> Tiled:
-    """Pairs of vectors, which are needed whole, to one number each."""
+    """Pairs of vectors, which are needed whole, give one number each."""
     shape = broadcast_shape(view.shapes)
     dim = int(view.get("dim", -1)) % max(1, len(shape))
     scope = Scope()

@@ -45,7 +45,7 @@ def registered() -> tuple[str, ...]:
 
 
 def target_name(target: object) -> str:
-    """``aten.linear.default`` for an ATen overload, wrapped or not, ``soap.name`` for calls of our own."""
+    """``aten.linear.default`` for an ATen overload, wrapped or not; ``soap.name`` for calls of our own."""
     target = getattr(target, "wrapped", target)
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target._schema.name.split('::')[-1]}.{target._overloadname}"
@@ -53,10 +53,8 @@ def target_name(target: object) -> str:
 
 
 def tiled(call: Call, values: dict[str, Value]) -> Tiled:
-    """What may be split in a call. ``known`` is False in the result if no rule covers it.
-
-    Rules count operations on numbers; where these are complex, each is taken for as many real ones as a product has.
-    """
+    """What may be split in a call. ``known`` is False in the result if no rule covers it. Rules count operations on numbers; a complex
+    operation counts as many real ones as a complex product has."""
     found = _tiled(call, values)
     if found.flops and any(is_complex(values[name].dtype) for name in (*call.operands, *call.outputs)):
         return replace(found, flops=COMPLEX_PRODUCT * found.flops)
@@ -71,7 +69,7 @@ def _tiled(call: Call, values: dict[str, Value]) -> Tiled:
         try:
             return found(view)
         except (ValueError, RuntimeError):
-            return unsplit(view)  # a form of the operator that its rule does not describe
+            return unsplit(view)  # its rule does not describe this form of the operator
     if torch.Tag.pointwise in getattr(call.target, "tags", ()) and not is_random(call):
         try:
             return pointwise(view)
@@ -92,7 +90,7 @@ def pointwise(view: View, **options: Any) -> Tiled:
 
 
 def unsplit(view: View) -> Tiled:
-    """The call as one piece. What it keeps for the backward pass is not known: several times all that it touches is taken for it."""
+    """The call as one piece. What it keeps for the backward pass is not known; several times all its operands and results are assumed."""
     touched = (view.values[name] for name in (*view.call.operands, *view.call.outputs))
     saved = 4 * sum(prod(value.shape) * value.dtype.itemsize for value in touched)
     whole: Callable[[tuple[int, ...]], tuple[DimMap, ...]] = lambda shape: (WHOLE,) * len(shape)  # noqa: E731

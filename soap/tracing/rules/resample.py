@@ -14,11 +14,11 @@ from soap.tracing.rules.registry import rule
 from soap.tracing.rules.windows import SPACE, Window, each, pad_windows, padded_bytes
 
 _MOST = 8
-"""Copies of each element up to which torch's floating-point positions are sure to be the exact ones."""
+"""With at most so many copies of each element torch's floating-point positions are certainly the exact ones."""
 
 
 def _scaled(view: View) -> list[int]:
-    """How many times larger the result is in each dimension of space; 0 where that is no small whole number."""
+    """How many times larger the result is in each dimension of space; 0 if that is no small whole number."""
     rank = len(view.shapes[0]) - 2
     pairs = zip(view.shapes[0][2:], view.output_shapes[0][2:], strict=True)
     times = [out // size if out % size == 0 and out // size <= _MOST else 0 for size, out in pairs]
@@ -43,7 +43,7 @@ def _run_nearest(local: Local) -> torch.Tensor:
     "aten._upsample_nearest_exact1d", "aten._upsample_nearest_exact2d", "aten._upsample_nearest_exact3d",
 )  # fmt: skip
 def nearest(view: View) -> Tiled:
-    """Samples and channels are free, and so is space where every element becomes so many copies."""
+    """Samples and channels are free, and so is space if every element becomes so many copies."""
     times = _scaled(view)
     if 0 in times:
         return upsample(view)
@@ -129,7 +129,7 @@ def im2col(view: View) -> Tiled:
 
 
 def replace_output(view: View, shape: tuple[int, ...]) -> View:
-    """The view with another shape of its result: patches where they lie, for columns of patches."""
+    """Columns of patches as a view with another shape: the patches stay where they are."""
     name = view.call.outputs[0]
     return View(view.call, {**view.values, name: replace(view.values[name], shape=shape)})
 

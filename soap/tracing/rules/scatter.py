@@ -15,8 +15,8 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def _run_along(local: Local) -> torch.Tensor:
-    # Where a region of the written dimension is wanted, what goes elsewhere lands in one row more, which is cut off. Of the tiles that
-    # split what is added, only the first has the tensor that it is added to.
+    # For a region of the written dimension, writes to other regions go to one extra row, which is cut off. If tiles split what is added,
+    # only the first of them starts from the tensor to which it is added.
     x, index = local.tensors[:2]
     dim = local.get("dim") % max(1, x.dim())
     adds = local.call.kind in ("index_add", "scatter_add")
@@ -35,8 +35,8 @@ def _run_along(local: Local) -> torch.Tensor:
 
 @rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
 def scatter(view: View) -> Tiled:
-    """Positions outside the written dimension are free where index and tensor have them all; the written dimension (o) is free as well; for
-    sums, what is added along it (k) gives partial sums."""
+    """Positions outside the written dimension are free if index and tensor have all of them; the written dimension (o) is free as well;
+    for sums, splitting what is added along it (k) gives partial sums."""
     shape, index = view.shapes[0], view.shapes[1]
     dim = view.get("dim") % max(1, len(shape))
     scope = Scope()
@@ -53,14 +53,14 @@ def scatter(view: View) -> Tiled:
 
 
 def _as_far(dim: DimMap, size: int, wanted: int) -> DimMap:
-    """What is larger than the index is read as far as the index goes."""
+    """A tensor larger than the index is read only as far as the index goes."""
     return dim if size == wanted or dim.factor is not None else DimMap(None, 0, 0, wanted)
 
 
 @rule("aten.index_add", "aten.index_copy", "aten.index_fill")
 def index_along(view: View) -> Tiled:
-    """All positions are free: whole rows are written, those of another region aside. For sums, the rows that are added (k) give partial
-    sums."""
+    """All positions are free: whole rows are written, those of another region aside. For sums, splitting the added rows (k) gives
+    partial sums."""
     shape = view.shapes[0]
     if not shape or not view.shapes[1]:
         raise NotImplementedError("a scalar operand")
@@ -130,7 +130,7 @@ def _run_masked_scatter(local: Local) -> torch.Tensor:
 
 @rule("aten.masked_scatter")
 def masked_scatter(view: View) -> Tiled:
-    """All positions are free; mask and source are needed whole, because which element goes where depends on all before it."""
+    """All positions are free. Mask and source are needed whole, because the place of each element depends on all before it."""
     shape, mask, source = view.shapes
     if broadcast_shape([shape, mask]) != shape or not prod(source):
         raise NotImplementedError("a mask that is larger than the tensor, or nothing to take")
@@ -169,7 +169,8 @@ def _run_slice_scatter(local: Local) -> torch.Tensor:
 
 @rule("aten.slice_scatter", "aten.select_scatter")
 def slice_scatter(view: View) -> Tiled:
-    """All positions are free; the source lies at an offset, or, with steps, is needed whole along the dimension that it is written in."""
+    """All positions are free. The source is read at an offset; with steps, it is needed whole along the dimension in which it is
+    written."""
     shape = view.shapes[0]
     dim = view.get("dim", 0) % len(shape)
     scope = Scope()

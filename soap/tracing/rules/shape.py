@@ -1,4 +1,4 @@
-"""Views and other calls that move elements without computing: local sizes are recomputed for each tile."""
+"""Views and other calls that move elements without computing: local sizes are worked out again for each tile."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def cat(view: View) -> Tiled:
 
 @rule("aten.to.dtype", "aten.clone")
 def cast(view: View) -> Tiled:
-    """Copies and casts. Partial sums may be cast one by one only where nothing is cut off."""
+    """Copies and casts. Partial sums may be cast one by one, unless the cast truncates to whole numbers."""
     scope = Scope()
     maps = scope.like(view.output_shapes[0])
     source, target = (view.values[name].dtype for name in (view.call.operands[0], view.call.outputs[0]))
@@ -190,7 +190,7 @@ def detach(view: View) -> Tiled:
 
 @rule("aten.unfold")
 def unfold(view: View) -> Tiled:
-    """Windows along one dimension become a new last one."""
+    """Windows along one dimension become a new last dimension."""
     shape, out = view.shapes[0], view.output_shapes[0]
     if not shape:
         raise NotImplementedError("a scalar operand")
@@ -204,7 +204,7 @@ def unfold(view: View) -> Tiled:
 
 @rule("aten.diagonal")
 def diagonal(view: View) -> Tiled:
-    """The two dimensions of the matrix are needed whole, and the diagonal is the new last one."""
+    """The two dimensions of the matrix are needed whole; the diagonal is the new last dimension."""
     shape = view.shapes[0]
     matrix = {view.get(name) % len(shape) for name in ("dim1", "dim2")}
     scope = Scope()

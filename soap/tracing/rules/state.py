@@ -1,8 +1,8 @@
-"""State: buffers that the forward pass itself moves. A program that has any ends with two calls of our own.
+"""State: buffers that the forward pass itself changes.
 
-``next_state`` takes the values that the buffers have at the end of the step, whole and in one place; ``keep_state`` puts them where the
-next step finds them, on every device. ``settled_config`` says where both run: the first on one device, so that all copies are
-equal to the bit, whatever order sums were made in elsewhere.
+A program that has any ends with two calls of our own. ``next_state`` takes the values that the buffers have at the end of the step,
+whole and in one place; ``keep_state`` puts them where the next step finds them, on every device. ``settled_config`` says where both
+run: the first on one device, so that all copies are equal to the bit, whatever order sums were made in elsewhere.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from soap.tracing.rules.registry import rule
 
 
 def next_state(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Copies of the values, which no gradient flows through."""
+    """Copies of the values, without gradients."""
     return tuple(value.detach().clone(memory_format=torch.contiguous_format) for value in values)
 
 
 def keep_state(*values: torch.Tensor, buffers: Sequence[BufferRef]) -> torch.Tensor:
-    """What ``buffers`` are from the end of the step on. The result says nothing; the tile's context is told the values."""
+    """The values of ``buffers`` from the end of the step on. They go into the tile's context; the result has no meaning."""
     return torch.zeros((), dtype=torch.int32, device=values[0].device)
 
 
 @rule("soap.next_state")
 def next_values(view: View) -> Tiled:
-    """Whole."""
+    """Not split."""
     return Tiled((), _whole(view.shapes), _whole(view.output_shapes), run=lambda local: next_state(*local.tensors))
 
 
 @rule("soap.keep_state")
 def kept(view: View) -> Tiled:
-    """Whole, on each device."""
+    """Not split; on each device."""
     return Tiled((), _whole(view.shapes), _whole(view.output_shapes), run=_run_keep)
 
 

@@ -28,7 +28,7 @@ class Spread:
     extent: int
 
     def inputs(self, step: DimMap) -> DimMap:
-        """The inputs that give to the steps ``[a, b)`` of outputs."""
+        """The inputs that contribute to the steps ``[a, b)`` of outputs."""
         if step.factor is None:
             return WHOLE
         low = -((self.extent - 1 - self.padding) // self.stride)
@@ -58,7 +58,7 @@ def _run_transposed(local: Local) -> torch.Tensor:
     if all(box == (0, size) for box, size in zip(local.output_boxes[0][-rank:], local.output_shapes[0][-rank:], strict=True)):
         padding, extra = each(local.get("padding", 0), rank), each(local.get("output_padding", 0), rank)
         return convolve(local, function, x, bias, stride, padding, extra, parts, dilation)
-    if 0 in x.shape[-rank:]:  # no input gives to these outputs
+    if 0 in x.shape[-rank:]:  # no input contributes to these outputs
         out = x.new_zeros(local.output_lengths) + (x.sum() + weight.sum()) * 0
     else:
         out = convolve(local, function, x, None, stride, 0, 0, parts, dilation)
@@ -67,7 +67,7 @@ def _run_transposed(local: Local) -> torch.Tensor:
 
 
 def _crop(local: Local, rank: int) -> list[int]:
-    """What is to be added around (if negative, cut from) all that the local inputs give, to have the local outputs."""
+    """What to add around (if negative, cut from) the outputs of all local inputs, to get the local outputs."""
     amounts: list[int] = []
     spreads = _spreads(local.get, local.shapes[1])
     for spread, (first, last), (start, stop) in zip(spreads, local.boxes[0][-rank:], local.output_boxes[0][-rank:], strict=True):

@@ -19,11 +19,9 @@ SPACE = {1: ("l",), 2: ("h", "w"), 3: ("d", "h", "w")}
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One dimension of a window: step from one output to the next, padding before the first, and how many inputs it spans.
-
-    ``slack``: inputs behind the last window that no output sees. They are read along, so that a tile of all outputs reads all inputs, as
-    they lie in memory.
-    """
+    """One dimension of a window: step from one output to the next, padding before the first, and how many inputs it spans. ``slack``:
+    inputs behind the last window that no output sees. They are read as well, so that a tile of all outputs reads all inputs, as they
+    are in memory."""
 
     stride: int
     padding: int
@@ -35,7 +33,7 @@ class Window:
         return DimMap(out.factor, self.stride, -self.padding, self.extent - self.padding + self.slack) if out.factor is not None else WHOLE
 
     def fitted(self, size: int, outputs: int) -> Window:
-        """With the slack that it has over so many inputs."""
+        """The same window with its slack for so many inputs."""
         slack = size - ((outputs - 1) * self.stride - self.padding + self.extent)
         return replace(self, slack=slack if 0 < slack < self.stride else 0)
 
@@ -49,8 +47,8 @@ def each(value: Any, rank: int) -> list[int]:
 def pad_windows(local: Local, windows: Sequence[Window], value: float, *, by_hand: bool = False) -> tuple[torch.Tensor, list[int]]:
     """The local input as its windows need it, and the padding that is left to the call itself.
 
-    That is all of it in a tile that has all of space, and wherever each dimension lacks as much before as after: nothing is copied then.
-    Else, or if it is to be done ``by_hand``, the input is padded with ``value`` by what it lacks at the tensor's borders.
+    The call does all padding in a tile that has all of space, and if each dimension lacks as much before as after: nothing is copied
+    then. Otherwise, or if it must be done ``by_hand``, the input is padded with ``value`` by what it lacks at the tensor's borders.
     """
     x, rank = local.tensors[0], len(windows)
     if not by_hand and all(_is_all(local, win, i - rank) for i, win in enumerate(windows)):
@@ -59,7 +57,7 @@ def pad_windows(local: Local, windows: Sequence[Window], value: float, *, by_han
     for i, (win, out, inside) in enumerate(zip(windows, local.output_boxes[0][-rank:], local.boxes[0][-rank:], strict=True)):
         first, last = out[0] * win.stride - win.padding, (out[1] - 1) * win.stride - win.padding + win.extent
         low, high = max(first, inside[0]), min(last, inside[1])
-        if low >= high:  # nothing but padding is seen
+        if low >= high:  # only padding is seen
             x = x.narrow(x.dim() - rank + i, 0, 0)
             lacking.append((last - first, 0))
             continue
@@ -79,13 +77,14 @@ def _is_all(local: Local, window: Window, dim: int) -> bool:
 
 
 def apart_bytes(view: View) -> int:
-    """Upper bound of what torch keeps of a convolution of complex numbers, which it does by three real ones of parts and sums of parts."""
+    """Upper bound of what torch keeps of a convolution of complex numbers, which it computes as three real ones of parts and sums of
+    parts."""
     touched = [view.values[name] for name in (*view.call.operands, *view.call.outputs)]
     return sum(2 * prod(value.shape) * value.dtype.itemsize for value in touched if value.dtype.is_complex)
 
 
 def padded_bytes(view: View, windows: Sequence[Window]) -> int:
-    """Upper bound of the copies that padding the input by hand takes, whatever tiles there are; 0 if there is no padding."""
+    """Upper bound of the copies for padding the input by hand, whatever tiles there are; 0 if there is no padding."""
     x, out, rank = view.shapes[0], view.output_shapes[0], len(windows)
     seen = [(n - 1) * win.stride + win.extent for n, win in zip(out[-rank:], windows, strict=True)]
     if all(size <= n for size, n in zip(seen, x[-rank:], strict=True)):
@@ -97,10 +96,10 @@ def padded_bytes(view: View, windows: Sequence[Window]) -> int:
 def convolve(
     local: Local, function: Callable[..., torch.Tensor], x: torch.Tensor, bias: torch.Tensor | None, stride: Sequence[int], *rest: Any
 ) -> torch.Tensor:
-    """What the library's convolution makes of a tile with the tile's weight. ``rest``: what follows the stride.
+    """The library's convolution of a tile with the tile's weight. ``rest``: the arguments after the stride.
 
-    On CPUs, strided convolutions of shapes that the model itself does not have run in float32 where the type is a lower one: for some, such
-    as all with one column of outputs, oneDNN for bfloat16 leaves outputs and gradients of weights unwritten (torch 2.13, AMX).
+    On CPUs, strided convolutions of shapes that the model itself does not have run in float32 if the type is a narrower one: for some,
+    such as all with one column of outputs, oneDNN for bfloat16 leaves outputs and gradients of weights unwritten (torch 2.13, AMX).
     """
     weight = local.tensors[1]
     rank = weight.dim() - 2

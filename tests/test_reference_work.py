@@ -52,8 +52,8 @@ def test_time_is_the_processors_unless_started(monkeypatch: pytest.MonkeyPatch) 
     assert reference_work.thread_time_ns() == 123
 
 
-def test_what_is_computed_while_the_yardstick_takes_twice_as_long_counts_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = reference_work._Yardstick(REFERENCE_NS)
+def test_what_is_computed_while_the_reference_work_takes_twice_as_long_counts_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = reference_work._ReferenceWork(REFERENCE_NS)
     own.close()
     kernel, state = own._kernel, own.state
     state[[kernel.EVEN_NS, kernel.MARK_NS, kernel.TAKES_NS]] = 1e9, 5e9, 2 * REFERENCE_NS
@@ -65,11 +65,11 @@ def test_what_is_computed_while_the_yardstick_takes_twice_as_long_counts_half(mo
 
 def test_samples_are_taken_while_a_thread_computes_and_only_then() -> None:
     reference_work.start(REFERENCE_NS)
-    own = reference_work._yardstick
+    own = reference_work._running
     assert own is not None
     kernel, state = own._kernel, own.state
     reference_work.start(REFERENCE_NS)  # for the same thread: nothing new
-    assert reference_work._yardstick is own
+    assert reference_work._running is own
     while state[kernel.COUNT] < 20:
         _compute(0.01)
     assert 0 < state[kernel.TAKES_NS] < state[kernel.SPENT_NS]
@@ -80,7 +80,7 @@ def test_samples_are_taken_while_a_thread_computes_and_only_then() -> None:
 
 def test_even_time_leaves_samples_out_and_never_goes_back() -> None:
     reference_work.start(REFERENCE_NS)
-    own = reference_work._yardstick
+    own = reference_work._running
     assert own is not None
     kernel, state = own._kernel, own.state
     before = reference_work.thread_time_ns()
@@ -109,7 +109,7 @@ def test_another_thread_has_its_own_processor_time() -> None:
 
 def test_memory_begins_a_huge_page_and_is_used_again() -> None:
     reference_work.start(REFERENCE_NS)
-    own = reference_work._yardstick
+    own = reference_work._running
     assert own is not None
     kernel, first = own._kernel, own.state.ctypes.data
     assert first % kernel.HUGE_BYTES == 0
@@ -118,7 +118,7 @@ def test_memory_begins_a_huge_page_and_is_used_again() -> None:
     _compute(0.05)
     reference_work.stop()
     reference_work.start(REFERENCE_NS / 2)
-    again = reference_work._yardstick
+    again = reference_work._running
     assert again is not None and again.state.ctypes.data == first
     assert again.state[kernel.REFERENCE_NS] == REFERENCE_NS / 2 and again.state[kernel.SPENT_NS] < 50_000_000
 

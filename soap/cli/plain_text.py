@@ -1,4 +1,4 @@
-"""Text for people: aligned columns, and the few things that the commands say about a strategy."""
+"""Text for people: aligned columns, and how the commands name things of a strategy."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _columns(rows: list[list[str]], indent: str, *, right: bool) -> str:
 
 
 def milliseconds(time_ns: int) -> str:
-    """A time per iteration; one unit for all, so that a column can be compared at a glance."""
+    """A time per iteration, always in milliseconds, so that columns can be compared at a glance."""
     value = time_ns / 1e6
     return f"{value:.3f} ms" if value < 100 else f"{value:.1f} ms"
 
 
 def speed_up(baseline_ns: int, time_ns: int) -> str:
-    """How often the time goes into the baseline's."""
+    """How many times as fast as the baseline, such as ``1.50x``."""
     return f"{baseline_ns / max(1, time_ns):.2f}x"
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from soap.cli.tables import aligned, devices, listed, milliseconds, speed_up, split
+from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split
 from soap.model.graph import Factor, FactorKind, Operator
 from soap.strategy.config import OpConfig
 

@@ -1,0 +1,95 @@
+"""The pages: lines that fit a screen, links that lead somewhere, commands that exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+WIDEST = 140
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def text_lines(page: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of all lines but rows of tables, which cannot be broken."""
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.startswith("|"):
+            yield number, line
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings of a page are called in links, as GitHub makes it of their words."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    titles = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each ``soap-…`` command that stands in a block of its own; lines that end with a backslash are joined."""
+    joined = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in joined.splitlines():
+        found = re.match(r" {4}(?:sudo )?(soap-\w+ .*)", line)
+        if found:
+            yield shlex.split(found.group(1), comments=True)
+
+
+@pages
+def test_lines_are_at_most_140_characters_wide(page: Path) -> None:
+    assert [number for number, line in text_lines(page) if len(line) > WIDEST] == []
+
+
+@pages
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        there = (page.parent / name).resolve() if name else page
+        assert there.exists(), f"{page.name} links to {target}, which is not there"
+        assert not anchor or anchor in anchors(there), f"{page.name} links to {target}; {there.name} has no such heading"
+
+
+def test_the_readme_fits_on_a_screen_and_a_half() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
+
+
+def test_the_picture_is_what_its_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn = importlib.import_module("picture").picture()
+    assert (ROOT / "docs" / "soap.svg").read_text(encoding="utf-8") == drawn
+
+
+def test_commands_of_the_pages_exist_with_these_options() -> None:
+    seen = set()
+    for page in (ROOT / "README.md", ROOT / "docs" / "usage.md"):
+        for program, *words in commands(page):
+            module = importlib.import_module(f"soap.cli.{program.removeprefix('soap-')}")
+            module.make_parser().parse_args(words)  # ends the test with what is wrong otherwise
+            seen.add(program)
+    assert {"soap-search", "soap-run", "soap-simulate"} <= seen
+
+
+def test_changelog_entries_are_one_line_each() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith(" ")] == []
+
+
+@pages
+def test_files_and_modules_that_pages_name_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    files = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py")]
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)[`:]", text)) - {"train.py", "search.py"}  # a user's own
+    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in files)] == []
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): ROOT / path for path in files}
+    for name in set(re.findall(r"`(?:python -m )?(soap(?:\.\w+){2,}|benchmarks\.\w+)", text)) - set(modules):
+        home, _, last = name.rpartition(".")
+        assert home in modules, f"{page.name} names {name}, which is no module"
+        assert re.search(rf"\b{last}\b", modules[home].read_text(encoding="utf-8")), f"{page.name} names {name}, which is not there"
