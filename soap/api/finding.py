@@ -40,29 +40,17 @@ def find(
     evaluator = IncrementalSimulator(simulator)
     if progress and not evaluator.begins_at_once():
         announce_compiling()
-    pins, forbidden, starts = pairs_of(options.pins), pairs_of(options.forbidden), options.starts
     result = search_graph(
         simulator.graph,
         simulator.topology,
         evaluator,
-        budget=options.budget,
-        seed=options.seed,
-        beta=options.beta,
-        starts=None if starts is None else [name for name in starts if name != DYNAMIC],
-        further_starts=_dynamic_start(simulator, starts),
-        initial=options.initial,
-        patience=options.patience,
+        options,
         progress=progress,
-        pins=pins,
-        forbidden=forbidden,
-        syncs=options.syncs,
-        uncut=options.uncut,
-        together=options.together,
-        seconds=options.seconds,
-        cores=options.cores,
         improved=improved,
         stopped=stopped,
+        further_starts=_dynamic_start(simulator, options.starts),
     )
+    pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, margin=options.margin)
 
 
