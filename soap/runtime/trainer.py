@@ -25,7 +25,7 @@ from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.program.fused_tiles import missing_compiler
 from soap.runtime.program.program import compile_program
 from soap.runtime.sizes import BatchSizes, run_dtype
-from soap.runtime.step.loss_epilogue import find_tail
+from soap.runtime.step.loss_epilogue import find_epilogue
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.step.step_end import StepEnd
 from soap.runtime.sync.look_ups import note_rows
@@ -102,7 +102,7 @@ class Trainer:
         self.compiled = compiled
         self.accumulate, self.clip_norm = accumulate, clip_norm
         self.gradient_norm: float | None = None
-        self.program = compile_program(plan, order, tail=find_tail(model))
+        self.program = compile_program(plan, order, epilogue=find_epilogue(model))
         self.plan = plan = self.program.plan
         self.world = open_world(plan.device_count, device_kind or "cpu", backend, timeout_s)
         self.rank, self.device = self.world.rank, self.world.device

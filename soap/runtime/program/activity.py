@@ -6,11 +6,10 @@ ranks agree on who sends which gradient to whom without asking each other. The s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from soap.model.graph import OperatorGraph
 from soap.plan.plan import Exchange, Message, Plan, local_pieces, remote_parts
 
 ValueKey = tuple[Literal["holding", "fetch"], int]
@@ -57,20 +56,6 @@ class PlanIndex:
                 self.carriers.setdefault(number, []).append(key)
             for place in dict.fromkeys(holding for *_, holding in remote_parts(plan, carrier.parts)):
                 self.carriers_from.setdefault(place, []).append(key)
-
-
-@dataclass(frozen=True)
-class Tail:
-    """``operators``: positions of those that run when the backward pass is over (see ``loss_epilogue``). ``seeds``: tensor -> the loss's
-    gradient by it, where the backward pass begins."""
-
-    operators: frozenset[int]
-    seeds: Mapping[str, float]
-
-
-def no_tail(graph: OperatorGraph) -> Tail:
-    """The backward pass begins with the loss."""
-    return Tail(frozenset(), {graph.loss: 1.0})
 
 
 @dataclass
