@@ -16,6 +16,7 @@ from soap.cli import emulation
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
+    add_backend,
     add_cluster,
     add_costs,
     add_model,
@@ -79,7 +80,7 @@ def make_parser() -> Parser:
 
 def add_training(parser: Parser) -> None:
     """How a strategy is run, whatever for."""
-    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
+    add_backend(parser)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: as the cluster's devices are")
     add_updating(parser)
     accumulate_help = (
