@@ -104,6 +104,16 @@ def _reached(tile: int, plan: Plan, index: PlanIndex, found: Activity) -> bool:
     return False
 
 
+def count_takers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int]:
+    """How many take parts of the gradient that is left on a rank's own fetch, if a part of it comes from elsewhere: each message and
+    exchange that brought one, and once each holding of its own rank."""
+    counts: dict[ValueKey, int] = {}
+    for number, carriers in index.carriers.items():
+        if plan.fetches[number].device == rank:
+            counts["fetch", number] = len(carriers) + len({piece.holding for piece in local_pieces(plan, plan.fetches[number])})
+    return counts
+
+
 def count_readers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int]:
     """How often the forward pass of a rank reads what it holds and fetches.
 

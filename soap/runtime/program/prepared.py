@@ -141,14 +141,14 @@ class PreparedTile:
 
 
 class PreparedTiles:
-    """All tiles of a rank, by number, for one program. ``readers``: see ``Program.readers``. ``fetches``: the rank's own, by number."""
+    """All tiles of a rank, by number, for one program. ``readers``, ``takers``: see ``Program``. ``fetches``: the rank's own, by number."""
 
     def __init__(self, program: Program, shards: ShardStore, rank: int, dtype_of: Callable[[str], torch.dtype]) -> None:
         self._program, self._plan = program, program.plan
         self._shards, self._dtype_of = shards, dtype_of
         self._places: dict[tuple[str, Region], int] = {}
         self._tables = {table.piece: number for number, table in enumerate(program.tables)}
-        self.readers = program.readers(rank)
+        self.readers, self.takers = program.readers(rank), program.takers(rank)
         self.fetches = {i: self._fetched(i) for i, fetch in enumerate(self._plan.fetches) if fetch.device == rank}
         self.tiles = {i: self._prepare(i) for i, tile in enumerate(self._plan.tiles) if tile.device == rank}
 

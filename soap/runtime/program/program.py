@@ -22,7 +22,7 @@ from soap.plan.buckets import idle_shards
 from soap.plan.plan import Bucket, Plan
 from soap.runtime.program.action_order import Entry, backward_entries, forward_entries, in_order
 from soap.runtime.program.actions import Action, ActionKind
-from soap.runtime.program.activity import Activity, PlanIndex, ValueKey, count_readers, find_activity
+from soap.runtime.program.activity import Activity, PlanIndex, ValueKey, count_readers, count_takers, find_activity
 from soap.runtime.program.backward_order import backward_turns
 from soap.runtime.program.epilogue import LossEpilogue, set_apart, usable_epilogue
 from soap.runtime.program.forward_order import forward_order, places_of
@@ -78,6 +78,10 @@ class Program:
         if rank in self.losses:
             counts["holding", self.losses[rank]] = counts.get(("holding", self.losses[rank]), 0) + 1
         return counts
+
+    def takers(self, rank: int) -> dict[ValueKey, int]:
+        """How many take parts of the gradients on a rank's fetches, in the sense of ``count_takers``."""
+        return count_takers(self.plan, self.index, rank)
 
     def device_groups(self) -> list[tuple[int, ...]]:
         """Distinct sets of devices that sum or exchange something together, in one order for all ranks."""
