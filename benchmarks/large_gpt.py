@@ -23,6 +23,7 @@ from soap.cli.options import not_negative, positive
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
+from soap.search.options import SearchOptions
 from soap.search.oracles.bounds import lower_bound
 from soap.search.space import build_space
 from soap.simulator.incremental import IncrementalSimulator
@@ -63,7 +64,7 @@ def main() -> None:
     say(f"{len(graph.operators)} operators, {topology.device_count} devices")
     simulator = Simulator(graph, topology, RooflineCosts(topology))
     evaluator = IncrementalSimulator(simulator)
-    result = search(graph, topology, evaluator, budget=args.budget, seed=args.seed)
+    result = search(graph, topology, evaluator, SearchOptions(budget=args.budget, seed=args.seed))
     say(f"found {result.cost_ns / 1e6:.3f} ms in {result.evaluations} evaluations: {result.speedup:.2f}x data parallelism")
     for start in result.starts:
         lacks = "" if start.fits else f", {format_bytes(start.overflow_bytes)} missing"

@@ -24,6 +24,7 @@ from soap.cluster.yaml_file import parse_cluster
 from soap.model.graph import OperatorGraph
 from soap.search.chains import search
 from soap.search.dynamic import dynamic_strategy
+from soap.search.options import SearchOptions
 from soap.search.oracles.exhaustive import branch_and_bound, strategy_count
 from soap.search.polish import best_neighbour
 from soap.search.space import build_space
@@ -97,13 +98,13 @@ def find(small: Small, seeds: int) -> Found:
     dynamic = dynamic_strategy(space, topology, simulator.costs)
     further = {"dynamic": lambda: dynamic}
     # Much can be left out from the beginning beside a good strategy. That none is better is still shown without a look at how it was found.
-    first = search(graph, topology, evaluator, budget=small.budget, seed=APART, further_starts=further, syncs=REDUCED)
+    first = search(graph, topology, evaluator, SearchOptions(budget=small.budget, seed=APART, syncs=REDUCED), further_starts=further)
     begin = time.perf_counter()
     optimum = branch_and_bound(space, topology, simulator.costs, evaluator, incumbent=first.strategy)
     seconds = time.perf_counter() - begin
     assert optimum.cost_ns == simulator.makespan_ns(optimum.strategy)
     costs = [
-        search(graph, topology, evaluator, budget=small.budget, seed=seed, further_starts=further, syncs=REDUCED).cost_ns
+        search(graph, topology, evaluator, SearchOptions(budget=small.budget, seed=seed, syncs=REDUCED), further_starts=further).cost_ns
         for seed in range(seeds)
     ]
     return Found(optimum.cost_ns, strategy_count(space), optimum.evaluations, seconds, costs)
@@ -113,7 +114,7 @@ def locally_optimal(net: str, topology: Topology, budget: int = 100) -> tuple[bo
     """Whether the search's result is locally optimal, as it says itself and as ``best_neighbour`` does; and how many were compared."""
     simulator = api.simulator_for(f"zoo:{net}", topology)
     evaluator = IncrementalSimulator(simulator)
-    result = search(simulator.graph, topology, evaluator, budget=budget, polish_up_to=10_000_000)
+    result = search(simulator.graph, topology, evaluator, SearchOptions(budget=budget), polish_up_to=10_000_000)
     space = build_space(simulator.graph, topology.device_count)
     assert result.cost_ns == simulator.makespan_ns(result.strategy) and simulator.overflow_bytes(result.strategy) == 0
     return result.locally_optimal and best_neighbour(evaluator, space, result.strategy) is None, result.polished

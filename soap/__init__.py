@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from soap.runner.sharding import shard
     from soap.runner.tuning import tune
     from soap.runtime.trainer import Trainer
+    from soap.runtime.training_options import TrainingOptions
     from soap.search.options import SearchOptions
     from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
@@ -42,6 +43,7 @@ _HOME = {
     "tune": "soap.runner.tuning",
     "RunnerConfig": "soap.runner.config",
     "Trainer": "soap.runtime.trainer",
+    "TrainingOptions": "soap.runtime.training_options",
     "SearchOptions": "soap.search.options",
     "OperatorGraph": "soap.model.graph",
     "OpConfig": "soap.strategy.config",
@@ -76,6 +78,7 @@ __all__ = [  # noqa: RUF022 - verbs, then values, then errors
     "SearchOptions",
     "SearchOutcome",
     "Trainer",
+    "TrainingOptions",
     "OperatorGraph",
     "OpConfig",
     "Strategy",

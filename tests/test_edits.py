@@ -33,6 +33,7 @@ from soap.search.constraints import brought_inside, parse
 from soap.search.cuts import improve_by_cuts
 from soap.search.descent import CHANGES, adopt, propose_descent
 from soap.search.explanation import explain, explain_synchronization
+from soap.search.options import SearchOptions
 from soap.search.polish import best_neighbour, polish
 from soap.search.proposals import MOVES, Proposal, informed_candidates
 from soap.search.space import Space, build_space
@@ -284,7 +285,7 @@ def test_a_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CLASSICAL", "NAMED", "SYNCHRONIZED"):
         monkeypatch.setattr(starts, name, {own: marking(make) for own, make in getattr(starts, name).items()})
     for evaluator in (IncrementalSimulator(SIMULATOR), SIMULATOR):
-        found = search(GRAPH, FOUR, evaluator, budget=150, seed=1, syncs=[SyncConfig()], pins=[("layer.0", "sample:2")])
+        found = search(GRAPH, FOUR, evaluator, SearchOptions(budget=150, seed=1, syncs=[SyncConfig()], pins=[("layer.0", "sample:2")]))
         assert is_marked(found.strategy) and all(is_marked(own.strategy) for own in found.starts)
         assert found.cost_ns < min(own.cost_ns for own in found.starts)
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "soap"
 
-GROUND_FLOOR = tuple(sorted(f"soap.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "api")))
+GROUND_FLOOR = tuple(sorted(f"soap.{path.stem}" for path in PACKAGE.glob("*.py") if path.stem != "__init__"))
 """Errors, units, files and logs."""
 PLANNING = ("soap.model", "soap.cluster", "soap.strategy", "soap.plan", *GROUND_FLOOR)
 RUNTIME = ("soap.runtime", "soap.tracing", "soap.simulator", *PLANNING)

@@ -12,7 +12,7 @@ import soap
 EXPECTED = {
     "classical", "export", "find", "load", "load_cluster", "load_strategy", "measure_rows", "save_strategy", "simulate",
     "get_runner", "partitioner", "shard", "tune", "RunnerConfig",
-    "SearchOptions", "SearchOutcome", "Trainer", "OperatorGraph", "OpConfig", "Strategy", "SyncConfig", "Topology",
+    "SearchOptions", "SearchOutcome", "Trainer", "TrainingOptions", "OperatorGraph", "OpConfig", "Strategy", "SyncConfig", "Topology",
     "SoapError", "InfeasibleError", "ModelError", "ProfileError", "RuntimeFailure", "StrategyError", "TopologyError",
     "__version__",
 }  # fmt: skip

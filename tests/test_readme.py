@@ -32,8 +32,8 @@ def test_cluster_description() -> None:
 def test_python_from_export_to_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export, use = blocks("python")[:2]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("soap.api.load_cluster", lambda spec: parse_cluster(blocks("yaml")[0]))  # local:4 would measure this machine
-    monkeypatch.setitem(vars(soap), "load_cluster", soap.api.load_cluster)
+    monkeypatch.setattr("soap.api.models.load_cluster", lambda spec: parse_cluster(blocks("yaml")[0]))  # local:4 would measure this machine
+    monkeypatch.setitem(vars(soap), "load_cluster", soap.api.models.load_cluster)
     names: dict[str, object] = {}
     exec(export, names)
     exec("import soap\n" + use.replace("budget=500", "budget=20"), names)

@@ -11,7 +11,7 @@ from typing import Any
 from soap.cli import calibration, report
 from soap.cli.calibration import LEAST_TASKS
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import add_cluster, refuse_overwriting
+from soap.cli.options import add_cluster, add_json, refuse_overwriting
 from soap.cli.plain_text import aligned, milliseconds
 from soap.errors import TimelineError
 from soap.files import check_writable, read_text, write_text_atomically
@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--calibrate", action="store_true", help=calibrate)
     add_cluster(parser, required=False, note=" (for --calibrate; default: the timeline's, if it is a preset)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    add_json(parser)
     return parser
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from soap import api
 from soap.cli import report
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_reading, reading
+from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_json, add_reading, reading
 from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
@@ -43,7 +43,7 @@ def make_parser() -> Parser:
     add_reading(parser)
     add_cluster(parser, required=False)
     add_costs(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    add_json(parser)
     return parser
 
 

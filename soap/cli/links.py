@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from soap import api
 from soap.cli import emulation, report
 from soap.cli.command import Parser, UsageError, note
-from soap.cli.options import add_cluster, positive_number
+from soap.cli.options import add_backend, add_cluster, add_json, positive_number
 from soap.cli.plain_text import aligned
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
@@ -53,7 +53,7 @@ def make_parser() -> Parser:
         f"{PROG} --cluster local:4",
     )
     add_cluster(parser, required=True)
-    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
+    add_backend(parser)
     emulation.add_emulation(parser)
     parser.add_argument("--show", action="store_true", help="measure nothing, only say what is known")
     parser.add_argument("--again", action="store_true", help="measure what is known already, too, and replace it")
@@ -61,7 +61,7 @@ def make_parser() -> Parser:
     parser.add_argument("--within-steps", action="store_true", help=within)
     seconds = "for each probe (default: 0.3), of which there are five sizes of each operation and group"
     parser.add_argument("--seconds", metavar="S", type=positive_number, help=seconds)
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    add_json(parser)
     return parser
 
 

@@ -21,7 +21,6 @@ CLUSTER_HELP = (
     "a cluster.yaml, or a preset: local:N, p100-4x4, k80-16x4, titanxp-8x6, h200-8, or emulated:HxD@RATE, such as "
     "emulated:4x1@200Mbit/s: this machine as H hosts with D devices each, for soap-run --emulate"
 )
-EXPLAIN_HELP = "say for each operator what it costs beside data parallelism, what setting it back would do, and what binds it"
 LARGEST_COUNT = 10**9
 ALPHA_BATCHES = 8
 """Default number of batches on which touched rows are counted: batches differ by a few percent only, because their rows are many."""
@@ -89,10 +88,26 @@ def add_costs(parser: Parser) -> None:
     )
 
 
+def add_json(parser: Parser) -> None:
+    """``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def add_backend(parser: Parser) -> None:
+    """``--backend NAME``."""
+    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
+
+
+def add_explain(parser: Parser) -> None:
+    """``--explain``."""
+    text = "say for each operator what it costs beside data parallelism, what setting it back would do, and what binds it"
+    parser.add_argument("--explain", action="store_true", help=text)
+
+
 def add_outputs(parser: Parser, *, timeline: str) -> None:
     """Add ``--timeline FILE`` and ``--json``."""
     parser.add_argument("--timeline", metavar="FILE", help=timeline)
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    add_json(parser)
 
 
 def add_rows(parser: Parser) -> None:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from soap import api
 from soap.cli import links, report
 from soap.cli.command import Parser, UsageError, note, run_command
-from soap.cli.options import add_cluster, add_model, positive_number, reading, refuse_overwriting
+from soap.cli.options import add_cluster, add_json, add_model, positive_number, reading, refuse_overwriting
 from soap.cli.plain_text import aligned, milliseconds
 from soap.cli.stopping import Stopping
 from soap.cli.wanted import Wanted, wanted
@@ -80,7 +80,7 @@ def _add_subject(parser: Parser) -> None:
     add_model(parser, positional=True)
     add_cluster(parser, required=True)
     parser.add_argument("--strategy", metavar="FILE", help="its computations, too, before those that a search may propose")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    add_json(parser)
 
 
 def execute(args: argparse.Namespace) -> int:

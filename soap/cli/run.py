@@ -16,6 +16,7 @@ from soap.cli import emulation
 from soap.cli.checkpoints import add_checkpoints, chosen
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import (
+    add_backend,
     add_cluster,
     add_costs,
     add_model,
@@ -78,8 +79,8 @@ def make_parser() -> Parser:
 
 
 def add_training(parser: Parser) -> None:
-    """Add the options for how a strategy is run, which ``soap-tune`` shares."""
-    parser.add_argument("--backend", choices=["auto", "gloo", "nccl"], default="auto", help="auto: nccl on GPUs, gloo on CPUs")
+    """How a strategy is run, whatever for."""
+    add_backend(parser)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: as the cluster's devices are")
     add_updating(parser)
     accumulate_help = (

@@ -13,9 +13,9 @@ from soap.cli import at_hand, explain, explanation, first_measuring, guard, repo
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.first_measuring import Measured
 from soap.cli.options import (
-    EXPLAIN_HELP,
     add_cluster,
     add_costs,
+    add_explain,
     add_model,
     add_outputs,
     add_rows,
@@ -64,7 +64,18 @@ def make_parser() -> Parser:
         action="store_true",
         help="list the model's operators, what each may be split along and why not further, and stop; needs no cluster",
     )
-    parser.add_argument("--explain", action="store_true", help=EXPLAIN_HELP)
+    add_explain(parser)
+    _add_runs(parser)
+    _add_budget(parser)
+    _add_choices(parser)
+    add_optimizer(parser, default="adam: as many states in memory, and an elementwise update")
+    parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
+    add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
+    return parser
+
+
+def _add_runs(parser: Parser) -> None:
+    """What is measured and run beside the search, and what counts without."""
     parser.add_argument(
         "--profile",
         metavar="SECONDS",
@@ -89,6 +100,10 @@ def make_parser() -> Parser:
         help="of a plan that was not run: take it instead of data parallelism only if it is predicted to be more than X times as fast "
         "(default: what such predictions are known to err by; 1: whatever is predicted to be faster)",
     )
+
+
+def _add_budget(parser: Parser) -> None:
+    """How long the search goes on, and how it draws."""
     parser.add_argument("--budget", metavar="N", type=positive, default=DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
     parser.add_argument("--seconds", metavar="S", type=positive_number, help="stop trying after so much time (results may then differ)")
     parser.add_argument(
@@ -106,6 +121,10 @@ def make_parser() -> Parser:
         default=DEFAULT_BETA,
         help="how strictly slower strategies are refused on the way (default %(default)g)",
     )
+
+
+def _add_choices(parser: Parser) -> None:
+    """What the search begins with, and what it may choose."""
     parser.add_argument(
         "--start",
         metavar="NAME",
@@ -141,10 +160,6 @@ def make_parser() -> Parser:
         "host's devices deal with them together), or allgather of sparse ones' rows; allreduce for nothing else (repeatable; default: "
         "sparse ones in any way, dense ones by all-reduce)",
     )
-    add_optimizer(parser, default="adam: as many states in memory, and an elementwise update")
-    parser.add_argument("--plot", metavar="FILE", help="draw best cost, starts and acceptance (.png, .svg, .pdf); needs matplotlib")
-    add_outputs(parser, timeline="write the predicted iteration as a trace for Perfetto")
-    return parser
 
 
 def execute(args: argparse.Namespace) -> int:

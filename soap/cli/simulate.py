@@ -10,7 +10,7 @@ from pathlib import Path
 from soap import api
 from soap.cli import explanation, iteration, report, rows
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.options import EXPLAIN_HELP, add_cluster, add_costs, add_model, add_outputs, add_rows, refuse_overwriting
+from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, refuse_overwriting
 from soap.cli.timelines import predicted_text
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
@@ -44,7 +44,7 @@ def make_parser() -> Parser:
         action="store_true",
         help="with --strategy: price it on this cluster even if it was made for another one of as many devices",
     )
-    parser.add_argument("--explain", action="store_true", help=EXPLAIN_HELP)
+    add_explain(parser)
     add_outputs(parser, timeline="write the iteration as a trace for Perfetto")
     return parser
 

@@ -25,6 +25,7 @@ from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
+from soap.runtime.training_options import TrainingOptions
 from soap.simulator.analysis.timeline import MeasuredEvent
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
@@ -184,21 +185,19 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     """A trainer of the model's own parameters by the strategy of this name."""
     strategy, order = job.strategies[name]
     recipe = job.updating.recipe()
-    with clock.paused():  # trainers are made at this machine's speed
-        trainer = Trainer(
-            model,
-            (strategy, job.topology),
-            order,
-            optimizer=recipe.optimizer,
-            groups=recipe.groups,
-            schedule=recipe.schedule,
-            backend=job.backend,
-            device_kind=job.device_kind,
-            seed=job.seed,
-            accumulate=job.accumulate,
-            clip_norm=job.clip_norm,
-            compiled=job.compiled,
-        )
+    options = TrainingOptions(
+        optimizer=recipe.optimizer,
+        groups=recipe.groups,
+        schedule=recipe.schedule,
+        backend=job.backend,
+        device_kind=job.device_kind,
+        seed=job.seed,
+        accumulate=job.accumulate,
+        clip_norm=job.clip_norm,
+        compiled=job.compiled,
+    )
+    with clock.paused():  # it is made at this machine's speed
+        trainer = Trainer(model, (strategy, job.topology), order, options)
     if job.emulated:
         run_evenly()  # all groups' threads exist now
     return trainer

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from soap import api
 from soap.cli import emulation
 from soap.cli.command import Parser, note, one_line, run_command
-from soap.cli.options import add_cluster, add_costs, add_model, not_negative, positive, refuse_overwriting
+from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive, refuse_overwriting
 from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.report import crowded, shared_cores
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
@@ -65,7 +65,7 @@ def make_parser() -> Parser:
     add_training(parser)
     parser.add_argument("--seed", metavar="S", type=not_negative, default=0, help="of data and dropout (default %(default)s)")
     emulation.add_emulation(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    add_json(parser)
     parser.set_defaults(**LEFT_OUT)
     return parser
 

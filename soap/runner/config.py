@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from soap.errors import RuntimeFailure
+from soap.runtime.training_options import TrainingOptions
 from soap.runtime.updates.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
 from soap.search.options import DEFAULT_BUDGET
 from soap.simulator.costs import CostSource
@@ -65,6 +66,18 @@ class RunnerConfig:
     def recipe(self) -> Recipe:
         """How parameters are updated."""
         return Recipe(self.optimizer, self.groups, self.schedule)
+
+    @property
+    def training(self) -> TrainingOptions:
+        """What the trainer is told."""
+        return TrainingOptions(
+            optimizer=self.optimizer,
+            groups=self.groups,
+            schedule=self.schedule,
+            clip_norm=self.clip_norm,
+            seed=self.seed,
+            backend=self.backend,
+        )
 
     def __post_init__(self) -> None:
         if self.run_option not in RUN_OPTIONS:

@@ -108,24 +108,10 @@ class Runner:
                 self.strategy,
                 [tensors],
                 order,
+                config.training,
                 iterations=config.tuning_iterations,
-                optimizer=config.optimizer,
-                groups=config.groups,
-                schedule=config.schedule,
-                backend=config.backend,
-                clip_norm=config.clip_norm,
             ).strategy
-        self.trainer = Trainer(
-            model,
-            (self.strategy, self.topology),
-            order,
-            optimizer=config.optimizer,
-            groups=config.groups,
-            schedule=config.schedule,
-            backend=config.backend,
-            seed=config.seed,
-            clip_norm=config.clip_norm,
-        )
+        self.trainer = Trainer(model, (self.strategy, self.topology), order, config.training)
         if config.checkpoint is not None and Path(config.checkpoint).is_dir() and complete(Path(config.checkpoint)):
             self.trainer.load(config.checkpoint)
         self._saved_at = self.trainer.steps

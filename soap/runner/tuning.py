@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import Unpack
 
 import torch
 
 from soap import api
-from soap.cluster.topology import DeviceKind, Topology
+from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StrategyError
 from soap.measure.iteration import measure_steps
 from soap.model.graph import OperatorGraph
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
-from soap.runtime.updates.optimizers import GroupOptions, Optimizers, ScheduleFactory, plain_sgd
+from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
 from soap.search.partition_tuning import BATCHES, ITERATIONS, Sample, Tuning, choose, next_partitions, settled_ns
 from soap.simulator.tasks import ExecutionOrder
 from soap.strategy.config import Strategy
@@ -64,23 +65,18 @@ def tune(
     strategy: Strategy,
     batches: Iterable[Sequence[torch.Tensor]],
     order: ExecutionOrder | Sequence[int] | None = None,
+    options: TrainingOptions = DEFAULT_TRAINING,
     *,
     iterations: int = ITERATIONS,
-    optimizer: Optimizers = plain_sgd,
-    groups: GroupOptions | None = None,
-    schedule: ScheduleFactory | None = None,
-    backend: str = "auto",
-    device_kind: DeviceKind | None = None,
-    accumulate: int = 1,
-    clip_norm: float | None = None,
-    compiled: bool = False,
+    **named: Unpack[TrainingKeywords],
 ) -> Tuned:
     """The strategy with the number of partitions of its sparse parameters on servers that at most five short runs suggest.
 
     On all ranks at once, under torchrun, with equal arguments. ``batches``: whole ones, as for ``Trainer.step``; at most ``BATCHES`` are
-    taken of it. ``order`` and what follows: as for ``Trainer``. The model keeps its values. StrategyError if no sparse parameter is on
-    servers.
+    taken of it. ``order``, ``options`` and its fields by name: as for ``Trainer``, but the model keeps its values (no ``take_over``).
+    StrategyError if no sparse parameter is on servers.
     """
+    options = options.with_changes(**named).with_changes(take_over=False)
     topology = cluster if isinstance(cluster, Topology) else api.load_cluster(cluster)
     wanted = tuned_range(strategy, model.graph, topology)
     kept = [list(batch) for batch in islice(batches, BATCHES)]
@@ -88,21 +84,10 @@ def tune(
         raise RuntimeFailure("no batches to tune with; expected at least one")
 
     def trainer_for(chosen: Strategy) -> Trainer:
-        return Trainer(
-            model,
-            (chosen, topology),
-            order,
-            optimizer=optimizer,
-            groups=groups,
-            schedule=schedule,
-            backend=backend,
-            device_kind=device_kind,
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            compiled=compiled,
-        )
+        return Trainer(model, (chosen, topology), order, options)
 
-    world = open_world(topology.device_count, device_kind or topology.devices[0].type.kind, backend)  # once for all trainers
+    kind = options.device_kind or topology.devices[0].type.kind
+    world = open_world(topology.device_count, kind, options.backend, options.timeout_s)  # once for all trainers
     try:
         tuning = sample_runs(strategy, wanted, trainer_for, lambda step: kept[step % len(kept)], iterations)
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
@@ -20,18 +20,18 @@ from soap.model.regions import whole
 from soap.plan.plan import Plan
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Traffic
-from soap.runtime.comm.world import TIMEOUT_S, close_world, open_world
+from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.inputs import compare_ranks, micro_batches
 from soap.runtime.program.fused_tiles import missing_compiler
 from soap.runtime.program.program import compile_program
 from soap.runtime.sizes import BatchSizes, run_dtype
-from soap.runtime.step.loss_epilogue import find_tail
+from soap.runtime.step.loss_epilogue import find_epilogue
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.step.step_end import StepEnd
 from soap.runtime.sync.look_ups import note_rows
 from soap.runtime.sync.shards import ShardStore, gather_regions
 from soap.runtime.trace import Event, Recorder, join_events
-from soap.runtime.updates.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
+from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
 from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import try_optimizer
@@ -48,18 +48,8 @@ class Trainer:
     """Trains a traced model by a plan; made on all ranks at once, with equal arguments.
 
     ``plan``: a plan, or (strategy, topology). ``order``: all tiles in the order in which they start, from the simulator; the graph's order
-    if None, and backward the other way round if that is not said. ``optimizer``: makes any torch optimizer from a list of tensors, the
-    parts of parameters that a rank keeps; or pattern of names -> what makes it. If its update is not elementwise (found by trying it,
-    see ``trial``), the plan must keep its parameters whole. ``groups``: from a parameter's name and whole shape to what is
-    different for it, such as ``{"weight_decay": 0.0}``; ``optimizer`` is then given torch's parameter groups. ``schedule``: makes a
-    schedule of ``torch.optim.lr_scheduler`` from the optimizer; it steps behind each update, with the loss if it asks for a metric.
-    ``seed`` is that of dropout. ``dtype``: compute in this floating-point type instead of the model's own. ``accumulate``: micro-batches
-    per step; loss and gradients are the mean over the micro-batches of each one's own: where a loss is a mean over tokens that count, a
-    micro-batch with few of them weighs as much as one with many. ``clip_norm``: scale gradients to at most this global norm. Copies of a
-    parameter start equal to their first device's, buffers equal to rank 0's. ``take_over``: train in the model's own memory where a rank
-    keeps a parameter whole; ``model.parameters`` then follow the training, and lose the values of sparse tables that servers keep.
-    ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are, whatever the optimizer does with zeros (see
-    ``row_update``). ``compiled``: by ``torch.compile``, which takes its time in the first step.
+    if None, and backward the other way round if that is not said. ``options``, or any of its fields by name: see ``TrainingOptions``; the
+    names count where both are given. Copies of a parameter start equal to their first device's, buffers equal to rank 0's.
 
     Use as a context manager, or call ``close``, to leave the process group that it has opened.
     """
@@ -69,73 +59,57 @@ class Trainer:
         model: TracedModel,
         plan: Plan | tuple[Strategy, Topology],
         order: ExecutionOrder | Sequence[int] | None = None,
-        *,
-        optimizer: Optimizers = plain_sgd,
-        groups: GroupOptions | None = None,
-        schedule: ScheduleFactory | None = None,
-        backend: str = "auto",
-        device_kind: DeviceKind | None = None,
-        seed: int = 0,
-        dtype: torch.dtype | None = None,
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        timeout_s: float = TIMEOUT_S,
-        take_over: bool = False,
-        compiled: bool = False,
-        lazy_sparse: bool = False,
+        options: TrainingOptions = DEFAULT_TRAINING,
+        **named: Unpack[TrainingKeywords],
     ) -> None:
-        if accumulate < 1 or not (clip_norm is None or clip_norm > 0):
-            raise RuntimeFailure(f"accumulate {accumulate}, clip_norm {clip_norm}: expected at least 1 micro-batch and a norm above 0")
-        if compiled and (missing := missing_compiler()):
-            raise RuntimeFailure(f"compiled steps: expected what torch.compile needs, but there is {missing}; train without")
-        if dtype is not None and not has_complex(dtype) and any(is_complex(t.dtype) for t in model.graph.tensors.values()):
-            raise RuntimeFailure(f"dtype {name_of(dtype)}: the model has complex tensors, for which torch has float32 and float64 alone")
-        topology: Topology | None = None
-        if not isinstance(plan, Plan):
-            strategy, topology = plan
-            device_kind = device_kind or topology.devices[0].type.kind
-            plan = build_plan(model.graph, strategy, topology)
-        if plan.graph.hash != model.graph.hash:
-            ours, theirs = f"{model.graph.name!r} ({model.graph.hash})", f"{plan.graph.name!r} ({plan.graph.hash})"
-            raise RuntimeFailure(f"plan is for model {theirs}, not {ours}; build it for this model")
-        self.model, self.seed, self.dtype = model, seed, dtype
-        self.compiled = compiled
-        self.accumulate, self.clip_norm = accumulate, clip_norm
+        options = options.with_changes(**named)
+        _refuse_impossible(model, options)
+        plan, topology, device_kind = _plan_of(model, plan, options)
+        self.model, self.seed, self.dtype = model, options.seed, options.dtype
+        self.accumulate, self.clip_norm = options.accumulate, options.clip_norm
+        self.compiled, self.lazy_sparse = options.compiled, options.lazy_sparse
+        self.recipe = options.recipe
         self.gradient_norm: float | None = None
-        self.program = compile_program(plan, order, tail=find_tail(model))
+        self.steps = 0
+        self.program = compile_program(plan, order, epilogue=find_epilogue(model))
         self.plan = plan = self.program.plan
-        self.world = open_world(plan.device_count, device_kind or "cpu", backend, timeout_s)
+        self.world = open_world(plan.device_count, device_kind, options.backend, options.timeout_s)
         self.rank, self.device = self.world.rank, self.world.device
         self.comm = Communicator(self.device, self.program.device_groups(), self.world.timeout)
         self._check_agreement()
-        self.recipe = Recipe(optimizer, groups, schedule)
-        self.layout = layout = self.recipe.layout(trainable_shapes(plan))
-        tried = try_optimizer(layout, trainable_shapes(plan), self.device)
-        require_possible(plan, tried, lazy_sparse)
-        self.shards = ShardStore(plan, self.rank, joined_names(plan, tried))
-        self.shards.load(model.parameters, self.device, dtype, share=take_over)
+        self.layout = self.recipe.layout(trainable_shapes(plan))
+        tried = try_optimizer(self.layout, trainable_shapes(plan), self.device)
+        require_possible(plan, tried, self.lazy_sparse)
+        self._place_values(joined_names(plan, tried), options.take_over)
+        self._batch_compared = False
+        self.sizes = BatchSizes(self, topology)
+        self._prepare_updates(tuple(tried.scopes))
+        self._refresh_copies()
+
+    def _place_values(self, joined: Sequence[str], take_over: bool) -> None:
+        """This rank's parts of parameters, and its own copy of buffers, equal on all ranks that have them."""
+        self.shards = ShardStore(self.plan, self.rank, joined)
+        self.shards.load(self.model.parameters, self.device, self.dtype, share=take_over)
         if take_over:
             self._forget_tables()
         self.shards.agree(self.comm)
-        self.buffers = {name: self._own(tensor) for name, tensor in model.buffers.items()}
+        self.buffers = {name: self._own(tensor) for name, tensor in self.model.buffers.items()}
         for tensor in self.buffers.values():
             self.comm.broadcast(tensor, 0).wait()
-        self._first_buffers = {name: tensor.clone() for name, tensor in self.buffers.items() if name not in model.state.values()}
-        self.steps = 0
-        self._batch_compared = False
-        self.sizes = BatchSizes(self, topology or local_topology(plan.device_count))
-        self.parts = parts_of(self.shards)
-        self.optimizer = layout.optimizer({name: [p.tensor for p in self.parts.values() if p.parameter == name] for name in tried.scopes})
-        found = self.comm.gather(other_options(layout, trainable_shapes(plan), self.parts, self.optimizer))
+        self._first_buffers = {name: tensor.clone() for name, tensor in self.buffers.items() if name not in self.model.state.values()}
+
+    def _prepare_updates(self, trained: Sequence[str]) -> None:
+        """The optimizer of this rank's parts, and what a step ends with. RuntimeFailure on all ranks alike if it does not fit the parts."""
+        plan, self.parts = self.plan, parts_of(self.shards)
+        self.optimizer = self.layout.optimizer({name: [p.tensor for p in self.parts.values() if p.parameter == name] for name in trained})
+        found = self.comm.gather(other_options(self.layout, trainable_shapes(plan), self.parts, self.optimizer))
         if any(found):
             raise RuntimeFailure(next(filter(None, found)))
-        self.schedule = Schedule.of(schedule, self.optimizer)
-        self.lazy_sparse = lazy_sparse
-        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, clip_norm, lazy_sparse)
+        self.schedule = Schedule.of(self.recipe.schedule, self.optimizer)
+        self._ending = StepEnd(plan, self.comm, self.sizes.gradients, self.parts, self.optimizer, self.clip_norm, self.lazy_sparse)
         by_rows = {sync.parameter for sync in plan.syncs if sync.contract.by_rows}
         kept = {plan.shards[number].parameter for number in self.shards.tensors}
-        self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if lazy_sparse else []
-        self._refresh_copies()
+        self._to_look_up = [name for name in plan.graph.sparse if name in kept and name not in by_rows] if self.lazy_sparse else []
 
     def step(self, *inputs: torch.Tensor) -> float:
         """One training iteration on a global batch, which every rank gets in full. Returns the loss, the same on all ranks.
@@ -356,3 +330,27 @@ class Trainer:
     def _home(self, name: str) -> torch.device:
         own = self.model.parameters[name]
         return torch.device("cpu") if own.is_meta else own.device
+
+
+def _refuse_impossible(model: TracedModel, options: TrainingOptions) -> None:
+    """RuntimeFailure if this model, or this machine, cannot be trained so."""
+    if options.compiled and (missing := missing_compiler()):
+        raise RuntimeFailure(f"compiled steps: expected what torch.compile needs, but there is {missing}; train without")
+    dtype = options.dtype
+    if dtype is not None and not has_complex(dtype) and any(is_complex(t.dtype) for t in model.graph.tensors.values()):
+        raise RuntimeFailure(f"dtype {name_of(dtype)}: the model has complex tensors, for which torch has float32 and float64 alone")
+
+
+def _plan_of(
+    model: TracedModel, plan: Plan | tuple[Strategy, Topology], options: TrainingOptions
+) -> tuple[Plan, Topology, DeviceKind]:
+    """The plan, what it runs on, and on what kind of devices. RuntimeFailure if it is another model's."""
+    device_kind, topology = options.device_kind, None
+    if not isinstance(plan, Plan):
+        strategy, topology = plan
+        device_kind = device_kind or topology.devices[0].type.kind
+        plan = build_plan(model.graph, strategy, topology)
+    if plan.graph.hash != model.graph.hash:
+        ours, theirs = f"{model.graph.name!r} ({model.graph.hash})", f"{plan.graph.name!r} ({plan.graph.hash})"
+        raise RuntimeFailure(f"plan is for model {theirs}, not {ours}; build it for this model")
+    return plan, topology or local_topology(plan.device_count), device_kind or "cpu"

@@ -19,20 +19,21 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 from tqdm import tqdm
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.search.constraints import Pairs, brought_inside, parse
+from soap.search.constraints import brought_inside, pairs_of, parse
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible
-from soap.search.metropolis import DEFAULT_BETA, ChainState, Evaluator, step
-from soap.search.options import check
+from soap.search.metropolis import ChainState, Evaluator, step
+from soap.search.options import SearchOptions
 from soap.search.polish import MAX_POLISHED, polish_best
 from soap.search.proposals import Kernel
 from soap.search.record import Recorder, SearchResult
@@ -40,12 +41,13 @@ from soap.search.space import Space, build_space
 from soap.search.starts import BASELINE, Start, best_starts, different, reference_strategies, starting_strategies
 from soap.search.uncut import with_uncut
 from soap.simulator.costs import CostModel
-from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.config import Strategy
 from soap.strategy.sync import in_one_partition, sync_choices
 
 PROPOSALS_PER_CHAIN, MAX_CHAINS = 500, 3
 TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
 DESCENT_SHARE, DESCENT_PROPOSALS = 0.5, 300
+NO_STARTS: Mapping[str, Callable[[], Strategy]] = MappingProxyType({})
 MAX_IDLE_MOVES = 1000
 """Moves without effect in a row after which a phase ends: the space has nothing else to offer."""
 
@@ -54,53 +56,37 @@ def search(
     graph: OperatorGraph,
     topology: Topology,
     evaluator: Evaluator,
+    options: SearchOptions,
     *,
-    budget: int,
-    seed: int = 0,
-    beta: float = DEFAULT_BETA,
-    starts: Sequence[str] | None = None,
-    initial: Strategy | None = None,
-    patience: float | None = None,
     progress: bool = False,
-    pins: Pairs = (),
-    forbidden: Pairs = (),
-    syncs: Sequence[SyncConfig] = (),
-    uncut: Collection[str] = (),
-    together: Collection[str] = (),
     polish_up_to: int = MAX_POLISHED,
-    seconds: float | None = None,
-    cores: int | None = None,
     improved: Callable[[int], None] = lambda cost_ns: None,
     stopped: Callable[[], bool] = lambda: False,
-    further_starts: Mapping[str, Callable[[], Strategy]] | None = None,
+    further_starts: Mapping[str, Callable[[], Strategy]] = NO_STARTS,
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
 
-    ``budget``: proposals to evaluate. ``beta``: see ``soap.search.metropolis``. ``starts``: names of classical strategies (or
-    "random"), all classical ones by default; data parallelism is always among them. ``patience``: a chain ends early once this share of
-    its budget has brought it no improvement. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns the best so far.
-    ``pins``, ``forbidden``: see ``soap.search.constraints``; starts are changed where they do not obey. ``syncs``: how all parameters may
-    be synchronized besides by all-reduce; by default sparse ones in any way (``sync.sync_choices``). ``uncut``: parameters of
-    which no device is to keep a part; ``together``: those that every device has if it has one (see ``soap.search.uncut``).
+    ``options``: what is to be searched, and how; what they say about costs is the evaluator's part. Data parallelism is always among the
+    starts; starts are changed where they do not obey the constraints. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns
+    the best so far.
     ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
-    ``seconds``: proposals end after so much time, whatever is left of the budget. ``cores``: for compiled chains; all by default.
     ``improved``: is told each new best cost in ns, when it is found. ``stopped``: asked after every start, proposal or round; once it is
     true, the search ends as by Ctrl-C (Python loses a Ctrl-C that comes while a library calls it back).
-    ``further_starts``: name -> what makes the strategy, such as that of ``soap.search.dynamic``; made once the others are evaluated.
+    ``further_starts``: name -> what makes the strategy, such as that of ``soap.search.dynamic``; made once the others are evaluated,
+    whether or not ``options.starts`` has the name.
     """
-    check(budget, beta, patience, seconds)
-    deadline = inf if seconds is None else time.monotonic() + seconds
-    allowed = with_uncut(graph, topology, parse(graph, topology.device_count, pins, forbidden), uncut, together)
-    space = build_space(graph, topology.device_count, allowed=allowed, syncs=sync_choices(graph, topology, syncs, uncut))
-    strategies = starting_strategies(graph, topology, starts, initial, seed, space.syncs)
+    deadline = inf if options.seconds is None else time.monotonic() + options.seconds
+    space = _allowed_space(graph, topology, options)
+    names = None if options.starts is None else [name for name in options.starts if name not in further_starts]
+    strategies = starting_strategies(graph, topology, names, options.initial, options.seed, space.syncs)
 
     def inside(strategy: Strategy) -> Strategy:
-        return in_one_partition(brought_inside(space, strategy), uncut)
+        return in_one_partition(brought_inside(space, strategy), options.uncut)
 
     baseline, strategies = strategies[BASELINE], {name: inside(strategy) for name, strategy in strategies.items()}
     recorder = Recorder(improved=improved)
     interrupted = False
-    bar: tqdm[Any] = tqdm(total=budget, unit="proposal", disable=None if progress else True)
+    bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
     with bar:
         try:
             if strategies[BASELINE] is not baseline:
@@ -108,13 +94,13 @@ def search(
             for name, strategy in strategies.items():
                 recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
                 _heed(stopped)
-            for name, make in (further_starts or {}).items():
+            for name, make in further_starts.items():
                 strategy = strategies[name] = inside(make())
                 recorder.start(Start(name, strategy, evaluator.makespan_ns(strategy), evaluator.overflow_bytes(strategy)))
                 _heed(stopped)
             references = reference_strategies(graph, topology, strategies.values())
             space = replace(space, references=different(inside(reference) for reference in references))
-            _Run(space, topology, evaluator, recorder, budget, seed, beta, patience, bar, deadline, cores, stopped).all_chains()
+            _Run(space, topology, evaluator, recorder, options, bar, deadline, stopped).all_chains()
             polish_best(recorder, space, evaluator, polish_up_to)
         except (KeyboardInterrupt, Exception) as error:
             if not (isinstance(error, KeyboardInterrupt) or stopped()):  # libraries turn an interrupt that meets them into errors of theirs
@@ -125,7 +111,16 @@ def search(
     assert recorder.best is not None
     if not recorder.best.fits:
         raise infeasible(graph, topology, evaluator, recorder.best, len(recorder.rows))
-    return recorder.result(seed=seed, budget=budget, beta=beta, interrupted=interrupted)
+    return recorder.result(seed=options.seed, budget=options.budget, beta=options.beta, interrupted=interrupted)
+
+
+def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Space:
+    """What may be chosen, without references."""
+    pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
+    allowed = parse(graph, topology.device_count, pins, forbidden)
+    allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
+    syncs = sync_choices(graph, topology, options.syncs, options.uncut)
+    return build_space(graph, topology.device_count, allowed=allowed, syncs=syncs)
 
 
 def _heed(stopped: Callable[[], bool]) -> None:
@@ -168,13 +163,9 @@ class _Run:
     topology: Topology
     evaluator: Evaluator
     recorder: Recorder
-    budget: int
-    seed: int
-    beta: float
-    patience: float | None
+    options: SearchOptions
     bar: tqdm[Any]
     deadline: float
-    cores: int | None
     stopped: Callable[[], bool]
 
     @property
@@ -185,7 +176,7 @@ class _Run:
         """Spend the budget."""
         able = self._able
         most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if able is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
-        wanted = min(most, max(1, self.budget // each))
+        wanted = min(most, max(1, self.options.budget // each))
         self._show()
         first = self.recorder.best
         assert first is not None
@@ -193,9 +184,9 @@ class _Run:
         evaluated = [start.strategy for start in self.recorder.starts]
         openings = [reference for reference in self.space.references if reference not in evaluated]
         lows: list[tuple[Start, int]] = []
-        for start, budget in zip(chosen, chain_budgets(self.budget, len(chosen)), strict=True):
-            rng = random.Random(f"{self.seed} {start.name}")
-            allowance = _Allowance(budget, self.patience, self.deadline)
+        for start, budget in zip(chosen, chain_budgets(self.options.budget, len(chosen)), strict=True):
+            rng = random.Random(f"{self.options.seed} {start.name}")
+            allowance = _Allowance(budget, self.options.patience, self.deadline)
             share = int(budget * DESCENT_SHARE)
             low = self._descend(rng, start, openings, share if able is None else min(share, DESCENT_PROPOSALS), allowance)
             openings = []
@@ -215,9 +206,9 @@ class _Run:
         budgets = sorted((budget for _, budget in lows), reverse=True)
         chains = Tempering(
             CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states), [low.strategy for low, _ in lows],
-            seed=self.seed, budgets=budgets, beta=self.beta, fits=fits, cores=self.cores,
+            seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores,
         )  # fmt: skip
-        allowance = _Allowance(sum(budgets), self.patience, self.deadline)
+        allowance = _Allowance(sum(budgets), self.options.patience, self.deadline)
         for rounds in chains.rounds():
             for own in rounds:
                 before = self.recorder.best
@@ -273,7 +264,7 @@ class _Run:
         state = ChainState(start.strategy, start.cost_ns, max(1, start.cost_ns))
         best_ns, idle = start.cost_ns, 0
         while not allowance.spent and idle < MAX_IDLE_MOVES:
-            state, info = step(rng, state, kernel, self.evaluator, self.beta)
+            state, info = step(rng, state, kernel, self.evaluator, self.options.beta)
             idle += 1
             if info.proposal is None:
                 continue

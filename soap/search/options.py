@@ -61,7 +61,7 @@ class SearchOptions:
     margin: float | None = 1.0
 
     def __post_init__(self) -> None:
-        check(self.budget, self.beta, self.patience, self.seconds)
+        _check(self.budget, self.beta, self.patience, self.seconds)
         if self.cores is not None and self.cores < 1:
             raise StrategyError(f"cores {self.cores}: expected at least 1, or None for all of this machine")
         if self.margin is not None and not 1 <= self.margin < inf:
@@ -77,7 +77,7 @@ class SearchOptions:
             object.__setattr__(self, "starts", tuple(self.starts))
 
 
-def check(budget: int, beta: float, patience: float | None, seconds: float | None) -> None:
+def _check(budget: int, beta: float, patience: float | None, seconds: float | None) -> None:
     """Raise StrategyError in one line if a search cannot be told so."""
     if budget < 1:
         raise StrategyError(f"--budget {budget}: expected at least 1 proposal; a few hundred are a good beginning")

@@ -21,6 +21,7 @@ from soap.cli.first_measuring import DEFAULT_S, LINKS_SHARE, measure_first
 from soap.cli.search import main
 from soap.cli.verification import ASKED_S, DEFAULT_FINALISTS
 from soap.cli.wanted import Wanted
+from soap.cluster import yaml_file
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.measure.link_probes import NEEDED, Probe, probes_for
@@ -279,9 +280,9 @@ def test_where_the_machines_are_at_hand(
     cluster: str, profile_s: float | None, finalists: int | None, costs: CostSource, expected: Wish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(at_hand, "require_support", lambda: None)
-    assert wish(soap.api.yaml_file.load_cluster(cluster), profile_s, finalists, costs) == expected
+    assert wish(yaml_file.load_cluster(cluster), profile_s, finalists, costs) == expected
     monkeypatch.setenv("RANK", "0")
-    assert wish(soap.api.yaml_file.load_cluster(cluster), None, None, costs) == Wish()
+    assert wish(yaml_file.load_cluster(cluster), None, None, costs) == Wish()
 
 
 def test_hosts_that_cannot_be_emulated_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +290,7 @@ def test_hosts_that_cannot_be_emulated_are_said_once(monkeypatch: pytest.MonkeyP
         raise RuntimeFailure("--emulate makes network namespaces, for which one has to be root")
 
     monkeypatch.setattr(at_hand, "require_support", missing)
-    topology = soap.api.yaml_file.load_cluster(HOSTS)
+    topology = yaml_file.load_cluster(HOSTS)
     why = "nothing is measured or run: --emulate makes network namespaces, for which one has to be root"
     assert wish(topology, None, None, "auto") == Wish(problem=why)
     assert wish(topology, 0.0, 0, "auto") == Wish()

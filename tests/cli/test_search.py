@@ -327,10 +327,10 @@ def test_terminated_while_searching_and_again_while_saving(tmp_path: Path) -> No
     out = tmp_path / "s.json"
     program = """
 import os, signal, sys
-from soap import api, files
+from soap.api import strategies
 from soap.cli import search
 from soap.search import chains
-real, write, calls = chains._Run._show, api.write_text_atomically, []
+real, write, calls = chains._Run._show, strategies.write_text_atomically, []
 def show(self, done=0):
     calls.append(done)
     if len(calls) == 5:
@@ -339,7 +339,7 @@ def show(self, done=0):
 def slow(*args):
     os.kill(os.getpid(), signal.SIGINT)
     write(*args)
-chains._Run._show, api.write_text_atomically = show, slow
+chains._Run._show, strategies.write_text_atomically = show, slow
 sys.exit(search.main(sys.argv[1:]))
 """
     command = [sys.executable, "-c", program, MODEL, "--cluster", CLUSTER, "--budget", "1000", "-o", str(out)]

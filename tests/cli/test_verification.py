@@ -20,6 +20,7 @@ from soap.cli.search import main
 from soap.errors import RuntimeFailure
 from soap.measure.paired import Gain
 from soap.search.chains import search as search_graph
+from soap.search.options import SearchOptions
 from soap.search.record import SearchResult
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import NAMED
@@ -232,13 +233,13 @@ def test_steps_that_take_too_long_to_compare_are_not_begun() -> None:
 
 
 def found(graph: soap.OperatorGraph, topology: soap.Topology, pins: list[tuple[str, str]]) -> SearchResult:
-    return search_graph(graph, topology, TableCosts(0), budget=30, pins=pins)
+    return search_graph(graph, topology, TableCosts(0), SearchOptions(budget=30, pins=pins))
 
 
 def test_finalists_are_different_fit_and_come_best_first() -> None:
     graph, four = mlp(), cluster([2, 2])
     costs = TableCosts(1, overflow=lambda strategy: int(len(strategy.operators["fc0"].devices) == 1))
-    result = search_graph(graph, four, costs, budget=200)
+    result = search_graph(graph, four, costs, SearchOptions(budget=200))
     times = [start.cost_ns for start in result.finalists]
     assert times == sorted(set(times)) and 4 < len(times) <= 8
     assert result.finalists[0].strategy == result.strategy

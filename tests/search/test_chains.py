@@ -12,6 +12,7 @@ from soap.errors import InfeasibleError, StrategyError
 from soap.model.graph import OperatorGraph
 from soap.search import exhaustive_search, search
 from soap.search.chains import chain_budgets
+from soap.search.options import SearchOptions
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy
@@ -41,7 +42,7 @@ class Interrupting:
 def test_optimum_of_random_costs_is_found(seed: int) -> None:
     graph, costs = layers(2, rows=2), TableCosts(seed)
     best = exhaustive_search(graph, 2, costs)
-    result = search(graph, cluster([2]), costs, budget=300, seed=seed, beta=20)
+    result = search(graph, cluster([2]), costs, SearchOptions(budget=300, seed=seed, beta=20))
     assert result.cost_ns <= best.cost_ns  # a shuffled placement may be better still
 
 
@@ -49,7 +50,7 @@ def test_optimum_of_random_costs_is_found(seed: int) -> None:
 def test_optimum_of_coupled_layers_is_found(edge_ns: int) -> None:
     graph = layers(4, rows=4)
     costs = TileCosts(graph, edge_ns=edge_ns)
-    assert search(graph, cluster([2]), costs, budget=200).cost_ns == exhaustive_search(graph, 2, costs).cost_ns
+    assert search(graph, cluster([2]), costs, SearchOptions(budget=200)).cost_ns == exhaustive_search(graph, 2, costs).cost_ns
 
 
 @pytest.mark.parametrize("widths", [(4, 4, 4), (4, 64, 2), (64, 2, 64)])
@@ -57,7 +58,7 @@ def test_optimum_of_simulated_models_is_found(widths: tuple[int, ...]) -> None:
     graph, topology = chain(8, *widths), cluster([2])
     simulator = Simulator(graph, topology, PointCosts(1))
     best = exhaustive_search(graph, 2, simulator)
-    result = search(graph, topology, simulator, budget=300)
+    result = search(graph, topology, simulator, SearchOptions(budget=300))
     assert best.evaluations == 6 * 6 * 4
     assert result.cost_ns <= best.cost_ns
     assert result.cost_ns == simulator.run(result.strategy).makespan_ns
@@ -67,7 +68,7 @@ def test_never_worse_than_the_best_start() -> None:
     graph, topology = transformer(), cluster([2, 2])
     simulator = Simulator(graph, topology, PointCosts(1))
     for seed in range(3):
-        result = search(graph, topology, simulator, budget=5, seed=seed)
+        result = search(graph, topology, simulator, SearchOptions(budget=5, seed=seed))
         assert result.cost_ns <= min(cost for cost, fits in result.start_costs.values() if fits)
         assert result.data_parallel_ns == simulator.cost(CLASSICAL["data_parallel"](graph, topology))[0]
         result.strategy.validate(graph, 4)
@@ -75,7 +76,8 @@ def test_never_worse_than_the_best_start() -> None:
 
 def test_further_starts_are_made_and_evaluated_last() -> None:
     graph, made = layers(2, rows=4), Strategy(dict.fromkeys(("layer.0", "layer.1"), OpConfig((2,), (1, 0))))
-    result = search(graph, cluster([2]), TileCosts(graph), budget=5, starts=["single_device"], further_starts={"mine": lambda: made})
+    options = SearchOptions(budget=5, starts=["single_device"])
+    result = search(graph, cluster([2]), TileCosts(graph), options, further_starts={"mine": lambda: made})
     assert [start.name for start in result.starts] == ["data_parallel", "single_device", "mine"]
     assert result.starts[-1].strategy == made and result.cost_ns == 1200
 
@@ -84,7 +86,7 @@ def test_equal_seed_and_budget_give_the_same_search() -> None:
     graph, topology = mlp(), cluster([4])
 
     def run(seed: int):  # type: ignore[no-untyped-def]
-        return search(graph, topology, TileCosts(graph), budget=60, seed=seed)
+        return search(graph, topology, TileCosts(graph), SearchOptions(budget=60, seed=seed))
 
     assert run(1).rows == run(1).rows
     assert run(1).strategy == run(1).strategy
@@ -96,7 +98,8 @@ from tests.graph_builder import mlp
 from tests.search.toys import TileCosts
 from tests.strategies import cluster
 from soap.search import search
-result = search(mlp(), cluster([4]), TileCosts(mlp()), budget=40, seed=3)
+from soap.search.options import SearchOptions
+result = search(mlp(), cluster([4]), TileCosts(mlp()), SearchOptions(budget=40, seed=3))
 print(result.rows, sorted(result.strategy.operators.items()))
 """
 
@@ -112,7 +115,7 @@ def test_order_of_hashes_does_not_matter() -> None:
 def test_the_whole_budget_is_spent_and_recorded() -> None:
     graph = mlp()
     costs = TileCosts(graph)
-    result = search(graph, cluster([4]), costs, budget=1000, seed=0)
+    result = search(graph, cluster([4]), costs, SearchOptions(budget=1000, seed=0))
     history = result.history
     assert list(history.columns) == [
         "proposal", "phase", "chain", "move", "operator", "operators", "cost_ns", "fits", "accepted", "best_ns",
@@ -130,7 +133,7 @@ def test_the_whole_budget_is_spent_and_recorded() -> None:
 
 def test_data_parallelism_on_fewer_devices_is_tried_first() -> None:
     graph = layers(3, rows=8)
-    result = search(graph, cluster([2, 2]), TileCosts(graph), budget=20)
+    result = search(graph, cluster([2, 2]), TileCosts(graph), SearchOptions(budget=20))
     adopted = [row.cost_ns for row in result.rows if row.move == "adopt"]
     assert adopted == [row.cost_ns for row in result.rows[: len(adopted)]] == [3 * 600]  # a single device is a start already
 
@@ -144,14 +147,14 @@ def test_budget_is_divided_without_rest() -> None:
 
 def test_patience_ends_a_chain_early() -> None:
     graph = layers(2)
-    result = search(graph, cluster([2]), TileCosts(graph), budget=100, patience=0.2)
+    result = search(graph, cluster([2]), TileCosts(graph), SearchOptions(budget=100, patience=0.2))
     assert 20 <= len(result.rows) < 100
     last = max((row.proposal for row in result.rows if row.best_ns != result.rows[-1].best_ns), default=0)
     assert len(result.rows) - last >= 20
 
 
 def test_one_device_ends_at_once() -> None:
-    result = search(mlp(), cluster([1]), TileCosts(mlp()), budget=10)
+    result = search(mlp(), cluster([1]), TileCosts(mlp()), SearchOptions(budget=10))
     assert result.rows == () and result.speedup == 1.0 and not result.interrupted
     assert list(result.history.columns)[:2] == ["proposal", "phase"] and len(result.history) == 0
 
@@ -169,14 +172,14 @@ def test_one_device_ends_at_once() -> None:
 )
 def test_bad_arguments_are_refused_in_one_line(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(StrategyError, match=message) as info:
-        search(mlp(), cluster([2]), TileCosts(mlp()), **arguments)  # type: ignore[arg-type]
+        search(mlp(), cluster([2]), TileCosts(mlp()), SearchOptions(**arguments))  # type: ignore[arg-type]
     assert "\n" not in str(info.value)
 
 
 @pytest.mark.parametrize("call", [2, 6, 30, 60])
 def test_interrupt_returns_the_best_so_far(call: int) -> None:
     graph = mlp()
-    result = search(graph, cluster([4]), Interrupting(graph, call), budget=100)
+    result = search(graph, cluster([4]), Interrupting(graph, call), SearchOptions(budget=100))
     assert result.interrupted and result.evaluations == call - 1
     costs = [row.cost_ns for row in result.rows] + [start.cost_ns for start in result.starts]
     assert result.cost_ns == min(costs) == TileCosts(graph).cost(result.strategy)[0]
@@ -185,23 +188,23 @@ def test_interrupt_returns_the_best_so_far(call: int) -> None:
 def test_what_a_library_makes_of_an_interrupt_returns_the_best_so_far() -> None:
     graph = mlp()
     pressing = Interrupting(graph, 30, raised=TypeError)
-    result = search(graph, cluster([4]), pressing, budget=100, stopped=lambda: pressing.left <= 0)
+    result = search(graph, cluster([4]), pressing, SearchOptions(budget=100), stopped=lambda: pressing.left <= 0)
     assert result.interrupted and result.evaluations == 29
     with pytest.raises(KeyboardInterrupt):
         pressing = Interrupting(graph, 1, raised=TypeError)
-        search(graph, cluster([4]), pressing, budget=100, stopped=lambda: pressing.left <= 0)
+        search(graph, cluster([4]), pressing, SearchOptions(budget=100), stopped=lambda: pressing.left <= 0)
     with pytest.raises(TypeError):  # nobody has pressed anything
-        search(graph, cluster([4]), Interrupting(graph, 30, raised=TypeError), budget=100)
+        search(graph, cluster([4]), Interrupting(graph, 30, raised=TypeError), SearchOptions(budget=100))
 
 
 def test_interrupt_before_anything_is_known_goes_on() -> None:
     with pytest.raises(KeyboardInterrupt):
-        search(mlp(), cluster([4]), Interrupting(mlp(), 1), budget=100)
+        search(mlp(), cluster([4]), Interrupting(mlp(), 1), SearchOptions(budget=100))
 
 
 def test_start_that_does_not_fit_is_skipped() -> None:
     graph = layers(3)
-    result = search(graph, cluster([2]), TileCosts(graph, device_bytes=600), budget=30)
+    result = search(graph, cluster([2]), TileCosts(graph, device_bytes=600), SearchOptions(budget=30))
     assert result.start_costs["single_device"][1] is False
     assert result.start_costs["data_parallel"] == (1800, True)
     assert {row.chain for row in result.rows} == {"data_parallel"}
@@ -216,7 +219,7 @@ def only(name: str, config: OpConfig) -> Callable[[Strategy], int]:
 def test_if_no_start_fits_the_search_first_makes_room() -> None:
     graph = layers(2, rows=4)
     wanted = OpConfig((2,), (2, 3), 1)
-    result = search(graph, cluster([4]), TableCosts(0, only("layer.1", wanted)), budget=300)
+    result = search(graph, cluster([4]), TableCosts(0, only("layer.1", wanted)), SearchOptions(budget=300))
     assert result.strategy.operators["layer.1"] == wanted
     assert all(not fits for _, fits in result.start_costs.values())
     first = next(i for i, row in enumerate(result.rows) if row.fits)
@@ -228,7 +231,7 @@ def test_if_no_start_fits_the_search_first_makes_room() -> None:
 def test_nothing_fits() -> None:
     graph = layers(2)
     with pytest.raises(InfeasibleError) as info:
-        search(graph, cluster([2]), TileCosts(graph, device_bytes=500), budget=20)
+        search(graph, cluster([2]), TileCosts(graph, device_bytes=500), SearchOptions(budget=20))
     assert str(info.value) == (
         "model 'layers' does not fit into the memory of cluster 'test': 100 B more needed than the 8.00 GiB available on 2 devices, in the "
         "closest of 20 proposals and all starts; ways out: (1) more devices or devices with more memory, (2) a smaller batch, "
@@ -239,11 +242,11 @@ def test_nothing_fits() -> None:
 def test_simulator_says_which_device_needs_how_much() -> None:
     graph, topology = mlp(batch=2**22, widths=(4096, 4096)), cluster([1, 1])
     with pytest.raises(InfeasibleError, match=r"host\d/device0 needs \d+(\.\d+)? [GT]iB, available \d+(\.\d+)? GiB, in the closest of 5 "):
-        search(graph, topology, Simulator(graph, topology, PointCosts(1)), budget=5)
+        search(graph, topology, Simulator(graph, topology, PointCosts(1)), SearchOptions(budget=5))
 
 
 def test_bar_is_quiet_when_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    search(mlp(), cluster([2]), TileCosts(mlp()), budget=5, progress=True)
+    search(mlp(), cluster([2]), TileCosts(mlp()), SearchOptions(budget=5), progress=True)
     assert capsys.readouterr() == ("", "")
 
 
@@ -254,7 +257,7 @@ def test_bar_shows_the_best_and_the_speedup(monkeypatch: pytest.MonkeyPatch) -> 
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    result = search(mlp(), cluster([2]), TileCosts(mlp()), budget=25, progress=True)
+    result = search(mlp(), cluster([2]), TileCosts(mlp()), SearchOptions(budget=25), progress=True)
     last = terminal.getvalue().replace("\n", "\r").split("\r")[-2]
     assert f"best {result.cost_ns / 1e6:.3f} ms, {result.speedup:.2f}x data parallel" in last and "25/25" in last
 
@@ -263,11 +266,11 @@ def test_the_users_strategy_is_a_start() -> None:
     graph = layers(2)
     initial = Strategy({op.name: OpConfig((2,), (1, 0)) for op in graph.operators})
     costs = TileCosts(graph)
-    result = search(graph, cluster([2]), costs, budget=3, starts=["model_parallel"], initial=initial)
+    result = search(graph, cluster([2]), costs, SearchOptions(budget=3, starts=["model_parallel"], initial=initial))
     assert list(result.start_costs) == ["data_parallel", "model_parallel", "initial"]
 
 
 def test_search_leaves_the_global_random_state_alone() -> None:
     state = random.getstate()
-    search(mlp(), cluster([2]), TileCosts(mlp()), budget=20)
+    search(mlp(), cluster([2]), TileCosts(mlp()), SearchOptions(budget=20))
     assert random.getstate() == state

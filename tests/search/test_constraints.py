@@ -17,6 +17,7 @@ from soap.model.graph import OperatorGraph
 from soap.search.chains import search
 from soap.search.constraints import Pairs, brought_inside, nearest, pairs_of, parse
 from soap.search.descent import CHANGES, propose_descent
+from soap.search.options import SearchOptions
 from soap.search.proposals import MOVES
 from soap.search.space import Space, build_space, grid_of, make_config
 from soap.search.starts import reference_strategies, starting_strategies
@@ -111,7 +112,7 @@ def test_starts_and_proposals_of_all_kinds_stay_inside(pins: Pairs, forbidden: P
 def test_what_a_search_returns_obeys(pins: Pairs, forbidden: Pairs, seed: int) -> None:
     costs = TableCosts(seed)
     try:
-        found = search(GRAPH, FOUR, costs, budget=40, seed=seed, pins=pins, forbidden=forbidden)
+        found = search(GRAPH, FOUR, costs, SearchOptions(budget=40, seed=seed, pins=pins, forbidden=forbidden))
     except StrategyError as error:
         assert "nothing is left" in str(error)
         return
@@ -183,7 +184,7 @@ def test_nearest_keeps_degrees_and_devices_where_it_can() -> None:
 def test_baseline_of_a_constrained_search_is_real_data_parallelism() -> None:
     graph = mlp()
     costs = TableCosts(3)
-    found = search(graph, FOUR, costs, budget=20, pins=[("*", "sample:2")])
+    found = search(graph, FOUR, costs, SearchOptions(budget=20, pins=[("*", "sample:2")]))
     usual = CLASSICAL["data_parallel"](graph, FOUR)
     assert found.data_parallel_ns == costs.makespan_ns(usual)
     assert next(s for s in found.starts if s.name == "data_parallel").strategy != usual
@@ -192,7 +193,7 @@ def test_baseline_of_a_constrained_search_is_real_data_parallelism() -> None:
 
 def test_everything_pinned_leaves_nothing_to_search() -> None:
     graph = layers(2, rows=4)
-    found = search(graph, FOUR, TableCosts(0), budget=50, pins=[("*", "b:4@0-3")])
+    found = search(graph, FOUR, TableCosts(0), SearchOptions(budget=50, pins=[("*", "b:4@0-3")]))
     assert {grid_of(config) for config in found.strategy.operators.values()} == {(1, 4)}
 
 

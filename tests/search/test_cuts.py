@@ -25,6 +25,7 @@ from soap.search.cuts import (
     pairs_of,
     round_count,
 )
+from soap.search.options import SearchOptions
 from soap.search.polish import polish, structured_count
 from soap.search.space import build_space
 from soap.simulator.engine import Engine
@@ -110,7 +111,7 @@ def test_what_a_search_compares_at_cuts_is_bounded() -> None:
     rounds = [round_count(build_space(graph, devices)) for devices in (2, 3, 4, 8)]
     assert rounds == [MAX_ROUNDS, MAX_ROUNDS, 1, 0]
     simulator = api.simulator_for(graph, small_cluster(4))
-    found = search(graph, simulator.topology, IncrementalSimulator(simulator), budget=20)
+    found = search(graph, simulator.topology, IncrementalSimulator(simulator), SearchOptions(budget=20))
     assert found.polished > pair_count(build_space(graph, 4)) and found.locally_optimal
     assert found.polished <= MAX_COMPARED + 2 * 10 * structured_count(build_space(graph, 4))
     assert found.cost_ns == simulator.makespan_ns(found.strategy)

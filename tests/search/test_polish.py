@@ -10,6 +10,7 @@ from benchmarks.optimality import locally_optimal, small_cluster
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search import search
+from soap.search.options import SearchOptions
 from soap.search.polish import MOVE, Neighbour, best_neighbour, polish, structured_count
 from soap.search.space import build_space
 from soap.simulator.engine import Engine
@@ -97,10 +98,10 @@ def test_a_search_ends_locally_optimal() -> None:
     graph, topology = transformer(layers=1), cluster([4])
     simulator = Simulator(graph, topology, RooflineCosts(topology))
     evaluator = IncrementalSimulator(simulator)
-    plain = search(graph, topology, evaluator, budget=20, polish_up_to=0)
+    plain = search(graph, topology, evaluator, SearchOptions(budget=20), polish_up_to=0)
     assert not plain.locally_optimal and plain.polished == 0
     assert best_neighbour(evaluator, build_space(graph, 4), plain.strategy) is not None
-    result = search(graph, topology, evaluator, budget=20)
+    result = search(graph, topology, evaluator, SearchOptions(budget=20))
     assert result.locally_optimal and result.cost_ns < plain.cost_ns
     assert result.cost_ns == simulator.makespan_ns(result.strategy)
     assert best_neighbour(evaluator, build_space(graph, 4), result.strategy) is None
@@ -111,7 +112,7 @@ def test_a_search_ends_locally_optimal() -> None:
 
 def test_evaluators_that_are_no_engine_are_not_polished() -> None:
     graph = layers(2)
-    assert not search(graph, cluster([2]), TileCosts(graph), budget=10).locally_optimal
+    assert not search(graph, cluster([2]), TileCosts(graph), SearchOptions(budget=10)).locally_optimal
 
 
 def test_ctrl_c_while_polishing_keeps_what_was_taken() -> None:
@@ -137,7 +138,7 @@ def test_ctrl_c_while_polishing_keeps_what_was_taken() -> None:
             engine.accept = accept  # type: ignore[method-assign]
             return engine
 
-    result = search(graph, topology, Stopping(simulator), budget=20)
+    result = search(graph, topology, Stopping(simulator), SearchOptions(budget=20))
     assert result.interrupted and not result.locally_optimal
     assert sum(row.phase == MOVE for row in result.rows) == 2
     assert result.cost_ns == simulator.makespan_ns(result.strategy) == result.rows[-1].cost_ns

@@ -13,6 +13,7 @@ from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.descent import synchronize
+from soap.search.options import SearchOptions
 from soap.search.polish import best_neighbour
 from soap.search.proposals import MOVES, move_weights
 from soap.search.space import build_space
@@ -93,7 +94,7 @@ def test_moves_change_what_has_a_choice() -> None:
 def test_a_search_is_locally_optimal_in_synchronizations(topology: Topology) -> None:
     graph = lookups()
     simulator = Simulator(graph, topology, RooflineCosts(topology))
-    found = search(graph, topology, IncrementalSimulator(simulator), budget=60)
+    found = search(graph, topology, IncrementalSimulator(simulator), SearchOptions(budget=60))
     space = build_space(graph, topology.device_count, syncs=sync_choices(graph, topology))
     assert found.cost_ns == simulator.makespan_ns(found.strategy)
     assert found.locally_optimal and best_neighbour(IncrementalSimulator(simulator), space, found.strategy) is None

@@ -10,6 +10,7 @@ from soap import api
 from soap.errors import StrategyError
 from soap.search.chains import search
 from soap.search.compiled.runner import CompiledSpace
+from soap.search.options import SearchOptions
 from soap.search.space import build_space
 from soap.search.starts import reference_strategies, starting_strategies
 from soap.search.tempering import ROUND, Tempering
@@ -22,7 +23,7 @@ def test_equal_seeds_give_equal_files_on_one_core_and_on_two() -> None:
     graph, topology = simulator.graph, simulator.topology
     texts, histories = [], []
     for cores in (1, 2):
-        found = search(graph, topology, IncrementalSimulator(simulator), budget=8200, seed=3, cores=cores, polish_up_to=0)
+        found = search(graph, topology, IncrementalSimulator(simulator), SearchOptions(budget=8200, seed=3, cores=cores), polish_up_to=0)
         assert len({row.chain for row in found.rows}) == 2
         texts.append(dumps(found.strategy, graph, topology, api.SearchOutcome(simulator, found).record))
         histories.append(found.rows)
@@ -55,10 +56,10 @@ def test_the_ladder_cools_down_to_beta_and_keeps_its_order() -> None:
 def test_time_ends_a_search_and_nonsense_is_refused() -> None:
     simulator = api.simulator_for("zoo:rnnlm:tiny", "p100-4x4")
     arguments = simulator.graph, simulator.topology, IncrementalSimulator(simulator)
-    found = search(*arguments, budget=10**6, seconds=1e-9, polish_up_to=0)
+    found = search(*arguments, SearchOptions(budget=10**6, seconds=1e-9), polish_up_to=0)
     assert len(found.rows) == 4 * ROUND and not found.interrupted  # the time is looked at between rounds
     with pytest.raises(StrategyError, match="--seconds 0"):
-        search(*arguments, budget=10, seconds=0)
+        search(*arguments, SearchOptions(budget=10, seconds=0))
 
 
 def test_a_cluster_of_little_memory_is_respected() -> None:
@@ -69,7 +70,7 @@ def test_a_cluster_of_little_memory_is_respected() -> None:
     narrow = api.simulator_for(simulator.graph, replace(simulator.topology, devices=tuple(devices)))
     evaluator = IncrementalSimulator(narrow)
     assert not evaluator.always_fits()
-    found = search(narrow.graph, narrow.topology, evaluator, budget=1500, seed=0, polish_up_to=0)
+    found = search(narrow.graph, narrow.topology, evaluator, SearchOptions(budget=1500, seed=0), polish_up_to=0)
     assert narrow.overflow_bytes(found.strategy) == 0
     assert any(row.accepted for row in found.rows if row.phase == "chain")
 
@@ -84,7 +85,7 @@ def test_whoever_is_told_to_stop_keeps_the_best_so_far(calls: int) -> None:
         asked.append(True)
         return len(asked) >= calls
 
-    found = search(simulator.graph, simulator.topology, IncrementalSimulator(simulator), budget=1000, stopped=stopped)
+    found = search(simulator.graph, simulator.topology, IncrementalSimulator(simulator), SearchOptions(budget=1000), stopped=stopped)
     assert found.interrupted
     assert len(asked) == calls
     accepted = [row.cost_ns for row in found.rows if row.accepted and row.cost_ns is not None]

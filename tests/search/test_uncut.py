@@ -12,6 +12,7 @@ from soap.model.graph import OperatorGraph
 from soap.runtime.updates.parts import require_possible
 from soap.runtime.updates.trial import Scope, Tried
 from soap.search.chains import search
+from soap.search.options import SearchOptions
 from soap.search.uncut import with_uncut
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL
@@ -43,12 +44,12 @@ def test_what_is_found_can_be_trained(graph: OperatorGraph, seed: int, scope: Sc
     names = [tensor.name for tensor in graph.parameters if tensor.requires_grad]
     together = names if scope is Scope.MODEL else ()
     syncs = [parameter_server(4)] if served and scope is Scope.TENSOR else [SyncConfig()]
-    found = search(graph, FOUR, TableCosts(seed), budget=40, seed=seed, uncut=names, together=together, syncs=syncs)
+    found = search(graph, FOUR, TableCosts(seed), SearchOptions(budget=40, seed=seed, uncut=names, together=together, syncs=syncs))
     assert runs(graph, FOUR, found.strategy, scope)
 
 
 def test_without_it_a_search_cuts() -> None:
-    found = search(GRAPH, FOUR, TableCosts(3), budget=60, seed=3)
+    found = search(GRAPH, FOUR, TableCosts(3), SearchOptions(budget=60, seed=3))
     assert not runs(GRAPH, FOUR, found.strategy, Scope.TENSOR)
 
 
@@ -63,11 +64,11 @@ def test_only_operators_that_would_cut_are_kept_from_it() -> None:
 def test_a_pin_that_cuts_is_refused() -> None:
     name = next(name for name in NAMES if "fc1" in name and "weight" in name)
     with pytest.raises(StrategyError, match=rf"^--pin splits operator '0.fc1' so that parameter '{name}' is cut, which the optimizer"):
-        search(GRAPH, FOUR, TableCosts(0), budget=5, pins=[("0.fc1", "n:4")], uncut=[name])
+        search(GRAPH, FOUR, TableCosts(0), SearchOptions(budget=5, pins=[("0.fc1", "n:4")], uncut=[name]))
 
 
 def test_servers_keep_them_in_one_partition() -> None:
     choices = sync_choices(GRAPH, FOUR, [parameter_server(4)], uncut=NAMES[:1])
     assert [sync.partitions for sync in choices[NAMES[0]]] == [1, 1] and [sync.partitions for sync in choices[NAMES[1]]] == [1, 4]
-    found = search(GRAPH, FOUR, TableCosts(1), budget=20, starts=["parameter_server"], uncut=NAMES)
+    found = search(GRAPH, FOUR, TableCosts(1), SearchOptions(budget=20, starts=["parameter_server"], uncut=NAMES))
     assert all(sync.partitions == 1 for start in found.starts for sync in start.strategy.parameters.values())

@@ -6,11 +6,10 @@ ranks agree on who sends which gradient to whom without asking each other. The s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from soap.model.graph import OperatorGraph
 from soap.plan.plan import Exchange, Message, Plan, local_pieces, remote_parts
 
 ValueKey = tuple[Literal["holding", "fetch"], int]
@@ -59,20 +58,6 @@ class PlanIndex:
                 self.carriers_from.setdefault(place, []).append(key)
 
 
-@dataclass(frozen=True)
-class Tail:
-    """``operators``: positions of those that run when the backward pass is over (see ``loss_epilogue``). ``seeds``: tensor -> the loss's
-    gradient by it, where the backward pass begins."""
-
-    operators: frozenset[int]
-    seeds: Mapping[str, float]
-
-
-def no_tail(graph: OperatorGraph) -> Tail:
-    """The backward pass begins with the loss."""
-    return Tail(frozenset(), {graph.loss: 1.0})
-
-
 @dataclass
 class Activity:
     """Which parts of a plan carry gradients. ``seeds``: tiles of whose outputs (or partial results) the gradient is known at once."""
@@ -117,6 +102,16 @@ def _reached(tile: int, plan: Plan, index: PlanIndex, found: Activity) -> bool:
         ):
             return True
     return False
+
+
+def count_takers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int]:
+    """How many take parts of the gradient that is left on a rank's own fetch, if a part of it comes from elsewhere: each message and
+    exchange that brought one, and once each holding of its own rank."""
+    counts: dict[ValueKey, int] = {}
+    for number, carriers in index.carriers.items():
+        if plan.fetches[number].device == rank:
+            counts["fetch", number] = len(carriers) + len({piece.holding for piece in local_pieces(plan, plan.fetches[number])})
+    return counts
 
 
 def count_readers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int]:

@@ -142,14 +142,14 @@ class PreparedTile:
 
 
 class PreparedTiles:
-    """All tiles of a rank, by number, for one program. ``readers``: see ``Program.readers``. ``fetches``: the rank's own, by number."""
+    """All tiles of a rank, by number, for one program. ``readers``, ``takers``: see ``Program``. ``fetches``: the rank's own, by number."""
 
     def __init__(self, program: Program, shards: ShardStore, rank: int, dtype_of: Callable[[str], torch.dtype]) -> None:
         self._program, self._plan = program, program.plan
         self._shards, self._dtype_of = shards, dtype_of
         self._places: dict[tuple[str, Region], int] = {}
         self._by_rows = {piece_read(self._plan, i): i for i, sync in enumerate(self._plan.syncs) if sync.contract.by_rows}
-        self.readers = program.readers(rank)
+        self.readers, self.takers = program.readers(rank), program.takers(rank)
         self.fetches = {i: self._fetched(i) for i, fetch in enumerate(self._plan.fetches) if fetch.device == rank}
         self.tiles = {i: self._prepare(i) for i, tile in enumerate(self._plan.tiles) if tile.device == rank}
 

@@ -1,4 +1,4 @@
-"""The backward pass of one step on one rank: its segments by decreasing start, with gradients that come from and go elsewhere.
+"""The backward pass of one step on one rank: its segments in the program's order, with gradients that come from and go elsewhere.
 
 Where gradients flow is decided by the program: a rank that has none to give sends zeros. Contributions are added in the program's
 order, never in that of arrival, so that equal runs give equal bits.
@@ -17,7 +17,6 @@ from soap.plan.plan import (
     Pattern,
     backward_name,
     exchange_name,
-    local_pieces,
     message_name,
     reduce_name,
     remote_parts,
@@ -39,7 +38,6 @@ class BackwardPass:
         self.state, self.program, self.plan = state, state.program, state.plan
         self._early = early
         self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
-        self._takers: dict[int, int] = {}
         self._reduced: dict[int, Pending] = {}
         self._waiting: dict[int, int] = {}
 
@@ -149,8 +147,8 @@ class BackwardPass:
     def _collect(self, holding: int) -> torch.Tensor | None:
         """All gradients for a holding: from this rank's own segments, from what else it was fetched with, then from other ranks."""
         held = self.plan.holdings[holding]
-        leaf = self.state.leaves.pop(("holding", holding), None)  # its value is needed no longer
-        total = None if leaf is None else leaf.grad
+        total = self.state.values.gradient(("holding", holding))
+        self.state.values.taken(("holding", holding))  # its value is needed no longer
         parts = self._parts_of(holding)
         returned = self._returning.pop(holding, ())
         if parts or returned:  # added in place, but autograd's own may be part of another gradient: what passes through views is not copied
@@ -179,18 +177,13 @@ class BackwardPass:
         """What this rank has computed of the gradient of a part that it has fetched."""
         fetch = self.plan.fetches[part[0]]
         box = fetch.pieces[part[1]].box
-        leaf = self.state.leaves.get(("fetch", part[0]))
-        return self.state.zeros(box, fetch.tensor) if leaf is None or leaf.grad is None else cut(leaf.grad, fetch.box, box)
+        gradient = self.state.values.gradient(("fetch", part[0]))
+        return self.state.zeros(box, fetch.tensor) if gradient is None else cut(gradient, fetch.box, box)
 
     def _done_with(self, parts: Iterable[Part]) -> None:
         """One of those that take gradients of these fetches has had them; after the last one they go, with the values."""
         for fetch in {fetch for fetch, _ in parts}:
-            if fetch not in self._takers:
-                local = {piece.holding for piece in local_pieces(self.plan, self.plan.fetches[fetch])}
-                self._takers[fetch] = len(self.program.index.carriers[fetch]) + len(local)
-            self._takers[fetch] -= 1
-            if self._takers[fetch] == 0:
-                self.state.leaves.pop(("fetch", fetch), None)
+            self.state.values.taken(("fetch", fetch))
 
     def _room(self, part: Part) -> Room:
         """Where to receive the gradient of a part of a holding of this rank."""

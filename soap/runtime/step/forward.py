@@ -61,7 +61,6 @@ class ForwardPass:
         self._partials: dict[tuple[int, int], torch.Tensor] = {}
         self._arrivals = Arrivals(state)
         self._reducing: dict[int, Pending] = {}
-        self._readers = prepared.readers.copy()
 
     def run_tile(self, number: int) -> None:
         """Compute a tile."""
@@ -138,7 +137,8 @@ class ForwardPass:
         state = self.state
         pending = state.scatter_sum(total, reduction, name) if reduction.cells else state.sum_over(total, reduction.devices, name)
         self._round(pending, number)
-        if ("holding", self.program.index.reduced.get((number, state.rank))) in self._readers:
+        holding = self.program.index.reduced.get((number, state.rank))
+        if holding is not None and state.values.has_readers(("holding", holding)):
             self._reducing[number] = pending
         else:
             state.comm.leave(pending)
@@ -222,7 +222,7 @@ class ForwardPass:
             if held.late:
                 self._numbers[held.holding] = tensor.detach()
             if held.kept:
-                self.state.leaves["holding", held.holding] = _leaf(tensor, held.takes_gradient)
+                self.state.values["holding", held.holding] = _leaf(tensor, held.takes_gradient)
             if held.answered:
                 self._note(Output(tensor, held.holding, None, held.seed))
 
@@ -243,7 +243,7 @@ class ForwardPass:
         reduction = self.plan.holdings[holding].reduction
         if reduction is not None:
             return self._reducing[reduction].wait()
-        return self._numbers[holding] if holding in self._numbers else self.state.leaves["holding", holding].detach()
+        return self._numbers[holding] if holding in self._numbers else self.state.values["holding", holding].detach()
 
     def _unit_input(self, number: int, place: int) -> torch.Tensor:
         return self._input(self._prepared.tiles[number].inputs[place])
@@ -268,13 +268,13 @@ class ForwardPass:
 
     def _arrived(self, fetch: Fetched) -> torch.Tensor:
         """A region of which a part lies elsewhere: a leaf as a whole."""
-        leaves, key = self.state.leaves, fetch.key
-        if key not in leaves:
+        values, key = self.state.values, fetch.key
+        if key not in values:
             region = self._arrivals.take(fetch.number, self._held)
             carries = fetch.number in self.program.activity.fetches and self.state.graph.tensors[fetch.tensor].requires_grad
-            leaves[key] = _leaf(region, carries)
+            values[key] = _leaf(region, carries)
             self._leave_holdings(fetch.holdings)
-        return leaves[key]
+        return values[key]
 
     def _piece(self, piece: Piece) -> torch.Tensor:
         """One piece of a fetch: attached if this segment made it, else of a leaf."""
@@ -283,19 +283,19 @@ class ForwardPass:
 
     def _holding_leaf(self, holding: int) -> torch.Tensor:
         """The leaf of a holding that another segment has made, or that was summed."""
-        leaves = self.state.leaves
+        values = self.state.values
         key: ValueKey = ("holding", holding)
-        if key not in leaves:
+        if key not in values:
             carries = holding in self.program.activity.holdings and self._requires_grad(holding)
-            leaves[key] = _leaf(self._held(holding), carries)
-        return leaves[key]
+            values[key] = _leaf(self._held(holding), carries)
+        return values[key]
 
     def _requires_grad(self, holding: int) -> bool:
         return self.state.graph.tensors[self.plan.holdings[holding].tensor].requires_grad
 
     def _leave_fetch(self, fetch: Fetched) -> None:
         """One of a fetch's consumers has had it."""
-        if not self._is_last(fetch.key):
+        if not self.state.values.leave(fetch.key):
             return
         self._fetched.pop(fetch.number, None)
         if not fetch.carried:
@@ -304,21 +304,11 @@ class ForwardPass:
     def _leave_holdings(self, holdings: Iterable[int]) -> None:
         """A reader has had these holdings of this rank, each named once."""
         for holding in holdings:
-            if self._is_last(("holding", holding)):
+            if self.state.values.leave(("holding", holding)):
                 self._attached.pop(holding, None)
                 reduction = self.plan.holdings[holding].reduction
                 if reduction is not None:
                     self._reducing.pop(reduction)
-
-    def _is_last(self, key: ValueKey) -> bool:
-        """Count down the readers of a value. After the last one its leaf goes, unless a gradient will be left on it."""
-        left = self._readers[key] = self._readers[key] - 1
-        if left:
-            return False
-        leaf = self.state.leaves.get(key)
-        if leaf is not None and not leaf.requires_grad:
-            del self.state.leaves[key]
-        return True
 
     def _parameter(self, parameter: Parameter) -> torch.Tensor:
         """A parameter region of a tile, assembled once per segment."""

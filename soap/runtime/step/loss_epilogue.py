@@ -1,7 +1,7 @@
-"""The tail of a loss: operators that only add up and scale numbers, such as the losses of several parts of a sequence.
+"""The epilogue of a loss: operators that only add up and scale numbers, such as the losses of several parts of a sequence.
 
-The gradient of the loss by what enters the tail does not depend on any value. So the backward pass can begin there, with constants, before
-these numbers have been summed over the devices: no rank waits for another between forward and backward pass. The tail itself, and the
+The gradient of the loss by what enters it does not depend on any value. So the backward pass can begin there, with constants, before
+these numbers have been summed over the devices: no rank waits for another between forward and backward pass. The epilogue itself, and the
 sums that it reads, run when the backward pass is over.
 """
 
@@ -12,13 +12,13 @@ import torch
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import volume, whole
 from soap.plan.tiling import tiles_of
-from soap.runtime.program.activity import Tail, no_tail
+from soap.runtime.program.epilogue import LossEpilogue, no_epilogue
 from soap.strategy.config import OpConfig
 from soap.tracing.model import TileContext, TracedModel
 
 
-def find_tail(model: TracedModel) -> Tail:
-    """The longest tail of a model's loss."""
+def find_epilogue(model: TracedModel) -> LossEpilogue:
+    """The longest epilogue of a model's loss."""
     graph = model.graph
     found: set[int] = set()
     for position in range(len(graph.operators) - 1, -1, -1):
@@ -30,8 +30,8 @@ def find_tail(model: TracedModel) -> Tail:
     entering = [o.tensor for position in sorted(found) for o in graph.operators[position].inputs]
     entering = [name for name in dict.fromkeys(entering) if graph.producers[name][0] not in found]
     if not found or any(not {reader for reader, _ in graph.consumers.get(name, ())} <= found for name in entering):
-        return no_tail(graph)
-    return Tail(frozenset(found), _coefficients(model, sorted(found), entering))
+        return no_epilogue(graph)
+    return LossEpilogue(frozenset(found), _coefficients(model, sorted(found), entering))
 
 
 def _adds_numbers(graph: OperatorGraph, position: int) -> bool:
@@ -41,7 +41,7 @@ def _adds_numbers(graph: OperatorGraph, position: int) -> bool:
 
 
 def _coefficients(model: TracedModel, operators: list[int], entering: list[str]) -> dict[str, float]:
-    """The gradients, from a run of the tail on zeros."""
+    """The gradients, from a run of the epilogue on zeros."""
     graph = model.graph
     leaves = {name: torch.zeros(graph.tensors[name].shape, dtype=torch.float64, requires_grad=True) for name in entering}
     values: dict[str, torch.Tensor] = dict(leaves)

@@ -13,8 +13,8 @@ from soap.plan.flows import reduced_tensor
 from soap.plan.plan import Reduction
 from soap.runtime.comm.packing import land, pack
 from soap.runtime.comm.redistribute import Communicator, Pending, cut
-from soap.runtime.program.activity import ValueKey
 from soap.runtime.program.program import Program
+from soap.runtime.step.value_store import ValueStore
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
 
@@ -32,7 +32,7 @@ class Output(NamedTuple):
 class StepState:
     """The values of one step that outlive their segment, and the services that both passes use.
 
-    ``leaves``: detached inputs of segments, as long as they are read, and those on which autograd leaves gradients until these are taken.
+    ``values``: detached inputs of segments, as long as they are read, and those on which autograd leaves gradients until these are taken.
     ``outputs``: segment -> what its backward pass starts from. ``sent``: messages on their way. ``share``: the gradient of the loss, less
     than 1 where the losses of several micro-batches are averaged.
     """
@@ -40,16 +40,16 @@ class StepState:
     def __init__(
         self,
         program: Program,
+        values: ValueStore,
         comm: Communicator,
         dtype_of: Callable[[str], torch.dtype],
         recorder: Recorder | None,
         share: float = 1.0,
     ) -> None:
-        self.share = share
+        self.share, self.values = share, values
         self.program, self.plan, self.graph = program, program.plan, program.plan.graph
         self.comm, self.dtype_of = comm, dtype_of
         self._recorder = recorder
-        self.leaves: dict[ValueKey, torch.Tensor] = {}
         self.outputs: dict[int, list[Output]] = {}
         self.sent: dict[int, Pending] = {}
 

@@ -20,6 +20,7 @@ from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.step.state import StepState
+from soap.runtime.step.value_store import ValueStore
 from soap.runtime.sync.look_ups import LookUps
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.trace import Recorder
@@ -63,7 +64,8 @@ class StepRunner:
     ) -> Callable[[], float]:
         """Forward and backward on full ``tensors`` (inputs and constants by name). Returns what gives the loss, when it is
         wanted: the parameters can be updated meanwhile."""
-        state = StepState(self.program, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
+        values = ValueStore(self._prepared.readers, self._prepared.takers)
+        state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
         gradients = self.gradients
         forward = ForwardPass(state, self.model, self._prepared, self.shards, tensors, context, self._look_ups, gradients, self._units)
         backward = BackwardPass(state, gradients.early)

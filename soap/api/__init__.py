@@ -1,0 +1,49 @@
+"""The composition root: the public verbs, and the one package that knows all the parts.
+
+A model may be given as what ``load`` returns, as an ``OperatorGraph``, or as text for ``load``; a cluster as a ``Topology`` or as text for
+``load_cluster``. Torch is imported by the verbs that need it, when they are called.
+"""
+
+from __future__ import annotations
+
+from soap.api.finding import find
+from soap.api.models import Cluster, Model, export, load, load_cluster, measure_rows
+from soap.api.outcome import LEAST_MEASURED, Guard, Run, SearchOutcome, guard_record, least_measured
+from soap.api.predictions import costs_for, costs_record, explain, explain_synchronization, simulate, simulator_for, with_links
+from soap.api.strategies import (
+    classical,
+    load_strategy,
+    load_strategy_contents,
+    load_strategy_header,
+    save_strategy,
+    with_recorded_rows,
+)
+
+__all__ = [
+    "LEAST_MEASURED",
+    "Cluster",
+    "Guard",
+    "Model",
+    "Run",
+    "SearchOutcome",
+    "classical",
+    "costs_for",
+    "costs_record",
+    "explain",
+    "explain_synchronization",
+    "export",
+    "find",
+    "guard_record",
+    "least_measured",
+    "load",
+    "load_cluster",
+    "load_strategy",
+    "load_strategy_contents",
+    "load_strategy_header",
+    "measure_rows",
+    "save_strategy",
+    "simulate",
+    "simulator_for",
+    "with_links",
+    "with_recorded_rows",
+]

@@ -1,0 +1,67 @@
+"""The search, with everything that it needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from soap.api.models import Cluster, Model
+from soap.api.outcome import SearchOutcome
+from soap.api.predictions import announce_compiling, simulator_for
+from soap.search.chains import search as search_graph
+from soap.search.constraints import pairs_of
+from soap.search.options import SearchOptions
+from soap.search.starts import DYNAMIC
+from soap.simulator.simulate import Simulator
+from soap.strategy.config import Strategy
+
+DEFAULT_OPTIONS = SearchOptions()
+
+
+def find(
+    model: Model,
+    cluster: Cluster,
+    options: SearchOptions = DEFAULT_OPTIONS,
+    *,
+    progress: bool = False,
+    improved: Callable[[int], None] = lambda cost_ns: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> SearchOutcome:
+    """Search for the strategy with the shortest predicted iteration: ``soap.find(model, cluster, soap.SearchOptions(budget=500))``.
+
+    ``progress``: a bar on stderr, if that is a terminal. ``improved``: is told each new best cost in ns, when it is found. ``stopped``:
+    asked now and then; once it is true, the search ends as by Ctrl-C, with the best so far (``result.interrupted``).
+    Nothing is measured or run. Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search.
+    """
+    simulator = simulator_for(
+        model, cluster, optimizer_states=options.optimizer_states, costs=options.costs, measured_updates=options.measured_updates
+    )
+    from soap.simulator.incremental import IncrementalSimulator  # numba takes a second to import: only for who searches
+
+    evaluator = IncrementalSimulator(simulator)
+    if progress and not evaluator.begins_at_once():
+        announce_compiling()
+    result = search_graph(
+        simulator.graph,
+        simulator.topology,
+        evaluator,
+        options,
+        progress=progress,
+        improved=improved,
+        stopped=stopped,
+        further_starts=_dynamic_start(simulator, options.starts),
+    )
+    pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
+    return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, margin=options.margin)
+
+
+def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:
+    """The start that a dynamic programme finds, if it is asked for, or nothing is and it takes seconds."""
+    from soap.search.dynamic import MAX_PAIRS, dynamic_strategy, pair_count
+    from soap.search.space import build_space
+
+    if starts is not None and DYNAMIC not in starts:
+        return {}
+    space = build_space(simulator.graph, simulator.topology.device_count)
+    if starts is None and pair_count(space) > MAX_PAIRS:
+        return {}
+    return {DYNAMIC: lambda: dynamic_strategy(space, simulator.topology, simulator.costs)}

@@ -1,0 +1,146 @@
+"""How long an iteration is predicted to take, with which costs, and why."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from soap.api.models import Cluster, Model, graph_of, topology_of
+from soap.api.strategies import classical
+from soap.cluster.topology import Topology
+from soap.errors import ProfileError, SoapWarning
+from soap.profiles.roofline import RooflineCosts
+from soap.search.explanation import Line, Synchronized
+from soap.search.explanation import explain as explain_operators
+from soap.search.explanation import explain_synchronization as explain_parameters
+from soap.search.options import OPTIMIZER_STATES, check_costs
+from soap.search.starts import BASELINE
+from soap.simulator.costs import CostModel, CostSource
+from soap.simulator.simulate import Simulation, Simulator
+from soap.strategy.config import Strategy
+
+if TYPE_CHECKING:
+    from soap.profiles.corrections import Correction
+    from soap.profiles.entries import Entry
+    from soap.profiles.store import Store
+    from soap.simulator.tasks import TaskGraph
+
+T = TypeVar("T")
+
+
+def simulate(
+    model: Model,
+    cluster: Cluster,
+    strategy: Strategy | str,
+    *,
+    optimizer_states: int = OPTIMIZER_STATES,
+    costs: CostSource = "auto",
+) -> Simulation:
+    """Predict one training iteration. ``strategy`` may be the name of a classical one, such as ``data_parallel``."""
+    simulator = simulator_for(model, cluster, optimizer_states=optimizer_states, costs=costs)
+    if isinstance(strategy, str):
+        strategy = classical(strategy, simulator.graph, simulator.topology)
+    return simulator.run(strategy)
+
+
+def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | None = None) -> list[Line]:
+    """What each operator of a strategy costs beside data parallelism, what setting it back would do, and what binds it.
+
+    ``simulation``: the strategy's own, if it is there already.
+    """
+    from soap.simulator.incremental import IncrementalSimulator
+
+    if not IncrementalSimulator.begins_at_once():
+        announce_compiling()
+    baseline = classical(BASELINE, simulator.graph, simulator.topology)
+    runs = simulation or simulator.run(strategy), simulator.run(baseline)
+    return explain_operators(simulator.graph, *runs, (strategy, baseline), IncrementalSimulator(simulator))
+
+
+def explain_synchronization(simulator: Simulator, strategy: Strategy) -> list[Synchronized]:
+    """What it would cost to all-reduce the parameters of a strategy that are synchronized otherwise."""
+    from soap.simulator.incremental import IncrementalSimulator
+
+    return explain_parameters(strategy, IncrementalSimulator(simulator))
+
+
+def simulator_for(
+    model: Model,
+    cluster: Cluster,
+    *,
+    optimizer_states: int = OPTIMIZER_STATES,
+    costs: CostSource = "auto",
+    measured_updates: bool = True,
+) -> Simulator:
+    """A simulator of this model on this cluster, with the costs and the links that are known for it."""
+    topology = with_links(topology_of(cluster), costs)
+    return Simulator(graph_of(model), topology, costs_for(topology, optimizer_states, costs, measured_updates), optimizer_states)
+
+
+def costs_for(
+    topology: Topology, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto", measured_updates: bool = True
+) -> CostModel:
+    """What was measured for the devices of this cluster by ``soap-profile``, with the corrections of ``soap-compare --calibrate``, if there
+    is anything and ``costs`` lets it; else estimates. ``measured_updates``: whether the optimizer is one that ``soap-profile`` measures.
+
+    A store that cannot be read is a warning, and counts as empty.
+    """
+    if _takes_measurements(costs):
+        from soap.profiles.lookup import ProfiledCosts, read_corrections, read_profiles
+
+        nothing: tuple[dict[str, list[Entry]], dict[str, list[Correction]]] = {}, {}
+        profiles, corrections = _from_store(lambda store: (read_profiles(topology, store), read_corrections(topology, store)), nothing)
+        if profiles or corrections:
+            return ProfiledCosts(topology, profiles, optimizer_states, corrections, measured_updates)
+    return RooflineCosts(topology, optimizer_states)
+
+
+def with_links(topology: Topology, costs: CostSource = "auto") -> Topology:
+    """The same cluster, with the figures that ``soap-profile links`` has measured of its links, if it has and ``costs`` lets it.
+
+    A store that cannot be read is a warning, and counts as empty.
+    """
+    if not _takes_measurements(costs) or topology.device_count < 2:
+        return topology
+    from soap.profiles.measured_links import with_stored_links
+
+    return _from_store(lambda store: with_stored_links(topology, store), topology)
+
+
+def _takes_measurements(costs: CostSource) -> bool:
+    check_costs(costs)
+    return costs == "auto"
+
+
+def _from_store(read: Callable[[Store], T], otherwise: T) -> T:
+    """What is read from the user's store; ``otherwise``, with a warning, if that is not possible."""
+    from soap.profiles.store import Store
+
+    try:
+        return read(Store())
+    except ProfileError as cause:
+        warnings.warn(f"{cause}; going on with estimates", SoapWarning, stacklevel=1)  # from one place, so that it is said once
+        return otherwise
+
+
+def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
+    """Where the numbers of a simulation come from. ``shares``: parts of the compute time by source, from measured to estimated.
+    ``corrected``: the part of it that ``soap-compare --calibrate`` has corrected, whatever its source. ``links``: how they were measured,
+    in one line; None if their figures are those of the cluster's description."""
+    from soap.profiles.shares import corrected, shares
+
+    return {
+        "description": simulator.costs.description,
+        "hash": simulator.costs_hash,
+        "shares": shares(simulator.costs, tasks),
+        "corrected": corrected(simulator.costs, tasks),
+        "links": simulator.topology.links_source or None,
+    }
+
+
+def announce_compiling() -> None:
+    """Say on a terminal what the first minute goes into."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print("compiling the simulator for this machine, once: less than a minute", file=sys.stderr)

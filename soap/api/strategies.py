@@ -1,0 +1,71 @@
+"""Strategies by name, and strategy files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from soap.api.models import Cluster, Model, graph_of, topology_of
+from soap.errors import StrategyError
+from soap.files import read_text, write_text_atomically
+from soap.model import sparse_shares
+from soap.model.graph import OperatorGraph
+from soap.strategy import json_file
+from soap.strategy.classical import NAMED
+from soap.strategy.config import Strategy
+from soap.strategy.json_file import StrategyContents, StrategyHeader
+
+T = TypeVar("T")
+
+
+def classical(name: str, model: Model, cluster: Cluster) -> Strategy:
+    """The classical strategy of this name, such as ``data_parallel`` or ``megatron``; StrategyError if there is none."""
+    if name not in NAMED:
+        raise StrategyError(f"no strategy is named {name!r}; expected one of {', '.join(NAMED)}")
+    return NAMED[name](graph_of(model), topology_of(cluster))
+
+
+def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_cluster: bool = False) -> Strategy:
+    """The strategy of a file; StrategyError in one line, with the differences, if it was made for another model or cluster.
+
+    ``any_cluster``: it may have been made for another cluster of as many devices.
+    """
+    graph, topology = graph_of(model), topology_of(cluster)
+    return _read_strategy(path, lambda text: json_file.loads(text, graph, topology, any_cluster=any_cluster)[0])
+
+
+def load_strategy_header(path: str | Path) -> StrategyHeader:
+    """What a strategy file says about itself, without its model and cluster."""
+    return _read_strategy(path, json_file.load_header)
+
+
+def with_recorded_rows(graph: OperatorGraph, path: str | Path) -> OperatorGraph:
+    """The graph with the touched rows of sparse parameters that a strategy file remembers its search by."""
+    found = load_strategy_contents(path).record.get("sparse", {})
+    if not isinstance(found, Mapping):
+        raise StrategyError(f"{path}: the record of sparse parameters is no object; search again")
+    try:
+        return sparse_shares.with_document(graph, found)
+    except StrategyError as error:
+        raise StrategyError(f"{path}: {error}") from None
+
+
+def load_strategy_contents(path: str | Path) -> StrategyContents:
+    """All that a strategy file says, without its model and cluster."""
+    return _read_strategy(path, json_file.load_contents)
+
+
+def save_strategy(
+    path: str | Path, strategy: Strategy, model: Model, cluster: Cluster, record: Mapping[str, Any] | None = None
+) -> None:
+    """Write a strategy for ``load_strategy``; ``record``: plain values to remember with it."""
+    write_text_atomically(path, json_file.dumps(strategy, graph_of(model), topology_of(cluster), record))
+
+
+def _read_strategy(path: str | Path, read: Callable[[str], T]) -> T:
+    text = read_text(path, what="strategy file", error=StrategyError)
+    try:
+        return read(text)
+    except StrategyError as error:
+        raise StrategyError(f"{path}: {error}") from None

@@ -1,0 +1,86 @@
+"""Actions in the order in which they can begin. Pure data, no torch.
+
+*Invariant*: an action comes behind all those that it waits for. Forward, each tile is followed by what it completes: what is sent, sums,
+and what is sent of sums. Backward, each segment, in its turn, is followed by what it completes: gradients that go back, then sums of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from soap.plan.plan import Part, Plan
+from soap.runtime.program.actions import Action, ActionKind
+from soap.runtime.program.activity import Activity, Carrier, PlanIndex
+from soap.runtime.program.forward_order import part_ready
+from soap.runtime.program.segments import Segment
+
+Entry = tuple[tuple[int, ...], Action]
+"""What is sorted by, from the place or turn on, and the action."""
+
+
+def in_order(entries: Iterable[Entry]) -> Iterator[Action]:
+    """The actions by what they are to be sorted by."""
+    return (action for _, action in sorted(entries, key=lambda entry: entry[0]))
+
+
+def forward_entries(plan: Plan, places: Sequence[int]) -> Iterator[Entry]:
+    """Each tile, then what it sends, then the sums that it completes and what is sent of them."""
+    for tile, place in enumerate(places):
+        yield (place, 0, 0), Action(ActionKind.TILE, tile, (plan.tiles[tile].device,))
+    for number, message in enumerate(plan.messages):
+        action = Action(ActionKind.TRANSFER, number, (message.source, message.target))
+        yield (part_ready(plan, message.parts[0], places), 1 + _is_sum(plan, message.parts), number), action
+    for number, exchange in enumerate(plan.exchanges):
+        place = max(part_ready(plan, part, places) for part in exchange.parts)
+        yield (place, 2 + _is_sum(plan, exchange.parts), number), Action(ActionKind.EXCHANGE, number, exchange.devices)
+    for number, reduction in enumerate(plan.reductions):
+        place = max(places[tile] for tile in reduction.tiles)
+        yield (place, 3, number), Action(ActionKind.REDUCE, number, reduction.devices)
+
+
+def backward_entries(
+    plan: Plan,
+    index: PlanIndex,
+    activity: Activity,
+    segments: Sequence[Segment],
+    segment_of: Mapping[int, int],
+    turns: Sequence[int],
+) -> Iterator[Entry]:
+    """Segments in their turns; behind each the gradients that it completes: sent back, summed over a group."""
+    for number, segment in enumerate(segments):
+        if any(tile in activity.tiles for tile in segment.tiles):
+            yield (turns[number], 0, 0), Action(ActionKind.SEGMENT, number, (segment.device,))
+    complete = {
+        number: max(turns[segment_of[tile]] for tile, _ in plan.fetches[number].consumers if tile in activity.tiles)
+        for number in activity.fetches
+    }
+    returned = _returned(index, complete)
+    for (kind, number), turn in returned.items():
+        if kind == "message":
+            message = plan.messages[number]
+            yield (turn, 1, number), Action(ActionKind.RETURN, number, (message.source, message.target))
+        else:
+            yield (turn, 2, number), Action(ActionKind.RETURN_EXCHANGE, number, plan.exchanges[number].devices)
+    for number in activity.reductions:
+        devices = plan.reductions[number].devices
+        holdings = [index.reduced[number, device] for device in devices if (number, device) in index.reduced]
+        fetches = [fetch for holding in holdings for fetch in index.fetches_from[holding] if fetch in complete]
+        complete_by = [complete[fetch] for fetch in fetches]
+        complete_by += [returned[key] for holding in holdings for key in index.carriers_from.get(holding, ()) if key in returned]
+        yield (max(complete_by), 3, number), Action(ActionKind.REDUCE_GRADIENT, number, devices)
+
+
+def _is_sum(plan: Plan, parts: Sequence[Part]) -> int:
+    """How many stages later parts of sums are there than those of tiles."""
+    fetch, piece = parts[0]
+    return 0 if plan.holdings[plan.fetches[fetch].pieces[piece].holding].reduction is None else 3
+
+
+def _returned(index: PlanIndex, complete: Mapping[int, int]) -> dict[Carrier, int]:
+    """Turn of the segment with which the last gradient of a message or exchange is complete; those without gradients are left out."""
+    found: dict[Carrier, int] = {}
+    for key, carrier in index.moves.items():
+        turns = [complete[fetch] for fetch, _ in carrier.parts if fetch in complete]
+        if turns:
+            found[key] = max(turns)
+    return found

@@ -1,0 +1,72 @@
+"""The loss epilogue in the order of actions. Pure data, no torch.
+
+*Invariant*: no action before the backward pass waits for a number that only the epilogue reads; what the epilogue needs is summed, sent and
+computed behind the backward pass, in the order that it had. (``soap.runtime.step.loss_epilogue`` finds a model's epilogue.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from soap.model.graph import OperatorGraph
+from soap.plan.flows import reduced_tensor
+from soap.plan.plan import Plan
+from soap.runtime.program.actions import Action, ActionKind
+
+
+@dataclass(frozen=True)
+class LossEpilogue:
+    """``operators``: positions of those that run when the backward pass is over. ``seeds``: tensor -> the loss's gradient by it, where the
+    backward pass begins."""
+
+    operators: frozenset[int]
+    seeds: Mapping[str, float]
+
+
+def no_epilogue(graph: OperatorGraph) -> LossEpilogue:
+    """The backward pass begins with the loss."""
+    return LossEpilogue(frozenset(), {graph.loss: 1.0})
+
+
+def usable_epilogue(plan: Plan, epilogue: LossEpilogue | None) -> LossEpilogue:
+    """The epilogue, unless it is left where it is: for one device, which waits for nobody, or if a message has something of it and
+    something else."""
+    if epilogue is None or plan.device_count == 1:
+        return no_epilogue(plan.graph)
+    closing = closing_tensors(plan, epilogue)
+    mixes = any(len({plan.fetches[fetch].tensor in closing for fetch, _ in message.parts}) > 1 for message in plan.messages)
+    return no_epilogue(plan.graph) if mixes else epilogue
+
+
+def closing_tensors(plan: Plan, epilogue: LossEpilogue) -> set[str]:
+    """Tensors that are summed and sent when the backward pass is over."""
+    made = {out.tensor for position in epilogue.operators for out in plan.graph.operators[position].outputs}
+    return made | (set(epilogue.seeds) if epilogue.operators else set())
+
+
+@dataclass(frozen=True)
+class Parted:
+    """``before``: actions of the forward pass. ``sums``: those that only the epilogue reads. ``behind``: the epilogue's own."""
+
+    before: list[Action]
+    sums: list[Action]
+    behind: list[Action]
+
+
+def set_apart(plan: Plan, epilogue: LossEpilogue, actions: Iterable[Action]) -> Parted:
+    """Part the actions of the forward pass, each of the three in the order that they have."""
+    closing = closing_tensors(plan, epilogue)
+    parted = Parted([], [], [])
+    for action in actions:
+        if action.kind is ActionKind.REDUCE:
+            closes = reduced_tensor(plan, plan.reductions[action.subject]) in closing
+            (parted.sums if closes else parted.before).append(action)
+            continue
+        if action.kind is ActionKind.TILE:
+            apart = plan.tiles[action.subject].operator in epilogue.operators
+        else:
+            carrier = plan.messages[action.subject] if action.kind is ActionKind.TRANSFER else plan.exchanges[action.subject]
+            apart = plan.fetches[carrier.parts[0][0]].tensor in closing
+        (parted.behind if apart else parted.before).append(action)
+    return parted

@@ -1,0 +1,92 @@
+"""In which order tiles run forward. Pure data, no torch.
+
+Each rule takes a topological order of all tiles and gives one. They are applied one after the other by ``forward_order``:
+
+- ``model_order_if_nothing_travels``: where no order makes anybody wait, the model's own.
+- ``sources_late``: what waits for nothing runs right before its first reader.
+- ``epilogue_last``: the loss epilogue runs behind everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from soap.errors import RuntimeFailure
+from soap.plan.plan import Part, Plan
+from soap.runtime.program.activity import PlanIndex
+from soap.runtime.program.epilogue import LossEpilogue, closing_tensors
+from soap.simulator.tasks import ExecutionOrder
+
+
+def forward_order(plan: Plan, index: PlanIndex, order: ExecutionOrder, epilogue: LossEpilogue) -> ExecutionOrder:
+    """The order in which a program runs tiles. Raises RuntimeFailure if ``order`` is no topological order of all tiles forward."""
+    _check(plan, index, order.forward)
+    order = model_order_if_nothing_travels(plan, order, epilogue)
+    forward = sources_late(plan, index, order.forward)
+    return ExecutionOrder(epilogue_last(plan, forward, epilogue), order.backward)
+
+
+def model_order_if_nothing_travels(plan: Plan, order: ExecutionOrder, epilogue: LossEpilogue) -> ExecutionOrder:
+    """*Invariant*: if nothing but the loss and gradients goes from device to device, no order of the tiles makes anybody wait, and tiles
+    run in the model's own: it completes gradients, and lets their sums begin, the soonest."""
+    ends = closing_tensors(plan, epilogue) | {plan.graph.loss}
+    sums = {plan.graph.operators[r.operator].outputs[r.output].tensor for r in plan.reductions if len(r.devices) > 1}
+    parts = [part for message in plan.messages for part in message.parts] + [part for exchange in plan.exchanges for part in exchange.parts]
+    moved = {plan.fetches[fetch].tensor for fetch, _ in parts}
+    return ExecutionOrder(tuple(range(len(plan.tiles))), ()) if (sums | moved) <= ends else order
+
+
+def sources_late(plan: Plan, index: PlanIndex, order: Sequence[int]) -> tuple[int, ...]:
+    """*Invariant*: tiles that wait for no other, such as look-ups, come right before the first that reads them, if all that do are on
+    their device. The backward pass goes the other way round: their gradients, which may have a long way to go, are there soon."""
+    places = places_of(order)
+    readers: dict[int, list[int]] = {}
+    tied = {tile for tile, _ in index.fetch_of}
+    for fetch in plan.fetches:
+        for held in (plan.holdings[piece.holding] for piece in fetch.pieces):
+            readers.setdefault(held.tile, []).extend(places[tile] for tile, _ in fetch.consumers)
+            if held.device != fetch.device or held.reduction is not None:
+                tied.update((held.tile,) if held.reduction is None else plan.reductions[held.reduction].tiles)
+    first = {tile: min(own) for tile, own in readers.items() if tile not in tied}
+    return tuple(sorted(order, key=lambda tile: (first.get(tile, places[tile]), tile not in first, places[tile])))
+
+
+def epilogue_last(plan: Plan, order: Sequence[int], epilogue: LossEpilogue) -> tuple[int, ...]:
+    """*Invariant*: tiles of the loss epilogue come behind all others, and each of the two keeps its order."""
+    return tuple(sorted(order, key=lambda tile: plan.tiles[tile].operator in epilogue.operators))
+
+
+def places_of(order: Sequence[int]) -> list[int]:
+    """Tile -> place in the order."""
+    places = [0] * len(order)
+    for place, tile in enumerate(order):
+        places[tile] = place
+    return places
+
+
+def part_ready(plan: Plan, part: Part, places: Sequence[int]) -> int:
+    """Place of the tile after which a part can be sent."""
+    return _ready(plan, plan.fetches[part[0]].pieces[part[1]].holding, places)
+
+
+def _ready(plan: Plan, holding: int, places: Sequence[int]) -> int:
+    """Place of the tile after which a holding can exist."""
+    held = plan.holdings[holding]
+    tiles = (held.tile,) if held.reduction is None else plan.reductions[held.reduction].tiles
+    return max(places[tile] for tile in tiles)
+
+
+def _check(plan: Plan, index: PlanIndex, order: Sequence[int]) -> None:
+    """Raise RuntimeFailure if it is no topological order of all tiles."""
+    if sorted(order) != list(range(len(plan.tiles))):
+        raise RuntimeFailure(f"order of {len(order)} tiles: expected each of the plan's {len(plan.tiles)} tiles once; compute it anew")
+    places = places_of(order)
+    ready = [max(_ready(plan, piece.holding, places) for piece in fetch.pieces) for fetch in plan.fetches]
+    for exchange in plan.exchanges:  # all of it is there at once
+        latest = max(part_ready(plan, part, places) for part in exchange.parts)
+        for fetch, _ in exchange.parts:
+            ready[fetch] = max(ready[fetch], latest)
+    for (tile, _), fetch in index.fetch_of.items():
+        if ready[fetch] >= places[tile]:
+            name = plan.operator(plan.tiles[tile]).name
+            raise RuntimeFailure(f"order runs tile {plan.tiles[tile].index} of {name!r} before its input; expected a topological order")

@@ -1,0 +1,38 @@
+"""Sums of single numbers, which are made together. Pure data, no torch.
+
+*Invariant*: reductions of one number each that have the same devices and the same type are one action, the last of the forward pass: nobody
+reads them before the backward pass is over. If one such sum gives every device each number that enters the loss epilogue, every device
+knows the loss from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from soap.plan.flows import reduced_tensor
+from soap.plan.plan import Plan
+from soap.runtime.program.actions import Action, ActionKind
+from soap.runtime.program.epilogue import LossEpilogue
+
+NumberSums = tuple[tuple[int, ...], ...]
+"""Reductions that are summed together."""
+
+
+def sum_together(plan: Plan, sums: Iterable[Action]) -> tuple[NumberSums, list[Action]]:
+    """Which of these reductions are summed together, and the actions that do it."""
+    found: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for action in sums:
+        reduction = plan.reductions[action.subject]
+        dtype = plan.graph.tensors[reduced_tensor(plan, reduction)].dtype
+        found.setdefault((reduction.devices, dtype), []).append(action.subject)
+    actions = [Action(ActionKind.REDUCE_NUMBERS, number, devices) for number, (devices, _) in enumerate(found)]
+    return tuple(map(tuple, found.values())), actions
+
+
+def everyone_knows(plan: Plan, epilogue: LossEpilogue, number_sums: Sequence[Sequence[int]]) -> bool:
+    """Whether one sum over all devices has each number that enters the epilogue, once."""
+    if not epilogue.operators or len(number_sums) != 1:
+        return False
+    found = [reduced_tensor(plan, plan.reductions[number]) for number in number_sums[0]]
+    everywhere = len(plan.reductions[number_sums[0][0]].devices) == plan.device_count
+    return everywhere and len(found) == len(epilogue.seeds) and set(found) == set(epilogue.seeds)

@@ -1,0 +1,76 @@
+"""Where a rank's tiles are cut into segments, each one autograd graph. Pure data, no torch.
+
+*Invariants*: all that a segment receives, or that is summed for it, is there before its first tile: whatever it depends on was computed by
+segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment: no other tile waits for
+that gradient. Tiles of the loss epilogue share no segment with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from soap.plan.plan import Fetch, Plan
+from soap.runtime.program.activity import Activity, PlanIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tiles of one device that form one autograd graph; ``start`` is the place of the first one in the global order."""
+
+    device: int
+    start: int
+    tiles: tuple[int, ...]
+
+
+def cut_segments(
+    plan: Plan, index: PlanIndex, order: Sequence[int], *, single_tiles: bool, epilogue: Set[int], answered: Set[int]
+) -> tuple[Segment, ...]:
+    """Cut each device's tiles into segments. ``epilogue``: operators, by position. ``answered``: tiles. ``single_tiles``: each tile is a
+    segment."""
+    started: set[int] = set()
+    segments: list[tuple[int, int, list[int]]] = []
+    current: dict[int, list[int]] = {}
+    for place, tile in enumerate(order):
+        device = plan.tiles[tile].device
+        enters = plan.tiles[tile].operator in epilogue and device in current and plan.tiles[current[device][-1]].operator not in epilogue
+        if _begins(plan, index, tile, started) or single_tiles or enters or device not in current:
+            current[device] = []
+            segments.append((device, place, current[device]))
+        current[device].append(tile)
+        if tile in answered:
+            del current[device]
+    return tuple(Segment(device, place, tuple(tiles)) for device, place, tiles in segments)
+
+
+def read_elsewhere(plan: Plan, segment_of: Mapping[int, int]) -> Iterator[int]:
+    """Holdings with a consumer outside their tile's segment."""
+    for fetch in plan.fetches:
+        yield from _from_outside(plan, segment_of, fetch, {segment_of[tile] for tile, _ in fetch.consumers})
+
+
+def answered_elsewhere(plan: Plan, segment_of: Mapping[int, int], activity: Activity) -> Iterator[int]:
+    """Holdings to which a gradient comes from outside of their tile's segment."""
+    for number in activity.fetches:
+        fetch = plan.fetches[number]
+        yield from _from_outside(plan, segment_of, fetch, {segment_of[tile] for tile, _ in fetch.consumers if tile in activity.tiles})
+
+
+def _from_outside(plan: Plan, segment_of: Mapping[int, int], fetch: Fetch, readers: Set[int]) -> Iterator[int]:
+    """Holdings of a fetch that any of these segments reads and did not make."""
+    for piece in fetch.pieces:
+        if readers - {segment_of[plan.holdings[piece.holding].tile]}:
+            yield piece.holding
+
+
+def _begins(plan: Plan, index: PlanIndex, tile: int, started: set[int]) -> bool:
+    """Whether the tile is the first to need something that is received or summed; notes all its fetches as started."""
+    begins = False
+    for k in range(len(plan.tiles[tile].inputs)):
+        number = index.fetch_of.get((tile, k))
+        if number is None or number in started:
+            continue
+        started.add(number)
+        holdings = [plan.holdings[piece.holding] for piece in plan.fetches[number].pieces]
+        begins |= any(h.device != plan.tiles[tile].device or h.reduction is not None for h in holdings)
+    return begins

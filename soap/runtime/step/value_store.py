@@ -1,0 +1,58 @@
+"""The values of one step on one rank that outlive their segment: each goes with the last that is to have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from soap.runtime.program.activity import ValueKey
+
+
+class ValueStore:
+    """Leaves: detached tensors that segments begin with. Autograd leaves gradients on those that require one.
+
+    ``readers``: how many read a value in the forward pass. After the last one it goes, unless it waits for a gradient. ``takers``: how many
+    then take parts of the gradient, one where nothing is said. After the last one value and gradient go.
+    """
+
+    def __init__(self, readers: Mapping[ValueKey, int], takers: Mapping[ValueKey, int]) -> None:
+        self._readers, self._takers = dict(readers), dict(takers)
+        self._leaves: dict[ValueKey, torch.Tensor] = {}
+
+    def __contains__(self, key: ValueKey) -> bool:
+        return key in self._leaves
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def __getitem__(self, key: ValueKey) -> torch.Tensor:
+        return self._leaves[key]
+
+    def __setitem__(self, key: ValueKey, leaf: torch.Tensor) -> None:
+        self._leaves[key] = leaf
+
+    def has_readers(self, key: ValueKey) -> bool:
+        """Whether anything on this rank reads a value."""
+        return key in self._readers
+
+    def leave(self, key: ValueKey) -> bool:
+        """A reader has had the value, whether it lies here or elsewhere; True if it was the last one."""
+        left = self._readers[key] = self._readers[key] - 1
+        if left:
+            return False
+        leaf = self._leaves.get(key)
+        if leaf is not None and not leaf.requires_grad:
+            del self._leaves[key]
+        return True
+
+    def gradient(self, key: ValueKey) -> torch.Tensor | None:
+        """What autograd has left on a value; None stands for zeros."""
+        leaf = self._leaves.get(key)
+        return None if leaf is None else leaf.grad
+
+    def taken(self, key: ValueKey) -> None:
+        """A taker has had what it needs of the gradient."""
+        left = self._takers[key] = self._takers.get(key, 1) - 1
+        if left == 0:
+            self._leaves.pop(key, None)
