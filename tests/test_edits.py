@@ -335,11 +335,11 @@ def test_explanations() -> None:
 ROOT = Path(__file__).parent.parent
 CLASSES = {"OpConfig": OpConfig, "SyncConfig": SyncConfig, "Strategy": Strategy}
 MADE_ANEW = {
-    "cli.explanation", "cli.options", "cli.report", "cli.wanted",  # read from a document, an option or a table
+    "cli.wanted",  # read from a table
     "measure.neighbours", "measure.step_chains", "measure.tile_operands", "measure.upkeep_timing",
     "runtime.step.loss_epilogue", "runtime.sync.look_ups",
     "search.compiled.estimates", "search.dynamic", "search.oracles.exhaustive", "search.space",
-    "simulator.compiled.sync_codes",
+    "simulator.compiled.syncs.codes",
     "strategy.classical", "strategy.config", "strategy.grids", "strategy.json_file", "strategy.sync", "tracing.footprints",
 }  # fmt: skip
 """Modules that make configurations from nothing: classical strategies, files, the space, and single tiles to measure or to ask about."""

@@ -27,12 +27,7 @@ from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
 from soap.simulator.compiled.syncs.codes import sync_code, sync_codes, sync_of
-from soap.simulator.compiled.tables import (
-    Ints,
-    Longs,
-    cluster_tables,
-    graph_tables,
-)
+from soap.simulator.compiled.tables import Ints, Longs, cluster_tables, graph_tables
 from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices

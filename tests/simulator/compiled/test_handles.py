@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -30,12 +31,21 @@ def look(outer: Outer, found: NDArray[np.float64]) -> None:
     outer.matrix[0, 1] = 9
 
 
-def test_fields_are_the_structures_own_arrays() -> None:
+@pytest.mark.parametrize("part", [lambda inner: inner, handle], ids=["structure", "handle"])
+def test_fields_are_the_structures_own_arrays(part: Callable[[Inner], Inner]) -> None:
     cube, matrix = np.arange(24.0).reshape(2, 3, 4), np.arange(6, dtype=np.int8).reshape(3, 2)
     found = np.zeros(7)
-    look(handle(Outer(cube, Inner(np.arange(5, dtype=np.int32)), matrix)), found)
+    look(handle(Outer(cube, part(Inner(np.arange(5, dtype=np.int32))), matrix)), found)
     assert found.tolist() == [2, 3, 4, cube[1, 2, 3], matrix[1, 0], 5, 4]
     assert matrix[0, 1] == 9
+
+
+def test_types_differ_if_those_of_parts_do() -> None:
+    cube, matrix = np.zeros((2, 3, 4)), np.zeros((3, 2), np.int8)
+    inner = (Inner(np.zeros(5, kind)) for kind in (np.int32, np.int32, np.int64))
+    same, again, other = (handle(Outer(cube, part, matrix)) for part in inner)
+    kinds = [own._numba_type_ for own in cast(list[Any], [same, again, other])]
+    assert kinds[0] == kinds[1] != kinds[2]
 
 
 def test_arrays_are_contiguous() -> None:
