@@ -267,7 +267,8 @@ class Trainer:
     def _training(self) -> Training:
         from soap.runtime.checkpoint.checkpoint import Training
 
-        return Training(self.model, self.plan, self.comm, self.shards, self.parts, self.optimizer, self.schedule, self.place)
+        gradients = self.sizes.gradients
+        return Training(self.model, self.plan, self.comm, self.shards, self.parts, self.optimizer, self.schedule, self.place, gradients)
 
     def _warn_of_unchanged(self, state: Mapping[str, torch.Tensor]) -> None:
         """What the program only reads was fixed when it was imported."""

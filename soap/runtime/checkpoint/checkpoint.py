@@ -1,7 +1,8 @@
 """Checkpoints of a training under way: saved from the shards of one strategy, loaded into those of any other, on any number of ranks.
 
-Tensors are named as in the user's model: ``model.<parameter or buffer>`` and ``optim.state.<parameter>.<key>``, each as a tensor
-of the full shape, of which every rank writes and reads regions. Beside them a checkpoint has the step and the seed. These two are
+Tensors are named as in the user's model: ``model.<parameter or buffer>``, ``optim.state.<parameter>.<key>`` and, of methods of
+synchronization that keep something, ``sync.state.<parameter>.<name>``; each as a tensor of the full shape, of which every rank writes and
+reads regions. Beside them a checkpoint has the step and the seed. These two are
 the whole state of random numbers: dropout's are a function of (seed, step, call).
 """
 
@@ -24,7 +25,9 @@ from soap.plan.plan import Plan
 from soap.runtime.checkpoint.folder import MANIFEST, begin, discard, publish, resolve, unwritable
 from soap.runtime.checkpoint.manifest import Manifest, ParameterState, damaged, model_name, read_manifest, state_name
 from soap.runtime.checkpoint.storage import CheckpointReader, CheckpointWriter, Region, RegionLoadPlanner, RegionSavePlanner
+from soap.runtime.checkpoint.sync_state import by_shard, kept_names, state_to_read, state_to_save
 from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.updates import schedules, state
 from soap.runtime.updates.optimizers import recorded_name
@@ -38,7 +41,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Training:
     """What a checkpoint has to know of a training on this rank. ``parts``: what the optimizer updates. ``place``: a tensor on this rank's
-    device, in the type computed in."""
+    device, in the type computed in. ``gradients``: which know what methods of synchronization keep."""
 
     model: TracedModel
     plan: Plan
@@ -48,6 +51,7 @@ class Training:
     optimizer: torch.optim.Optimizer | None
     schedule: Schedule
     place: Callable[[torch.Tensor], torch.Tensor]
+    gradients: Gradients
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,9 @@ def save_checkpoint(
     manifest = replace(_manifest(training, step, seed, save_id, known), schedule=schedule)
     try:
         _together(comm, lambda: _require_visible(temporary))
-        planner = RegionSavePlanner(_regions_to_save(training, known, buffers), manifest)
+        kept = training.gradients.state() if manifest.sync_states else {}
+        regions = [*_regions_to_save(training, known, buffers), *state_to_save(training.shards, manifest.sync_states, kept)]
+        planner = RegionSavePlanner(regions, manifest)
         writer = CheckpointWriter(temporary, manifest)
         _through_torch(Path(folder), lambda: save({}, storage_writer=writer, planner=planner))
         published = _together(comm, lambda: publish(temporary, step, keep) if comm.rank == 0 else None)
@@ -114,10 +120,14 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     regions += [Region(model_name(name), tuple(t.shape), whole(t.shape), t) for name, t in unchanged.items()]
     found = _together(comm, lambda: _state_to_read(training, manifest))
     regions += found.values()
+    kept = state_to_read(training.shards, manifest)
+    regions += kept.values()
     reader, planner = CheckpointReader(checkpoint, manifest), RegionLoadPlanner(regions, manifest)
     _through_torch(checkpoint, lambda: load({}, storage_reader=reader, planner=planner))
     read = {key: region.tensor for key, region in found.items()}
     _together(comm, lambda: state.restore(training.optimizer, training.parts, manifest.states, read))
+    if manifest.sync_states and kept_names(plan):
+        training.gradients.restore(by_shard(kept))
     if manifest.schedule is not None:
         record = manifest.schedule
         _together(comm, lambda: training.schedule.restore(record))
@@ -267,6 +277,7 @@ def _manifest(training: Training, step: int, seed: int, save_id: str, known: sta
         optimizer=known.optimizer,
         states=known.states,
         tensors={},
+        sync_states=kept_names(training.plan),
     )
 
 

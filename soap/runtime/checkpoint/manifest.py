@@ -58,7 +58,7 @@ class ParameterState:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """A checkpoint. ``aliases``: further names of tied parameters. ``optimizer``: name of its class, None without anything to train.
-    ``schedule``: see ``runtime.updates.schedules``."""
+    ``schedule``: see ``runtime.updates.schedules``. ``sync_states``: parameter -> names of what its method of synchronization keeps."""
 
     save_id: str
     step: int
@@ -71,6 +71,7 @@ class Manifest:
     states: Mapping[str, ParameterState]
     tensors: Mapping[str, StoredTensor]
     schedule: Mapping[str, Any] | None = None
+    sync_states: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, int]:
@@ -89,6 +90,8 @@ class Manifest:
                 del state["others"]
         if content["schedule"] is None:
             del content["schedule"]
+        if not content["sync_states"]:
+            del content["sync_states"]
         return json.dumps({"format": FORMAT, "version": VERSION, **content}) + "\n"
 
 
@@ -119,6 +122,11 @@ def model_name(name: str) -> str:
 def state_name(parameter: str, key: str) -> str:
     """The name of a part of the optimizer's state among the tensors of a checkpoint."""
     return f"optim.state.{parameter}.{key}"
+
+
+def sync_state_name(parameter: str, name: str) -> str:
+    """The name of what a method of synchronization keeps of a parameter among the tensors of a checkpoint."""
+    return f"sync.state.{parameter}.{name}"
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
@@ -179,7 +187,7 @@ SCHEMA: dict[str, Any] = _record(
             )
         ),
     },
-    {"schedule": _record({"name": {"type": "string"}, "state": {"type": "object"}})},
+    {"schedule": _record({"name": {"type": "string"}, "state": {"type": "object"}}), "sync_states": _map(_NAMES)},
 )
 
 
@@ -227,6 +235,7 @@ def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
         states=states,
         tensors=tensors,
         schedule=document.get("schedule"),
+        sync_states={name: tuple(own) for name, own in document.get("sync_states", {}).items()},
     )
 
 
@@ -245,3 +254,8 @@ def _check_complete(
         for key in state.others:
             if state_name(name, key) not in tensors:
                 raise damaged(path, f"it lacks state {key!r} of {name!r}")
+    for name, keys in document.get("sync_states", {}).items():
+        for key in keys:
+            found, parameter = tensors.get(sync_state_name(name, key)), tensors.get(model_name(name))
+            if found is None or parameter is None or found.shape != parameter.shape:
+                raise damaged(path, f"it lacks what synchronization keeps as {key!r} of {name!r} in the shape that belongs to it")
