@@ -26,6 +26,6 @@ def text(found: Mapping[str, Any], *, at_hand: bool) -> str:
     remedy = "--profile and --verify decide" if at_hand else "measured costs (soap-profile, soap-profile links) decide"
     found_ms = milliseconds(found["found_ns"])
     return (
-        f"kept {BASELINE}: the fastest plan found is predicted {gain} ({found_ms}), not above the {margin} that such\n"
-        f"predictions may err ({rests}); {remedy}, --margin 1 takes the plan"
+        f"kept {BASELINE}: the fastest plan found is predicted {gain} ({found_ms}), not above the {margin} by which\n"
+        f"such predictions may be wrong ({rests}); {remedy}, --margin 1 takes the plan"
     )

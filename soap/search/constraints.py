@@ -195,7 +195,7 @@ def _factors(operators: Sequence[Operator]) -> str:
 def _both(one: Allowed, other: Allowed, op: Operator, where: str) -> Allowed:
     """What two constraints leave together."""
     if one.grid is not None and other.grid is not None and one.grid != other.grid:
-        raise StrategyError(f"{where}: operator {op.name!r} is pinned differently by another --pin; drop one of them")
+        raise StrategyError(f"{where}: operator {op.name!r} is pinned differently by another --pin, so nothing is left; drop one")
     devices = tuple(d for d in one.devices if d in other.devices)
     if not devices:
         raise StrategyError(f"{where}: nothing is left for operator {op.name!r}: no device that it may use; allow more devices")

@@ -159,7 +159,7 @@ def test_time_that_links_have_taken_is_missing_for_computations(made: MadeUp) ->
         ("links", PermissionError(13, "denied"), "links: [Errno 13] denied"),
         ("computations", RuntimeFailure("a process has ended"), "with what is known: computations: a process has ended"),
         ("verify", RuntimeFailure("rank 1 failed"), "nothing was verified; the search's choice by predictions stands: rank 1"),
-        ("verify", MemoryError(), "by its predictions counts: MemoryError"),
+        ("verify", MemoryError(), "by predictions stands: MemoryError"),
     ],
 )
 def test_what_fails_by_default_does_not_end_the_search(

@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_nothing(nothing_left: None, groups: CpuGroups, folder: Pa
 def test_options_that_do_not_go_together(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.chdir(folder)
     common = ["s.json", "--model", "m.pt2"]
-    assert_refused(capsys, main, [*common, "--emulate-scale", "0.5"], 2, "expected --emulate with it")
+    assert_refused(capsys, main, [*common, "--emulate-scale", "0.5"], 2, "add --emulate")
     for scale in ("0", "1.5", "nan", "half"):
         assert_refused(capsys, main, [*common, "--emulate", "--emulate-scale", scale], 2, "expected a number above 0 and at most 1")
     monkeypatch.setenv("RANK", "0")

@@ -219,9 +219,9 @@ hosts:
     [
         ([], 2, ["--cluster"]),
         (["--cluster", "local:1"], 2, ["has one device; expected at least two"]),
-        (["--cluster", "p100-4x4"], 2, ["has 4 hosts, and this machine is one", "torchrun"]),
-        (["--cluster", EMULATED], 2, ["expected --emulate with it"]),
-        (["--cluster", CLUSTER, "--emulate-scale", "0.5"], 2, ["expected --emulate with it"]),
+        (["--cluster", "p100-4x4"], 2, ["has 4 hosts, but this machine is one host", "torchrun"]),
+        (["--cluster", EMULATED], 2, ["add --emulate"]),
+        (["--cluster", CLUSTER, "--emulate-scale", "0.5"], 2, ["add --emulate"]),
         (["--cluster", CLUSTER, "--seconds", "0"], 2, ["above 0"]),
         (["--cluster", "gpus.yaml"], 8, ["GPUs but this machine has none"]),
         (["--cluster", CLUSTER, "--backend", "nccl"], 8, ["'nccl' needs one GPU per rank"]),

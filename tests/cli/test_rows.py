@@ -122,4 +122,4 @@ def test_refusals(options: list[str], code: int, message: str, capsys: pytest.Ca
 
 
 def test_models_without_sparse_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused(capsys, search, ["zoo:alexnet:tiny", "--explain-graph", "--alpha", "*=0.1"], 3, "'zoo:alexnet:tiny@8' has none")
+    assert_refused(capsys, search, ["zoo:alexnet:tiny", "--explain-graph", "--alpha", "*=0.1"], 3, "tiny@8' has no sparse parameters")

@@ -236,7 +236,7 @@ def test_bad_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, [*common, "-o", "s.json"], 2, "--output 's.json' is the same file as STRATEGY")
     refused(capsys, [*common, "-o", "no/out.json"], 1, "folder 'no' does not exist")
     refused(capsys, [*common, "-o", "out.json", "--iterations", "0"], 2, "--iterations", "at least 1")
-    refused(capsys, [*common, "-o", "out.json", "--emulate-scale", "0.5"], 2, "expected --emulate with it")
+    refused(capsys, [*common, "-o", "out.json", "--emulate-scale", "0.5"], 2, "add --emulate")
     refused(capsys, ["no.json", "--model", MODEL, "-o", "out.json"], 5, "no.json", "cannot be read")
     refused(capsys, [*common, "-o", "out.json", "--cluster", "local:3"], 5, "another cluster")
 
