@@ -17,6 +17,7 @@ from soap.runner import tuning
 from soap.runner.batches import joined
 from soap.runner.config import RunOption
 from soap.search.partition_tuning import choose
+from tests.autograd_functions import Reverse
 
 ROWS, WIDTH, ITEMS = 30, 4, 24
 CPU = torch.device("cpu")
@@ -123,23 +124,11 @@ def fail(ranks: int) -> str:
     return ""
 
 
-class Reversed(torch.autograd.Function):
-    """Its gradient is not that of what it computes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -gradient
-
-
 class Adversarial(Model):
     """With a gradient that is reversed between its tables and its dense layer."""
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        rows: Tensor = Reversed.apply((self.table(ids) * self.other(ids)).sum(1))  # type: ignore[no-untyped-call]
+        rows: Tensor = Reverse.apply((self.table(ids) * self.other(ids)).sum(1))  # type: ignore[no-untyped-call]
         return F.mse_loss(self.head(rows).squeeze(1), targets)
 
 

@@ -18,12 +18,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
 from soap.runtime.checkpoint.checkpoint import read_state_dict
 from soap.runtime.checkpoint.folder import complete
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy
+from tests.graph_builder import mlp
 from tests.runtime.handmade import HandModel
+from tests.runtime.plans import plan_of, split
 from tests.runtime.traced import traced
 
 
@@ -225,3 +228,20 @@ def _die_at(number: int, folder: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
+
+
+def alone_plan(graph: OperatorGraph | None = None) -> Plan:
+    return plan_of(graph or mlp(), split((0,)), device_count=1)
+
+
+def trainer_of(plan: Plan, kind: str = "adam", make: Callable[[list[torch.Tensor]], Any] | None = None, seed: int = 0) -> Trainer:
+    return Trainer(HandModel(plan.graph), plan, optimizer=make or (lambda p: make_optimizer(kind, p)), dtype=torch.float64, seed=seed)
+
+
+def save_three_steps(folder: Path) -> Path:
+    """A checkpoint of the third step."""
+    plan, model = alone_plan(), HandModel(mlp())
+    with trainer_of(plan) as trainer:
+        for step in range(3):
+            trainer.step(*model.inputs(step))
+        return trainer.save(folder)

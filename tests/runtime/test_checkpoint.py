@@ -1,15 +1,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import pickle
-import random
-import resource
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +16,23 @@ from soap.cluster.presets import local_topology
 from soap.errors import CheckpointError, SoapWarning
 from soap.plan.plan import Plan
 from soap.runtime.checkpoint.checkpoint import read_state_dict
-from soap.runtime.checkpoint.folder import complete
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL
 from tests.graph_builder import mlp, transformer
 from tests.runtime.checkpointing import (
     TiedLanguage,
-    alone,
-    kill_at_every_file_event,
+    alone_plan,
     make_optimizer,
-    save_again_and_again,
     save_model,
+    save_three_steps,
     train_handmade,
     train_traced,
+    trainer_of,
 )
 from tests.runtime.handmade import HandModel
 from tests.runtime.plans import plan_of, split
-from tests.runtime.pool import Pool, RankError
+from tests.runtime.pool import Pool
 from tests.runtime.traced import traced
 from tests.strategies import CPU, cluster, graphs, strategies_for
 
@@ -107,28 +99,9 @@ def test_any_plan_goes_on_from_any_other(pair: Pool, pool: Pool, data: st.DataOb
     assert resumed.losses == pytest.approx(straight.losses[2:], rel=1e-9)
 
 
-def alone_plan(graph: Any = None) -> Plan:
-    return plan_of(mlp() if graph is None else graph, split((0,)), device_count=1)
-
-
-def trainer_of(plan: Plan, kind: str = "adam", make: Callable[[list[torch.Tensor]], Any] | None = None, seed: int = 0) -> Trainer:
-    return Trainer(HandModel(plan.graph), plan, optimizer=make or (lambda p: make_optimizer(kind, p)), dtype=torch.float64, seed=seed)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the third step."""
-    plan, model = alone_plan(), HandModel(mlp())
-    with trainer_of(plan) as trainer:
-        for step in range(3):
-            trainer.step(*model.inputs(step))
-        return trainer.save(tmp_path_factory.mktemp("saved"))
-
-
-@pytest.fixture
-def copy(saved: Path, tmp_path: Path) -> Path:
-    """One that may be damaged."""
-    return Path(shutil.copytree(saved, tmp_path / saved.name))
+    return save_three_steps(tmp_path_factory.mktemp("saved"))
 
 
 def test_a_state_dict_for_the_module_that_was_exported(pair: Pool, tmp_path: Path) -> None:
@@ -166,28 +139,6 @@ def test_idle_ranks_take_part(pool: Pool, tmp_path: Path) -> None:
     resumed = pool.run(train_handmade, plan, "adam", 1, str(tmp_path), None)
     straight = pool.run(train_handmade, plan, "adam", 3, None, None)
     assert [rank.losses for rank in resumed] == [rank.losses[2:] for rank in straight]
-
-
-def save_with_little_room(plan: Plan, folder: str) -> str:
-    """Rank 1 can write only small files."""
-    with trainer_of(plan) as trainer:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if trainer.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-        try:
-            trainer.save(folder)
-        except CheckpointError as error:
-            return str(error)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        return "saved"
-
-
-def test_a_rank_that_cannot_write_is_told_of_by_all(pool: Pool, tmp_path: Path) -> None:
-    messages = pool.run(save_with_little_room, plan_of(mlp(), split((0, 1), n=2), device_count=2), str(tmp_path))
-    assert len(set(messages)) == 1
-    assert messages[0].startswith(f"cannot write a checkpoint to {str(tmp_path)!r}: file too large; earlier checkpoints are as they were")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_options_steps_and_seed_are_those_of_the_checkpoint(saved: Path) -> None:
@@ -232,83 +183,6 @@ def test_chunks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert max(len(tensor["chunks"]) for tensor in tensors.values()) > 4
     found = read_state_dict(path)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
-    path.write_bytes(bytes(data))
-
-
-def _edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    def edit(checkpoint: Path) -> None:
-        document = json.loads((checkpoint / "soap.json").read_text())
-        change(document)
-        (checkpoint / "soap.json").write_text(json.dumps(document))
-
-    return edit
-
-
-def _chunk(document: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = document["tensors"]["model.fc0.weight"]["chunks"][0]
-    return found
-
-
-DATA = "__0_0.distcp"
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing": (lambda c: (c / DATA).unlink(), "__0_0.distcp' is damaged: it is missing; take another checkpoint"),
-    "truncated": (lambda c: os.truncate(c / DATA, 5000), "is damaged: it has 5000 bytes, expected "),
-    "overwritten": (lambda c: _flip(c / DATA), "__0_0.distcp' is damaged: its part at byte "),
-    "no json": (lambda c: os.truncate(c / "soap.json", 700), "soap.json' is damaged: it is no valid JSON"),
-    "no checkpoint": (lambda c: (c / "soap.json").write_text("{}"), "is damaged: expected 'soap-checkpoint' as its format"),
-    "version": (_edit(lambda d: d.update(version=2)), "has version '2'; this program reads version 1"),
-    "extra": (_edit(lambda d: d.update(more=1)), "is damaged: at top level: "),
-    "lost state": (_edit(lambda d: d["tensors"].pop("optim.state.fc0.weight.exp_avg")), "it lacks state 'exp_avg' of 'fc0.weight'"),
-    "lost parameter": (_edit(lambda d: d["tensors"].pop("model.fc0.bias")), "it lacks "),
-    "outside": (_edit(lambda d: _chunk(d).update(box=[[0, 99], [0, 1]])), "lies outside its shape"),
-    "hole": (_edit(lambda d: _chunk(d).update(box=[[0, 1], [0, 1]])), "do not cover its shape"),
-    "elsewhere": (_edit(lambda d: _chunk(d).update(file="../../x")), "is damaged: at tensors/model.fc0.weight/chunks/0/file: "),
-    "type": (_edit(lambda d: d["tensors"]["model.fc0.bias"].update(dtype="load")), "has the unknown dtype 'load'"),
-    "other type": (_edit(lambda d: d["tensors"]["model.fc0.bias"].update(dtype="int64")), "is no int64 tensor of shape "),
-}
-
-
-@pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_checkpoint_is_one_line(what: str, copy: Path) -> None:
-    damage, words = DAMAGES[what]
-    damage(copy)
-    with trainer_of(alone_plan()) as trainer:
-        before = trainer.state_dict()
-        with pytest.raises(CheckpointError) as caught:
-            trainer.load(copy)
-        assert words in str(caught.value) and "\n" not in str(caught.value)
-        if what not in ("overwritten", "other type"):  # found before anything is changed
-            assert all(torch.equal(trainer.state_dict()[name], tensor) for name, tensor in before.items())
-            assert trainer.steps == 0
-
-
-class _Evil:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
-
-
-def test_no_pickle_is_run(copy: Path, tmp_path: Path) -> None:
-    (copy / ".metadata").write_bytes(pickle.dumps(_Evil(tmp_path / "run")))
-    with trainer_of(alone_plan()) as trainer:
-        trainer.load(copy)  # torch's own index is not read
-        torch.save(_Evil(tmp_path / "run"), tmp_path / "evil.pt")
-        data = (tmp_path / "evil.pt").read_bytes()
-        (copy / DATA).write_bytes(data)
-        place = {"offset": 0, "length": len(data)}
-        _edit(lambda d: [chunk.update(place) for tensor in d["tensors"].values() for chunk in tensor["chunks"]])(copy)
-        with pytest.raises(CheckpointError, match=r"is damaged: its part at byte 0 cannot be read \(UnpicklingError\)"):
-            trainer.load(copy)
-    assert not (tmp_path / "run").exists()
 
 
 def test_another_model_is_refused(saved: Path) -> None:
@@ -404,66 +278,3 @@ def test_numbers_that_differ_among_shards_are_refused_on_all_ranks(pair: Pool, t
     assert messages[0] == messages[1]
     assert messages[0].startswith("the optimizer's state or options differ among the shards of 'fc0.weight'; expected")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
-    plan, model = alone_plan(), HandModel(mlp())
-    with trainer_of(plan) as trainer:
-        first = trainer.save(tmp_path)
-        trainer.step(*model.inputs(0))
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
-        try:
-            with pytest.raises(CheckpointError) as caught:
-                trainer.save(tmp_path, keep=1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert str(caught.value) == (
-            f"cannot write a checkpoint to {str(tmp_path)!r}: file too large; earlier checkpoints are as they were: "
-            "free space, or choose another folder"
-        )
-        assert list(tmp_path.iterdir()) == [first]
-        assert trainer.save(tmp_path, keep=1).name == "step-00000001"  # and training goes on
-
-
-def test_keep_must_keep_something(tmp_path: Path) -> None:
-    with trainer_of(alone_plan()) as trainer, pytest.raises(CheckpointError, match=r"^keep 0: expected at least 1, or None for all$"):
-        trainer.save(tmp_path, keep=0)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_killed_at_any_change_of_the_folder_a_complete_checkpoint_is_left(tmp_path: Path) -> None:
-    """In a process of its own, which forks while it has no threads."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        steps = pool.apply(kill_at_every_file_event, (alone_plan(), str(tmp_path)))
-    assert len(steps) > 20  # so many changes does a save make
-    before = steps.count([2, 3])
-    assert steps == [[2, 3]] * before + [[3, 4]] * (len(steps) - before - 1) + [[3]]  # the old one until the new one is there
-
-
-@pytest.mark.slow
-def test_ranks_killed_at_random_moments_leave_a_complete_checkpoint(tmp_path: Path) -> None:
-    plan = plan_of(mlp(), split((0, 1), b=2), device_count=2)
-    rng = random.Random(0)
-    for victims in ((0,), (1,), (0, 1), (1, 0)):
-        pool = Pool(2)
-        before = complete(tmp_path)[-1:]
-        thread = threading.Thread(target=_run_until_killed, args=(pool, plan, str(tmp_path)))
-        thread.start()
-        while complete(tmp_path)[-1:] == before and thread.is_alive():
-            time.sleep(0.01)
-        time.sleep(rng.random())
-        for victim in victims:
-            pool._processes[victim].kill()
-        thread.join()
-        step = complete(tmp_path)[-1].step
-        assert not before or step > before[0].step
-        expected, found = alone(alone_plan(), step), read_state_dict(tmp_path)
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)
-
-
-def _run_until_killed(pool: Pool, plan: Plan, folder: str) -> None:
-    with pytest.raises(RankError):
-        pool.run(save_again_and_again, plan, folder, 2)

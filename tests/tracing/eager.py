@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.model import TileContext
+from tests.tracing.programs import imported
 
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest difference relative to the largest element of all gradients, by the coarsest type among them."""
@@ -47,3 +48,19 @@ def assert_as_eager(model: ExecutableModel, loss: Tensor, gradients: Mapping[str
         mine = own.get(name, torch.zeros_like(gradient))
         apart = float((mine.to(gradient.dtype) - gradient).abs().max()) if gradient.numel() else 0.0
         assert apart <= allowed * largest, (name, apart, largest)
+
+
+def equals_eager(module: nn.Module, *inputs: Tensor) -> None:
+    """The plain program's loss and gradients are the module's."""
+    module = module.double()
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    model = imported(module, *(x.clone() for x in inputs))
+    parameters = {n: p.clone().requires_grad_() for n, p in model.parameters.items()}
+    loss = model.reference_loss([x.clone() for x in inputs], parameters, TileContext(0, 0, dict(model.buffers)))
+    expected = module(*(x.clone() for x in inputs))
+    torch.testing.assert_close(loss, expected.reshape(()))
+    loss.backward()
+    expected.sum().backward()
+    for name, p in module.named_parameters():
+        if name in parameters:
+            torch.testing.assert_close(parameters[name].grad, p.grad)

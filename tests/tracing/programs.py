@@ -53,3 +53,7 @@ def asserted(h: torch.Tensor) -> torch.Tensor:
     assert (h.abs() >= 0).all() and h.isfinite().all(), "not finite"
     assert not h.isnan().any()
     return h
+
+
+def square() -> nn.Parameter:
+    return nn.Parameter(torch.arange(12.0).reshape(3, 4).sin())

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 import warnings
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,105 +19,11 @@ from soap import zoo
 from soap.errors import ModelError, SoapWarning
 from soap.runtime.eager import compare_with_eager
 from soap.tracing.example import Example
-from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import exported_program, traced
-from soap.tracing.load import load_model, load_program
-from soap.tracing.record import NAME, ExportRecord, dumps, loads
-from tests.tracing.programs import Lambda
-
-Exports = Callable[..., ExecutableModel]
-
-
-def mean_square(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-@pytest.fixture
-def export(tmp_path: Path) -> Exports:
-    """Exports, expects that nothing of the module, its gradients and torch's generator has changed, and reads the file."""
-
-    def run(module: nn.Module, *args: Tensor, **options: Any) -> ExecutableModel:
-        for parameter in module.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        before, generator, training = copy.deepcopy(module.state_dict()), torch.get_rng_state(), module.training
-        try:
-            soap.export(module, args, path=tmp_path / "m.pt2", loss=options.pop("loss", mean_square), **options)
-        except ModelError:
-            assert list(tmp_path.iterdir()) == []  # nothing half-written
-            raise
-        finally:
-            torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
-            assert all(p.grad is not None and bool((p.grad == 1).all()) for p in module.parameters())
-            assert torch.equal(torch.get_rng_state(), generator) and module.training == training
-        return load_model(tmp_path / "m.pt2")
-
-    return run
-
-
-class Reverse(torch.autograd.Function):
-    """Gradient reversal (Ganin & Lempitsky 2015)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -0.5 * gradient
-
-
-class Sign(torch.autograd.Function):
-    """A straight-through estimator."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class Clamped(torch.autograd.Function):
-    """A gradient that is clipped on its way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clamp(-1e-4, 1e-4)
-
-
-class Doubled(torch.autograd.Function):
-    """One whose backward is what autograd would do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-
-class Applied(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.function.apply(x)
-        return result
-
-
-def around(middle: nn.Module) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), middle, nn.Linear(6, 3))
-
-
-X = torch.linspace(-1, 1, 32).reshape(8, 4)
+from soap.tracing.load import load_program
+from soap.tracing.record import ExportRecord
+from tests.autograd_functions import Clamped, Doubled, Reverse, Sign
+from tests.tracing.exporting import Applied, Exports, X, around, mean_square
 
 
 @pytest.mark.parametrize(("function", "share"), [(Reverse, "300.0%"), (Sign, "100.0%"), (Clamped, "%")])
@@ -181,72 +84,6 @@ def test_detach_is_the_way_out(export: Exports) -> None:
     torch.testing.assert_close(own[0][0].weight.grad, own[1][0].weight.grad)
     for middle in (Reversed(), Straight()):
         assert export(around(middle), X).record.compared
-
-
-# Hooks
-
-
-def on_parameter(module: nn.Sequential) -> None:
-    module[0].weight.register_hook(lambda gradient: gradient * 0.5)
-
-
-def clipping(module: nn.Sequential) -> None:
-    module[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-
-
-def on_module(module: nn.Sequential) -> None:
-    module[2].register_full_backward_hook(lambda _module, given, _output: (given[0] * 3,))
-
-
-def before_module(module: nn.Sequential) -> None:
-    module[2].register_full_backward_pre_hook(lambda _module, given: (given[0] * 3,))
-
-
-def at_once(module: nn.Sequential) -> None:
-    def step(parameter: Tensor) -> None:
-        optimizer.step()
-        parameter.grad = None
-
-    optimizer = torch.optim.SGD([module[0].weight], lr=0.1)
-    module[0].weight.register_post_accumulate_grad_hook(step)
-
-
-@pytest.mark.parametrize(
-    ("hook", "said"),
-    [
-        (on_parameter, "a hook on parameter '0.weight' (test_export_eager.py:"),
-        (clipping, "a hook on parameter '0.weight' (test_export_eager.py:"),
-        (on_module, "a backward hook on module '2' (Linear) (test_export_eager.py:"),
-        (before_module, "a backward hook on module '2' (Linear) (test_export_eager.py:"),
-        (at_once, "a hook on parameter '0.weight' (test_export_eager.py:"),
-    ],
-)
-def test_hooks_that_change_gradients_are_refused(export: Exports, hook: Callable[[nn.Sequential], None], said: str) -> None:
-    module = around(nn.ReLU())
-    hook(module)
-    with pytest.raises(ModelError) as caught:
-        export(module, X)
-    assert said in str(caught.value) and "whose backward code torch.export does not record" in str(caught.value)
-
-
-def test_a_hook_on_a_tensor_is_found_where_it_is_made(export: Exports) -> None:
-    class Hooked(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.requires_grad:
-                x.register_hook(lambda gradient: 2 * gradient)
-            return x
-
-    with pytest.raises(ModelError, match=r"a hook on a tensor \(test_export_eager.py:\d+\)"):
-        export(around(Hooked()), X)
-
-
-def test_hooks_that_only_look_are_accepted(export: Exports) -> None:
-    seen: list[tuple[int, ...]] = []
-    module = around(nn.ReLU())
-    module[0].weight.register_hook(lambda gradient: seen.append(tuple(gradient.shape)))
-    module[2].register_full_backward_hook(lambda *_: None)
-    assert export(module, X).record.compared
-    assert seen == [(6, 4)]
 
 
 # What is random, and what is not torch's
@@ -451,31 +288,3 @@ def test_programs_of_the_zoo_train_as_their_modules(name: str) -> None:
         warnings.simplefilter("ignore")
         program = load_program(exported, name)
     assert compare_with_eager(Example(model.module, model.args, model.kwargs), exported, program).compared
-
-
-# The record
-
-
-def test_what_a_file_records(export: Exports, tmp_path: Path) -> None:
-    export(around(nn.ReLU()), X)
-    with zipfile.ZipFile(tmp_path / "m.pt2") as archive:
-        name = next(name for name in archive.namelist() if name.endswith(f"/extra/{NAME}"))
-        assert json.loads(archive.read(name)) == {"format": 1, "eager": {"compared": True, "reason": ""}, "imports": []}
-
-
-def test_a_file_of_torch_has_no_record(tmp_path: Path) -> None:
-    torch.export.save(torch.export.export(Lambda(lambda _, x: x.sin().sum()), (X,)), tmp_path / "m.pt2")
-    record = load_model(tmp_path / "m.pt2").record
-    assert record is not None
-    assert record == ExportRecord() and record.text.endswith("never compared with eager PyTorch: exported by torch.export.save")
-
-
-@pytest.mark.parametrize("text", ["", "[1]", "{", '{"eager": 3}', '{"format": 1}', "9" * 200_000, '{"eager": {"compared": "yes"}}'])
-def test_records_that_are_none(text: str) -> None:
-    assert loads(text) == ExportRecord()
-
-
-def test_a_record_is_text_for_people() -> None:
-    record = ExportRecord(False, "a\nb", ("shop.ops",))
-    assert loads(dumps(record)) == ExportRecord(False, "a b", ("shop.ops",))
-    assert loads('{"eager": {}, "imports": ["os; x", "a.b", 3, "..", "é"]}').imports == ("a.b",)

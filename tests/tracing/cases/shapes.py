@@ -12,7 +12,7 @@ from tests.tracing.cases.probe import Shape, case
 aten = torch.ops.aten
 
 
-def _shapes() -> None:
+def _viewed() -> None:
     views: Sequence[tuple[Shape, Shape]] = [
         ((4, 6), (24,)), ((24,), (4, 6)), ((4, 6), (6, 4)), ((4, 6), (8, 3)), ((3, 4, 5), (12, 5)), ((3, 4, 5), (3, 20)),
         ((12, 5), (3, 4, 5)),
@@ -41,6 +41,9 @@ def _shapes() -> None:
     case("permute", lambda x: x.permute(2, 0, -2), (3, 4, 5))
     case("movedim", lambda x: x.movedim(0, 2), (3, 4, 5))
     case("swapaxes, mT, T", lambda x: [x.swapaxes(0, 1), x.mT, x.T], (3, 4))
+
+
+def _expanded_and_cut() -> None:
     case("expand", lambda x: x.expand(2, 4, -1, 3), (4, 1, 3))
     case("expand_as", lambda x, y: x.expand_as(y) * y, (4, 1), (4, 5))
     case("broadcast_to", lambda x: x.broadcast_to(2, 4, 3), (1, 3))
@@ -59,6 +62,9 @@ def _shapes() -> None:
     case("chunk", lambda x: x.chunk(3, -1), (4, 8))
     case("tensor_split", lambda x: x.tensor_split(3, 1), (2, 7))
     case("unbind", lambda x: x.unbind(1), (4, 3, 2))
+
+
+def _joined_and_padded() -> None:
     for dim in (0, 1, 2, -1):
         case(f"stack {dim}", lambda x, y, d=dim: torch.stack([x, y, x], d), (3, 4), (3, 4))
     for dim in (0, 1, -1):
@@ -81,6 +87,9 @@ def _shapes() -> None:
     case("unfold", lambda x: x.unfold(1, 3, 2), (3, 9))
     case("diagonal, diag_embed", lambda x: [x.diagonal(1, 1, 2), x.sum(1).diag_embed()], (3, 4, 5))
     case("pad, negative", lambda x: F.pad(x, (-1, 1)), (3, 4))
+
+
+def _cast_and_made() -> None:
     case("cast", lambda x: (x.float() * 2).double(), (3, 4))
     case("cast, of a sum to whole numbers", lambda x: [x, (x.sum(0) * 3).long(), x.sum(1).to(torch.int32)], (5, 4))
     case("type_as, clone, contiguous", lambda x, y: x.t().contiguous().clone() + y.type_as(x).t(), (3, 4), (3, 4))
@@ -103,5 +112,8 @@ def _views_put_back() -> None:
     case("diagonal_scatter", lambda x, y: aten.diagonal_scatter(x, y, -1, 1, 2), (3, 5, 4), (3, 4))
 
 
-_shapes()
+_viewed()
+_expanded_and_cut()
+_joined_and_padded()
+_cast_and_made()
 _views_put_back()

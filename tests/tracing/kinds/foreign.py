@@ -8,19 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.autograd_functions import Reverse
 from tests.tracing.kinds.registry import Built, Lossy, kind, labels
-
-
-class Reverse(torch.autograd.Function):
-    """Gradients are reversed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return -0.5 * g
 
 
 class Rounded(torch.autograd.Function):

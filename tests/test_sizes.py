@@ -1,0 +1,82 @@
+"""No file and no function grows beyond what can be read at once, read from the source; each exception says why."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 70, 12
+
+REWRITTEN = "being rewritten"
+EXCEPTIONS: dict[str, str] = {
+    "soap/search/compiled/chain.py::_evaluate": REWRITTEN,
+    "soap/search/compiled/chain.py::advance": REWRITTEN,
+    "soap/simulator/compiled/evaluate.py::_simulate": REWRITTEN,
+    "soap/simulator/compiled/evaluate.py::evaluate": REWRITTEN,
+    "soap/simulator/compiled/events.py::_play": REWRITTEN,
+    "soap/simulator/compiled/events.py::hold": REWRITTEN,
+    "soap/simulator/compiled/fragment.py": REWRITTEN,
+    "soap/simulator/compiled/history.py::_advance": REWRITTEN,
+    "soap/simulator/compiled/walk.py::walk_on": REWRITTEN,
+    "soap/simulator/engine.py": REWRITTEN,
+    "soap/simulator/task_list.py::add": REWRITTEN,
+    "tests/simulator/test_servers.py": REWRITTEN,
+    "tests/test_edits.py": REWRITTEN,
+}
+"""A file, or a function of it -> why it may be larger."""
+
+FILES = sorted(path.relative_to(ROOT).as_posix() for room in ("soap", "tests", "benchmarks") for path in (ROOT / room).rglob("*.py"))
+
+
+def too_large(file: str, text: str) -> Iterator[tuple[str, str]]:
+    """What of a file is beyond the limits: (the file, or a function of it, and by what)."""
+    lines = text.count("\n")
+    if lines > MAX_LINES:
+        yield file, f"{lines} lines; expected at most {MAX_LINES}: split it by reason to change"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines, parameters = (node.end_lineno or node.lineno) - node.lineno + 1, parameter_count(node)
+            if lines > MAX_FUNCTION_LINES or parameters > MAX_PARAMETERS:
+                limits = f"expected at most {MAX_FUNCTION_LINES} and {MAX_PARAMETERS}"
+                yield f"{file}::{node.name}", f"{lines} lines, {parameters} parameters; {limits}"
+
+
+def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without ``self`` and ``cls``; ``*args`` and ``**kwargs`` are one each."""
+    own = function.args
+    names = [argument.arg for argument in (*own.posonlyargs, *own.args)]
+    return len(names) - (names[:1] in (["self"], ["cls"])) + len(own.kwonlyargs) + (own.vararg is not None) + (own.kwarg is not None)
+
+
+def found_in(file: str) -> dict[str, str]:
+    return dict(too_large(file, (ROOT / file).read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_is_too_large_without_a_reason(file: str) -> None:
+    assert {what: size for what, size in found_in(file).items() if what not in EXCEPTIONS} == {}
+
+
+@pytest.mark.parametrize("what", EXCEPTIONS)
+def test_exceptions_have_a_reason_and_are_still_needed(what: str) -> None:
+    file = what.partition("::")[0]
+    assert EXCEPTIONS[what] and file in FILES and what in found_in(file), f"{what} is within the limits, or gone: take it out of the table"
+
+
+def test_few_modules_stand_on_the_ground_floor() -> None:
+    assert len(list((ROOT / "soap").glob("*.py"))) <= 6
+
+
+def test_what_is_counted() -> None:
+    assert dict(too_large("a.py", "x = 1\n" * 400)) == {}
+    assert list(dict(too_large("a.py", "x = 1\n" * 401))) == ["a.py"]
+    twelve = ", ".join(f"p{i}" for i in range(11))
+    assert dict(too_large("a.py", f"class A:\n    def f(self, {twelve}, *, k): ...\n")) == {}
+    assert list(dict(too_large("a.py", f"class A:\n    def f(self, {twelve}, *args, k): ...\n"))) == ["a.py::f"]
+    assert list(dict(too_large("a.py", f"async def f(self, {twelve}, /, k, **rest): ...\n"))) == ["a.py::f"]
+    assert dict(too_large("a.py", "def f():\n" + "    x = 1\n" * 69)) == {}
+    assert list(dict(too_large("a.py", "def f():\n" + "    x = 1\n" * 70))) == ["a.py::f"]
