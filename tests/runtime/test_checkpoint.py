@@ -27,6 +27,7 @@ from soap.runtime.checkpoint.folder import complete
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL
+from tests.extent import FEW
 from tests.graph_builder import mlp, transformer
 from tests.runtime.checkpointing import (
     TiedLanguage,
@@ -87,7 +88,7 @@ def content(checkpoint: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_plan_goes_on_from_any_other(pair: Pool, pool: Pool, data: st.DataObject, tmp_path: Path) -> None:
     """Two ranks train and save; three load and save at once: both checkpoints hold the same, bit by bit. Both go on alike."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.topology import DeviceType, Topology
 from soap.errors import StrategyError
@@ -24,6 +24,7 @@ from soap.simulator.memory.peaks import memory_use
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.strategy.config import Strategy, SyncConfig
+from tests.extent import MANY
 from tests.graph_builder import REDUCTION, SAMPLE, GraphBuilder
 from tests.simulator.examples import (
     UNIT_NS,
@@ -355,7 +356,7 @@ def test_local_aggregation_cuts_bytes_between_hosts_as_rows_overlap(workers: int
     assert crossing(True, pull_together=False) == (pull, (hosts - 1) * together * ROW_BYTES)
 
 
-@settings(max_examples=150, deadline=None)
+@MANY
 @given(cases(servers=True))
 def test_what_holds_for_every_plan(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case

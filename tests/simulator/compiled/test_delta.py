@@ -22,7 +22,7 @@ from soap.simulator.compiled.fragment import FORWARD, task_key
 from soap.simulator.engine import Engine
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from tests.extent import ALL, so_many
+from tests.extent import ALL, MANY
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks, synchronized
 from tests.simulator.examples import LaunchedCosts
@@ -106,7 +106,7 @@ def check(walk: Walk, *, afresh: bool, launched: bool = False) -> None:
     assert compiled_tasks(engine) == current
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(MANY, suppress_health_check=list(HealthCheck))
 @given(walks(), st.booleans())
 def test_random_walks(walk: Walk, launched: bool) -> None:
     check(walk, afresh=True, launched=launched)
@@ -179,7 +179,7 @@ def test_many_short_walks(part: int) -> None:
     """Each part has a seed of its own: without, hypothesis draws the same for all of them where it is derandomized."""
 
     @seed(part)
-    @settings(max_examples=so_many(300, 1_000), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(MANY, suppress_health_check=list(HealthCheck))
     @given(walks(max_moves=2, max_tiles=4, max_edits=2))
     def all_agree(walk: Walk) -> None:
         check(walk, afresh=False)

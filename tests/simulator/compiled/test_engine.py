@@ -19,7 +19,7 @@ from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy, SyncConfig
 from soap.tracing.importer import import_program
 from tests.complex_modules import batches, module_of
-from tests.extent import so_many
+from tests.extent import MANY, so_many
 from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks, synchronized
 from tests.simulator.examples import batch_split, chain, pairwise_cluster
 from tests.strategies import GPU, cases, cluster
@@ -34,7 +34,7 @@ def check(engine: Engine, costs: RooflineCosts, strategy: Strategy) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(MANY, suppress_health_check=list(HealthCheck))
 @given(cases(servers=True), st.sampled_from((0, 2)))
 def test_random_cases(case: tuple[OperatorGraph, Topology, Strategy], states: int) -> None:
     """By optimizers that update of tables some rows, or all of them."""
