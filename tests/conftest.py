@@ -14,11 +14,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.extent import load_profile
+
+if TYPE_CHECKING:
+    from tests.runtime.pool import Pool
 
 MARK = "SOAP_TESTS_OF"
 PATIENCE_S = 10.0
@@ -43,6 +46,32 @@ def interrupts_reach_processes() -> None:
     """A shell starts background jobs with Ctrl-C ignored, and so would be all that they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Pool]:
+    """Four ranks, which keep the models that they have traced."""
+    from tests.runtime.pool import Pool  # imports torch, which half of the tests do without
+
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def pool(four: Pool) -> Pool:
+    """Three of them."""
+    from tests.runtime.pool import FirstOf
+
+    return FirstOf(four, 3)
+
+
+@pytest.fixture
+def kept_ranks(four: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What commands launch runs on ranks that are there already, where neither how they start and end nor what they say is tested."""
+    from tests.runtime.kept import launch_on
+
+    monkeypatch.setattr("soap.runtime.comm.launch.launch", launch_on(four))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -86,8 +86,14 @@ Run = Callable[..., Done]
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``soap-run`` in this process, which need not start Python and torch once more."""
+def run(run_launching: Run, kept_ranks: None) -> Run:
+    """``soap-run`` in this process and on ranks that are there."""
+    return run_launching
+
+
+@pytest.fixture
+def run_launching(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``soap-run`` in this process, which need not start Python and torch once more, but starts its ranks."""
     monkeypatch.chdir(folder)
 
     def run(*arguments: str, strategy: str = "s.json") -> Done:
@@ -225,8 +231,8 @@ def test_works_under_torchrun(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "words"), [("mydata:nothing", "mydata"), ("os:getcwd", "a batch holds str")])
-def test_bad_data_is_one_line(spec: str, words: str, run: Run) -> None:
-    done = run("--steps", "1", "--data", spec)
+def test_bad_data_is_one_line(spec: str, words: str, run_launching: Run) -> None:
+    done = run_launching("--steps", "1", "--data", spec)
     assert done.returncode == 8
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]
