@@ -53,7 +53,7 @@ def four() -> Iterator[Pool]:
     """Four ranks, which keep the models that they have traced."""
     from tests.runtime.pool import Pool  # imports torch, which half of the tests do without
 
-    pool = Pool(4)
+    pool = Pool(4, timeout_s=280)  # half of it for ranks that wait while another one's first search compiles the simulator
     yield pool
     pool.close()
 

@@ -42,16 +42,16 @@ def launch_on(pool: Pool) -> Callable[..., dict[int, Any]]:
 
 def _in_folder(folder: str, entry: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """As a process that is started there: with the modules of this folder, and none of another's."""
-    before = os.getcwd(), list(sys.path)
+    home, path = os.getcwd(), list(sys.path)
     os.chdir(folder)
     try:
         return entry(*args)
     except SoapError as error:
         return Refused(str(error))
     finally:
-        os.chdir(before[0])
-        sys.path[:] = before[1]
-        for name in _modules_in(Path(folder), sys.modules):
+        os.chdir(home)
+        sys.path[:] = path
+        for name in _modules_in(Path(folder), sys.modules) if folder != home else ():
             del sys.modules[name]
 
 
