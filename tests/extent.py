@@ -7,9 +7,10 @@ hypothesis's profile, one whose examples cost much has ``FEW``, one whose exampl
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Container, Sequence
+from typing import Any, TypeVar
 
+import pytest
 from hypothesis import settings
 
 Case = TypeVar("Case")
@@ -41,6 +42,11 @@ def load_profile() -> None:
 def so_many(usual: int, in_all: int) -> int:
     """How many of something there are."""
     return in_all if ALL else usual
+
+
+def often(cases: Sequence[Case], which: Container[Case], *marks: pytest.MarkDecorator) -> list[Any]:
+    """Cases of a test, of which the others are for `make test-all`. ``marks``: of those that run often."""
+    return [pytest.param(case, marks=marks if case in which else pytest.mark.long) for case in cases]
 
 
 def every(step: int, cases: Sequence[Case]) -> Sequence[Case]:

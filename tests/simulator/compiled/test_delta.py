@@ -112,6 +112,15 @@ def test_random_walks(walk: Walk, launched: bool) -> None:
     check(walk, afresh=True, launched=launched)
 
 
+OFTEN = {4: {*zoo.names()}, 16: {"nmt", "dlrm", "gpt"}, 64: {"nmt"}}
+"""All models on 4 devices; on more the one whose tables are served, tied and read by unrolled steps, one of many tables, one of chains."""
+SIZES = [
+    pytest.param(devices, model, marks=pytest.mark.slow if model in OFTEN[devices] else pytest.mark.long)
+    for devices in OFTEN
+    for model in zoo.names()
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["alexnet", "dlrm", "nmt", "rnnlm"])
 def test_walks_over_models(model: str) -> None:
@@ -129,10 +138,8 @@ def test_walks_over_models(model: str) -> None:
     check((graph, topology, strategy, edits), afresh=True, launched=model in ("alexnet", "rnnlm"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [4, 16, 64])
-@pytest.mark.parametrize("model", zoo.names())
-def test_zoo(model: str, devices: int) -> None:
+@pytest.mark.parametrize(("devices", "model"), SIZES)
+def test_zoo(devices: int, model: str) -> None:
     """What ``benchmarks.agreement`` does with thousands of proposals."""
     graph = api.load(f"zoo:{model}:tiny", plan_only=True).graph
     found = compare(graph, benchmarks.simulator.cluster(devices // 4), 20, beta=3.0)
