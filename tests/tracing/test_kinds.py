@@ -24,7 +24,7 @@ SELDOM = {
     "ssm",
 }  # fmt: skip
 """The larger ones of which others have the operators and the way they are put together: ``chunked_scan``, ``complex_layers``,
-``fourier_mixing``, ``long_convolution``, ``masked_convolutions``, ``moe_top_2``, ``points``, ``proximal_policy``, ``several_resolutions``…"""
+``fourier_mixing``, ``long_convolution``, ``masked_convolutions``, ``moe_top_2``, ``points``, ``several_resolutions``…"""
 REFUSED = [name for name, kind in KINDS.items() if kind.refused]
 
 
