@@ -21,7 +21,11 @@ WORKERS ?= 2
 # The tests start many processes on few cores; a thread pool in each would only make them wait for each other.
 test test-all quick: export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all quick lint types wheel venv clean
+# How much of each suite: tests/extent.py, docs/testing.md
+test test-all quick: export SOAP_TESTS ?= $(@:test-all=all)
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: help demo test test-all quick checked lint types machine-code wheel venv clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -30,14 +34,20 @@ help:  ## what can be made
 demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy on this machine's processes, check it
 	$(PY) -m examples.demo
 
-test: lint types  ## what every change must pass: lint, types, tests (with a wheel built and imported)
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long"
+test: checked  ## what every change must pass: lint, types, tests (of each guarantee a part)
+	$(PYTEST) -m "not long" --durations 30
 
-test-all: lint types  ## the same with the tests that take minutes each
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal --timeout 3600
+test-all: checked  ## lint, types, and all tests with all their cases
+	$(PYTEST) --timeout 3600 --durations 100
 
-quick: lint types  ## `make test` without the slow tests
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not long"
+quick: checked  ## `make test` without the slow tests
+	$(PYTEST) -m "not slow and not long"
+
+checked: lint  # two processes, as the tests themselves have
+	@$(MAKE) --no-print-directory -j 2 types machine-code
+
+machine-code: $(ENVIRONMENT)  ## the simulator and the search, compiled once for all processes of the tests
+	$(PY) -m tests.machine_code
 
 lint: $(ENVIRONMENT)  ## style
 	$(PY) -m ruff check .

@@ -1,5 +1,5 @@
-"""What holds for all tests: no process stays behind, the user's cache stays as it is, suites of many cases tell at the end what they have
-seen, and with ``--dist loadgroup`` one process has all tests of the compiled simulator, which is compiled once then.
+"""What holds for all tests: no process stays behind, the user's cache stays as it is, hypothesis draws as many examples as ``extent`` says,
+and suites of many cases tell at the end what they have seen.
 
 A test tells by ``record_property("tally", [table, row, number])``; the summary has one line per row: how many, and the largest number.
 """
@@ -14,19 +14,24 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.extent import load_profile
+
+if TYPE_CHECKING:
+    from tests.runtime.pool import Pool
+
 MARK = "SOAP_TESTS_OF"
 PATIENCE_S = 10.0
-COMPILED = "tests/simulator/compiled/"
 CACHE = "SOAP_TESTS_CACHE"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """What is kept of this machine for its user (measured rates and profiles) is neither read nor changed: tests have a cache folder of
     their own, which all their processes share."""
+    load_profile()
     if CACHE not in os.environ:
         os.environ[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="soap-tests-")
         config.add_cleanup(forget_cache)
@@ -41,6 +46,32 @@ def interrupts_reach_processes() -> None:
     """A shell starts background jobs with Ctrl-C ignored, and so would be all that they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Pool]:
+    """Four ranks, which keep the models that they have traced."""
+    from tests.runtime.pool import Pool  # imports torch, which half of the tests do without
+
+    pool = Pool(4, timeout_s=280)  # half of it for ranks that wait while another one's first search compiles the simulator
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def pool(four: Pool) -> Pool:
+    """Three of them."""
+    from tests.runtime.pool import FirstOf
+
+    return FirstOf(four, 3)
+
+
+@pytest.fixture
+def kept_ranks(four: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What commands launch runs on ranks that are there already, where neither how they start and end nor what they say is tested."""
+    from tests.runtime.kept import launch_on
+
+    monkeypatch.setattr("soap.runtime.comm.launch.launch", launch_on(four))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -81,17 +112,3 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for row, numbers in sorted(rows.items()):
             terminalreporter.write_line(f"{row:32} {len(numbers):5}   largest {max(numbers):.1e}")
         terminalreporter.write_line(f"{'all':32} {sum(map(len, rows.values())):5}")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Groups by folder: xdist 3.8 does not see its own mark for groups under pytest 9.2."""
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    from xdist.scheduler import LoadGroupScheduling
-
-    class Scheduling(LoadGroupScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return COMPILED if nodeid.startswith(COMPILED) else nodeid
-
-    return Scheduling(config, log)

@@ -1,19 +1,52 @@
-"""How much of the large suites is run: a part of each, or all with ``SOAP_ALL_CASES=1``."""
+"""How much of the large suites is run: ``SOAP_TESTS`` is ``quick``, ``test`` (if it is not set) or ``all``, as `make` sets it.
+
+``docs/testing.md`` has a table of what runs where. Numbers of hypothesis's examples stand here alone: a test without settings has
+hypothesis's profile, one whose examples cost much has ``FEW``, one whose examples cost next to nothing has ``MANY``.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Container, Sequence
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
 
 Case = TypeVar("Case")
 
-ALL = os.environ.get("SOAP_ALL_CASES") == "1"
+EXTENTS = ("quick", "test", "all")
+CHOSEN = os.environ.get("SOAP_TESTS", "test")
+if CHOSEN not in EXTENTS:
+    raise ValueError(f"SOAP_TESTS={CHOSEN!r}; expected one of {', '.join(EXTENTS)}")
+ALL = CHOSEN == "all"
+
+EXAMPLES = {"quick": (5, 15, 50), "test": (15, 50, 200), "all": (40, 150, 1000)}
+"""Of a property, if an example costs much, as most do, and next to nothing."""
+
+
+def _examples(count: int) -> settings:
+    """No deadline for one example: the first one compiles, and the machine may be busy."""
+    return settings(max_examples=count, deadline=None)
+
+
+FEW, USUAL, MANY = (_examples(count) for count in EXAMPLES[CHOSEN])
+
+
+def load_profile() -> None:
+    """``USUAL`` for what has no settings of its own. Before modules of tests are imported."""
+    settings.register_profile(CHOSEN, USUAL)
+    settings.load_profile(CHOSEN)
 
 
 def so_many(usual: int, in_all: int) -> int:
     """How many of something there are."""
     return in_all if ALL else usual
+
+
+def often(cases: Sequence[Case], which: Container[Case], *marks: pytest.MarkDecorator) -> list[Any]:
+    """Cases of a test, of which the others are for `make test-all`. ``marks``: of those that run often."""
+    return [pytest.param(case, marks=marks if case in which else pytest.mark.long) for case in cases]
 
 
 def every(step: int, cases: Sequence[Case]) -> Sequence[Case]:

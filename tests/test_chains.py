@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
 from soap.strategy.tensor_parallel_chains import Chain, Dense, Table, dense, find_chains, table
@@ -135,7 +135,6 @@ def test_width_cuts_all_members_at_the_same_borders() -> None:
 
 
 @given(graphs(max_moves=8))
-@settings(max_examples=60, deadline=None)
 def test_chains_are_disjoint_and_follow_from_member_to_member(graph: OperatorGraph) -> None:
     seen: set[int] = set()
     for chain in find_chains(graph):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster import yaml_file
@@ -159,7 +159,6 @@ def test_dump_reads_back_to_the_same_cluster(spec):
     assert back.hash == t.hash and back == t
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.floats(1.0, 1e15), st.floats(0.0, 10.0), st.integers(1, 2**50), st.floats(1.0, 1e15), st.booleans())
 def test_any_figures_survive_the_round_trip(bandwidth, latency, memory, rate, two_hosts):
     device_type = DeviceType("x: #y", "cpu", {"float32": rate}, bandwidth, memory, latency, "it's a 'test'")
@@ -292,7 +291,6 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["name", "device_types", "hosts", "network", "switches", "links"]), JUNK, st.booleans())
 def test_junk_is_refused_in_one_line_or_read(key, junk, in_host):
     text = described(hosts=[host(**{"devices" if in_host else "links": junk})]) if key == "hosts" else described(**{key: junk})

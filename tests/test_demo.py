@@ -96,7 +96,7 @@ def test_text_to_train_on_is_the_same_on_all_ranks() -> None:
         assert 0 <= int(words.min()) <= int(words.max()) < language_model.FREQUENT_WORDS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_demo_on_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("PYTHONPATH", raising=False)

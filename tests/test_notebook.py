@@ -19,7 +19,7 @@ def texts(cell: nbformat.NotebookNode) -> str:
     return "".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.get("outputs", []))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # this soap, installed or not

@@ -3,10 +3,11 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.regions import Box, balanced, cells, contains, in_one_piece, intersect, lengths, relative, subtract, volume, whole
+from tests.extent import MANY
 from tests.strategies import boxes
 
 DIMENSIONS = st.integers(0, 3)
@@ -32,7 +33,7 @@ def test_scalars_and_empty_boxes() -> None:
 
 
 @given(boxes(3, most=4, allow_empty=True), st.tuples(*[st.integers(4, 5)] * 3))
-@settings(max_examples=300, deadline=None)
+@MANY
 def test_in_one_piece_is_a_run_of_places(box: Box, shape: tuple[int, ...]) -> None:
     places = sorted((i * shape[1] + j) * shape[2] + k for i, j, k in points(box))
     assert in_one_piece(box, shape) == (not places or places == list(range(places[0], places[-1] + 1)))
@@ -44,7 +45,7 @@ def test_samples_are_in_one_piece_and_columns_are_not() -> None:
 
 
 @given(PAIRS)
-@settings(max_examples=150, deadline=None)
+@MANY
 def test_intersection_containment_and_difference_are_those_of_the_point_sets(pair: tuple[Box, Box]) -> None:
     a, b = pair
     common = intersect(a, b)
@@ -58,7 +59,7 @@ def test_intersection_containment_and_difference_are_those_of_the_point_sets(pai
 
 
 @given(LISTS)
-@settings(max_examples=150, deadline=None)
+@MANY
 def test_cells_are_disjoint_and_make_up_every_box(several: list[Box]) -> None:
     grid = cells(several)
     counted = Counter(point for cell in grid for point in points(cell))
@@ -81,7 +82,6 @@ def test_relative_selects_a_box_from_what_holds_it() -> None:
 
 
 @given(st.integers(0, 40), st.integers(1, 12))
-@settings(max_examples=100, deadline=None)
 def test_balanced_pieces_partition_with_the_longer_ones_first(size: int, parts: int) -> None:
     pieces = balanced(size, parts)
     assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import networkx as nx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.routes import PICOSECONDS, REFERENCE_MESSAGE_BYTES, Router
 from soap.cluster.topology import Link
+from tests.extent import MANY
 
 NODES = [f"n{i}" for i in range(7)]
 
@@ -33,7 +34,7 @@ def fastest(links: list[Link], source: str, target: str) -> tuple[int, ...] | No
     return min(keys)[2] if keys else None
 
 
-@settings(max_examples=400, deadline=None)
+@MANY
 @given(networks())
 def test_routes_are_the_fastest_of_all_simple_paths(links):
     router = Router(links)
@@ -44,7 +45,6 @@ def test_routes_are_the_fastest_of_all_simple_paths(links):
                 assert router.path(source, target) == fastest(links, source, target)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=6, max_size=6), st.integers(0, 2**12 - 1))
 def test_a_tree_has_one_path(parents, missing):
     """Each node hangs on an earlier one, by a cable of which a direction may be missing."""

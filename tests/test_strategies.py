@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
@@ -64,7 +64,6 @@ def shared_parameters(graph: OperatorGraph, topology: Topology, strategy: Strate
 
 
 @given(graphs(), topologies(max_devices=6))
-@settings(max_examples=60, deadline=None)
 def test_classical_strategies_are_legal_and_can_be_planned(graph: OperatorGraph, topology: Topology) -> None:
     for strategy in CLASSICAL.values():
         build_plan(graph, strategy(graph, topology), topology)
@@ -156,7 +155,6 @@ def test_model_parallel_blocks_are_contiguous_and_balanced() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=7), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
 def test_fullest_block_is_as_small_as_possible(widths: list[int], devices: int) -> None:
     graph = mlp(batch=1, widths=(3, *(4 * w for w in widths)))
     strategy = model_parallel(graph, cluster([devices]))
@@ -318,7 +316,6 @@ def test_devices_of_a_host_need_not_be_numbered_in_a_row() -> None:
 
 
 @given(graphs(), topologies(), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
 def test_random_strategies_are_legal_and_repeatable(graph: OperatorGraph, topology: Topology, seed: int) -> None:
     strategy = random_strategy(graph, topology, random.Random(seed))
     strategy.validate(graph, topology.device_count)

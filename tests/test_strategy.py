@@ -4,12 +4,13 @@ import copy
 import pickle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
+from tests.extent import FEW
 from tests.graph_builder import mlp
 from tests.strategies import cases
 
@@ -84,7 +85,7 @@ def test_illegal_configs(config: OpConfig, message: str) -> None:
 
 
 @given(cases(max_moves=3))
-@settings(max_examples=30, deadline=None)
+@FEW
 def test_random_strategies_are_legal_and_survive_pickle_and_copy(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, strategy = case
     strategy.validate(graph, topology.device_count)

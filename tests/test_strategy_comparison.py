@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.errors import StrategyError
@@ -13,6 +13,7 @@ from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.diff import Comparison, compare, grouped, masked, pattern_of
 from soap.strategy.json_file import dumps, load_contents
 from soap.strategy.sync import parameter_server
+from tests.extent import FEW
 from tests.graph_builder import mlp, transformer
 from tests.strategies import cluster
 
@@ -25,7 +26,7 @@ def comparison(first: Strategy, second: Strategy) -> Comparison:
 
 
 @given(st.integers(0, 9), st.integers(0, 9))
-@settings(max_examples=20, deadline=None)
+@FEW
 def test_exactly_the_operators_that_differ_are_found(a: int, b: int) -> None:
     first, second = (random_strategy(GRAPH, FOUR, random.Random(seed)) for seed in (a, b))
     found = comparison(first, second)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
@@ -17,6 +17,7 @@ from soap.strategy.classical import CLASSICAL, data_parallel, random_strategy
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.json_file import StrategyHeader, compact_devices, dumps, expand_devices, load_header, loads
 from soap.strategy.sync import parameter_server
+from tests.extent import MANY
 from tests.graph_builder import GraphBuilder, mlp
 from tests.strategies import cases, cluster
 
@@ -47,7 +48,6 @@ def changed(edit: Callable[[dict[str, Any]], object]) -> str:
 
 
 @given(cases(max_moves=4, servers=True))
-@settings(max_examples=40, deadline=None)
 def test_what_is_written_is_read_back(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, strategy = case
     text = dumps(strategy, graph, topology, {"seed": 1})
@@ -56,7 +56,7 @@ def test_what_is_written_is_read_back(case: tuple[OperatorGraph, Topology, Strat
 
 
 @given(st.lists(st.integers(0, 9), max_size=24))
-@settings(max_examples=200, deadline=None)
+@MANY
 def test_compact_devices_round_trip(devices: list[int]) -> None:
     assert expand_devices(compact_devices(devices), {}, 24) == tuple(devices)
 
@@ -265,7 +265,6 @@ def test_for_any_cluster_devices_are_those_of_the_file_by_number() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_damaged_text_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
     text = dumps(random_strategy(GRAPH, CLUSTER, random.Random(3)), GRAPH, CLUSTER, RECORD)
     start = data.draw(st.integers(0, len(text)))

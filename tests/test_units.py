@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap import units
 from soap.errors import TopologyError
+from tests.extent import MANY
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_exact_texts_are_short_where_they_can_be(shown, text):
     assert shown == text
 
 
-@settings(max_examples=200, deadline=None)
+@MANY
 @given(st.floats(min_value=1e-12, max_value=1e20), st.integers(0, 2**60))
 def test_exact_texts_read_back_to_the_same_number(number, size_bytes):
     assert units.parse_bandwidth(units.exact_bandwidth(number)) == number

@@ -242,7 +242,7 @@ def test_bad_usage_and_refusals_are_one_line_and_write_nothing(capsys: Capsys, t
 
 
 @pytest.mark.slow
-def test_a_run_corrects_what_is_predicted_after_it(capsys: Capsys, tmp_path: Path) -> None:
+def test_a_run_corrects_what_is_predicted_after_it(capsys: Capsys, tmp_path: Path, kept_ranks: None) -> None:
     model, cluster = "zoo:rnnlm:tiny", "local:2"
     graph, topology = soap.load(model, plan_only=True).graph, soap.load_cluster(cluster)
     saved, traced = str(tmp_path / "s.json"), str(tmp_path / "t.json")

@@ -153,7 +153,7 @@ def test_standard_output_full_or_closed_is_one_line(redirection: str, words: str
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_warnings_of_native_code_stay_off_standard_error(tmp_path: Path) -> None:
     """torch warns of this model's LSTM with projections when it is traced."""
     arguments = ["zoo:lm1b:tiny", "--cluster", "p100-4x4", "--budget", "5", "-o", str(tmp_path / "s.json")]

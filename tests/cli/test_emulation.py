@@ -103,7 +103,7 @@ def test_trains_like_one_process_and_counts_the_plan_s_bytes(nothing_left: None,
     assert report["strategies"]["data_parallel"]["links"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_leaves_nothing(nothing_left: None, groups: CpuGroups, folder: Path) -> None:
     process = subprocess.Popen(command("--steps", "100000"), cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
     end_s = time.monotonic() + 100

@@ -179,7 +179,7 @@ def test_measures_between_real_ranks_once(capsys: Capsys) -> None:
     assert told(capsys, brief)["measured_now"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_measures_on_emulated_hosts(groups: CpuGroups, capsys: Capsys) -> None:
     found = told(capsys, ["--cluster", EMULATED, "--emulate", "--seconds", "0.001"])
     assert found["measured_now"] == 26 and "emulated hosts" in found["place"]
@@ -189,7 +189,7 @@ def test_measures_on_emulated_hosts(groups: CpuGroups, capsys: Capsys) -> None:
         assert min(timings[Probe(operation, (0, 1), size)].seconds) > (size - 2 * burst_bytes(50e6)) / 50e6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_keeps_what_was_measured() -> None:
     place = link_place(soap.load_cluster(CLUSTER), "gloo", emulated=False)
     command = [sys.executable, "-m", "soap.cli.profile", "links", "--cluster", CLUSTER, "--seconds", "3"]

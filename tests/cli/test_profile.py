@@ -339,7 +339,7 @@ def until(done: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_keeps_what_was_measured() -> None:
     """With real neighbours, in a process of its own; the suite sees that none of them stays behind."""
     process = subprocess.Popen(

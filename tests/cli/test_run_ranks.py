@@ -17,6 +17,7 @@ import torch
 
 import soap
 from soap import zoo
+from soap.cli.compare import main as compare_main
 from soap.cli.run import main
 from soap.cli.search import main as search_main
 from soap.cli.simulate import main as simulate_main
@@ -86,8 +87,14 @@ Run = Callable[..., Done]
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``soap-run`` in this process, which need not start Python and torch once more."""
+def run(run_launching: Run, kept_ranks: None) -> Run:
+    """``soap-run`` in this process and on ranks that are there."""
+    return run_launching
+
+
+@pytest.fixture
+def run_launching(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """``soap-run`` in this process, which need not start Python and torch once more, but starts its ranks."""
     monkeypatch.chdir(folder)
 
     def run(*arguments: str, strategy: str = "s.json") -> Done:
@@ -97,10 +104,10 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     return run
 
 
-def test_trains_checks_compares_and_traces(folder: Path) -> None:
+def test_trains_checks_compares_and_traces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--check", "--compare-data-parallel", "--timeline", "t.json", "--memory", "--json", "--dtype", "float64"]
     done = subprocess.run(command("--steps", "4", *options), cwd=folder, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     own, usual = report["strategies"]["strategy"], report["strategies"]["data_parallel"]
     assert (report["processes"], report["backend"], report["steps"]) == (2, "gloo", 4)
@@ -114,18 +121,16 @@ def test_trains_checks_compares_and_traces(folder: Path) -> None:
     names = {pid: {event["name"] for event in events if event["pid"] == pid} for pid in (0, 1)}
     assert names[1] and names[1] <= names[0]  # every measured task has its predicted one
     assert any(name.startswith("forward ") for name in names[1]) and any(name.startswith("sync ") for name in names[1])
-    _expect_comparison(folder, own)
+    _expect_comparison(folder, own, capsys)
     for held in report["memory"]:
         assert held["predicted_bytes"] / 1.4 <= held["measured_bytes"] <= held["bound_bytes"] <= 2 * held["measured_bytes"]
     assert len(report["memory"]) == 2
 
 
-def _expect_comparison(folder: Path, strategy: dict[str, Any]) -> None:
+def _expect_comparison(folder: Path, strategy: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """soap-compare of what soap-run wrote says what soap-run said, and counts every task of the plan."""
-    compare = [sys.executable, "-m", "soap.cli.compare", "t.json", "--json", "-o", "both.json"]
-    done = subprocess.run(compare, cwd=folder, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    assert compare_main([str(folder / "t.json"), "--json", "-o", str(folder / "both.json")]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert (found["predicted"]["iteration_ns"], found["measured"]["iteration_ns"]) == (strategy["predicted_ns"], strategy["measured_ns"])
     assert found["measured"]["iterations"] == 5 and found["measured"]["shown_ns"] > 0
     assert found["not_measured"] == {} and found["not_predicted"] == {}
@@ -215,7 +220,7 @@ def test_groups_and_schedules_go_on_from_a_checkpoint(run: Run, folder: Path) ->
     assert faster.returncode == 8 and "the checkpoint's schedule began at other learning rates, [" in faster.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_works_under_torchrun(folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *command("--steps", "2", "--json")[1:]]
     done = subprocess.run(torchrun, cwd=folder, env=environment(), capture_output=True, text=True)
@@ -225,8 +230,8 @@ def test_works_under_torchrun(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("spec", "words"), [("mydata:nothing", "mydata"), ("os:getcwd", "a batch holds str")])
-def test_bad_data_is_one_line(spec: str, words: str, run: Run) -> None:
-    done = run("--steps", "1", "--data", spec)
+def test_bad_data_is_one_line(spec: str, words: str, run_launching: Run) -> None:
+    done = run_launching("--steps", "1", "--data", spec)
     assert done.returncode == 8
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]
@@ -235,8 +240,7 @@ def test_bad_data_is_one_line(spec: str, words: str, run: Run) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.slow
-@pytest.mark.parametrize("everybody", [True, False])
+@pytest.mark.parametrize("everybody", [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.long)])
 def test_interrupt_ends_all_ranks(everybody: bool, folder: Path) -> None:
     """Ctrl-C in a terminal reaches every process; ``kill -INT`` only the command itself."""
     arguments = command("--steps", "100000000", "--data", "mydata:batches", "--timeline", "t.json")
@@ -258,9 +262,11 @@ def test_interrupt_ends_all_ranks(everybody: bool, folder: Path) -> None:
     assert list(folder.glob("*.tmp")) == []
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="signals are taken by a thread")
-@pytest.mark.parametrize("after_s", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize(
+    "after_s",
+    [pytest.param(0.0, marks=pytest.mark.long), pytest.param(1.0, marks=pytest.mark.slow), pytest.param(3.0, marks=pytest.mark.long)],
+)
 def test_interrupt_while_ranks_start_is_one_line(after_s: float, folder: Path) -> None:
     arguments = command("--steps", "100000000", "--data", "mydata:batches")
     with subprocess.Popen(
@@ -278,7 +284,7 @@ def test_interrupt_while_ranks_start_is_one_line(after_s: float, folder: Path) -
 
 @pytest.mark.parametrize("by", ["soap", "torch"])
 def test_a_check_says_whether_the_program_was_held_against_eager(
-    by: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    by: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept_ranks: None
 ) -> None:
     monkeypatch.chdir(folder)
     module, inputs = zoo.build(MODEL).module, zoo.build(MODEL).args
@@ -324,7 +330,7 @@ soap.export(Net(), (torch.randn(8, 6),), path="m.pt2", imports=("rank_shop",))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_custom_operators_are_imported_on_every_rank(folder: Path) -> None:
     (folder / "rank_shop.py").write_text(SHOP)
     own: dict[str, Any] = {"cwd": folder, "env": environment(), "capture_output": True, "text": True}
@@ -341,7 +347,9 @@ def test_custom_operators_are_imported_on_every_rank(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_buffers_that_the_forward_pass_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_that_the_forward_pass_moves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept_ranks: None
+) -> None:
     """Searched, simulated, trained, checked, saved and resumed by the commands; every task of the plan is measured."""
     monkeypatch.chdir(tmp_path)
     Path("cluster.yaml").write_text(CLUSTER)

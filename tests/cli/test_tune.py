@@ -70,7 +70,7 @@ def folder(made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_strategy_is_written_with_the_chosen_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_strategy_is_written_with_the_chosen_number(folder: Path, capsys: pytest.CaptureFixture[str], kept_ranks: None) -> None:
     given, others = (folder / "s.json").read_text(), {path.name for path in folder.iterdir()}
     options = ["--data", "mydata:batches", "--batches", "2", "--iterations", "5", "--json", "--optimizer", "adam"]
     assert main(["s.json", "--model", MODEL, "-o", "out.json", *options]) == 0
@@ -101,13 +101,9 @@ def test_the_strategy_is_written_with_the_chosen_number(folder: Path, capsys: py
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_runs_begin_alike_and_leave_nothing(ranks: int) -> None:
+def test_runs_begin_alike_and_leave_nothing(ranks: int, four: Pool) -> None:
     """Each with the same losses as the others: the same weights and batches. The choice is that of the times that they are said to take."""
-    pool = Pool(ranks)
-    try:
-        outcomes = pool.run(tune_ranks.tune, ranks)
-    finally:
-        pool.close()
+    outcomes = four.run(tune_ranks.tune, ranks, ranks=ranks)
     tried = {1: [1, 2, 4, 8], 2: [2, 4, 8, 1]}[ranks]
     for outcome in outcomes:
         found: Tuned = outcome["found"]
@@ -241,7 +237,7 @@ def test_bad_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, [*common, "-o", "out.json", "--cluster", "local:3"], 5, "another cluster")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_interrupt_leaves_nothing(folder: Path) -> None:
     command = [sys.executable, "-m", "soap.cli.tune", "s.json", "--model", MODEL, "-o", "out.json", "--data", "mydata:batches"]

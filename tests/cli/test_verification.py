@@ -39,7 +39,7 @@ def search(*arguments: str) -> int:
 
 
 @pytest.mark.slow
-def test_runs_them_and_keeps_the_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_them_and_keeps_the_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str], kept_ranks: None) -> None:
     out = tmp_path / "s.json"
     assert search("-o", str(out), "--verify", "2", "--json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -108,9 +108,15 @@ def in_session(session: int) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("number", "training", "code"), [(signal.SIGINT, 0, 130), (signal.SIGINT, 2, 130), (signal.SIGTERM, 2, 143)])
+@pytest.mark.parametrize(
+    ("number", "training", "code"),
+    [
+        pytest.param(signal.SIGINT, 0, 130, marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, 2, 130, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 2, 143, marks=pytest.mark.slow),
+    ],
+)
 def test_interrupt_while_measuring_leaves_the_prediction_s_best_and_no_process(
     number: signal.Signals, training: int, code: int, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.overheads import NO_HANDLING, NO_RESTART, Restart, Share
 from soap.cluster.presets import preset
@@ -22,6 +22,7 @@ from soap.measure.link_probes import (
 )
 from soap.profiles.link_figures import modelled_seconds, with_measured_links
 from soap.simulator.communication.prices import Communication
+from tests.extent import FEW
 from tests.strategies import CPU, cluster, topologies
 
 
@@ -45,7 +46,7 @@ def test_what_the_simulator_says_of_a_probe() -> None:
     assert modelled_seconds(communication, Probe(Operation.ALL_REDUCE, (0, 1, 2, 3), 1000)) == ring
 
 
-@settings(max_examples=30, deadline=None)
+@FEW
 @given(topologies(max_devices=6))
 def test_links_get_the_figures_that_their_messages_have(topology: Topology) -> None:
     declared = tuple(replace(link, bandwidth_bytes_per_second=3e9, latency_seconds=1e-6) for link in topology.links)

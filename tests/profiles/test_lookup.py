@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
@@ -26,6 +26,7 @@ from soap.simulator.costs import launch_ns, nanoseconds
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy
+from tests.extent import FEW
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.strategies import CPU, GPU, cases, cluster
 
@@ -233,7 +234,7 @@ def test_order_in_the_store_does_not_matter() -> None:
 
 
 @given(cases(max_moves=4))
-@settings(max_examples=25, deadline=None)
+@FEW
 def test_answers_are_positive_whole_and_repeatable(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case
     device = topology.devices[0].type

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.presets import device_types, preset
 from soap.cluster.topology import DeviceType, Topology
@@ -18,6 +18,7 @@ from soap.profiles.roofline import PEAK_SHARE, TILE_CALLS, RooflineCosts
 from soap.profiles.work import LSTM_CALLS, PLACE_TRAFFIC, ROW_CALLS, STEP_CALLS
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy
+from tests.extent import FEW
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.simulator.examples import batch_split
 from tests.strategies import cases, cluster
@@ -250,7 +251,7 @@ def test_every_device_has_prices(name: str) -> None:
 
 
 @given(cases(max_moves=4))
-@settings(max_examples=25, deadline=None)
+@FEW
 def test_answers_are_positive_whole_and_repeatable(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case
     costs, again = RooflineCosts(topology), RooflineCosts(topology)

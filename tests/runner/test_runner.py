@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,12 @@ from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import parameter_server
 from tests.runner import ranks
 from tests.runner.ranks import ITEMS, Model, Stream, Words, sgd
-from tests.runtime.pool import Pool
+from tests.runtime.pool import FirstOf, Pool
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    pool = Pool(2, timeout_s=280)  # half of it for the rank that waits while the other one's first search compiles the simulator
-    yield pool
-    pool.close()
+def two(four: Pool) -> Pool:
+    return FirstOf(four, 2)
 
 
 def alone(batch: int, passes: int) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -11,24 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.pool import Pool
 from tests.transformers_models import ARCHITECTURES
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Three ranks."""
-    pool = Pool(3)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
-def four() -> Iterator[Pool]:
-    """Four ranks, which keep the models that they have traced."""
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -141,6 +141,18 @@ class Pool:
         self._collect(self.size, START_TIMEOUT_S)
 
 
+class FirstOf(Pool):
+    """The first ranks of a pool, as one of their own: a process more is only started where one is needed."""
+
+    def __init__(self, pool: Pool, size: int) -> None:
+        super().__init__(size)
+        self._pool = pool
+
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None) -> list[Any]:
+        """As ``Pool.run``."""
+        return self._pool.run(function, *args, ranks=self.size if ranks is None else ranks)
+
+
 def _serve(rank: int, port: int, timeout_s: float, pipe: Connection, stacks: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from soap.runtime.checkpoint.checkpoint import read_state_dict
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL
+from tests.extent import FEW
 from tests.graph_builder import mlp, transformer
 from tests.runtime.checkpointing import (
     TiedLanguage,
@@ -32,7 +33,7 @@ from tests.runtime.checkpointing import (
 )
 from tests.runtime.handmade import HandModel
 from tests.runtime.plans import plan_of, split
-from tests.runtime.pool import Pool
+from tests.runtime.pool import FirstOf, Pool
 from tests.runtime.traced import traced
 from tests.strategies import CPU, cluster, graphs, strategies_for
 
@@ -40,10 +41,8 @@ TWO, FOUR = local_topology(2), local_topology(4)
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
+def pair(four: Pool) -> Pool:
+    return FirstOf(four, 2)
 
 
 @pytest.mark.slow
@@ -79,7 +78,7 @@ def content(checkpoint: str, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_plan_goes_on_from_any_other(pair: Pool, pool: Pool, data: st.DataObject, tmp_path: Path) -> None:
     """Two ranks train and save; three load and save at once: both checkpoints hold the same, bit by bit. Both go on alike."""

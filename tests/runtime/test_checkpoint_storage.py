@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.regions import contains, intersect, volume
@@ -8,7 +8,6 @@ from soap.runtime.checkpoint.storage import halved
 from tests.strategies import boxes
 
 
-@settings(max_examples=100, deadline=None)
 @given(box=st.integers(0, 3).flatmap(boxes), limit=st.integers(1, 100))
 def test_halves_partition_a_box_and_lie_in_one_piece_of_memory(box: tuple[tuple[int, int], ...], limit: int) -> None:
     pieces = halved(box, 4, limit)

@@ -183,7 +183,7 @@ def test_a_checkpoint_goes_on_under_another_plan(four: Pool, files: dict[str, st
         torch.testing.assert_close(kept[name], tensor, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [None, "float64"])
+@pytest.mark.parametrize("dtype", [None, pytest.param("float64", marks=pytest.mark.long)])
 def test_the_check_passes(four: Pool, files: dict[str, str], dtype: str | None) -> None:
     """In complex64 and in complex128, of which the tolerances are those of their parts; Adam's on all numbers as torch has it."""
     for name in ("spectral", "plane", "operator", "short time"):

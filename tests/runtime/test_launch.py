@@ -64,6 +64,7 @@ def test_ranks_go_to_their_places_first_and_reach_the_launcher_by_its_address() 
     assert found == {rank: (f"at {rank} False", "127.0.0.1") for rank in (0, 1)}
 
 
+@pytest.mark.long
 def test_a_rank_without_a_place_is_named() -> None:
     with pytest.raises(RuntimeFailure, match=r"^rank [01] failed: no place for rank [01]$"):
         launch(2, tell_mark, place=refuse_place)
@@ -80,6 +81,7 @@ def test_crashed_rank_is_named() -> None:
         launch(2, crash_in_rank_one)
 
 
+@pytest.mark.long
 def test_what_a_rank_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("only_here")
     exec("def entry():\n    pass", module.__dict__)
@@ -155,6 +157,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_signal_between_the_starts_of_ranks_waits_for_the_last(tmp_path: Path) -> None:
     """Nothing is printed by a rank whose start is broken off, and no rank is left behind."""
@@ -178,6 +181,7 @@ def test_ranks_are_ended_at_the_time_limit(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.long
 def test_a_time_limit_that_is_not_reached_changes_nothing() -> None:
     assert launch(2, add_ranks, (5,), limit_s=100) == {0: 11, 1: 11}
 

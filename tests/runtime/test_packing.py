@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.regions import Box, lengths, relative
@@ -33,7 +33,6 @@ def test_a_single_tensor_is_not_copied() -> None:
 
 
 @given(st.lists(boxes(2), min_size=1, max_size=4))
-@settings(max_examples=50, deadline=None)
 def test_what_is_packed_lands_in_its_places(regions: list[Box]) -> None:
     """Regions may overlap here: then later ones win, as the values agree."""
     source, whole = torch.arange(64.0).reshape(8, 8), ((0, 8), (0, 8))

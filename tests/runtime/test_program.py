@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
@@ -212,7 +212,6 @@ def test_order_must_be_topological() -> None:
 
 
 @given(cases(), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
 def test_every_action_comes_after_what_it_needs(case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
     graph, topology, strategy = case
     plan = build_plan(graph, strategy, topology)

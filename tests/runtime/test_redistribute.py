@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.errors import RuntimeFailure
@@ -20,7 +20,6 @@ from tests.strategies import boxes
 
 
 @given(st.integers(1, 3).flatmap(lambda n: st.tuples(boxes(n), st.lists(boxes(n), max_size=3))))
-@settings(max_examples=50, deadline=None)
 def test_assembled_pieces_are_the_whole_and_so_are_gradients(case: tuple[Box, list[Box]]) -> None:
     box, holes = case
     pieces = [box]

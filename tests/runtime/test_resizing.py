@@ -31,7 +31,7 @@ def graph(name: str, batch: int) -> OperatorGraph:
 
 
 @given(st.sampled_from(["mlp", "transformer"]), st.integers(1, 9), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_shards_stay_and_every_sample_is_computed_once(name: str, batch: int, rng: object) -> None:
     old, new = graph(name, 6), graph(name, batch)
     plan = build_plan(old, random_strategy(old, FOUR, rng), FOUR)  # type: ignore[arg-type]
@@ -56,7 +56,6 @@ def test_shards_stay_and_every_sample_is_computed_once(name: str, batch: int, rn
 
 
 @given(cases(max_moves=4, servers=True))
-@settings(max_examples=60, deadline=None)
 def test_at_the_same_size_it_is_the_same_plan(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     """With all that it says of synchronization."""
     same, topology, strategy = case

@@ -155,7 +155,7 @@ def test_partitions_do_not_change_what_readers_move(four: Pool, tmp_path: Path) 
         assert sum(per_step([t.pulled_bytes for t in traffic])) < 2 * 4 * TOUCHED * ROW_BYTES
 
 
-@pytest.mark.skipif(not ALL, reason="eight processes: with SOAP_ALL_CASES=1")
+@pytest.mark.skipif(not ALL, reason="eight processes: with make test-all")
 def test_eight_machines(tmp_path: Path) -> None:
     topology, sparse = hosts(*[1] * 8), TOUCHED * ROW_BYTES
     pool = Pool(8)

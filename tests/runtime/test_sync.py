@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.regions import lengths
@@ -84,7 +84,6 @@ def _backward(program: Program, sync: Gradients, shards: Values, totals: Values,
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from([0.5, 1.0]), st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_gradients_are_the_sums_of_what_autograd_gives(draw: random.Random, parts: int, flow: float, early: bool) -> None:
     torch.manual_seed(draw.randrange(1000))
     program = _program(draw)

@@ -16,7 +16,7 @@ from soap.plan.plan import Exchange, Message, Part, Pattern, Plan, remote_parts
 from soap.runtime.program.program import Program, compile_program
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy
-from tests.extent import so_many
+from tests.extent import FEW
 from tests.graph_builder import GraphBuilder, convnet, mlp, transformer
 from tests.runtime.cases import Outcome, train
 from tests.runtime.plans import moved_bytes, plan_of, random_order, split
@@ -132,13 +132,13 @@ def check_random(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng
 
 
 @given(cases(max_devices=3), st.randoms(use_true_random=False))
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(FEW, suppress_health_check=list(HealthCheck))
 def test_random_strategies_train_like_one_process(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
     check_random(pool, case, rng)
 
 
 @pytest.mark.slow
 @given(cases(max_devices=3, max_moves=9, max_tiles=12), st.randoms(use_true_random=False))
-@settings(max_examples=so_many(80, 200), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_many_random_strategies(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
     check_random(pool, case, rng)

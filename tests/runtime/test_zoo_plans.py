@@ -1,7 +1,7 @@
 """520 pairs of a zoo model and a random strategy on two to four ranks: loss, gradients, parameters and buffers are those of plain PyTorch.
 
-Every fourth one is run; all of them with ``SOAP_ALL_CASES=1``. A failing pair is repeated by its name alone:
-``SOAP_ALL_CASES=1 python -m pytest "tests/runtime/test_zoo_plans.py::test_pair[gpt-17]"``.
+Every twentieth is run; all of them by `make test-all`. A failing pair is repeated by its name alone:
+``SOAP_TESTS=all python -m pytest "tests/runtime/test_zoo_plans.py::test_pair[gpt-17]"``.
 """
 
 from __future__ import annotations

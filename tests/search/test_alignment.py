@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.graph import OperatorGraph
 from soap.search.alignment import Edge, aligned_configs, aligned_with, edges_of
 from soap.strategy.config import OpConfig, check_config
+from tests.extent import FEW
 from tests.graph_builder import mlp
 from tests.strategies import graphs, strategies_for
 
@@ -45,7 +46,7 @@ def test_all_devices_may_go_to_one_axis() -> None:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@FEW
 def test_aligned_configurations_are_legal_and_ignore_the_operators_own(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     strategy = data.draw(strategies_for(graph, 4))

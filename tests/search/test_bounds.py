@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.api import load_cluster, simulator_for
@@ -21,6 +21,7 @@ from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER
+from tests.extent import MANY
 from tests.graph_builder import SAMPLE, GraphBuilder, convnet, mlp, transformer
 from tests.simulator.compiled.agreement import synchronized
 from tests.simulator.examples import UNIT_NS, PointCosts, chain, pairwise_cluster
@@ -34,7 +35,6 @@ def mixed(topology: Topology) -> Topology:
 
 
 @given(graphs(), topologies(max_devices=4), st.booleans(), st.booleans(), st.integers(0, 2**20))
-@settings(max_examples=60, deadline=None)
 def test_no_strategy_of_the_space_is_below(graph, topology, points, mix, seed) -> None:  # type: ignore[no-untyped-def]
     topology = mixed(topology) if mix else topology
     costs = PointCosts(1000) if points else RooflineCosts(topology)
@@ -49,7 +49,6 @@ def test_no_strategy_of_the_space_is_below(graph, topology, points, mix, seed) -
 
 
 @given(graphs(), st.integers(1, 3), st.integers(0, 2**20))
-@settings(max_examples=60, deadline=None)
 def test_certain_backward_passes_are_run(graph, device_count, seed) -> None:  # type: ignore[no-untyped-def]
     topology, rng = cluster([device_count]), random.Random(seed)
     space = build_space(graph, device_count, every_degree=True)
@@ -66,7 +65,7 @@ def test_certain_backward_passes_are_run(graph, device_count, seed) -> None:  # 
 
 
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(-3, 3), st.integers(-3, 4), st.integers(1, 8), st.data())
-@settings(max_examples=200, deadline=None)
+@MANY
 def test_touched_and_covered_are_so_under_all_degrees(factor, scale, lo, hi, size, data) -> None:  # type: ignore[no-untyped-def]
     g = GraphBuilder()
     x = g.operator("make", [Factor("s", size, SAMPLE)], [], [(g.parameter("p", size), [DimMap(0)])], [((size,), [DimMap(0)])])[0]

@@ -9,7 +9,7 @@ from itertools import permutations
 from math import exp, inf, prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.errors import StrategyError
@@ -23,6 +23,7 @@ from soap.search.space import Space, build_space, grid_of, make_config
 from soap.search.starts import reference_strategies, starting_strategies
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, check_config
+from tests.extent import FEW
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import TableCosts, layers
 from tests.strategies import cluster
@@ -82,7 +83,6 @@ def space_for(pins: Pairs, forbidden: Pairs) -> Space:
     st.lists(st.sampled_from(FORBIDDEN), unique=True, max_size=3),
     st.integers(0, 999),
 )
-@settings(max_examples=40, deadline=None)
 def test_starts_and_proposals_of_all_kinds_stay_inside(pins: Pairs, forbidden: Pairs, seed: int) -> None:
     try:
         space = space_for(pins, forbidden)
@@ -108,7 +108,7 @@ def test_starts_and_proposals_of_all_kinds_stay_inside(pins: Pairs, forbidden: P
     st.lists(st.sampled_from(FORBIDDEN), unique=True, max_size=2),
     st.integers(0, 99),
 )
-@settings(max_examples=15, deadline=None)
+@FEW
 def test_what_a_search_returns_obeys(pins: Pairs, forbidden: Pairs, seed: int) -> None:
     costs = TableCosts(seed)
     try:

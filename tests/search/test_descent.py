@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.search.descent import CHANGES, adopt, align, borrow, borrow_kind, propose_descent, spread
 from soap.search.space import build_space
 from soap.strategy.config import OpConfig, Strategy
+from tests.extent import FEW
 from tests.graph_builder import mlp
 from tests.search.toys import layers
 from tests.strategies import graphs, strategies_for
@@ -56,7 +57,7 @@ def test_spread_changes_a_neighbourhood_alike() -> None:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@FEW
 def test_proposals_are_legal_and_name_what_changes(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     state = data.draw(strategies_for(graph, 3))

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.api import simulator_for
@@ -15,6 +15,7 @@ from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig
+from tests.extent import FEW, MANY
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import layers
 from tests.strategies import cluster, graphs
@@ -43,14 +44,13 @@ def least(problem: Additive) -> float:
 
 
 @given(problems(reducible=True))
-@settings(max_examples=150, deadline=None)
+@MANY
 def test_series_and_parallel_edges_are_eliminated_exactly(problem: Additive) -> None:
     chosen, exact = minimise(problem)
     assert exact and problem.total(chosen) == least(problem)
 
 
 @given(problems(reducible=False))
-@settings(max_examples=100, deadline=None)
 def test_what_is_called_exact_is_the_minimum(problem: Additive) -> None:
     chosen, exact = minimise(problem)
     assert problem.total(chosen) == least(problem) if exact else problem.total(chosen) >= least(problem)
@@ -63,7 +63,7 @@ def test_four_operators_that_all_know_each_other_are_not_exact() -> None:
 
 
 @given(graphs(max_moves=4), st.integers(2, 4))
-@settings(max_examples=25, deadline=None)
+@FEW
 def test_strategies_are_legal_and_structured(graph, device_count) -> None:  # type: ignore[no-untyped-def]
     topology = cluster([device_count])
     space = build_space(graph, device_count)

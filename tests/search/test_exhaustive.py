@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from soap.errors import InfeasibleError, StrategyError
@@ -12,6 +12,7 @@ from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import single_device
 from soap.strategy.config import OpConfig, Strategy
+from tests.extent import FEW
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import TableCosts, TileCosts, key_of, layers
 from tests.simulator.examples import PointCosts, chain
@@ -60,7 +61,7 @@ def test_large_spaces_are_refused() -> None:
 
 
 @given(graphs(max_moves=1), st.integers(2, 3), st.booleans(), st.booleans())
-@settings(max_examples=25, deadline=None)
+@FEW
 def test_branch_and_bound_finds_what_enumeration_finds(graph, device_count, points, split_hosts) -> None:  # type: ignore[no-untyped-def]
     topology = cluster([1] * device_count if split_hosts else [device_count])
     costs = PointCosts(1000) if points else RooflineCosts(topology)

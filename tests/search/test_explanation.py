@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.search.explanation import Line, explain
@@ -14,6 +14,7 @@ from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy
+from tests.extent import FEW
 from tests.graph_builder import mlp, transformer
 from tests.simulator.examples import PointCosts
 from tests.strategies import cluster
@@ -29,7 +30,7 @@ def explained(strategy: Strategy) -> list[Line]:
 
 
 @given(st.integers(0, 99))
-@settings(max_examples=10, deadline=None)
+@FEW
 def test_figures_are_the_simulator_s(seed: int) -> None:
     strategy = random_strategy(GRAPH, FOUR, random.Random(seed))
     simulation, lines = SIMULATOR.run(strategy), explained(strategy)

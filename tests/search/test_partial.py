@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.profiles.roofline import RooflineCosts
@@ -22,7 +22,6 @@ def strategy_of(bound: PartialBound, chosen: list[int]) -> Strategy:
 
 
 @given(graphs(max_moves=5), topologies(max_devices=3), st.booleans(), st.integers(0, 2**20))
-@settings(max_examples=60, deadline=None)
 def test_no_strategy_with_these_configurations_is_below(graph, topology, points, seed) -> None:  # type: ignore[no-untyped-def]
     costs = PointCosts(1000) if points else RooflineCosts(topology)
     bound = PartialBound(build_space(graph, topology.device_count), topology, costs)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from benchmarks.optimality import locally_optimal, small_cluster
 from soap.model.graph import OperatorGraph
@@ -18,6 +18,7 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import random_strategy, single_device
 from soap.strategy.config import OpConfig, Strategy
+from tests.extent import FEW
 from tests.graph_builder import convnet, mlp, transformer
 from tests.search.toys import TileCosts, layers
 from tests.simulator.examples import PointCosts
@@ -32,7 +33,7 @@ def held(simulator: Simulator, strategy: Strategy) -> Engine:
 
 
 @given(cases(max_moves=3, max_devices=3, max_tiles=4))
-@settings(max_examples=15, deadline=None)
+@FEW
 def test_what_was_polished_has_no_better_neighbour(case: tuple) -> None:  # type: ignore[type-arg]
     graph, topology, strategy = case
     simulator = Simulator(graph, topology, PointCosts(1))

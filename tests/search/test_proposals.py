@@ -7,7 +7,7 @@ from itertools import product
 from math import exp, inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.search.constraints import parse
@@ -15,6 +15,7 @@ from soap.search.oracles.exhaustive import all_strategies
 from soap.search.proposals import MOVES, Kernel, Move, Proposal, informed_candidates, move_weights
 from soap.search.space import Space, build_space
 from soap.strategy.config import OpConfig, Strategy
+from tests.extent import FEW
 from tests.graph_builder import mlp
 from tests.search.toys import Key, key_of, layers
 from tests.strategies import graphs, strategies_for
@@ -153,7 +154,7 @@ def test_kernel_draws_moves_by_weight() -> None:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@FEW
 def test_proposals_are_legal_differ_and_have_finite_ratios(data: st.DataObject) -> None:
     graph = data.draw(graphs())
     state = data.draw(strategies_for(graph, 4))

@@ -6,7 +6,7 @@ from itertools import permutations
 from math import exp, inf, log, perm, prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.search.space import OperatorSpace, build_space, degree_choices, grid_of, grids_of, make_config, placements
@@ -31,7 +31,6 @@ def test_a_full_grid_has_one_placement_per_order_of_its_axes() -> None:
 
 
 @given(st.integers(1, 12), st.data())
-@settings(max_examples=60, deadline=None)
 def test_placements_are_distinct_devices_that_exist(device_count: int, data: st.DataObject) -> None:
     lengths = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda n: prod(n) <= device_count)))
     found = placements(lengths, device_count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
@@ -18,6 +18,7 @@ from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import parameter_server, sync_choices
+from tests.extent import FEW
 from tests.graph_builder import transformer
 from tests.search.toys import TableCosts
 from tests.strategies import cluster, graphs
@@ -38,7 +39,7 @@ def runs(graph: OperatorGraph, topology: Topology, strategy: Strategy, scope: Sc
 
 
 @given(graphs(max_moves=4), st.integers(0, 99), st.sampled_from([Scope.TENSOR, Scope.MODEL]), st.booleans())
-@settings(max_examples=30, deadline=None)
+@FEW
 def test_what_is_found_can_be_trained(graph: OperatorGraph, seed: int, scope: Scope, served: bool) -> None:
     assume(runs(graph, FOUR, CLASSICAL["data_parallel"](graph, FOUR), scope))
     names = [tensor.name for tensor in graph.parameters if tensor.requires_grad]

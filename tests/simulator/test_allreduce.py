@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
@@ -137,7 +137,6 @@ def test_bytes_on_links() -> None:
 
 
 @given(topologies(max_devices=6), st.integers(0, 10**8))
-@settings(max_examples=40, deadline=None)
 def test_what_holds_on_every_topology(topology: Topology, size: int) -> None:
     devices = range(topology.device_count)
     options = allreduce_options(topology, devices)
@@ -154,7 +153,6 @@ def test_what_holds_on_every_topology(topology: Topology, size: int) -> None:
         assert found.duration_ns(size) >= least * 1e9 * (1 - 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(topologies(max_devices=9), st.data())
 def test_many_hops_at_once_are_the_same_hops(topology: Topology, data: st.DataObject) -> None:
     devices = sorted(data.draw(st.sets(st.integers(0, topology.device_count - 1), min_size=1)))

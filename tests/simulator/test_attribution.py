@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.simulator.analysis.attribution import Activity, activity, task_shares
@@ -12,6 +12,7 @@ from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.sync import parameter_server
+from tests.extent import FEW
 from tests.graph_builder import mlp, transformer
 from tests.simulator.examples import PointCosts
 from tests.strategies import cluster
@@ -30,7 +31,7 @@ def played(number: int, seed: int, *, servers: bool = False) -> tuple[TaskGraph,
 
 
 @given(st.sampled_from([0, 1]), st.integers(0, 99), st.booleans())
-@settings(max_examples=20, deadline=None)
+@FEW
 def test_every_task_belongs_to_operators_whose_parts_add_up(number: int, seed: int, servers: bool) -> None:
     tasks, _ = played(number, seed, servers=servers)
     plan = tasks.plan

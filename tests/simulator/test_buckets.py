@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
@@ -96,7 +96,6 @@ def test_what_no_tile_reads_of_a_parameter_is_idle() -> None:
     assert all(idle not in bucket.shards for bucket in plan.syncs)
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases(), st.integers(1, 400), st.integers(1, 400))
 def test_what_holds_for_every_plan(case: tuple[OperatorGraph, Topology, Strategy], first: int, others: int) -> None:
     graph, topology, chosen = case

@@ -6,7 +6,7 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.overheads import Handling, Port, Share
@@ -29,7 +29,6 @@ def test_messages_wait_for_every_latency_and_the_narrowest_link() -> None:
 
 
 @given(topologies(max_devices=5), st.lists(st.integers(0, 10**7), min_size=1, max_size=4), st.data())
-@settings(max_examples=40, deadline=None)
 def test_kept_answers_are_the_formulas(topology: Topology, sizes: list[int], data: st.DataObject) -> None:
     made, ends = Communication(topology), st.integers(0, topology.device_count - 1)
     source, target = data.draw(ends), data.draw(ends)

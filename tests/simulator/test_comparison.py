@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.topology import Topology
 from soap.errors import TimelineError
@@ -18,6 +18,7 @@ from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import TaskKind
 from soap.strategy.config import Strategy
+from tests.extent import FEW
 from tests.simulator.examples import PointCosts
 from tests.strategies import cases
 
@@ -112,7 +113,7 @@ def test_folded_predictions_name_other_devices() -> None:
 
 
 @given(cases(max_moves=4))
-@settings(max_examples=25, deadline=None)
+@FEW
 def test_a_timeline_is_like_itself(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     """Written, read, and compared with itself as if it had been measured: no error anywhere, and the simulation's own sums."""
     graph, topology, chosen = case

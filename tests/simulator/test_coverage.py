@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.errors import ModelError
@@ -46,7 +46,6 @@ def test_what_no_tile_computes_is_reported_as_a_defect_of_the_rule() -> None:
         index((((0, 4),), 0)).cover(((2, 6),), 1, (1, 0))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(boxes(2), st.integers(0, 2)), min_size=1, max_size=6), boxes(2), st.integers(0, 2))
 def test_any_holders_even_overlapping_ones(held: list[tuple[Box, int]], wanted: Box, device: int) -> None:
     points = [((r, r + 1), (c, c + 1)) for r in range(*wanted[0]) for c in range(*wanted[1])]

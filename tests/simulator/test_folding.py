@@ -22,6 +22,7 @@ from soap.simulator.tasks import Task, TaskKind
 from soap.strategy.classical import data_parallel, hybrid, megatron
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import parameter_server
+from tests.extent import MANY
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.copied import Case, copied
 from tests.simulator.examples import LaunchedCosts, pairwise_cluster
@@ -81,7 +82,7 @@ def check_outcome(graph: OperatorGraph, topology: Topology, strategy: Strategy, 
     assert folded.critical_path_ns == whole.critical_path_ns
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(MANY, suppress_health_check=list(HealthCheck))
 @given(copied())
 def test_folded_is_whole(case: Case) -> None:
     graph, topology, strategy = case

@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
@@ -248,7 +248,6 @@ def test_ids_stay_when_another_operator_changes() -> None:
     assert [old[name].id for name in untouched] == [new[name].id for name in untouched]
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases(servers=True))
 def test_task_graphs_are_in_order_with_unique_ids(case: Case) -> None:
     graph, topology, chosen = case
@@ -264,7 +263,6 @@ def test_task_graphs_are_in_order_with_unique_ids(case: Case) -> None:
         assert not task.flows or sum(size for *_, size in task.flows) == task.bytes
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_bytes_on_links_are_those_of_the_plan(case: Case) -> None:
     graph, topology, chosen = case
@@ -284,7 +282,6 @@ def test_bytes_on_links_are_those_of_the_plan(case: Case) -> None:
     assert moved[TaskKind.SYNC] <= sum(allreduce_bytes(size, count) for size, count in kept)
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_gradients_are_summed_in_buckets_and_every_device_updates_once(case: Case) -> None:
     graph, topology, chosen = case
@@ -317,7 +314,6 @@ def test_gradients_are_summed_in_buckets_and_every_device_updates_once(case: Cas
         assert found & set(shards) or not shards
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases(servers=True))
 def test_schedules_are_legal(case: Case) -> None:
     graph, topology, chosen = case
@@ -339,7 +335,6 @@ def test_schedules_are_legal(case: Case) -> None:
     assert max(work, *longest, 0) <= schedule.makespan_ns <= sum(task.duration_ns for task in tasks.tasks)
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases(servers=True))
 def test_the_execution_order_is_topological(case: Case) -> None:
     graph, topology, chosen = case

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from math import ceil
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
@@ -94,7 +94,6 @@ def test_a_parameter_put_together_from_shards_is_a_copy() -> None:
 
 
 @given(cases(max_moves=5))
-@settings(max_examples=60, deadline=None)
 def test_a_training_step_stays_below_the_bound(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case
     plan = build_plan(graph, chosen, topology)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
@@ -26,6 +26,7 @@ from soap.plan.plan import (
 )
 from soap.plan.planning import PlanBuilder, build_plan
 from soap.strategy.config import Strategy, settled
+from tests.extent import FEW
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.simulator.examples import batch_split, chain, finish, on, pairwise_cluster, stencil, strategy
 from tests.strategies import cases
@@ -182,7 +183,6 @@ def test_a_builder_gives_equal_plans_whatever_it_built_before() -> None:
     assert pickle.loads(pickle.dumps(builder)).build(one) == builder.build(one)
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_fetches_cover_what_tiles_read(case: Case) -> None:
     graph, topology, chosen = case
@@ -197,7 +197,6 @@ def test_fetches_cover_what_tiles_read(case: Case) -> None:
     assert len({(fetch.tensor, fetch.box, fetch.device) for fetch in plan.fetches}) == len(plan.fetches)
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_every_non_empty_input_of_a_tile_is_in_exactly_one_fetch(case: Case) -> None:
     graph, topology, chosen = case
@@ -216,7 +215,6 @@ def test_every_non_empty_input_of_a_tile_is_in_exactly_one_fetch(case: Case) -> 
         assert (fetch.tensor, fetch.box, fetch.device) == (plan.operator(tile).inputs[k].tensor, tile.inputs[k], tile.device)
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_holdings_are_the_outputs_of_their_tiles_or_groups(case: Case) -> None:
     graph, topology, chosen = case
@@ -241,7 +239,6 @@ def test_holdings_are_the_outputs_of_their_tiles_or_groups(case: Case) -> None:
         assert elements * graph.tensors[tensor].itemsize == graph.tensors[tensor].bytes * config.replicas
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_cells_of_a_sum_are_disjoint_and_cover_it(case: Case) -> None:
     graph, topology, chosen = case
@@ -259,7 +256,6 @@ def test_cells_of_a_sum_are_disjoint_and_cover_it(case: Case) -> None:
         assert [holding.box for holding in held] == cells
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_every_piece_from_elsewhere_is_carried_once(case: Case) -> None:
     graph, topology, chosen = case
@@ -290,7 +286,6 @@ def test_every_piece_from_elsewhere_is_carried_once(case: Case) -> None:
             assert len(pairs) == len(exchange.devices) * (len(exchange.devices) - 1)
 
 
-@settings(max_examples=80, deadline=None)
 @given(cases())
 def test_shards_partition_what_tiles_need_of_a_parameter(case: Case) -> None:
     graph, topology, chosen = case
@@ -313,7 +308,7 @@ def test_shards_partition_what_tiles_need_of_a_parameter(case: Case) -> None:
             assert shard.uses == tuple(sorted(shard.uses))
 
 
-@settings(max_examples=30, deadline=None)
+@FEW
 @given(cases())
 def test_an_edit_in_a_kept_builder_equals_a_fresh_plan(case: Case) -> None:
     graph, topology, chosen = case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -20,6 +20,7 @@ from soap.simulator.memory.transit import Send, packed_by_source, send_spans
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph
 from soap.strategy.config import Strategy
+from tests.extent import MANY
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 from tests.strategies import cases
@@ -106,7 +107,7 @@ def test_a_device_gives_itself_its_part_of_the_only_region_that_comes(regions: i
     assert packed_by_source(plan, exchange) == dict.fromkeys(range(3), parts * 2 * 2 * 4)
 
 
-@settings(max_examples=150, deadline=None)
+@MANY
 @given(cases(servers=True))
 def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.regions import Box, contains, intersect, volume
 from soap.plan.scattering import choose_cells
+from tests.extent import MANY
 from tests.strategies import boxes
 
 WHOLE: Box = ((0, 8), (0, 6))
@@ -57,7 +58,7 @@ def test_a_scalar_is_left_whole() -> None:
 
 
 @given(st.lists(st.lists(boxes(2), max_size=3), min_size=2, max_size=4))
-@settings(max_examples=200, deadline=None)
+@MANY
 def test_cells_are_disjoint_and_move_less(reads: list[list[Box]]) -> None:
     cells = choose_cells(WHOLE, reads)
     if not cells:

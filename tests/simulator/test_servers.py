@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.topology import DeviceType, Topology
 from soap.errors import StrategyError
@@ -26,6 +26,7 @@ from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.methods import Within
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from tests.extent import MANY
 from tests.graph_builder import REDUCTION, SAMPLE, GraphBuilder
 from tests.simulator.examples import (
     UNIT_NS,
@@ -359,7 +360,7 @@ def test_local_aggregation_cuts_bytes_between_hosts_as_rows_overlap(workers: int
     assert crossing("host", pull_together=False) == (pull, (hosts - 1) * together * ROW_BYTES)
 
 
-@settings(max_examples=150, deadline=None)
+@MANY
 @given(cases(servers=True))
 def test_what_holds_for_every_plan(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
@@ -18,6 +18,7 @@ from soap.simulator.memory.peaks import memory_use
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
+from tests.extent import FEW
 from tests.simulator.examples import UNIT_NS, PointCosts, chain, on, pairwise_cluster, strategy
 from tests.strategies import cases
 
@@ -107,7 +108,7 @@ def test_an_illegal_strategy_is_refused_even_beside_a_remembered_one(operators: 
 
 
 @given(cases(max_moves=4))
-@settings(max_examples=25, deadline=None)
+@FEW
 def test_cost_and_run_agree(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case
     made = Simulator(graph, with_memory(topology, 2**12), PointCosts())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.overheads import Port
@@ -65,7 +65,6 @@ def ends_later(tasks: TaskGraph, schedule: Schedule, by_ns: Mapping[int, int]) -
 
 
 @given(WITH_PORTS, st.integers(0, 10**6), st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_a_task_may_end_later_by_its_slack(case: tuple[OperatorGraph, Topology, Strategy], pick: int, launched: bool) -> None:
     graph, topology, strategy = case
     tasks, schedule = played(graph, topology, strategy, launched=launched)
@@ -77,7 +76,6 @@ def test_a_task_may_end_later_by_its_slack(case: tuple[OperatorGraph, Topology, 
 
 
 @given(cases(max_moves=4, servers=True), st.integers(0, 10**6))
-@settings(max_examples=40, deadline=None)
 def test_without_ports_it_may_end_no_later(case: tuple[OperatorGraph, Topology, Strategy], pick: int) -> None:
     tasks, schedule = played(*case)
     slack = slack_ns(tasks, schedule)

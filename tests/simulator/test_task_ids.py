@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.errors import ModelError
@@ -16,6 +16,7 @@ from soap.simulator.task_ids import CHUNKS, LIMITS, MICRO_BATCHES, check_id
 from soap.simulator.task_list import TaskList
 from soap.simulator.tasks import TaskKind
 from soap.strategy.config import OpConfig, Strategy
+from tests.extent import MANY
 from tests.graph_builder import SAMPLE, GraphBuilder, mlp
 from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks
 from tests.strategies import cluster
@@ -24,7 +25,7 @@ IDS = st.tuples(*(st.one_of(st.integers(0, limit - 1), st.sampled_from((0, 1, li
 
 
 @given(IDS, IDS)
-@settings(max_examples=300, deadline=None)
+@MANY
 def test_keys_are_in_the_order_of_ids(one: tuple[int, ...], other: tuple[int, ...]) -> None:
     a, b = task_key(*one), task_key(*other)
     assert (a < b, a == b) == (one < other, one == other)

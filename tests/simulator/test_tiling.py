@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.regions import intersect, volume
 from soap.plan.tiling import iteration_points, tiles_of
 from soap.strategy.config import OpConfig
+from tests.extent import FEW
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import chain, finish, on, stencil
 
@@ -58,7 +59,7 @@ def test_an_operator_without_factors_is_one_point() -> None:
     assert tiles_of(graph, 1, on(1, degrees=(1,)))[0].size == 4
 
 
-@settings(max_examples=30, deadline=None)
+@FEW
 @given(st.integers(1, 7), st.integers(1, 7), st.data())
 def test_tiles_partition_the_iteration_space_and_the_output(rows: int, width: int, data: st.DataObject) -> None:
     graph = chain(rows, 3, width)

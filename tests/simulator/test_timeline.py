@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
@@ -18,6 +18,7 @@ from soap.simulator.memory.residency import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph
 from soap.strategy.config import Strategy
+from tests.extent import FEW
 from tests.simulator.examples import UNIT_NS, LaunchedCosts, PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 from tests.strategies import cases
 
@@ -203,7 +204,6 @@ def test_bytes_of_an_all_reduce_are_those_of_its_ring() -> None:
 
 
 @given(cases(max_moves=4, servers=True, ports=True), st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_parts_of_the_critical_path_add_up_where_links_are_shared(case: tuple[OperatorGraph, Topology, Strategy], launched: bool) -> None:
     graph, topology, chosen = case
     costs = (LaunchedCosts if launched else RooflineCosts)(topology)
@@ -215,7 +215,7 @@ def test_parts_of_the_critical_path_add_up_where_links_are_shared(case: tuple[Op
 
 
 @given(cases(max_moves=4))
-@settings(max_examples=30, deadline=None)
+@FEW
 def test_what_holds_for_every_schedule(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case
     tasks, schedule = played(graph, chosen, topology)

@@ -17,7 +17,7 @@ from soap.tracing.load import load_model
 from tests.tracing.emulation import kept_bytes as really_kept
 
 
-@pytest.mark.parametrize("name", ["alexnet", "gpt", "resnet50", "dlrm", "inception_v3", "rnnlm"])
+@pytest.mark.parametrize("name", ["alexnet", "gpt", pytest.param("resnet50", marks=pytest.mark.long), "dlrm", "inception_v3", "rnnlm"])
 def test_as_with_values(name: str) -> None:
     """``emulation`` counts every piece of memory that autograd keeps; the rest of it are activations, parameters and the batch."""
     model = load_model(f"zoo:{name}:tiny")

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.extent import so_many
+from tests.extent import FEW
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.programs import imported
 
@@ -150,7 +150,6 @@ def _check(net: Net, seed: int) -> None:
 
 
 OPTIONS = {
-    "deadline": None,
     "suppress_health_check": list(HealthCheck),
     "derandomize": True,
     "database": None,
@@ -158,7 +157,7 @@ OPTIONS = {
 }
 
 
-@settings(max_examples=15, **OPTIONS)
+@settings(FEW, **OPTIONS)
 @given(NETS, st.integers(0, 1000))
 def test_random_models_by_tiles(net: Net, seed: int) -> None:
     _check(net, seed)
@@ -166,7 +165,7 @@ def test_random_models_by_tiles(net: Net, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(max_examples=so_many(50, 150), **OPTIONS)
+@settings(**OPTIONS)
 @given(NETS, st.integers(1001, 100_000))
 def test_many_random_models_by_tiles(net: Net, seed: int) -> None:
     _check(net, seed)

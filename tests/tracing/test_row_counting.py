@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from soap.model.sparse_access import uniform
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import import_program
 from soap.tracing.row_counting import measure_rows
+from tests.extent import FEW
 from tests.tracing.programs import Lambda, export, imported
 
 ROWS = 40
@@ -41,7 +42,7 @@ def by_hand(parts_of: Any, batches: list[Tensor], halvings: int) -> list[int]:
 TOKENS = model_of(lambda self, ids: F.embedding(ids, self.w), torch.zeros(8, 3, dtype=torch.int64))
 
 
-@settings(max_examples=25, deadline=None)
+@FEW
 @given(seed=st.integers(0, 999), batches=st.integers(1, 3), popular=st.integers(1, ROWS))
 def test_parts_are_those_of_data_parallelism(seed: int, batches: int, popular: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -9,7 +9,7 @@ from math import prod
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import soap
@@ -21,6 +21,7 @@ from soap.zoo.gpt import CausalAttention, GPTConfig
 from soap.zoo.lm1b import SampledConfig, SampledLanguageModel
 from soap.zoo.nmt import Translator, TranslatorConfig
 from soap.zoo.recurrent import LanguageModel, RecurrentConfig
+from tests.extent import FEW
 
 # Exporting an LSTM swaps the list of weights that it keeps beside its parameters, and puts it back; torch warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_we
 LANGUAGE = RecurrentConfig(vocabulary=20, width=4, layers=2, steps=7, chunk=7, outputs=20)
 
 
-@settings(max_examples=30, deadline=None)
+@FEW
 @given(steps=st.integers(1, 12), chunk=st.integers(1, 12))
 def test_chunks_put_together_are_the_sequence(steps: int, chunk: int) -> None:
     sequence = torch.arange(2 * steps).reshape(2, steps)
@@ -37,7 +38,7 @@ def test_chunks_put_together_are_the_sequence(steps: int, chunk: int) -> None:
     assert {part.shape[1] for part in chunks[:-1]} <= {chunk}
 
 
-@settings(max_examples=30, deadline=None)
+@FEW
 @given(steps=st.integers(1, 9), chunk=st.integers(1, 9), seed=st.integers(0, 99))
 def test_loss_by_chunks_is_the_mean_over_all_tokens(steps: int, chunk: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

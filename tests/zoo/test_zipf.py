@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.zoo.zipf import Zipf, repeating, zipf
+from tests.extent import FEW
 
 
-@settings(max_examples=30, deadline=None)
+@FEW
 @given(rows=st.integers(1, 6000), exponent=st.floats(0, 4), draws=st.integers(1, 5000))
 def test_different_ids_are_those_of_the_probabilities(rows: int, exponent: float, draws: int) -> None:
     law = Zipf(rows, exponent)
@@ -21,7 +22,7 @@ def test_different_ids_are_those_of_the_probabilities(rows: int, exponent: float
     assert law.different(draws) == pytest.approx(expected, rel=2e-3)
 
 
-@settings(max_examples=30, deadline=None)
+@FEW
 @given(rows=st.integers(2, 10**8), draws=st.integers(2, 10**5), part=st.floats(0.05, 0.95))
 def test_exponent_is_solved_for_the_share(rows: int, draws: int, part: float) -> None:
     wanted = max(1.5, part * Zipf(rows, 0.0).different(draws))  # one in any case

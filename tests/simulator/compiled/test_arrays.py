@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -30,7 +30,6 @@ def spans(values: list[int]) -> st.SearchStrategy[tuple[int, int]]:
     return st.tuples(st.integers(0, len(values)), st.integers(0, len(values))).map(lambda ends: (min(ends), max(ends)))
 
 
-@settings(deadline=None)  # the first call compiles
 @given(st.data(), longs)
 def test_sort(data: st.DataObject, values: list[int]) -> None:
     first, last = data.draw(spans(values))
@@ -39,7 +38,6 @@ def test_sort(data: st.DataObject, values: list[int]) -> None:
     assert array.tolist() == [*values[:first], *sorted(values[first:last]), *values[last:]]
 
 
-@settings(deadline=None)  # the first call compiles
 @given(st.data(), longs)
 def test_fill_and_copy(data: st.DataObject, values: list[int]) -> None:
     first, last = data.draw(spans(values))

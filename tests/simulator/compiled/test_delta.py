@@ -18,17 +18,26 @@ from soap.simulator.compiled.fragment import FORWARD, task_key
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
-from tests.extent import ALL, so_many
+from tests.extent import ALL, MANY
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.agreement import reference_tasks, synchronized
 from tests.simulator.compiled.walks import Edit, Walk, check, walks
 from tests.strategies import CPU, cluster
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(MANY, suppress_health_check=list(HealthCheck))
 @given(walks(), st.booleans())
 def test_random_walks(walk: Walk, launched: bool) -> None:
     check(walk, afresh=True, launched=launched)
+
+
+OFTEN = {4: {*zoo.names()}, 16: {"nmt", "dlrm", "gpt"}, 64: {"nmt"}}
+"""All models on 4 devices; on more the one whose tables are served, tied and read by unrolled steps, one of many tables, one of chains."""
+SIZES = [
+    pytest.param(devices, model, marks=pytest.mark.slow if model in OFTEN[devices] else pytest.mark.long)
+    for devices in OFTEN
+    for model in zoo.names()
+]
 
 
 @pytest.mark.slow
@@ -48,10 +57,8 @@ def test_walks_over_models(model: str) -> None:
     check((graph, topology, strategy, edits), afresh=True, launched=model in ("alexnet", "rnnlm"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [4, 16, 64])
-@pytest.mark.parametrize("model", zoo.names())
-def test_zoo(model: str, devices: int) -> None:
+@pytest.mark.parametrize(("devices", "model"), SIZES)
+def test_zoo(devices: int, model: str) -> None:
     """What ``benchmarks.agreement`` does with thousands of proposals."""
     graph = api.load(f"zoo:{model}:tiny", plan_only=True).graph
     found = compare(graph, benchmarks.simulator.cluster(devices // 4), 20, beta=3.0)
@@ -98,7 +105,7 @@ def test_many_short_walks(part: int) -> None:
     """Each part has a seed of its own: without, hypothesis draws the same for all of them where it is derandomized."""
 
     @seed(part)
-    @settings(max_examples=so_many(300, 1_000), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(MANY, suppress_health_check=list(HealthCheck))
     @given(walks(max_moves=2, max_tiles=4, max_edits=2))
     def all_agree(walk: Walk) -> None:
         check(walk, afresh=False)

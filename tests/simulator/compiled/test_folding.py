@@ -10,13 +10,14 @@ from soap.simulator.engine import Engine
 from soap.simulator.folding import FoldedCosts, fold
 from soap.simulator.lowering import lower
 from soap.simulator.reference import simulate
+from tests.extent import MANY
 from tests.simulator.copied import Case, copied
 from tests.simulator.examples import LaunchedCosts
 
 pytestmark = pytest.mark.slow  # the first use compiles for a minute
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(MANY, suppress_health_check=list(HealthCheck))
 @given(copied())
 def test_every_task(case: Case) -> None:
     graph, topology, strategy = case

@@ -39,7 +39,7 @@ def following(graph: OperatorGraph, topology: Topology, strategy: Strategy, draw
     return strategy
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(case=cases(max_moves=3, max_tiles=4), seed=st.integers(0, 2**16))
 def test_as_the_simulator(case: tuple[OperatorGraph, Topology, Strategy], seed: int) -> None:
     graph, topology, current = case

@@ -33,7 +33,7 @@ def bound(graph: OperatorGraph, topology: Topology, limit: int = 1 << 60, states
     return engine, MemoryBound(engine, [limit] * topology.device_count, states)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(case=cases(max_moves=5, max_tiles=4, servers=True), seed=st.integers(0, 2**16))
 def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int) -> None:
     graph, topology, strategy = case

@@ -6,11 +6,9 @@ import ast
 import builtins
 import dis
 import math
-import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import CodeType
 
@@ -19,24 +17,12 @@ import pytest
 from numba.core.registry import CPUDispatcher
 
 import soap
-import soap.search.compiled
-import soap.simulator.compiled
 from soap.simulator.compiled import memory as compiled_memory
 from soap.simulator.compiled import stamps, synchronized_memory, transit
 from soap.simulator.compiled.evaluate import evaluate
+from tests.machine_code import functions
 
 ROOT = Path(soap.__file__).parent
-
-
-def functions() -> dict[str, CPUDispatcher]:
-    """All compiled functions of this package, by module and name."""
-    found = {}
-    for package in (soap.simulator.compiled, soap.search.compiled):
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            for value in vars(import_module(module.name)).values():
-                if isinstance(value, CPUDispatcher):
-                    found[f"{value.py_func.__module__}.{value.py_func.__qualname__}"] = value
-    return found
 
 
 def globals_of(code: CodeType) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from soap import api
 from soap.cluster.topology import Topology
@@ -25,7 +25,6 @@ def check(topology: Topology) -> None:
             assert tables.distance[source, target] == topology.distance(source, target)
 
 
-@settings(max_examples=60, deadline=None)
 @given(topologies(max_devices=6))
 def test_random_trees(topology: Topology) -> None:
     check(topology)
