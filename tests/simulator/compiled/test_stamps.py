@@ -18,8 +18,9 @@ from numba.core.registry import CPUDispatcher
 
 import soap
 from soap.simulator.compiled import memory as compiled_memory
-from soap.simulator.compiled import stamps, synchronized_memory, transit
+from soap.simulator.compiled import stamps, transit
 from soap.simulator.compiled.evaluate import evaluate
+from soap.simulator.compiled.syncs import memory as synchronized_memory
 from tests.machine_code import functions
 
 ROOT = Path(soap.__file__).parent
@@ -57,7 +58,7 @@ def test_all_that_is_compiled_in_is_hashed() -> None:
 
 def test_what_is_called_by_what_is_called_is_hashed() -> None:
     called = {function.py_func.__name__ for function in stamps._all_called(evaluate)}
-    assert {"task_key", "push", "_finish", "hash_place"} <= called
+    assert {"task_key", "push", "finish_bucket", "hash_place"} <= called
 
 
 @pytest.mark.parametrize(
