@@ -28,7 +28,8 @@ from soap.cli.options import positive
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
-from soap.simulator.engine import Engine, same_timeline
+from soap.simulator.compiled.played import played_alike
+from soap.simulator.engine import Engine
 from soap.strategy.classical import random_config
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import fitted, parameter_server
@@ -61,7 +62,7 @@ def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int 
         proposed, cost_ns = _propose(delta, graph, topology, strategy, draw)
         full.load(proposed)
         full_ns = full.play()
-        different += cost_ns != full_ns or not same_timeline(delta.proposed_tasks(), full.played_tasks())
+        different += cost_ns != full_ns or not played_alike(delta.proposed_tasks(), full.played_tasks())
         compared += len(full.played_tasks().key)
         if cost_ns <= current_ns or draw.random() < exp(beta * (current_ns - cost_ns) / start_ns):
             delta.accept()

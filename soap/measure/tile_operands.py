@@ -44,7 +44,7 @@ class TileOperands:
         pairs = [(operand, box) for operands, boxes in groups for operand, box in zip(operands, boxes, strict=True)]
         return sum(volume(box) * self.graph.tensors[operand.tensor].itemsize for operand, box in pairs)
 
-    def tables(self, tile: Tile) -> dict[int, torch.Tensor]:
+    def sparse_tables(self, tile: Tile) -> dict[int, torch.Tensor]:
         """By parameter (position), the tile's region of each parameter of which it takes rows."""
         operands = enumerate(zip(self.graph.operators[tile.operator].parameters, tile.parameters, strict=True))
         own = [(place, o.tensor, box) for place, (o, box) in operands if tile.on_rows and o.tensor in self.graph.sparse]

@@ -99,7 +99,7 @@ class TileTimer:
 
     def time_copies(self, tile: Tile, most_seconds: float = MOST_SECONDS) -> TileTimes:
         """The passes of a tile: the time of all copies together divided by their number. Copies are repeated for about so long at most."""
-        tables = self.operands.tables(tile)
+        tables = self.operands.sparse_tables(tile)
         copies = [self.operands.copy(tile, tables)]
         first = self._run(tile, copies)  # the first call loads kernels
         if sum(first) < 1e9 * most_seconds:
@@ -119,7 +119,7 @@ class TileTimer:
         self._round([self._prepare(tile)])
 
     def _prepare(self, tile: Tile) -> _Prepared:
-        inputs, parameters = self.operands.copy(tile, self.operands.tables(tile))
+        inputs, parameters = self.operands.copy(tile, self.operands.sparse_tables(tile))
         operands = self.graph.operators[tile.operator].inputs
         kinds = [self.graph.tensors[operand.tensor].kind for operand in operands]
         written = [one for one, kind in zip(inputs, kinds, strict=True) if kind is TensorKind.ACTIVATION and is_differentiable(one.dtype)]

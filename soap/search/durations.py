@@ -16,7 +16,7 @@ class TileDurations:
     """The durations of all tiles, by operator and degrees."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
-        from soap.simulator.compiled.tables import device_types  # imported here: it imports numba
+        from soap.simulator.compiled.graph_arrays import device_types  # imported here: it imports numba
         from soap.simulator.compiled.variants import Variants
 
         self._variants = Variants(graph, topology, costs)

@@ -16,18 +16,19 @@ from soap.simulator.communication.servers import core_names
 from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
-from soap.simulator.compiled.events import NO_BOUND, STOPPED, TAKEN, Trial, keep_order, make_trial, simulate_all
+from soap.simulator.compiled.events import NO_BOUND, STOPPED, Trial, keep_order, make_trial, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.fragment import CROWDED
+from soap.simulator.compiled.graph_arrays import Ints, cluster_tables, graph_tables
 from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
 from soap.simulator.compiled.lists import missing_entry
+from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, each_task
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
 from soap.simulator.compiled.syncs.codes import sync_code, sync_codes, sync_of
-from soap.simulator.compiled.tables import Ints, Longs, cluster_tables, graph_tables
 from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
@@ -39,32 +40,6 @@ from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
 Result = TypeVar("Result")
 Handles = tuple[World, Trial, Trial, Edit]
 """What every change needs: the world, the simulation of what is held, room for another, and what is to be changed."""
-
-
-class PlayedTask(NamedTuple):
-    """A task, as it was played. ``key``: its id as two numbers (``compiled.fragment.task_key``)."""
-
-    key: tuple[int, int]
-    duration_ns: int
-    resources: tuple[int, ...]
-    start_ns: int
-    end_ns: int
-    bytes: int
-
-
-class Timeline(NamedTuple):
-    """All tasks of a simulation in the order in which they were taken, as arrays. ``key``: [task, 2], as in ``PlayedTask``."""
-
-    key: Longs
-    duration_ns: Longs
-    start_ns: Longs
-    end_ns: Longs
-    bytes: Longs
-
-
-def same_timeline(a: Timeline, b: Timeline) -> bool:
-    """Whether two simulations took the same tasks at the same times."""
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 NO_SYNCS: Mapping[str, SyncConfig] = {}
@@ -96,7 +71,7 @@ class Engine:
         cluster = cluster_tables(communication)
         self.variants = Variants(graph, topology, costs)
         self._groups = DeviceGroups(communication, cluster)
-        self._renew(graph=self._graph, cluster=cluster, groups=self._groups.tables)
+        self._renew(graph=self._graph, cluster=cluster, groups=self._groups.arrays)
         self._size, self._slots, self._arena = 4096, 4096, 65536
         self._make_scratch()
         self._resources = topology.device_count + len(topology.links) + len(core_names(topology))
@@ -329,30 +304,18 @@ class Engine:
         configs = zip(self.graph.operators, self._configs, strict=True)
         return replace(self._loaded, operators={op.name: config for op, config in configs}, parameters=self._syncs)
 
-    def played_tasks(self) -> Timeline:
+    def played_tasks(self) -> PlayedTasks:
         """The last simulation of the strategy that is held."""
-        return self._timeline(self.trial)
+        return all_tasks(self.state, self.trial)
 
-    def proposed_tasks(self) -> Timeline:
+    def proposed_tasks(self) -> PlayedTasks:
         """The simulation of what is proposed, which had no bound."""
         complete(self._trial, self._other)
-        return self._timeline(self.other)
-
-    def _timeline(self, trial: Trial) -> Timeline:
-        taken = trial.order[: trial.size[TAKEN]]
-        C = self.state
-        key = np.stack([C.key[taken], C.subkey[taken]], axis=1)
-        return Timeline(key, C.duration[taken], trial.start[taken], trial.end[taken], C.moved[taken])
+        return all_tasks(self.state, self.other)
 
     def tasks(self) -> Iterator[PlayedTask]:
         """All tasks of the last simulation, in the order in which they were taken."""
-        C, T = self.state, self.trial
-        for slot in T.order[: T.size[TAKEN]].tolist():
-            first, count = int(C.resource[slot]), int(C.resource_n[slot])
-            pool, at = (self._groups.tables.static, first) if first >= 0 else (C.arena, -1 - first)
-            resources = tuple(pool[at : at + count].tolist())
-            key, duration, moved = (int(C.key[slot]), int(C.subkey[slot])), int(C.duration[slot]), int(C.moved[slot])
-            yield PlayedTask(key, duration, resources, int(T.start[slot]), int(T.end[slot]), moved)
+        return each_task(self.state, self.trial, self._groups.arrays.static)
 
     def _lower_all(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
         self.state.sync[: len(self._codes)] = self._codes
@@ -401,10 +364,10 @@ class Engine:
                 ) from None
 
     def _find_missing(self) -> None:
-        sets, tied, price = self._groups.tables.sets, self._shards.tied, self._shards.price
+        sets, tied, price = self._groups.arrays.sets, self._shards.tied, self._shards.price
         if sets.missing[0]:
             self._groups.add(missing_entry(sets))
-            self._renew(groups=self._groups.tables)
+            self._renew(groups=self._groups.arrays)
         elif tied.missing[0]:
             self.variants.tie(missing_entry(tied))
             self._renew_tables()
@@ -413,7 +376,7 @@ class Engine:
             self._renew_tables()
 
     def _renew_tables(self) -> None:
-        variants, self._shards = self.variants.tables(), self.variants.geometries.tables()
+        variants, self._shards = self.variants.arrays(), self.variants.geometries.arrays()
         self._known_variants = len(variants.rows)
         self._renew(variants=variants, shards=self._shards)
 

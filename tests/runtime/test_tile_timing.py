@@ -199,10 +199,10 @@ def test_copies_on_rows_share_the_table() -> None:
     timer = TileTimer(model, CPU)
     name, access = next(iter(model.graph.sparse.items()))
     tile = replace(whole_tile(model.graph, access.lookups[0].operator), on_rows=True)
-    tables = timer.operands.tables(tile)
+    tables = timer.operands.sparse_tables(tile)
     copies = [timer.operands.copy(tile, tables)[1][access.lookups[0].parameter] for _ in range(2)]
     assert {copy.data_ptr() for copy in copies} == {timer.operands._values[name].data_ptr()}
-    assert timer.operands.tables(replace(tile, on_rows=False)) == {}
+    assert timer.operands.sparse_tables(replace(tile, on_rows=False)) == {}
 
 
 def test_statistics_that_nobody_reads_are_not_made() -> None:

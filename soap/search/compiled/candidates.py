@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import exp, log
 
 from soap.search.compiled.memory import CANDIDATES, RANDOM, ChainTables
-from soap.search.compiled.tables import NO_WEIGHT, GridTables, SearchTables
+from soap.search.compiled.space_arrays import NO_WEIGHT, GridTables, SearchTables
 from soap.simulator.compiled.hashing import draw
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.state import State

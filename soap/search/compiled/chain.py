@@ -28,7 +28,7 @@ from soap.search.compiled.memory import (
     SWAPPED,
 )
 from soap.search.compiled.moves import propose
-from soap.search.compiled.tables import NO_WEIGHT, SearchTables
+from soap.search.compiled.space_arrays import NO_WEIGHT, SearchTables
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import OPERATORS, Edit
 from soap.simulator.compiled.evaluate import adopt, evaluate, take_back

@@ -14,7 +14,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.tiling import tiles_of
 from soap.search.space import Grid
-from soap.simulator.compiled.tables import Floats
+from soap.simulator.compiled.graph_arrays import Floats
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from soap.simulator.compiled.tables import Floats, Ints, Longs
+from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
 
 MOVES = ("redraw", "place", "swap", "informed", "group", "segment", "run", "sync")
 REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT, RUN, SYNC = range(len(MOVES))

@@ -40,9 +40,9 @@ from soap.search.compiled.candidates import (
 from soap.search.compiled.edits import NO_EFFECT, add
 from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, REDRAW, RUN, SEGMENT, SYNC
 from soap.search.compiled.runs import propose_run
+from soap.search.compiled.space_arrays import NO_WEIGHT, SearchTables
 from soap.search.compiled.suggestions import list_candidates
 from soap.search.compiled.syncs import propose_sync
-from soap.search.compiled.tables import NO_WEIGHT, SearchTables
 from soap.search.compiled.weighing import own_ns, rough_cost_ns
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS, Edit
 from soap.simulator.compiled.jit import compiled

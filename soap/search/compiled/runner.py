@@ -29,7 +29,7 @@ from soap.search.compiled.memory import (
     WANTED_OPERATOR,
     make_chain,
 )
-from soap.search.compiled.tables import SearchTables, grid_tables, group_tables, neighbour_tables
+from soap.search.compiled.space_arrays import SearchTables, grid_tables, group_tables, neighbour_tables
 from soap.search.space import Grid, Space, grid_of
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS
 from soap.simulator.compiled.handles import handle
@@ -99,12 +99,12 @@ class CompiledChain:
         devices = space.topology.device_count
         tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())
         self.engine.make_edit_room(tiles)
-        self.tables = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), tiles, proposals)
+        self.arrays = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), tiles, proposals)
         Q, N, M = space.handles
-        self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.tables))
+        self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.arrays))
         self._memory = MemoryBound(self.engine, [d.type.memory_bytes for d in space.topology.devices], space.optimizer_states)
         self._beta = self._focus = 0.0
-        at = self.tables.at
+        at = self.arrays.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)
         self.weights = DEFAULT_WEIGHTS
         self.move_to(strategy)
@@ -113,23 +113,23 @@ class CompiledChain:
     @property
     def weights(self) -> Mapping[str, float]:
         """How often each move is drawn, in proportion. Moves that can have no effect have none."""
-        return dict(zip(MOVES, self.tables.weight.tolist(), strict=False))
+        return dict(zip(MOVES, self.arrays.weight.tolist(), strict=False))
 
     @weights.setter
     def weights(self, weights: Mapping[str, float]) -> None:
         space, movable = self._space, len(self._space.space.movable) > 0
         possible = {"group": movable and space.has_groups, "segment": movable and space.has_segments, "sync": space.has_syncs}
-        self.tables.weight[: len(MOVES)] = [weights[move] if possible.get(move, movable) else 0.0 for move in MOVES]
+        self.arrays.weight[: len(MOVES)] = [weights[move] if possible.get(move, movable) else 0.0 for move in MOVES]
 
     def move_to(self, strategy: Strategy) -> None:
         """Go on from another strategy."""
-        self.tables.at[SWAPPED] = 0  # what is loaded goes into the first trial
+        self.arrays.at[SWAPPED] = 0  # what is loaded goes into the first trial
         self.engine.load(strategy)
         cost_ns = self.engine.simulate()
         for position, op in enumerate(self._space.space.graph.operators):
             config = strategy.operators[op.name]
             distinct = len(set(config.devices)) == len(config.devices)
-            self.tables.grid[position] = self._space.number(position, grid_of(config)) if distinct else -1
+            self.arrays.grid[position] = self._space.number(position, grid_of(config)) if distinct else -1
         begin_chain(self.engine.world, self.handle, cost_ns)
 
     def run(self, proposals: int, *, beta: float, focus: float, fits: Callable[[Strategy], bool] | None = None) -> int:
@@ -138,8 +138,8 @@ class CompiledChain:
         says whether a strategy that is about to be accepted fits into memory, where a bound does not; None if all do."""
         if len(self._space.space.movable) == 0 and not self._space.has_syncs:
             return self.proposals
-        at = self.tables.at
-        last, focus = min(proposals, len(self.tables.log_cost) - 1), focus / float(at[START])
+        at = self.arrays.at
+        last, focus = min(proposals, len(self.arrays.log_cost) - 1), focus / float(at[START])
 
         def go_on() -> int:
             M = NO_TABLES if fits is None else self._memory.handle()
@@ -163,10 +163,10 @@ class CompiledChain:
         grid = self._space.grid(position, number)
         Q = self._space.grids
         place = int(Q.estimate_ptr[position]) + number - int(Q.grid_ptr[Q.space[position]])
-        self.tables.variant[place] = self.engine.variant(position, grid[1:])
+        self.arrays.variant[place] = self.engine.variant(position, grid[1:])
 
     def _settle(self) -> None:
-        at = self.tables.at
+        at = self.arrays.at
         self.engine.settle(swapped=bool(at[SWAPPED]), makespan_ns=int(at[COST]))
         at[SWAPPED] = 0
 
@@ -185,27 +185,27 @@ class CompiledChain:
     @property
     def proposals(self) -> int:
         """Evaluated so far."""
-        return int(self.tables.at[LOGGED])
+        return int(self.arrays.at[LOGGED])
 
     @property
     def start_ns(self) -> int:
         """What beta is relative to."""
-        return int(self.tables.at[START])
+        return int(self.arrays.at[START])
 
     @property
     def cost_ns(self) -> int:
         """Of the strategy where the chain stands."""
-        return int(self.tables.at[COST])
+        return int(self.arrays.at[COST])
 
     @property
     def best_ns(self) -> int:
         """The least cost so far."""
-        return int(self.tables.at[BEST])
+        return int(self.arrays.at[BEST])
 
     @property
     def played_tasks(self) -> int:
         """Tasks that were simulated."""
-        return int(self.tables.at[PLAYED])
+        return int(self.arrays.at[PLAYED])
 
     @property
     def strategy(self) -> Strategy:
@@ -216,7 +216,7 @@ class CompiledChain:
     @property
     def best(self) -> Strategy:
         """The strategy of least cost so far."""
-        X, found = self.tables, {}
+        X, found = self.arrays, {}
         for position, op in enumerate(self._space.space.graph.operators):
             devices = X.best_dev[X.best_dev_ptr[position] : X.best_dev_ptr[position + 1]]
             found[op.name] = self.engine.config(position, X.best_variant[position], devices, X.best_replicas[position])
@@ -225,13 +225,13 @@ class CompiledChain:
     @property
     def moves(self) -> Mapping[str, Counts]:
         """By move."""
-        X = self.tables
+        X = self.arrays
         columns = (X.proposed, X.accepted, X.idle, X.gained)
         return {move: Counts(*(int(column[i]) for column in columns)) for i, move in enumerate(MOVES)}
 
     def log(self, first: int = 0) -> Iterator[Logged]:
         """The proposals from number ``first`` on."""
-        X, last = self.tables, self.proposals
+        X, last = self.arrays, self.proposals
         columns = (X.log_move, X.log_operator, X.log_count, X.log_cost, X.log_accepted)
         for move, operator, count, cost, accepted in zip(*(column[first:last].tolist() for column in columns), strict=True):
             yield Logged(MOVES[move], operator, count, cost if cost >= 0 else None, bool(accepted))

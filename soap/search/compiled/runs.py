@@ -15,8 +15,8 @@ from math import exp, log
 from soap.search.compiled.candidates import FIRST_LISTED, below, choose, draw_candidate, log_density, log_weight, same, uniform
 from soap.search.compiled.edits import NO_EFFECT, add
 from soap.search.compiled.memory import CANDIDATES, LONGEST_RUN
+from soap.search.compiled.space_arrays import SearchTables
 from soap.search.compiled.suggestions import list_aligned
-from soap.search.compiled.tables import SearchTables
 from soap.search.compiled.weighing import edge_ns, own_ns
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import Edit

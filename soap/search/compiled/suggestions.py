@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from soap.search.compiled.candidates import FIRST_LISTED, log_weight
 from soap.search.compiled.memory import MOST_LISTED
-from soap.search.compiled.tables import NO_WEIGHT, SearchTables
+from soap.search.compiled.space_arrays import NO_WEIGHT, SearchTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.state import State
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from soap.search.compiled.candidates import below
 from soap.search.compiled.edits import NO_EFFECT
-from soap.search.compiled.tables import SearchTables
+from soap.search.compiled.space_arrays import SearchTables
 from soap.simulator.compiled.change import PARAMETERS, Edit
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.state import State

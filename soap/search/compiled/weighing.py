@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from soap.search.compiled.memory import ESTIMATES
-from soap.search.compiled.tables import GridTables, SearchTables
+from soap.search.compiled.space_arrays import GridTables, SearchTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.world import World
 

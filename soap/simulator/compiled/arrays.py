@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.tables import Ints, Longs
 
 
 @compiled

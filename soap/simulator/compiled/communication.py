@@ -7,11 +7,11 @@ from math import ceil, floor
 
 import numpy as np
 
+from soap.simulator.compiled.graph_arrays import ClusterTables
 from soap.simulator.compiled.hashing import hash_join, hash_place
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.scratch import BUSIEST, FLOWS, FULL, LINKS, RESOURCES, STAMP, Scratch
 from soap.simulator.compiled.state import Groups, Lists
-from soap.simulator.compiled.tables import ClusterTables
 
 REDUCE_TRAFFIC = 3
 MISSING = "a list is not known yet"

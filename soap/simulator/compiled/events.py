@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soap.simulator.compiled.arrays import copy, fill
+from soap.simulator.compiled.graph_arrays import GraphTables, Ints, Longs
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import (
     BACKWARD_TILE,
@@ -29,7 +30,6 @@ from soap.simulator.compiled.state import (
     Groups,
     State,
 )
-from soap.simulator.compiled.tables import GraphTables, Ints, Longs
 
 IN_RUN = -1
 """``left`` of a task that is ready and waits in the run."""

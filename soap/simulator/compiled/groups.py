@@ -7,10 +7,10 @@ import numpy as np
 from soap.cluster.topology import Topology
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import core_names
+from soap.simulator.compiled.graph_arrays import ClusterTables, Ints
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import Groups
-from soap.simulator.compiled.tables import ClusterTables, Ints
 
 
 class DeviceGroups:
@@ -27,7 +27,7 @@ class DeviceGroups:
         self._way_ptr.add([0])
         self._port_device = _port_devices(communication.topology)
         self._restart = np.array([(0, 0), *communication.topology.restart.points], np.int64).ravel()
-        self.tables = self._make()
+        self.arrays = self._make()
 
     def add(self, devices: tuple[int, ...]) -> None:
         """One more set, ascending."""
@@ -39,11 +39,11 @@ class DeviceGroups:
             self._resource.add([self._static.add(np.array(option.links, np.int32) + np.int32(count))])
             self._resource_n.add([len(option.links)])
         self._way_ptr.add([self._latency.size])
-        self.tables = self._make()
+        self.arrays = self._make()
 
     def _make(self) -> Groups:
         return Groups(
-            sets=self._sets.tables(),
+            sets=self._sets.arrays(),
             way_ptr=self._way_ptr.array(),
             latency_seconds=self._latency.array(),
             seconds_per_byte=self._per_byte.array(),

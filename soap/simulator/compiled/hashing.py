@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from soap.simulator.compiled.graph_arrays import Longs
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.tables import Longs
 
 
 @compiled

@@ -24,9 +24,9 @@ from soap.simulator.compiled.events import (
     hold,
     push,
 )
+from soap.simulator.compiled.graph_arrays import GraphTables, Ints, Longs
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
-from soap.simulator.compiled.tables import GraphTables, Ints, Longs
 
 LEAST_SNAPSHOTS, MOST_SNAPSHOTS = 4, 24
 MOST_BYTES = 2**26

@@ -29,7 +29,7 @@ class GrowingLists:
         self._item.add(entry)
         self._ptr.add([self._item.size])
 
-    def tables(self) -> Lists:
+    def arrays(self) -> Lists:
         """For compiled code, valid until the next call. Nothing is missing."""
         count = self._ptr.size - 1
         if 4 * count > len(self._table):

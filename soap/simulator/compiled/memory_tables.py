@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from soap.simulator.compiled.tables import Ints, Longs
+from soap.simulator.compiled.graph_arrays import Ints, Longs
 
 KEPT, READ, GRADIENTS, PARAMETER_GRADIENTS, REGIONS, COMPACT, LOOKUPS = range(7)
 COLUMNS = 7

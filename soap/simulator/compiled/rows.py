@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, USES, Scratch
 from soap.simulator.compiled.state import State
 from soap.simulator.compiled.syncs.codes import travels_by_rows
-from soap.simulator.compiled.tables import GraphTables
 
 INDEX_BYTES = 8
 

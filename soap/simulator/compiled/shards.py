@@ -95,7 +95,7 @@ class Geometries:
             self._prices.add((owner, high, low))
             self._price_ns.add([table_update_ns(self._costs, size, size, kind) if of_rows else self._costs.update_ns(size, kind)])
 
-    def tables(self) -> ShardTables:
+    def arrays(self) -> ShardTables:
         """All of them as arrays."""
         return ShardTables(
             ptr=self._ptr.array(),
@@ -108,9 +108,9 @@ class Geometries:
             use_user=self._use_user.array(),
             use_place=self._use_place.array(),
             cut=self._cut.array(),
-            tied=self._tied.tables(),
+            tied=self._tied.arrays(),
             tied_geometry=self._tied_geometry.array(),
-            price=self._prices.tables(),
+            price=self._prices.arrays(),
             price_ns=self._price_ns.array(),
             rows_alone=np.array([updates_rows_alone(self._costs)], np.int32),
         )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from soap.simulator.compiled.tables import Floats, Ints, Longs
+from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
 
 SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
 """Places in ``State.used``: slots, arena and devices that are taken, number of sums of gradients and of parameter servers'

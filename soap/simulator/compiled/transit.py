@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from soap.simulator.compiled.carriers import BROADCAST, MESSAGE
 from soap.simulator.compiled.fetches import is_remote
+from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.memory_tables import ACTIVATIONS, LARGEST_ADDED, LARGEST_SUM, SENT, MemoryTables
 from soap.simulator.compiled.scratch import CARRIERS, FETCHES, FULL, HOLDINGS, REDUCTIONS, Scratch
-from soap.simulator.compiled.tables import GraphTables
 from soap.simulator.compiled.world import World
 from soap.simulator.memory.peaks import ADDING_COPIES
 

@@ -19,9 +19,9 @@ from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box, balanced, volume
 from soap.plan.row_counts import tile_lookups
 from soap.plan.tiling import Tile
+from soap.simulator.compiled.graph_arrays import Ints, Longs, device_types
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.shards import Geometries, Need
-from soap.simulator.compiled.tables import Ints, Longs, device_types
 from soap.simulator.costs import CostModel, launch_ns
 
 CELLS, READS, OUTPUTS, COSTS, GROUPS, GROUP_OF, GROUP_FIRST, GROUP_BOXES, GRIDS, GEOMETRIES, LOOKUPS = range(11)
@@ -93,7 +93,7 @@ class Variants:
         """The first operator that differs from the one at ``position`` in nothing but names."""
         return self._class_of[position]
 
-    def tables(self) -> VariantTables:
+    def arrays(self) -> VariantTables:
         """All of them as arrays."""
         return VariantTables(
             rows=self._rows.array().reshape(-1, COLUMNS),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from soap.simulator.compiled.graph_arrays import ClusterTables, GraphTables
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
-from soap.simulator.compiled.tables import ClusterTables, GraphTables
 from soap.simulator.compiled.variants import VariantTables
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from soap.model.graph import Operand, Operator, TensorKind
 from soap.model.regions import Box, cells, in_one_piece, volume
 from soap.plan.row_counts import row_bytes, tile_lookups
 from soap.plan.tiling import Tile, windows
+from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
-from soap.simulator.compiled.tables import Ints, Longs
 from soap.simulator.engine import Engine
 from soap.simulator.memory.footprint import kept_share, passing_share, work_share
 from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes

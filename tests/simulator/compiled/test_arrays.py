@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from soap.simulator.compiled.arrays import copy, fill, sort
+from soap.simulator.compiled.graph_arrays import Longs
 from soap.simulator.compiled.jit import entry
-from soap.simulator.compiled.tables import Longs
 
 longs = st.lists(st.integers(-(2**62), 2**62) | st.integers(-3, 3), max_size=40)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from soap import api
 from soap.cluster.topology import Topology
 from soap.simulator.communication.prices import Communication
-from soap.simulator.compiled.tables import cluster_tables
+from soap.simulator.compiled.graph_arrays import cluster_tables
 from tests.strategies import topologies
 
 

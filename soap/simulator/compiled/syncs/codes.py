@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from soap.model.graph import OperatorGraph
+from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.tables import Ints
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.methods import METHODS
 

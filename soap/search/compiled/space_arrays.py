@@ -1,6 +1,6 @@
 """What the compiled chain knows of its space: grids and placements, neighbours and references, groups and segments, as arrays.
 
-``x_ptr``, ``x`` are lists, as in ``simulator.compiled.tables``.
+``x_ptr``, ``x`` are lists, as in ``simulator.compiled.graph_arrays``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from soap.search.compiled.estimates import rough_ns
 from soap.search.compiled.memory import ChainTables
 from soap.search.compiled.segments import find_segments
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
+from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
 from soap.simulator.compiled.syncs.codes import sync_code
-from soap.simulator.compiled.tables import Floats, Ints, Longs
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig
 

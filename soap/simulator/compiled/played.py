@@ -1,0 +1,55 @@
+"""Tasks as a compiled simulation has played them, for Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from soap.simulator.compiled.events import TAKEN, Trial
+from soap.simulator.compiled.graph_arrays import Ints, Longs
+from soap.simulator.compiled.state import State
+
+
+class PlayedTask(NamedTuple):
+    """A task, as it was played. ``key``: its id as two numbers (``fragment.task_key``)."""
+
+    key: tuple[int, int]
+    duration_ns: int
+    resources: tuple[int, ...]
+    start_ns: int
+    end_ns: int
+    bytes: int
+
+
+class PlayedTasks(NamedTuple):
+    """All tasks of a simulation in the order in which they were taken, as arrays. ``key``: [task, 2], as in ``PlayedTask``."""
+
+    key: Longs
+    duration_ns: Longs
+    start_ns: Longs
+    end_ns: Longs
+    bytes: Longs
+
+
+def played_alike(a: PlayedTasks, b: PlayedTasks) -> bool:
+    """Whether two simulations took the same tasks at the same times."""
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def all_tasks(C: State, trial: Trial) -> PlayedTasks:
+    """Those of a simulation of what is held."""
+    taken = trial.order[: trial.size[TAKEN]]
+    key = np.stack([C.key[taken], C.subkey[taken]], axis=1)
+    return PlayedTasks(key, C.duration[taken], trial.start[taken], trial.end[taken], C.moved[taken])
+
+
+def each_task(C: State, T: Trial, static: Ints) -> Iterator[PlayedTask]:
+    """The same, one after the other, with what they hold. ``static``: resources of groups of devices."""
+    for slot in T.order[: T.size[TAKEN]].tolist():
+        first, count = int(C.resource[slot]), int(C.resource_n[slot])
+        pool, at = (static, first) if first >= 0 else (C.arena, -1 - first)
+        resources = tuple(pool[at : at + count].tolist())
+        key, duration, moved = (int(C.key[slot]), int(C.subkey[slot])), int(C.duration[slot]), int(C.moved[slot])
+        yield PlayedTask(key, duration, resources, int(T.start[slot]), int(T.end[slot]), moved)
