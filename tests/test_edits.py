@@ -6,13 +6,11 @@ its own name in it, so that a value that is lost is noticed, and one that comes 
 
 from __future__ import annotations
 
-import ast
 import copy
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -330,76 +328,3 @@ def test_explanations() -> None:
     reduced = {name: asked for asked in noting.asked for name, sync in asked.parameters.items() if sync == SyncConfig()}
     assert reduced.keys() == strategy.parameters.keys() and len(noting.asked) == len(reduced)
     assert all(is_marked(asked.with_parameter(name, strategy.sync(name))) for name, asked in reduced.items())
-
-
-ROOT = Path(__file__).parent.parent
-CLASSES = {"OpConfig": OpConfig, "SyncConfig": SyncConfig, "Strategy": Strategy}
-MADE_ANEW = {
-    "cli.wanted",  # read from a table
-    "measure.neighbours", "measure.step_chains", "measure.tile_operands", "measure.upkeep_timing",
-    "runtime.step.loss_epilogue", "runtime.sync.look_ups",
-    "search.compiled.estimates", "search.dynamic", "search.oracles.exhaustive", "search.space",
-    "simulator.compiled.syncs.codes",
-    "strategy.classical", "strategy.config", "strategy.grids", "strategy.json_file", "strategy.sync", "tracing.footprints",
-}  # fmt: skip
-"""Modules that make configurations from nothing: classical strategies, files, the space, and single tiles to measure or to ask about."""
-
-
-def made_in(tree: ast.AST) -> Iterator[tuple[str, ast.AST, int]]:
-    """Class, innermost function (or statement of the module) and line of each call that makes a configuration of given values."""
-
-    def visit(node: ast.AST, scope: ast.AST) -> Iterator[tuple[str, ast.AST, int]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Call) and (child.args or child.keywords):
-                called = child.func.attr if isinstance(child.func, ast.Attribute) else getattr(child.func, "id", "")
-                if called in CLASSES:
-                    yield called, scope, child.lineno
-            inner = node is tree or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
-            yield from visit(child, child if inner else scope)
-
-    return visit(tree, tree)
-
-
-def taken(name: str, scope: ast.AST) -> list[str]:
-    """What the function reads that looks like a field of another configuration of the class."""
-    wanted = {field.name for field in fields(CLASSES[name])}
-    read = [node for node in ast.walk(scope) if isinstance(node, ast.Attribute) and node.attr in wanted]
-    return [ast.unparse(node) for node in read if not ast.unparse(node.value).endswith(("graph", "topology", "space"))]
-
-
-def sources() -> Mapping[str, ast.AST]:
-    paths = sorted((ROOT / "soap").rglob("*.py"))
-    return {".".join(path.relative_to(ROOT / "soap").with_suffix("").parts): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
-
-
-def test_configurations_are_made_anew_in_few_modules_only() -> None:
-    """Elsewhere they are edited: by ``replace``, ``placed``, ``placed_like`` and ``with_changes``, which keep what they do not name."""
-    trees = sources()
-    assert {module for module, tree in trees.items() if list(made_in(tree))} == MADE_ANEW
-    copied = [
-        (module, line, name, read)
-        for module, tree in trees.items()
-        for name, scope, line in made_in(tree)
-        if (read := taken(name, scope))
-    ]
-    assert copied == []
-    renamed = [
-        (module, alias.name)
-        for module, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.name in CLASSES and alias.asname not in (None, alias.name)
-    ]
-    assert renamed == []
-
-
-@pytest.mark.parametrize("edit", [
-    "def f(config, devices):\n    return OpConfig(config.degrees, devices, config.replicas)",
-    "def f(strategy, name, config):\n    return soap.strategy.config.Strategy({**strategy.operators, name: config}, strategy.parameters)",
-    "def f(config):\n    degrees = config.degrees\n    return OpConfig(degrees=degrees, devices=(0,))",
-    "def f(sync):\n    return SyncConfig(sync.owner, partitions=2)",
-])  # fmt: skip
-def test_the_search_for_copies_finds_some(edit: str) -> None:
-    ((name, scope, line),) = made_in(ast.parse(edit))
-    assert taken(name, scope) and line > 1

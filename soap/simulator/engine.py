@@ -28,7 +28,7 @@ from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, e
 from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
-from soap.simulator.compiled.syncs.codes import sync_code, sync_codes, sync_of
+from soap.simulator.compiled.syncs.codes import known_sync, sync_code, sync_codes
 from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
@@ -40,7 +40,6 @@ from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
 Result = TypeVar("Result")
 Handles = tuple[World, Trial, Trial, Edit]
 """What every change needs: the world, the simulation of what is held, room for another, and what is to be changed."""
-
 
 NO_SYNCS: Mapping[str, SyncConfig] = {}
 
@@ -278,12 +277,8 @@ class Engine:
         return self._configs[position].placed(self.variants.degrees[variant], tuple(devices.tolist()), int(replicas))
 
     def sync(self, parameter: str, code: int) -> SyncConfig:
-        """What a parameter's synchronization becomes by a number of ``sync_codes``: what is held, if that has the number, else the choice
-        of the search that has it."""
-        held = self._syncs.get(parameter, SyncConfig())
-        if sync_code(held) == code:
-            return held
-        return next((choice for choice in self.choices.get(parameter, ()) if sync_code(choice) == code), sync_of(code))
+        """What a parameter's synchronization becomes by a number of ``sync_codes``."""
+        return known_sync(code, self._syncs.get(parameter, SyncConfig()), self.choices.get(parameter, ()))
 
     def syncs(self, codes: Ints) -> dict[str, SyncConfig]:
         """[parameter] as ``sync_codes`` -> how parameters are synchronized, those that are not so by default."""

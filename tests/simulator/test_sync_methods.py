@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -14,7 +14,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
 from soap.plan.syncs.seam import Phase, SyncMethod, method_for, method_of
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.compiled.syncs.codes import sync_code, sync_of
+from soap.simulator.compiled.syncs.codes import FIELDS, sync_code, sync_of
 from soap.simulator.folding import Folding, fold
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.peaks import peak_bytes
@@ -107,6 +107,10 @@ def test_unknown_combinations_are_refused(owner: str, payload: str, residence: s
         find_contract(owner, payload, residence)
     with pytest.raises(StrategyError, match=r"^no method synchronizes"):
         SyncConfig(owner, payload, residence)  # type: ignore[arg-type]
+
+
+def test_codes_know_every_field() -> None:
+    assert tuple(field.name for field in fields(SyncConfig)) == FIELDS, "say the new field in a code as well"
 
 
 @METHOD

@@ -7,6 +7,8 @@ number, and partitions less one. The default, an all-reduce, is 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from soap.model.graph import OperatorGraph
@@ -14,6 +16,9 @@ from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.methods import METHODS
+
+FIELDS = ("owner", "payload", "residence", "within", "partitions")
+"""What of a ``SyncConfig`` a number says. Two synchronizations that differ in something else would be one to compiled code."""
 
 _ROWS, _SERVERS, _HOSTS, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 11, 17
 """First bits of what a code holds."""
@@ -36,6 +41,11 @@ def sync_of(code: int) -> SyncConfig:
     contract = METHODS[code >> _METHOD & 63]
     within = contract.within[code >> _HOSTS & 1]
     return SyncConfig(contract.owner, contract.payload, contract.residence, within, 1 + (code >> _PARTITIONS))
+
+
+def known_sync(code: int, held: SyncConfig, choices: Iterable[SyncConfig]) -> SyncConfig:
+    """The same, but as it is known: what is held, if that has the number, else the choice that has it. These may say more than a number."""
+    return next((sync for sync in (held, *choices) if sync_code(sync) == code), sync_of(code))
 
 
 @compiled
