@@ -263,6 +263,6 @@ def _check_backward(program: Program, places: dict[tuple[ActionKind, int], int])
         kinds = [own for own in (ActionKind.COLLECT, ActionKind.SYNC) if (own, number) in places]
         assert (ActionKind.SYNC in kinds) or (len(sync.readers) == 1 and set(sync.shards) <= sums_of_one(plan))
         assert (ActionKind.COLLECT in kinds) == sync.aggregated
-        active = [tile for tile, _ in sync.uses if tile in program.activity.tiles]
-        assert all(of_tile(tile) < places[own, number] for own in kinds for tile in active)
+        using = [tile for tile, _ in sync.uses if tile in program.activity.tiles]
+        assert all(of_tile(tile) < places[own, number] for own in kinds for tile in using)
         assert [places[own, number] for own in kinds] == sorted(places[own, number] for own in kinds)
