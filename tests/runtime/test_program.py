@@ -259,9 +259,9 @@ def _check_backward(program: Program, places: dict[tuple[ActionKind, int], int])
         here = places[ActionKind.REDUCE_GRADIENT, number]
         assert all(here < of_tile(tile) for tile in plan.reductions[number].tiles)
     for number, sync in enumerate(plan.syncs):
-        kinds = [kind for kind in (ActionKind.COLLECT, ActionKind.SYNC) if (kind, number) in places]
+        kinds = [own for own in (ActionKind.COLLECT, ActionKind.SYNC) if (own, number) in places]
         assert (ActionKind.SYNC in kinds) or (len(sync.readers) == 1 and set(sync.shards) <= sums_of_one(plan))
         assert (ActionKind.COLLECT in kinds) == sync.aggregated
-        for kind in kinds:
-            assert all(of_tile(tile) < places[kind, number] for tile, _ in sync.uses if tile in program.activity.tiles)
-        assert [places[kind, number] for kind in kinds] == sorted(places[kind, number] for kind in kinds)
+        using = [tile for tile, _ in sync.uses if tile in program.activity.tiles]
+        assert all(of_tile(tile) < places[own, number] for own in kinds for tile in using)
+        assert [places[own, number] for own in kinds] == sorted(places[own, number] for own in kinds)

@@ -6,7 +6,7 @@ import gc
 import random
 import weakref
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from hypothesis import given
@@ -138,7 +138,7 @@ def test_hooks_keep_nothing_alive() -> None:
     program = compile_program(plan_of(mlp(), split((0, 1), b=2)))
     shards = _shards(program.plan)
     sync, _ = _sync(program, shards)
-    alive = [weakref.ref(sync), *(weakref.ref(shard) for shard in shards.values())]
+    alive: list[weakref.ref[Any]] = [weakref.ref(sync), *(weakref.ref(shard) for shard in shards.values())]
     del sync, shards
     gc.collect()
     assert [reference for reference in alive if reference() is not None] == []

@@ -79,7 +79,8 @@ class Spread(nn.Module):
         self.table, self.layer = nn.Embedding(ROWS, COLUMNS), nn.Linear(COLUMNS, COLUMNS, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.table(tokens).sum(1)).square().mean()
+        loss: torch.Tensor = self.layer(self.table(tokens).sum(1)).square().mean()
+        return loss
 
 
 def spread_tokens() -> torch.Tensor:

@@ -22,7 +22,10 @@ from soap.runtime.trace import Watch
 
 
 class BucketedSum(RankSync):
-    """Inside a step, backward passes through the shards give their gradients to this object; there is one of it for the shards."""
+    """Inside a step, backward passes through the shards give their gradients to this object; there is one of it for the shards.
+
+    ``buffers``: by synchronization in which something is summed, its shards' gradients one after the other.
+    """
 
     collective: ClassVar[bool] = True
 
@@ -30,7 +33,7 @@ class BucketedSum(RankSync):
         super().__init__(context, syncs)
         self._tensors = context.shards.tensors
         self._gradients: dict[int, torch.Tensor] = {}
-        self._buffers: dict[int, torch.Tensor] = {}
+        self.buffers: dict[int, torch.Tensor] = {}
         self._places: dict[int, torch.Tensor] = {}
         self._alone: list[int] = []
         self._fresh: set[int] = set()
@@ -44,7 +47,7 @@ class BucketedSum(RankSync):
     def _make_buffer(self, number: int, sync: ShardSync) -> None:
         shards = [self._tensors[i] for i in sync.shards]
         buffer = torch.zeros(sum(shard.numel() for shard in shards), dtype=shards[0].dtype, device=shards[0].device)
-        self._buffers[number] = buffer
+        self.buffers[number] = buffer
         first = 0
         for i, shard in zip(sync.shards, shards, strict=True):
             self._places[i] = self._gradients[i] = buffer[first : first + shard.numel()].view(shard.shape)
@@ -64,15 +67,14 @@ class BucketedSum(RankSync):
 
     def synchronize(self, number: int) -> None:
         """Begin summing a buffer over its devices."""
-        sync = self.syncs[number]
-        for shard in sync.shards:
+        for shard in self.syncs[number].shards:
             self._fill(shard)
-        self._pending.append(self.named(ActionKind.SYNC, number, self.start_sum(self._buffers[number], sync.readers)))
+        self._pending.append(self.named(ActionKind.SYNC, number, self.start_sum(number, self.buffers[number])))
 
-    def start_sum(self, buffer: torch.Tensor, devices: tuple[int, ...]) -> Pending:
-        """Begin summing a buffer in place."""
+    def start_sum(self, number: int, buffer: torch.Tensor) -> Pending:
+        """Begin summing a buffer, of this synchronization, in place."""
         self.comm.traffic.synchronized_bytes += buffer.nbytes
-        return self.comm.all_reduce(buffer, devices)
+        return self.comm.all_reduce(buffer, self.syncs[number].readers)
 
     def end(self, part: MicroBatch) -> None:
         """Behind the last micro-batch gradients are complete."""
