@@ -69,5 +69,10 @@ class SoapWarning(UserWarning):
     """Something is legal but probably not what was meant, or will be slow; said once, in one line."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its class if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C (128 + SIGINT)."""

@@ -17,7 +17,7 @@ from soap.plan.tiling import Tile
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.optimizers import OPTIMIZERS, adam
 from soap.strategy.config import OpConfig, Strategy
-from soap.tracing.model import TileContext, TracedModel
+from soap.tracing.model import PlainModel, TileContext, TracedModel
 
 TOGETHER_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 MOST_TENSORS = {"cpu": 16, "cuda": 128}
@@ -89,10 +89,8 @@ def _steps(clock: Clock, device: torch.device, count: int) -> Sample:
         return sample(repeat(lambda: clock.times_ns([lambda: trainer.step(*model.example_inputs)]), SECONDS)[0])
 
 
-class TileChain(TracedModel):
+class TileChain(PlainModel):
     """Operators one after the other, each of which hands its input on."""
-
-    element_inputs: frozenset[str] = frozenset()
 
     def __init__(self, count: int) -> None:
         factor = Factor("b", 1, FactorKind.SAMPLE)
@@ -120,31 +118,6 @@ class TileChain(TracedModel):
         """The input, or the parameter of the first operator."""
         return (parameters[0] if parameters else inputs[0],)
 
-    def rows_asked_for(
-        self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
-    ) -> torch.Tensor:
-        """No rows: nothing is looked up."""
-        raise NotImplementedError
-
-    def run_on_rows(
-        self,
-        tile: Tile,
-        inputs: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        rows: Mapping[int, torch.Tensor],
-        context: TileContext,
-    ) -> tuple[torch.Tensor, ...]:
-        """No rows: nothing is looked up."""
-        raise NotImplementedError
-
-    def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
-        """Empty: all values are read."""
-        return frozenset()
-
-    def is_linear(self, operator: int) -> bool:
-        """False: no operator is treated as linear."""
-        return False
-
     def is_pure(self, operator: int) -> bool:
         """True: there are no random numbers."""
         return True
@@ -156,10 +129,3 @@ class TileChain(TracedModel):
     def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
         """The same model: sizes do not matter here."""
         return self
-
-    def widened(self) -> TracedModel | None:
-        """None: there is no wider type to compute in."""
-        return None
-
-    def end_step(self, context: TileContext) -> None:
-        """Do nothing: there are no buffers."""

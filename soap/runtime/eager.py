@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from soap.errors import ModelError, SoapError, SoapWarning
+from soap.errors import ModelError, SoapError, SoapWarning, first_line
 from soap.runtime.check import TOLERANCES, Difference, difference, largest
 from soap.runtime.eager_causes import find_causes
 from soap.runtime.untouched import same_generators, untouched
@@ -62,17 +62,18 @@ def compare_with_eager(example: Example, exported: ExportedProgram, model: Execu
     except SoapError:
         raise
     except torch.OutOfMemoryError as error:
-        raise ModelError(f"no memory to compare {name} with eager PyTorch: {_first_line(error)}; verify=False leaves it out") from error
+        raise ModelError(f"no memory to compare {name} with eager PyTorch: {_said(error)}; verify=False leaves it out") from error
     except Exception as error:
         raise ModelError(
-            f"one step of {name} on the example inputs fails in eager PyTorch ({_first_line(error)}); "
+            f"one step of {name} on the example inputs fails in eager PyTorch ({_said(error)}); "
             "expected inputs that it can be trained on: verify=False leaves out the comparison"
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def _said(error: BaseException) -> str:
+    """Its class and, if it says something, what."""
+    name, said = type(error).__name__, first_line(error)
+    return name if said == name else f"{name}: {said}"
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from soap.errors import ModelError
+from soap.errors import ModelError, first_line
 from soap.files import check_writable, write_bytes_atomically
 from soap.tracing.adapted import adapted
 from soap.tracing.assertions import passed_assertions, without_assertions
@@ -115,7 +115,7 @@ def _writable(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 def _untraceable(name: str, error: Exception, dynamic: bool) -> str:
     """The error for a model that torch.export cannot trace, with the user's own line."""
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
+    first = first_line(error).rstrip(". ")
     place = user_line(error)
     if any(type(one).__name__ == "GuardOnDataDependentSymNode" or "data-dependent" in str(one) for one in chain(error)):
         where = f" at {place}" if place else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from soap.errors import ModelError
+from soap.errors import ModelError, first_line
 from soap.model.graph import KEEP_STATE, NEXT_STATE
 from soap.tracing.calls import Call, Program, Ref, is_random, on_whole, substitute
 
@@ -42,7 +42,7 @@ def evaluate(call: Call, program: Program) -> list[torch.Tensor]:
             result = on_whole(call, substitute(call.args, change), substitute(dict(call.kwargs), change))
     except RuntimeError as error:  # the constant has no input behind it: in most cases it is a number that its type cannot hold
         dtype = str(program.values[call.outputs[0]].dtype).removeprefix("torch.")
-        said = str(error).splitlines()[0].removesuffix(".")
+        said = first_line(error).removesuffix(".")
         message = f"call {call.name!r} of {call.kind} cannot be computed in {dtype}: {said}: expected another constant or type"
         raise ModelError(message) from None
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 
-from soap.errors import ModelError
+from soap.errors import ModelError, first_line
 
 
 def from_here(name: str) -> ModuleType:
@@ -25,5 +25,4 @@ def import_all(names: Iterable[str], option: str) -> None:
         try:
             from_here(name)
         except Exception as cause:
-            said = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-            raise ModelError(f"{option} {name}: {said}; expected a module that can be imported from here") from cause
+            raise ModelError(f"{option} {name}: {first_line(cause)}; expected a module that can be imported from here") from cause

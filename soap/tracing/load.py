@@ -15,7 +15,7 @@ import torch._export.serde.serialize
 from torch.export import ExportedProgram
 
 from soap import zoo
-from soap.errors import ModelError
+from soap.errors import ModelError, first_line
 from soap.logs import TRIALS, silenced
 from soap.tracing.archive import plain_archive
 from soap.tracing.execute import ExecutableModel, Source
@@ -170,9 +170,8 @@ def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
     except ModelError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"model file {str(path)!r} cannot be read ({reason}); expected a .pt2 file that torch.export.save wrote"
+            f"model file {str(path)!r} cannot be read ({first_line(error)}); expected a .pt2 file that torch.export.save wrote"
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Interval
 from soap.plan.tiling import Tile
@@ -125,4 +126,53 @@ class TracedModel(Protocol):
         """The same model for inputs of these shapes, without parameters. ModelError in one line if it cannot be traced for them."""
 
     def widened(self) -> TracedModel | None:
-        """The same model in float64, without parameters, to judge rounding; None if it cannot be traced again."""
+        """The same model in float64, without parameters, to judge rounding by; None if it cannot be traced again."""
+
+
+class PlainModel(TracedModel):
+    """A model whose tiles are computed by ``run_tile`` and nothing else: without look-ups, and for one size and type alone.
+
+    What stands here is the careful answer to what may be known of operators beside that: nothing.
+    """
+
+    element_inputs: frozenset[str] = frozenset()
+
+    def rows_asked_for(
+        self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
+    ) -> torch.Tensor:
+        """Nothing is looked up."""
+        raise NotImplementedError
+
+    def run_on_rows(
+        self,
+        tile: Tile,
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        rows: Mapping[int, torch.Tensor],
+        context: TileContext,
+    ) -> tuple[torch.Tensor, ...]:
+        """Nothing is looked up."""
+        raise NotImplementedError
+
+    def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
+        """All is looked at."""
+        return frozenset()
+
+    def is_linear(self, operator: int) -> bool:
+        """Not that anybody knows."""
+        return False
+
+    def is_pure(self, operator: int) -> bool:
+        """Not that anybody knows."""
+        return False
+
+    def end_step(self, context: TileContext) -> None:
+        """There are no buffers."""
+
+    def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
+        """There is no program to be traced again."""
+        raise ModelError("made by hand for one size")
+
+    def widened(self) -> TracedModel | None:
+        """There is no program to be traced again."""
+        return None

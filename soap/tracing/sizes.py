@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from soap.errors import ModelError
+from soap.errors import ModelError, first_line
 from soap.logs import TRIALS, silenced
 from soap.tracing.tracebacks import node_line
 
@@ -52,8 +52,7 @@ def at_sizes(exported: ExportedProgram, shapes: Shapes | None = None) -> Exporte
         try:
             _Evaluation(result._graph_module).run(*values)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelError(f"the program does not work for inputs of shapes {[list(s) for s in shapes]}: {reason}") from error
+            raise ModelError(f"the program does not work for inputs of shapes {[list(s) for s in shapes]}: {first_line(error)}") from error
     return result
 
 

@@ -9,12 +9,11 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 
-from soap.errors import ModelError
 from soap.model.graph import Operator, OperatorGraph, TensorKind
 from soap.model.regions import relative
 from soap.plan.tiling import Tile, tiles_of
 from soap.strategy.config import OpConfig
-from soap.tracing.model import TileContext, TracedModel
+from soap.tracing.model import PlainModel, TileContext
 
 Tensors = Sequence[torch.Tensor]
 
@@ -24,7 +23,7 @@ def random_tensor(name: str, shape: Sequence[int], salt: int = 0) -> torch.Tenso
     return 0.5 * torch.randn(*shape, generator=generator, dtype=torch.float64) if shape else torch.ones((), dtype=torch.float64)
 
 
-class HandModel:
+class HandModel(PlainModel):
     """Float64 values, whatever the graph says; "counted" operators have a buffer that they add to where their tiles work."""
 
     def __init__(self, graph: OperatorGraph, limit: int = 2) -> None:
@@ -68,36 +67,6 @@ class HandModel:
             outputs = self.run_tile(tile, read, weights, context)
             values.update({operand.tensor: value for operand, value in zip(op.outputs, outputs, strict=True)})
         return values[self.graph.loss]
-
-    def rows_asked_for(
-        self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext
-    ) -> torch.Tensor:
-        raise NotImplementedError
-
-    def run_on_rows(
-        self,
-        tile: Tile,
-        inputs: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        rows: Mapping[int, torch.Tensor],
-        context: TileContext,
-    ) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError
-
-    def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
-        return frozenset()
-
-    def is_linear(self, operator: int) -> bool:
-        return False
-
-    def is_pure(self, operator: int) -> bool:
-        return False
-
-    def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
-        raise ModelError("made by hand for one size")
-
-    def widened(self) -> TracedModel | None:
-        return None
 
     def end_step(self, context: TileContext) -> None:
         for name, found in context.statistics.items():

@@ -41,8 +41,8 @@ from tests.complex_modules import (
     worst,
 )
 from tests.extent import so_many
-from tests.random_complex import random_plane
 from tests.runtime.pool import Pool
+from tests.tracing.random_complex import random_plane
 
 TOLERANCE = 1e-9
 DOUBLE = torch.float64

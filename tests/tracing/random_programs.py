@@ -147,6 +147,13 @@ MOVES: dict[str, Move] = {**COMPLEX, **IN_PLACE, **CONSTANTS, **USUAL}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
+def in_type(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module in a floating-point type, complex parameters with parts of it, of at least 32 bits: ``module.to(bfloat16)`` would leave
+    them as they are, ``module.to(float64)`` refuse them."""
+    plane = torch.complex128 if dtype is torch.float64 else torch.complex64
+    return module._apply(lambda t: t.to(plane if t.is_complex() else dtype))
+
+
 def draw_module(seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A module in one of three types, with at least one move of each family, and a batch for it."""
     rng = random.Random(seed)
@@ -155,8 +162,5 @@ def draw_module(seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     torch.manual_seed(seed)
     dtype = rng.choice(DTYPES)
     module = Program([(name, rng.randrange(9), rng.randrange(9)) for name in names], complex_parameter=rng.random() < 0.5)
-    for parameter in module.parameters():  # module.to(bfloat16) would leave complex ones as they are, to(float64) refuse them
-        kind = {torch.float64: torch.complex128}.get(dtype, torch.complex64) if parameter.is_complex() else dtype
-        parameter.data = parameter.data.to(kind)
     x = torch.randn(BATCH, STEPS, WIDTH).to(dtype)
-    return module, (x, torch.randint(9, (BATCH, STEPS)), torch.randint(5, (BATCH,)))
+    return in_type(module, dtype), (x, torch.randint(9, (BATCH, STEPS)), torch.randint(5, (BATCH,)))

@@ -20,9 +20,9 @@ from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
 from tests.complex_modules import EXAMPLES, batches, module_of
-from tests.random_complex import random_plane
 from tests.tracing.emulation import compare, draw_configs, graded, kept_bytes
 from tests.tracing.programs import Lambda, export
+from tests.tracing.random_complex import random_plane
 
 DOUBLE = torch.float64
 

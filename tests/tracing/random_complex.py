@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-Tensor = torch.Tensor
+from tests.tracing.random_programs import in_type
+
 SAMPLES, WIDTH = 4, 6
 
 
@@ -97,8 +98,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def random_plane(seed: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """A module and its inputs; complex numbers have both parts in the type."""
+    """A module and its inputs."""
     torch.manual_seed(seed)
     module = RandomPlane(seed)
     inputs = (torch.randn(SAMPLES, 3, WIDTH, dtype=dtype), torch.rand(SAMPLES, 3, WIDTH, dtype=dtype))
-    return module._apply(lambda t: t.to(dtype.to_complex() if t.is_complex() else dtype)), inputs
+    return in_type(module, dtype), inputs
