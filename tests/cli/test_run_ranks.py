@@ -228,8 +228,13 @@ def test_works_under_torchrun(folder: Path) -> None:
     assert json.loads(done.stdout)["processes"] == 2  # one document, from rank 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "words"), [("mydata:nothing", "mydata"), ("os:getcwd", "a batch holds str")])
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        pytest.param("mydata:nothing", "mydata", marks=pytest.mark.long),
+        pytest.param("os:getcwd", "a batch holds str", marks=pytest.mark.slow),
+    ],
+)
 def test_bad_data_is_one_line(spec: str, words: str, run_launching: Run) -> None:
     done = run_launching("--steps", "1", "--data", spec)
     assert done.returncode == 8
