@@ -131,6 +131,7 @@ def test_uneven_shards_of_a_loss(four: Pool, tmp_path: Path, samples: int) -> No
     assert_exact(four, str(path), "weighted", [[samples], [samples]])
 
 
+@pytest.mark.slow
 def test_gradients_clipped_by_their_global_norm(four: Pool, files: dict[str, str]) -> None:
     assert_exact(four, files["shared"], "shared", [[6], [6], [5]], {"clip_norm": 0.1})  # less than any gradient's norm
     assert_exact(four, files["shared"], "shared", [[6]], {"clip_norm": 1e6})
@@ -145,10 +146,12 @@ def test_accumulated_gradients(four: Pool, files: dict[str, str]) -> None:
         assert_exact(four, files["conv norm"], "conv norm", [[6, 6, 6], [3, 6]], {"accumulate": 3})
 
 
+@pytest.mark.slow
 def test_a_traced_step_accumulates_as_well(four: Pool, files: dict[str, str]) -> None:
     assert_exact(four, files["weighted"], "weighted", [[6, 6], [6, 5]], {"accumulate": 2}, traced=True)
 
 
+@pytest.mark.slow
 def test_local_batch_norm_is_that_of_data_parallel_ranks(four: Pool, files: dict[str, str]) -> None:
     """Also with parts of different sizes; the running statistics are rank 0's."""
     reading = (("batch_norm", "local"),)
