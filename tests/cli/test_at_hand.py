@@ -311,7 +311,7 @@ def test_what_cannot_be_asked_for(options: list[str], code: int, words: list[str
     assert_refused(capsys, main, [MODEL, *options, "-o", str(tmp_path / "s.json")], code, *words)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_really_measures_and_runs(
     tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -45,6 +45,7 @@ def test_equal_files(files: tuple[str, str], capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.endswith("the strategies are equal\n")
 
 
+@pytest.mark.slow
 def test_json_with_simulation(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*files, *SIMULATED, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

@@ -169,7 +169,7 @@ def test_what_was_measured_at_another_scale_is_measured_again(capsys: Capsys, mo
 
 
 @pytest.mark.slow
-def test_measures_between_real_ranks_once(capsys: Capsys) -> None:
+def test_measures_between_real_ranks_once(capsys: Capsys, kept_ranks: None) -> None:
     brief = ["--cluster", CLUSTER, "--seconds", "0.001"]
     found = told(capsys, brief)
     assert (found["measured_now"], found["measured"], len(found["fits"])) == (26, 26, 4)

@@ -88,6 +88,7 @@ def in_turn() -> list[str]:
     return [*needed, *needed, *others]
 
 
+@pytest.mark.slow
 def test_measures_each_computation_and_nothing_again(brief: list[str], capsys: Capsys) -> None:
     found = told(capsys, COMMAND)
     assert brief == in_turn() and len(brief) > len(set(brief))

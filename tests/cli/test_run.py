@@ -212,6 +212,7 @@ def test_idle_processes_are_told_of(strategy_file: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err == "soap-run: 18 processes for 16 devices: 2 stay idle\n"
 
 
+@pytest.mark.slow
 def test_a_strategy_for_one_batch_norm_is_not_used_for_the_other(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model, cluster = soap.load("zoo:resnet50:tiny", plan_only=True), soap.load_cluster("local:2")
     path = tmp_path / "s.json"
@@ -227,12 +228,14 @@ def prediction(tmp_path: Path, *options: str) -> tuple[Any, Any, Any]:
     return prepare(make_parser().parse_args([str(path), "--model", MODEL, "--cluster", CLUSTER, *options]))
 
 
+@pytest.mark.slow
 def test_predicted_with_the_optimizer_that_runs(tmp_path: Path) -> None:
     sgd, adam = (prediction(tmp_path, "--optimizer", name)[1]["strategy"] for name in ("sgd", "adam"))
     assert (sgd.optimizer_states, adam.optimizer_states) == (0, 2)
     assert sum(use.total for use in sgd.memory) < sum(use.total for use in adam.memory)
 
 
+@pytest.mark.slow
 def test_counts_the_states_of_any_optimizer(tmp_path: Path) -> None:
     for spec, states in (("torch.optim.NAdam", 2), ("sgd:momentum=0.9", 2), ("adamw:amsgrad=true", 3), ("torch.optim.Adagrad:lr=0.1", 1)):
         assert prediction(tmp_path, "--optimizer", spec)[1]["strategy"].optimizer_states == states

@@ -104,6 +104,7 @@ def run_launching(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     return run
 
 
+@pytest.mark.slow
 def test_trains_checks_compares_and_traces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--check", "--compare-data-parallel", "--timeline", "t.json", "--memory", "--json", "--dtype", "float64"]
     done = subprocess.run(command("--steps", "4", *options), cwd=folder, env=environment(), capture_output=True, text=True)
@@ -228,8 +229,13 @@ def test_works_under_torchrun(folder: Path) -> None:
     assert json.loads(done.stdout)["processes"] == 2  # one document, from rank 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "words"), [("mydata:nothing", "mydata"), ("os:getcwd", "a batch holds str")])
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        pytest.param("mydata:nothing", "mydata", marks=pytest.mark.long),
+        pytest.param("os:getcwd", "a batch holds str", marks=pytest.mark.slow),
+    ],
+)
 def test_bad_data_is_one_line(spec: str, words: str, run_launching: Run) -> None:
     done = run_launching("--steps", "1", "--data", spec)
     assert done.returncode == 8
@@ -282,6 +288,7 @@ def test_interrupt_while_ranks_start_is_one_line(after_s: float, folder: Path) -
     assert (process.returncode, stdout, stderr) == (130, "", "soap-run: interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["soap", "torch"])
 def test_a_check_says_whether_the_program_was_held_against_eager(
     by: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept_ranks: None

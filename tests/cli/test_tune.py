@@ -70,6 +70,7 @@ def folder(made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_strategy_is_written_with_the_chosen_number(folder: Path, capsys: pytest.CaptureFixture[str], kept_ranks: None) -> None:
     given, others = (folder / "s.json").read_text(), {path.name for path in folder.iterdir()}
     options = ["--data", "mydata:batches", "--batches", "2", "--iterations", "5", "--json", "--optimizer", "adam"]

@@ -74,6 +74,7 @@ def run(path: str, dtype: str, inputs: Sequence[Sequence[torch.Tensor]], scale: 
         return result, ""
 
 
+@pytest.mark.slow
 def test_rounding_that_one_process_has_as_well_is_no_defect(pool: Pool, tmp_path: Path) -> None:
     path, inputs = str(tmp_path / "m.pt2"), cancelling()
     export_model(Cancelling(), inputs, path=path)
@@ -85,7 +86,8 @@ def test_rounding_that_one_process_has_as_well_is_no_defect(pool: Pool, tmp_path
     assert 0 < worst.from_float64 < 2 * worst.alone_from_float64 < 0.2
 
 
-@pytest.mark.parametrize("name", ["conv norm", pytest.param("shared", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["conv norm", pytest.param("shared", marks=pytest.mark.long)])
 def test_a_gradient_that_is_off_by_a_hundredth_is_a_defect(pool: Pool, tmp_path: Path, name: str) -> None:
     path, inputs = str(tmp_path / "m.pt2"), batches(name, [6])
     export_model(module_of(name), inputs[0], path=path)

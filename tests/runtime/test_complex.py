@@ -112,7 +112,7 @@ def strategies(graph: OperatorGraph, randoms: int) -> dict[str, Strategy]:
     return result | {f"random {i}": random_strategy(graph, local_topology(2 + 2 * (i % 2)), random.Random(i)) for i in range(randoms)}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "plane" else pytest.mark.slow) for n in EXAMPLES])
 def test_every_model_trains_as_a_plain_loop(four: Pool, files: dict[str, str], name: str) -> None:
     steps = batches(name, 3, DOUBLE)
     expected = train_plainly(module_of(name, DOUBLE), steps)
@@ -136,6 +136,7 @@ def _random_on_four_ranks(four: Pool, folder: Path, seed: int) -> None:
         assert worst(found, expected) < TOLERANCE, module.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, seed: int) -> None:
     _random_on_four_ranks(four, tmp_path, seed)
@@ -183,6 +184,7 @@ def test_a_checkpoint_goes_on_under_another_plan(four: Pool, files: dict[str, st
         torch.testing.assert_close(kept[name], tensor, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, pytest.param("float64", marks=pytest.mark.long)])
 def test_the_check_passes(four: Pool, files: dict[str, str], dtype: str | None) -> None:
     """In complex64 and in complex128, of which the tolerances are those of their parts; Adam's on all numbers as torch has it."""

@@ -139,7 +139,11 @@ def test_random_calls_without_a_rule_draw_the_same_on_every_replica() -> None:
     compare(model, {op.name: OpConfig((1,) * len(op.factors), (0,)) for op in model.graph.operators})
 
 
-@pytest.mark.parametrize("name", often(zoo.names(), {*zoo.names()} - {"resnet50", "resnet101"}))  # inception_v3 and gpt have their parts
+OFTEN = {*zoo.names()} - {"resnet50", "resnet101"}
+"""``inception_v3`` and ``gpt`` have the parts of the others."""
+
+
+@pytest.mark.parametrize("name", often(zoo.names(), OFTEN, pytest.mark.slow))
 def test_saved_bytes_are_an_upper_bound_for_the_zoo(name: str) -> None:
     kept, bound = kept_bytes(load_model(f"zoo:{name}:tiny"))
     assert kept <= bound

@@ -122,6 +122,7 @@ def test_random_numbers_are_equal_in_both(export: Exports, middle: nn.Module) ->
     assert export(around(middle), X).record.compared
 
 
+@pytest.mark.slow
 def test_random_numbers_in_fused_calls(export: Exports) -> None:
     x = torch.randn(3, 5, 8)
     assert export(nn.LSTM(8, 6, 2, dropout=0.5, batch_first=True), x, loss=lambda o: o[0].square().mean()).record.compared
@@ -254,6 +255,7 @@ def test_a_program_of_another_module_is_refused() -> None:
         compare_with_eager(Example(around(nn.ReLU()), (X,), loss=mean_square), exported, model)
 
 
+@pytest.mark.slow
 def test_rounding_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is all rounding: one process is as far from float64 as the program, which computes in another order."""
 
@@ -284,7 +286,7 @@ def test_rounding_is_judged_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 ZOO = [name if ":" in name else f"{name}:tiny" for name in zoo.names()]
 
 
-@pytest.mark.parametrize("name", often(ZOO, {*ZOO} - {"resnet101:tiny"}))  # the same blocks as resnet50
+@pytest.mark.parametrize("name", often(ZOO, {*ZOO} - {"resnet101:tiny"}, pytest.mark.slow))  # the same blocks as resnet50
 def test_programs_of_the_zoo_train_as_their_modules(name: str) -> None:
     model = zoo.build(name)
     exported = traced(model.module, model.args, dict(model.kwargs))

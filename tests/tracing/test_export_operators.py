@@ -70,6 +70,7 @@ def in_a_fresh_process(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_who_reads_it_needs_the_module_and_is_told_so(tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
     soap.export(Net(CALLS["soapshop::scaled"]), (X,), path=path, imports=(SHOP,))
@@ -91,6 +92,7 @@ assert main([{str(path)!r}, "--explain-graph", "--import", {SHOP!r}]) == 0
     assert done.stderr.count("\n") <= 2
 
 
+@pytest.mark.slow
 def test_a_file_of_torch_is_told_the_same(tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
     torch.export.save(torch.export.export(Net(CALLS["soapshop2::doubled"]), (X,), strict=False), path)

@@ -14,10 +14,13 @@ from soap.strategy.config import OpConfig
 from soap.tracing.footprints import find_footprints
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
+from tests.extent import often
 from tests.tracing.emulation import kept_bytes as really_kept
 
+ZOO = ["alexnet", "gpt", "resnet50", "dlrm", "inception_v3", "rnnlm"]
 
-@pytest.mark.parametrize("name", ["alexnet", "gpt", pytest.param("resnet50", marks=pytest.mark.long), "dlrm", "inception_v3", "rnnlm"])
+
+@pytest.mark.parametrize("name", often(ZOO, {*ZOO} - {"resnet50"}, pytest.mark.slow))
 def test_as_with_values(name: str) -> None:
     """``emulation`` counts every piece of memory that autograd keeps; the rest of it are activations, parameters and the batch."""
     model = load_model(f"zoo:{name}:tiny")

@@ -12,7 +12,6 @@ import pytest
 from soap.api import export
 from soap.errors import ModelError
 from soap.tracing.load import load_model
-from tests.extent import often
 from tests.tracing.eager import assert_as_eager, eager_step
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.kinds import KINDS
@@ -25,6 +24,13 @@ SELDOM = {
 }  # fmt: skip
 """The larger ones of which others have the operators and the way they are put together: ``chunked_scan``, ``complex_layers``,
 ``fourier_mixing``, ``long_convolution``, ``masked_convolutions``, ``moe_top_2``, ``points``, ``several_resolutions``…"""
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    """Losses are quick; what is around them is not."""
+    return [pytest.mark.long] if name in SELDOM else [] if name.startswith("loss_") else [pytest.mark.slow]
+
+
 REFUSED = [name for name, kind in KINDS.items() if kind.refused]
 
 
@@ -36,7 +42,7 @@ def exported(name: str, folder: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", often(TRAINED, {*TRAINED} - SELDOM))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in TRAINED])
 def test_the_program_is_the_module(name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

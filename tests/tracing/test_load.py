@@ -279,6 +279,7 @@ def test_zoo_models_by_name() -> None:
         load_model("zoo:nosuch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [pytest.param("zoo:inception_v3@1024", marks=pytest.mark.long), "zoo:gpt"])
 def test_planning_a_full_model_takes_no_memory(spec: str) -> None:
     model = load_model(spec, plan_only=True)

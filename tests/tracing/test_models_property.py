@@ -163,7 +163,7 @@ def test_random_models_by_tiles(net: Net, seed: int) -> None:
     _check(net, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @settings(**OPTIONS)
 @given(NETS, st.integers(1001, 100_000))
