@@ -16,7 +16,7 @@ from soap.simulator.communication.servers import core_names
 from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit, Undo, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
-from soap.simulator.compiled.events import NO_BOUND, STOPPED, TAKEN, Trial, keep_order, make_trial, simulate_all
+from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.fragment import CROWDED
 from soap.simulator.compiled.groups import DeviceGroups
@@ -35,6 +35,7 @@ from soap.simulator.compiled.tables import (
     cluster_tables,
     graph_tables,
 )
+from soap.simulator.compiled.trial import TAKEN, Trial, make_trial
 from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
@@ -222,7 +223,7 @@ class Engine:
     def _keep(self) -> None:
         """Make what was simulated last the simulation that proposals are compared with."""
         keep_order(self._trial)
-        retrace(self._state, self._trial, self._history)
+        retrace(self._fixed[0], self._state, self._trial, self._history)
 
     def handles(self) -> Handles:
         """What compiled functions are called with."""

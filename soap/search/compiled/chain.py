@@ -33,7 +33,7 @@ from soap.search.compiled.tables import NO_WEIGHT, GridTables, GroupTables, Neig
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import OPERATORS, Edit, Undo
 from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
-from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial
+from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.history import History
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.memory import bound_memory
@@ -41,6 +41,7 @@ from soap.simulator.compiled.memory_tables import FITS, UNKNOWN, MemoryTables
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
+from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
 from soap.simulator.compiled.variants import VariantTables
 
 DONE, MUST_ASK = 0, 1
@@ -107,7 +108,7 @@ def advance(
         idle = 0
         _log(W, E, move, cost, accepted)
         if accepted:
-            adopt(C, U, P, T, H)
+            adopt(G, C, U, P, T, H)
             at[SWAPPED] = 1 - at[SWAPPED]
             at[COST] = cost
             _note(Q, W, E)

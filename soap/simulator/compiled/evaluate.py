@@ -25,8 +25,6 @@ from soap.simulator.compiled.events import (
     NO_BOUND,
     PAUSED,
     STOPPED,
-    TAKEN,
-    Trial,
     any_sum_is_ready,
     begin,
     is_late,
@@ -42,6 +40,7 @@ from soap.simulator.compiled.scratch import EXPECTED, Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
 from soap.simulator.compiled.synchronization import expect_updates, is_certain
 from soap.simulator.compiled.tables import ClusterTables, GraphTables
+from soap.simulator.compiled.trial import TAKEN, Trial
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS, VariantTables
 
 
@@ -99,7 +98,7 @@ def _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most):  # type: ignore
             T.rest[device] += S.floor[device]
     if is_late(T, at_most):
         return STOPPED
-    makespan = play(G, C, R, P, T, at_most, sums)
+    makespan = play(G, C, R, P, T, at_most, len(T.order), sums)
     if makespan != PAUSED and not (sums and makespan != STOPPED):
         return makespan
     change_sums(G, V, K, R, D, C, S, U, dtypes)
@@ -112,7 +111,7 @@ def _simulate(G, V, K, R, D, C, S, U, P, T, H, dtypes, at_most):  # type: ignore
             T.rest[device] += C.duration[device] - S.floor[device]
     if is_late(T, at_most):
         return STOPPED
-    return play(G, C, R, P, T, at_most, False)
+    return play(G, C, R, P, T, at_most, len(T.order), False)
 
 
 @compiled
@@ -173,8 +172,8 @@ def confirm(C: State, U: Undo, P: Trial, T: Trial) -> None:
 
 
 @compiled
-def adopt(C: State, U: Undo, P: Trial, T: Trial, H: History) -> None:
+def adopt(G: GraphTables, C: State, U: Undo, P: Trial, T: Trial, H: History) -> None:
     """``confirm``, and make ``T`` the simulation that the next proposal is compared with."""
     confirm(C, U, P, T)
     keep_order(T)
-    retrace(C, T, H)
+    retrace(G, C, T, H)

@@ -13,13 +13,14 @@ from typing import NamedTuple
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS, Edit, Undo
 from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
-from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial
+from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.hashing import draw
 from soap.simulator.compiled.history import History
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.scratch import Scratch
 from soap.simulator.compiled.state import Groups, ShardTables, State
 from soap.simulator.compiled.tables import ClusterTables, GraphTables, Ints, Longs
+from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
 from soap.simulator.compiled.variants import VariantTables
 
 STEP, RANDOM, SWAPPED, COST, ACCEPTED, BEST, PLAYED, QUEUED, WITHOUT_PLAY, UNCHANGED, LOG = range(11)
@@ -84,7 +85,7 @@ def walk_on(
             walk[QUEUED] += T.size[HEAPED]
             walk[WITHOUT_PLAY] += T.size[TAKEN] == 0
             if cost != STOPPED and cost <= bound:
-                adopt(C, U, P, T, H)
+                adopt(G, C, U, P, T, H)
                 walk[SWAPPED] = 1 - walk[SWAPPED]
                 walk[COST] = cost
                 walk[ACCEPTED] += 1
