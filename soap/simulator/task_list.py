@@ -37,14 +37,14 @@ class TaskList:
         flows: tuple[Flow, ...] = (),
         launch_ns: int = 0,
         latency_ns: int = 0,
-        handling_ns: int = 0,
+        cpu_overhead_ns: int = 0,
         yields: bool = False,
     ) -> int:
         """One more task; its position. What ``yields`` does so where links have ports: they are many connections then, not one queue.
         ModelError if its id cannot be told from others'."""
         check_id(place)
         predecessors = tuple(sorted(set(after)))
-        times = (launch_ns, latency_ns, handling_ns)
+        times = (launch_ns, latency_ns, cpu_overhead_ns)
         yields = yields and self._has_ports
         self.tasks.append(Task(place, name, kind, resources, duration_ns, predecessors, size, tile, flows, *times, yields))
         return len(self.tasks) - 1
@@ -56,8 +56,8 @@ class TaskList:
         resources = self._link_resources(self.topology.route(source, target))
         duration_ns = self.communication.transfer_ns(size, source, target)
         latency_ns = self.communication.latency_ns(duration_ns, source, target)
-        handling_ns = self.communication.message_share(source, target).busy_ns(duration_ns - latency_ns)
-        return self.add(place, name, kind, resources, duration_ns, after, size, latency_ns=latency_ns, handling_ns=handling_ns)
+        cpu_overhead_ns = self.communication.message_share(source, target).busy_ns(duration_ns - latency_ns)
+        return self.add(place, name, kind, resources, duration_ns, after, size, latency_ns=latency_ns, cpu_overhead_ns=cpu_overhead_ns)
 
     def exchange(
         self,
@@ -72,7 +72,7 @@ class TaskList:
         """A collective of several rounds, one after the other."""
         duration_ns = self._rounds_ns(rounds)
         messages = max((busiest_messages(own) for own, _ in rounds), default=0)
-        share = self.topology.handling.of_exchange(messages + 1)
+        share = self.topology.cpu_overhead.of_exchange(messages + 1)
         return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after, yields=yields)
 
     def meeting(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
@@ -82,12 +82,12 @@ class TaskList:
     def tree(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """A broadcast, or a sum at one device."""
         devices = len(_ends(rounds))
-        duration_ns = self._rounds_ns(rounds, self.topology.crowding.of_tree(devices, len(rounds)))
-        share = self.topology.handling.of_all_reduce(devices)
+        duration_ns = self._rounds_ns(rounds, self.topology.latency_factor.of_tree(devices, len(rounds)))
+        share = self.topology.cpu_overhead.of_all_reduce(devices)
         return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after)
 
-    def _rounds_ns(self, rounds: Sequence[Round], crowding: float | None = None) -> int:
-        return sum(self.communication.exchange_ns(own, reduced, crowding) for own, reduced in rounds)
+    def _rounds_ns(self, rounds: Sequence[Round], latency_factor: float | None = None) -> int:
+        return sum(self.communication.exchange_ns(own, reduced, latency_factor) for own, reduced in rounds)
 
     def _collective(
         self,
@@ -96,7 +96,7 @@ class TaskList:
         kind: TaskKind,
         rounds: Sequence[Round],
         duration_ns: int,
-        handling_ns: int,
+        cpu_overhead_ns: int,
         after: Iterable[int],
         devices: tuple[int, ...] = (),
         yields: bool = False,
@@ -107,7 +107,7 @@ class TaskList:
             self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
         size = sum(size for *_, size in flows)
         resources = (*devices, *self._exchange_links[pairs])
-        return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, handling_ns=handling_ns, yields=yields)
+        return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, cpu_overhead_ns=cpu_overhead_ns, yields=yields)
 
     def all_reduce(
         self,
@@ -122,10 +122,10 @@ class TaskList:
     ) -> int:
         """A sum over devices of so many bytes, which each of them has then."""
         duration, links = self.communication.allreduce(size, devices)
-        handling_ns = self.topology.handling.of_all_reduce(len(set(devices))).busy_ns(duration)
+        cpu_overhead_ns = self.topology.cpu_overhead.of_all_reduce(len(set(devices))).busy_ns(duration)
         moved = self.communication.allreduce_bytes(size, devices)
         resources = self._link_resources(links)
-        return self.add(place, name, kind, resources, duration, after, moved, handling_ns=handling_ns, yields=yields)
+        return self.add(place, name, kind, resources, duration, after, moved, cpu_overhead_ns=cpu_overhead_ns, yields=yields)
 
     def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.topology.device_count + link for link in links)

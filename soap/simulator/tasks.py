@@ -34,8 +34,8 @@ class Task:
     computation). ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends what to whom in an
     exchange or reduce-scatter; they add up to ``bytes``. ``launch_ns``: of a tile's pass, what its device's processor takes to launch it
     (GPUs). ``yields``: whether others pass it on links that it holds (``reference``). ``latency_ns``: of a message, how long it is still on
-    its way when its last byte has left: it holds nothing then. ``handling_ns``: for how long it keeps each device busy that has a port at
-    one of its links.
+    its way when its last byte has left: it holds nothing then. ``cpu_overhead_ns``: for how long it keeps each device busy that has a port
+    at one of its links (LogP's o).
     """
 
     id: tuple[int, ...]
@@ -49,7 +49,7 @@ class Task:
     flows: tuple[Flow, ...] = ()
     launch_ns: int = 0
     latency_ns: int = 0
-    handling_ns: int = 0
+    cpu_overhead_ns: int = 0
     yields: bool = False
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from soap.cluster.overheads import Port, Restart
+from soap.cluster.overheads import ColdPenalty, Port
 from soap.simulator.communication.prices import Communication
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
@@ -147,9 +147,9 @@ def test_a_port_keeps_its_device_busy() -> None:
         replace(TWO, ports=ports),
         (
             task("before", 0, 100, 0),
-            replace(task("over three", 1, 80, first, second, third, after=(0,)), handling_ns=30),
+            replace(task("over three", 1, 80, first, second, third, after=(0,)), cpu_overhead_ns=30),
             task("behind", 2, 5, 0, after=(0,)),
-            replace(task("over one", 3, 80, first, after=(1,)), handling_ns=50),
+            replace(task("over one", 3, 80, first, after=(1,)), cpu_overhead_ns=50),
             task("last", 4, 5, 0, after=(3,)),
             task("elsewhere", 5, 5, 1, after=(0,)),
         ),
@@ -161,6 +161,26 @@ def test_a_port_keeps_its_device_busy() -> None:
         "over one": (180, 260),
         "last": (260, 265),  # the device was busy until 180 + 50
         "elsewhere": (100, 105),
+    }
+
+
+def test_a_port_s_overhead_counts_from_the_start_of_what_waited_for_its_links() -> None:
+    link = 4
+    tasks = TaskGraph(
+        by_hand().plan,
+        replace(TWO, ports=(Port(link - 2, 0, 0, 0),)),
+        (
+            task("meanwhile", 0, 40, 0),
+            task("ahead", 1, 100, link),
+            replace(task("waits", 2, 10, link), cpu_overhead_ns=20),
+            task("behind", 3, 5, 0, after=(0,)),
+        ),
+    )
+    assert times(tasks, simulate(tasks)) == {
+        "meanwhile": (0, 40),
+        "ahead": (0, 100),
+        "waits": (100, 110),
+        "behind": (120, 125),
     }
 
 
@@ -201,7 +221,7 @@ def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
 
     tasks = TaskGraph(
         by_hand().plan,
-        replace(TWO, restart=Restart(((4, 2), (14, 7))), ports=(Port(3, 1, 0, 0),)),
+        replace(TWO, cold_penalty=ColdPenalty(((4, 2), (14, 7))), ports=(Port(3, 1, 0, 0),)),
         (
             tile(task("first", 0, 10, 0)),
             task("sent", 1, 20, 4, after=(0,)),
@@ -210,7 +230,7 @@ def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
             task("sent again", 4, 20, 4, after=(3,)),
             tile(task("long", 5, 100, 0, after=(4,))),
             tile(task("elsewhere", 6, 4, 1, after=(0,))),
-            replace(task("from there", 7, 1, 5, after=(6,)), handling_ns=3),
+            replace(task("from there", 7, 1, 5, after=(6,)), cpu_overhead_ns=3),
             tile(task("behind its port", 8, 10, 1, after=(6,))),
         ),
     )

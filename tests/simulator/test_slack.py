@@ -60,7 +60,7 @@ def ends_later(tasks: TaskGraph, schedule: Schedule, by_ns: Mapping[int, int]) -
                 free[r] = max(left, before + task.held_ns) if r >= first_link and before > start else left
         for device in {port_device.get(r) for r in task.resources} - {None}:
             assert device is not None
-            free[device] = max(free.get(device, 0), ready) + task.handling_ns
+            free[device] = max(free.get(device, 0), start) + task.cpu_overhead_ns
     return [ends[i] for i in range(len(tasks.tasks))]
 
 
@@ -96,9 +96,9 @@ def slacks(*tasks: Task) -> list[int]:
     return slack_ns(made, simulate(made))
 
 
-def task(number: int, resource: int, duration_ns: int, *after: int, handling_ns: int = 0, yields: bool = False) -> Task:
+def task(number: int, resource: int, duration_ns: int, *after: int, cpu_overhead_ns: int = 0, yields: bool = False) -> Task:
     kind = TaskKind.SYNC if yields else TaskKind.TRANSFER
-    return Task((number,), f"{number}", kind, (resource,), duration_ns, after, handling_ns=handling_ns, yields=yields)
+    return Task((number,), f"{number}", kind, (resource,), duration_ns, after, cpu_overhead_ns=cpu_overhead_ns, yields=yields)
 
 
 def test_what_yields_may_end_later_if_nobody_shares_longer_for_that() -> None:
@@ -108,5 +108,5 @@ def test_what_yields_may_end_later_if_nobody_shares_longer_for_that() -> None:
 
 
 def test_who_makes_a_communication_ready_makes_its_port_s_device_busy() -> None:
-    ahead, message, beside, behind = task(0, 1, 10), task(1, 2, 5, 0, handling_ns=50), task(2, 1, 5, 0), task(3, 0, 10, 2)
+    ahead, message, beside, behind = task(0, 1, 10), task(1, 2, 5, 0, cpu_overhead_ns=50), task(2, 1, 5, 0), task(3, 0, 10, 2)
     assert slacks(ahead, message, beside, behind) == [0, 55, 45, 0]

@@ -18,11 +18,11 @@ UNBOUNDED = 2**62
 
 def slack_ns(tasks: TaskGraph, schedule: Schedule) -> list[int]:
     """For each task, in nanoseconds, at least 0: if it ends so much later and keeps its devices and links till then, the iteration takes no
-    longer. That holds while every device and link serves in the same order, and tiles take as long as they did (``Topology.restart``
+    longer. That holds while every device and link serves in the same order, and tiles take as long as they did (``Topology.cold_penalty``
     is not worked out anew).
 
     What follows on a device waits for it. What follows on a link waits too, unless the task yields there: then both share the link, and the
-    other one takes longer by as much as they share, up to twice its time. A communication that is ready later keeps the devices of its
+    other one takes longer by as much as they share, up to twice its time. A communication that starts later keeps the devices of its
     ports busy later. Without ports nothing yields, and the slack is exact: one nanosecond more makes the iteration a nanosecond longer.
     With ports it may be less than what would just do.
     """
@@ -90,10 +90,10 @@ class _Backward:
 
     def _take(self, position: int) -> None:
         task, passed = self._tasks[position], self._passed(self._tasks[position])
-        ready_by = UNBOUNDED
+        charged_by = UNBOUNDED
         for device in {self._ports[resource] for resource in task.resources if resource in self._ports}:
-            self._free_by[device] -= task.handling_ns
-            ready_by = min(ready_by, self._free_by[device])
+            self._free_by[device] -= task.cpu_overhead_ns
+            charged_by = min(charged_by, self._free_by[device])
         left_by = min(self._end_by[position] - task.latency_ns, *(self._free_by[resource] for resource in task.resources), UNBOUNDED)
         left_by = min(left_by, *(self._passable_by[resource] for resource in passed), UNBOUNDED)
         self._end_by[position] = left_by + task.latency_ns
@@ -101,6 +101,7 @@ class _Backward:
         start_by, shared_by = left_by - held_ns, left_by - held_ns
         if self._shared_until[position] > shared_by:  # there is time for sharing links all the while, however long others hold them
             start_by, shared_by = start_by - held_ns, UNBOUNDED
+        start_by = min(start_by, charged_by)  # it keeps its ports' devices busy from its start on
         for resource in task.resources:
             if resource in passed:
                 self._passable_by[resource] = start_by
@@ -108,4 +109,4 @@ class _Backward:
             else:
                 self._free_by[resource] = start_by
         for predecessor in task.predecessors:
-            self._end_by[predecessor] = min(self._end_by[predecessor], start_by, ready_by)
+            self._end_by[predecessor] = min(self._end_by[predecessor], start_by)

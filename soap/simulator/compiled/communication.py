@@ -197,8 +197,8 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int, tree: int = 0) -> int:
         for at in range(K.route_ptr[pair], K.route_ptr[pair + 1]):
             link = K.route[at] - devices
             moving = max(moving, S.load[link] / K.link_bandwidth[link])
-    crowding = K.tree_crowding[tree - 1] if tree > 0 else K.crowding[min(messages, len(K.crowding) - 1)]
-    return nanoseconds(messages * latency * crowding + moving + reduced * REDUCE_TRAFFIC / memory)
+    latency_factor = K.tree_latency_factor[tree - 1] if tree > 0 else K.latency_factor[min(messages, len(K.latency_factor) - 1)]
+    return nanoseconds(messages * latency * latency_factor + moving + reduced * REDUCE_TRAFFIC / memory)
 
 
 @compiled

@@ -11,6 +11,7 @@ soon as a device that has just been idle cannot be done in time, nor can the ite
 from __future__ import annotations
 
 from soap.simulator.compiled.arrays import copy, fill
+from soap.simulator.compiled.device_clock import tile_end
 from soap.simulator.compiled.handles import arrays_of
 from soap.simulator.compiled.jit import compiled, entry, inlined
 from soap.simulator.compiled.links import communicate, has_ports
@@ -94,16 +95,6 @@ def is_late(T: Trial, at_most: int) -> bool:
 
 
 @compiled
-def longer_ns(restart, computed):  # type: ignore[no-untyped-def]
-    """``Restart.longer_ns``."""
-    i = 2
-    while i < len(restart) and restart[i] <= computed:
-        i += 2
-    before, less = restart[i - 2], restart[i - 1]
-    return less if i == len(restart) else less + (restart[i + 1] - less) * (computed - before) // (restart[i] - before)
-
-
-@compiled
 def play(graph: GraphTables, state: State, groups: Groups, earlier: Trial, trial: Trial, at_most: int, count: int, pause: bool) -> int:
     """Take tasks until none is left or ``count`` have been taken, and return the latest end in ns, which is the makespan if none is left;
     or STOPPED if that would exceed ``at_most``; or PAUSED, if ``pause``, before the first backward pass of a tile. ``earlier``: the
@@ -144,16 +135,7 @@ def _compute(C, R, T, slot):  # type: ignore[no-untyped-def]
         T.launched[device] += launch
         start = max(start, T.launched[device] - min(launch, duration) if launch > 0 else 0)
     start = max(start, T.free[device])
-    end = start + duration
-    if tile:
-        lasts = R.restart[len(R.restart) - 2]
-        if start > T.computed[device]:
-            T.slower[device] = lasts
-        if T.slower[device] > 0:
-            end -= longer_ns(R.restart, lasts - T.slower[device])
-            T.slower[device] = max(0, T.slower[device] - duration)
-            end += longer_ns(R.restart, lasts - T.slower[device])
-        T.computed[device] = end
+    end = tile_end(R, T, device, start, duration) if tile else start + duration
     T.free[device] = end
     T.rest[device] -= duration
     T.start[slot], T.end[slot] = start, end

@@ -29,7 +29,7 @@ class DeviceGroups:
         self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
         self._way_ptr.add([0])
         self._port_device = _port_devices(communication.topology)
-        self._restart = np.array([(0, 0), *communication.topology.restart.points], np.int64).ravel()
+        self._cold_penalty = np.array([(0, 0), *communication.topology.cold_penalty.points], np.int64).ravel()
         self.tables = self._make()
 
     def add(self, devices: tuple[int, ...]) -> None:
@@ -46,7 +46,7 @@ class DeviceGroups:
 
     def _make(self) -> Groups:
         growing = (self._way_ptr, self._latency, self._per_byte, self._resource, self._resource_n, self._static)
-        figures: list[NDArray[Any]] = [*(figure.array() for figure in growing), self._port_device, self._restart]
+        figures: list[NDArray[Any]] = [*(figure.array() for figure in growing), self._port_device, self._cold_penalty]
         return Groups(self._sets.tables(), *figures)
 
 

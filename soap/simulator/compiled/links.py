@@ -50,15 +50,16 @@ def _serve(C, R, T, slot, held, first, ports):  # type: ignore[no-untyped-def]
             T.passable[resource] = left
             T.free[resource] = max(left, T.free[resource] + sent if T.free[resource] > start else 0)
         if ports:
-            _charge(C, R, T, slot, resource)
+            _charge(C, R, T, slot, resource, start)
     T.start[slot], T.end[slot] = start, end
     return end
 
 
 @inlined
-def _charge(C, R, T, slot, resource):  # type: ignore[no-untyped-def]
-    """The device that has a port at this link is busy with the last task that was taken, once whatever links that holds."""
+def _charge(C, R, T, slot, resource, start):  # type: ignore[no-untyped-def]
+    """The device that has a port at this link is busy with the last task that was taken, from its start on: once, whatever links that
+    holds."""
     device = R.port_device[resource]
     if device >= 0 and T.charged[device] != T.size[TAKEN]:
         T.charged[device] = T.size[TAKEN]
-        T.free[device] = max(T.free[device], T.ready[slot]) + C.handling[slot]
+        T.free[device] = max(T.free[device], start) + C.handling[slot]

@@ -96,8 +96,8 @@ class Lists(NamedTuple):
 class Groups(NamedTuple):
     """Sets of devices that sum together (``Lists``, ascending). Group g may do so in the ways ``way_ptr[g]:way_ptr[g + 1]``, each of
     which takes ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins
-    with the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none). ``restart``: the points of
-    ``Topology.restart``, from (0, 0) on.
+    with the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none). ``cold_penalty``: the points of
+    ``Topology.cold_penalty``, from (0, 0) on.
     """
 
     sets: Lists
@@ -108,7 +108,7 @@ class Groups(NamedTuple):
     resource_n: Ints
     static: Ints
     port_device: Ints
-    restart: Longs
+    cold_penalty: Longs
 
 
 class ShardTables(NamedTuple):

@@ -73,8 +73,8 @@ class ClusterTables(NamedTuple):
     number.
     ``row_seconds``: by device, as ``servers.row_seconds``. A message from s to t keeps devices busy for ``message_ns[s, t]`` and
     ``message_permille[s, t]`` of its time. By how many messages a device has in an exchange, the last for all further numbers:
-    ``crowding``, ``Topology.crowding``, and ``exchange_ns``, ``exchange_permille``, ``Topology.handling``. By the number of devices, less
-    one: ``tree_crowding``, ``sum_ns``, ``sum_permille``.
+    ``latency_factor``, ``Topology.latency_factor``, and ``exchange_ns``, ``exchange_permille``, ``Topology.cpu_overhead``. By the number of
+    devices, less one: ``tree_latency_factor``, ``sum_ns``, ``sum_permille``.
     """
 
     distance: NDArray[np.int8]
@@ -96,10 +96,10 @@ class ClusterTables(NamedTuple):
     row_seconds: Floats
     message_ns: Longs
     message_permille: Longs
-    crowding: Floats
+    latency_factor: Floats
     exchange_ns: Longs
     exchange_permille: Longs
-    tree_crowding: Floats
+    tree_latency_factor: Floats
     sum_ns: Longs
     sum_permille: Longs
 
@@ -205,8 +205,8 @@ def cluster_tables(communication: Communication) -> ClusterTables:
     if topology.ports:
         shares = [communication.message_share(*divmod(pair, count)) for pair in range(len(pairs))]
         message_shares[:] = np.array(shares).T.reshape(2, count, count)
-    sum_shares = np.array([topology.handling.of_all_reduce(devices) for devices in range(1, count + 1)], np.int64).T.copy()
-    exchange_shares = np.array([topology.handling.of_exchange(1 + messages) for messages in range(count + 1)], np.int64).T.copy()
+    sum_shares = np.array([topology.cpu_overhead.of_all_reduce(devices) for devices in range(1, count + 1)], np.int64).T.copy()
+    exchange_shares = np.array([topology.cpu_overhead.of_exchange(1 + messages) for messages in range(count + 1)], np.int64).T.copy()
     return ClusterTables(
         np.where(host[:, None] == host, 1 - np.eye(count, dtype=np.int8), 2).astype(np.int8),
         np.append(0, np.cumsum((routes >= 0).sum(axis=1))),
@@ -227,10 +227,10 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         np.array([row_seconds(topology, device) for device in range(count)], np.float64),
         message_shares[0],
         message_shares[1],
-        np.array([topology.crowding.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
+        np.array([topology.latency_factor.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
         exchange_shares[0],
         exchange_shares[1],
-        np.array([topology.crowding.of_tree(devices, (devices - 1).bit_length()) for devices in range(1, count + 1)], np.float64),
+        np.array([topology.latency_factor.of_tree(devices, (devices - 1).bit_length()) for devices in range(1, count + 1)], np.float64),
         sum_shares[0],
         sum_shares[1],
     )
