@@ -161,7 +161,8 @@ class Topology:
     because whoever asked for the cluster named it. ``described``: the links as the cluster was described, where ``links`` have figures that
     were measured between its ranks: it is still that cluster, and its identity follows from these. ``links_source``: where such figures
     come from, in one line. ``ports``, at most one per link, ``cpu_overhead``, ``latency_factor`` and ``cold_penalty``: what
-    communication does to computation and to other communication (``soap.cluster.overheads``), where that was measured; no part of the identity.
+    communication does to computation and to other communication (``soap.cluster.overheads``), where that was measured; no part of the
+    identity.
     """
 
     name: str

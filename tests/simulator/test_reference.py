@@ -184,34 +184,28 @@ def test_a_port_s_overhead_counts_from_the_start_of_what_waited_for_its_links() 
     }
 
 
-def test_what_yields_shares_its_links() -> None:
-    """A message takes as much longer as it shares them, at most twice as long; what yields waits for the links that much longer, but ends
-    as if nobody had passed. Messages wait for each other."""
+def test_what_becomes_ready_comes_between_the_chunks_of_a_sum() -> None:
+    """Messages in the order in which they are ready; together all of it takes as long as ever."""
     link = 4
-    tasks = TaskGraph(
-        by_hand().plan,
-        TWO,
-        (
-            replace(task("sum", 0, 100, link), yields=True),
-            task("before", 1, 30, 0),
-            task("message", 2, 20, link, after=(1,)),
-            task("next", 3, 20, link, after=(1,)),
-            task("rest", 4, 55, 0, after=(1,)),
-            task("at the end", 5, 20, link, after=(4,)),
-            replace(task("next sum", 6, 10, link, after=(0,)), yields=True),
-            task("who waits for the sum", 7, 5, 1, after=(0,)),
-        ),
+    chunks = (Task((0, 0, 0, 0, 0, 0, k), "sum", TaskKind.SYNC, (link,), 25, (k - 1,) if k else ()) for k in range(4))
+    tasks = by_hand(
+        *chunks,
+        task("before", 1, 30, 0),
+        task("message", 2, 20, link, after=(4,)),
+        task("next", 3, 10, link, after=(4,)),
+        task("who waits for the sum", 4, 5, 1, after=(3,)),
     )
-    assert times(tasks, simulate(tasks)) == {
-        "sum": (0, 100),
-        "before": (0, 30),
-        "message": (30, 70),
-        "next": (70, 110),
-        "rest": (30, 85),
-        "at the end": (110, 150),  # behind "next"; the sum has the links until 140, as two have passed it
-        "next sum": (160, 170),
-        "who waits for the sum": (100, 105),
-    }
+    schedule = simulate(tasks)
+    assert list(zip(schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True)) == [
+        (0, 25),
+        (25, 50),
+        (80, 105),
+        (105, 130),
+        (0, 30),
+        (50, 70),
+        (70, 80),
+        (130, 135),
+    ]
 
 
 def test_a_tile_takes_longer_if_its_device_has_waited() -> None:

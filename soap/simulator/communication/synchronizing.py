@@ -51,7 +51,7 @@ class Synchronization:
                 after = (use for number in bucket.shards for use in plan.shards[number].uses)
                 place, size = self._place(bucket.shards[0]), bucket_bytes(plan, bucket)
                 task = self._tasks.all_reduce(
-                    place, sync_name(plan, bucket), TaskKind.SYNC, size, bucket.devices, _known(backward, after), yields=True
+                    place, sync_name(plan, bucket), TaskKind.SYNC, size, bucket.devices, _known(backward, after), chunked=True
                 )
                 for device in bucket.devices:
                     ready[device].append(task)
@@ -59,7 +59,7 @@ class Synchronization:
             shard, rounds = plan.shards[number], gathering(plan, number).rounds
             if rounds:
                 name, after_tiles = gather_name(plan, number), _known(backward, shard.uses)
-                task = self._tasks.exchange(self._place(number), name, TaskKind.SYNC, rounds, after_tiles, yields=True)
+                task = self._tasks.exchange(self._place(number), name, TaskKind.SYNC, rounds, after_tiles, chunked=True)
                 for device in shard.devices:
                     ready[device].append(task)
         self._serve(backward)

@@ -14,7 +14,7 @@ from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.device_clock import tile_end
 from soap.simulator.compiled.handles import arrays_of
 from soap.simulator.compiled.jit import compiled, entry, inlined
-from soap.simulator.compiled.links import communicate, has_ports
+from soap.simulator.compiled.links import communicate
 from soap.simulator.compiled.readiness import first_ready, make_ready, queue_of, settle, take
 from soap.simulator.compiled.state import (
     BACKWARD_TILE,
@@ -100,7 +100,7 @@ def play(graph: GraphTables, state: State, groups: Groups, earlier: Trial, trial
     or STOPPED if that would exceed ``at_most``; or PAUSED, if ``pause``, before the first backward pass of a tile. ``earlier``: the
     simulation whose order is the run."""
     G, C, R, P, T = arrays_of(graph), arrays_of(state), arrays_of(groups), arrays_of(earlier), arrays_of(trial)
-    Q, ports, size = queue_of(C, P, T), has_ports(R), T.size
+    Q, size = queue_of(C, P, T), T.size
     while size[TAKEN] < count:
         slot = first_ready(Q)
         if slot < 0:
@@ -116,7 +116,7 @@ def play(graph: GraphTables, state: State, groups: Groups, earlier: Trial, trial
             if T.start[slot] > before and end + T.rest[device] > at_most:
                 return STOPPED
         else:
-            end = communicate(C, R, T, slot, ports)
+            end = communicate(C, R, T, slot)
         if end > size[MAKESPAN]:
             size[MAKESPAN] = end
             if end > at_most:

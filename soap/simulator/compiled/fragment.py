@@ -54,12 +54,12 @@ FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 
 
 @entry
-def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int) -> tuple[int, int]:
+def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int, chunk: int = 0) -> tuple[int, int]:
     """A task's id as two numbers, in the order of the parts: see ``task_ids``. ValueError if one of them is too large."""
-    above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES
+    above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES | chunk // CHUNKS
     if above:  # limits are powers of two: what is negative stays so
         raise ValueError(UNNUMBERED)
-    return ((phase * MICRO_BATCHES * POSITIONS + position) * STAGES + stage) * TILES + a, (b * PIECES + c) * CHUNKS
+    return ((phase * MICRO_BATCHES * POSITIONS + position) * STAGES + stage) * TILES + a, (b * PIECES + c) * CHUNKS + chunk
 
 
 @compiled

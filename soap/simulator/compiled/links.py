@@ -3,54 +3,31 @@ tile."""
 
 from __future__ import annotations
 
-from soap.simulator.compiled.jit import compiled, inlined
-from soap.simulator.compiled.state import SYNC_BUCKET, Groups, State
+from soap.simulator.compiled.jit import inlined
+from soap.simulator.compiled.state import Groups, State
 from soap.simulator.compiled.trial import TAKEN, Trial
 
 
-@compiled
-def has_ports(R: Groups) -> bool:
-    """Whether sums of gradients yield."""
-    found = False
-    for device in R.port_device:
-        found |= device >= 0
-    return found
-
-
 @inlined
-def communicate(C: State, R: Groups, T: Trial, slot: int, ports: bool) -> int:
-    """Serve something that is no tile, the last task that was taken; its end. ``ports``: ``has_ports``."""
+def communicate(C: State, R: Groups, T: Trial, slot: int) -> int:
+    """Serve something that is no tile, the last task that was taken; its end."""
     resource = C.resource[slot]
     if resource >= 0:
-        return _serve(C, R, T, slot, R.static, resource, ports)
-    return _serve(C, R, T, slot, C.arena, -1 - resource, ports)
+        return _serve(C, R, T, slot, R.static, resource)
+    return _serve(C, R, T, slot, C.arena, -1 - resource)
 
 
 @inlined
-def _serve(C, R, T, slot, held, first, ports):  # type: ignore[no-untyped-def]
+def _serve(C, R, T, slot, held, first):  # type: ignore[no-untyped-def]
     """It holds ``held[first:first + resource_n]``."""
-    last, devices, duration = first + C.resource_n[slot], len(T.rest), C.duration[slot]
-    yields, sent = ports and C.kind[slot] == SYNC_BUCKET, duration - C.latency[slot]
-    start = T.ready[slot]
+    last, start = first + C.resource_n[slot], T.ready[slot]
     for i in range(first, last):
-        start = max(start, T.free[held[i]] if yields or held[i] < devices else T.passable[held[i]])
-    end = start + duration
-    if not yields:
-        shared = 0
-        for i in range(first, last):
-            if held[i] >= devices:
-                shared = max(shared, T.free[held[i]] - start)
-        end += min(sent, shared)
+        start = max(start, T.free[held[i]])
+    end = start + C.duration[slot]
     left = end - C.latency[slot]
     for i in range(first, last):
-        resource = held[i]
-        if yields or resource < devices:
-            T.free[resource] = left
-        else:
-            T.passable[resource] = left
-            T.free[resource] = max(left, T.free[resource] + sent if T.free[resource] > start else 0)
-        if ports:
-            _charge(C, R, T, slot, resource, start)
+        T.free[held[i]] = left
+        _charge(C, R, T, slot, held[i], start)
     T.start[slot], T.end[slot] = start, end
     return end
 

@@ -5,6 +5,7 @@ In ``State`` the tasks of parameter servers and gathered rows (``serving``) stan
 
 from __future__ import annotations
 
+from soap.simulator.compiled.chunks import cut_sums
 from soap.simulator.compiled.communication import allreduce, find_list, sum_handling_ns
 from soap.simulator.compiled.fragment import CROWDED, SYNC, UPDATE, set_key, task_key
 from soap.simulator.compiled.jit import compiled
@@ -93,6 +94,7 @@ def synchronize(G: GraphTables, V: VariantTables, K: ClusterTables, R: Groups, D
     for bucket in range(S.count[TASKS]):
         _finish(K, R, C, S, bucket, slot0 + bucket)
     serve(G, V, K, R, D, C, S, slot0)
+    cut_sums(R, C, S, slot0)
     ask_prices(D, S)
     _install(V, C, S, slot0)
     for device in range(devices):

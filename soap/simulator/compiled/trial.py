@@ -25,7 +25,7 @@ class Trial(NamedTuple):
     ``heap_``: the heap.
 
     ``clocks``: all that says how far resources and devices are, one array behind the other, so that they are copied at once. ``free``: when
-    each resource is free; ``passable``: when it is but for what yields. Per device, ``charged``: the place in the order, from 1 on, of the
+    each resource is free. Per device, ``charged``: the place in the order, from 1 on, of the
     communication that it was last busy with; ``launched``: ns until what was taken has been launched; ``computed``: when its last tile
     ended; ``slower``: for how many ns of the next ones it is slower, as it has waited."""
 
@@ -42,7 +42,6 @@ class Trial(NamedTuple):
     heap_slot: Ints
     clocks: Longs
     free: Longs
-    passable: Longs
     charged: Longs
     launched: Longs
     computed: Longs
@@ -51,15 +50,15 @@ class Trial(NamedTuple):
 
 def clock_count(resources: int, devices: int) -> int:
     """Length of ``Trial.clocks``."""
-    return 2 * resources + PER_DEVICE * devices
+    return resources + PER_DEVICE * devices
 
 
 def make_trial(slots: int, resources: int, devices: int) -> Trial:
     """Room for so many slots and resources."""
     longs, ints = (lambda n: np.zeros(n, np.int64)), (lambda n: np.zeros(n, np.int32))
     clocks = longs(clock_count(resources, devices))
-    ends = np.cumsum([resources, resources, *(devices for _ in range(PER_DEVICE))])
-    free, passable, charged, launched, computed, slower = np.split(clocks, ends[:-1])
+    ends = np.cumsum([resources, *(devices for _ in range(PER_DEVICE))])
+    free, charged, launched, computed, slower = np.split(clocks, ends[:-1])
     return Trial(
         size=longs(16),
         left=ints(slots),
@@ -74,7 +73,6 @@ def make_trial(slots: int, resources: int, devices: int) -> Trial:
         heap_slot=ints(slots),
         clocks=clocks,
         free=free,
-        passable=passable,
         charged=charged,
         launched=launched,
         computed=computed,
