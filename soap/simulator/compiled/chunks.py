@@ -37,7 +37,7 @@ def _cut(C, first, others, count):  # type: ignore[no-untyped-def]
     row = C.used[ARENA]
     if others + count > len(C.key) or row + 3 * count > len(C.arena):
         raise MemoryError(CROWDED)
-    duration, overhead, group, moved = C.duration[first], C.handling[first], C.index[first], C.moved[first]
+    duration, overhead, group, moved = C.duration[first], C.overhead[first], C.index[first], C.moved[first]
     for k in range(count):
         slot = others + k - 1 if k else first
         if k:
@@ -45,7 +45,7 @@ def _cut(C, first, others, count):  # type: ignore[no-untyped-def]
             C.resource[slot], C.resource_n[slot], C.latency[slot] = C.resource[first], C.resource_n[first], 0
             C.waits[slot], C.alive[slot], C.owner[slot] = 1, 1, -1
         C.duration[slot] = duration * (k + 1) // count - duration * k // count
-        C.handling[slot] = overhead * (k + 1) // count - overhead * k // count
+        C.overhead[slot] = overhead * (k + 1) // count - overhead * k // count
         if k < count - 1:
             C.arena[row], C.arena[row + 1], C.arena[row + 2] = row + 2, row + 3, others + k
             C.kind[slot], C.index[slot], C.moved[slot] = OTHER, row, 0

@@ -39,4 +39,4 @@ def _charge(C, R, T, slot, resource, start):  # type: ignore[no-untyped-def]
     device = R.port_device[resource]
     if device >= 0 and T.charged[device] != T.size[TAKEN]:
         T.charged[device] = T.size[TAKEN]
-        T.free[device] = max(T.free[device], start) + C.handling[slot]
+        T.free[device] = max(T.free[device], start) + C.overhead[slot]

@@ -12,7 +12,7 @@ from soap.simulator.compiled.communication import (
     REDUCE_TRAFFIC,
     begin_joining,
     begin_links,
-    exchange_handling_ns,
+    exchange_overhead_ns,
     find_list,
     forget_sizes,
     hold_ends,
@@ -97,7 +97,7 @@ def _serve_shard(G, K, D, C, S, parameter, shard, number, slot0):  # type: ignor
         slot, server = served + part, S.p_server[part]
         C.arena[updates + part] = slot
         set_key(C, slot, task_key(SYNC, parameter, SERVE, number, 0, part))
-        C.latency[slot], C.handling[slot] = 0, 0
+        C.latency[slot], C.overhead[slot] = 0, 0
         C.duration[slot] = _serve_ns(G, K, D, S, parameter, shard, part)
         C.resource[slot], C.resource_n[slot] = server, 1
         if not K.serves_itself[server]:
@@ -148,7 +148,7 @@ def _exchange(K, C, S, slot, key, duration, moved):  # type: ignore[no-untyped-d
     C.used[ARENA] = at + count
     set_key(C, slot, key)
     C.duration[slot], C.latency[slot], C.moved[slot], C.alive[slot] = duration, 0, moved, 1
-    C.resource[slot], C.resource_n[slot], C.handling[slot] = -1 - at, count, exchange_handling_ns(K, S, duration)
+    C.resource[slot], C.resource_n[slot], C.overhead[slot] = -1 - at, count, exchange_overhead_ns(K, S, duration)
 
 
 @compiled
@@ -254,7 +254,7 @@ def _ask(G, V, K, D, C, S):  # type: ignore[no-untyped-def]
     for i in range(pulls):
         C.arena[row + 2 + i] = C.pull_slot[0] + i
     slot = _add_before(K, C, S, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved, -1, row)
-    C.handling[slot] = 0
+    C.overhead[slot] = 0
 
 
 @compiled
