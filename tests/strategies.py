@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from soap.cluster.overheads import NO_CROWDING, Crowding, Handling, Port, Restart, Share
+from soap.cluster.overheads import NO_LATENCY_FACTOR, ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box
@@ -122,10 +122,10 @@ def topologies(draw: st.DrawFn, *, max_devices: int = 4, ports: bool = True) -> 
     own_ports = [Port(link, link // 2 if link < own else None, *draw(shares)) for link in busy]
     if not ports:
         return made
-    handling = Handling(*(((2, draw(shares)), (4, draw(shares))) for _ in range(2)))
-    restart = Restart(draw(st.sampled_from(((), ((500, 700),), ((700, 300), (90_000, 5_000), (200_000, 5_001))))))
-    crowding = draw(st.sampled_from((NO_CROWDING, Crowding(((2, 1.5), (4, 0.4)), ((2, 2.0), (4, 0.5))))))
-    return replace(made, ports=tuple(own_ports), handling=handling, crowding=crowding, restart=restart)
+    overhead = CpuOverhead(*(((2, draw(shares)), (4, draw(shares))) for _ in range(2)))
+    penalty = ColdPenalty(draw(st.sampled_from(((), ((500, 700),), ((700, 300), (90_000, 5_000), (200_000, 5_001))))))
+    latency_factor = draw(st.sampled_from((NO_LATENCY_FACTOR, CollectiveLatencyFactor(((2, 1.5), (4, 0.4)), ((2, 2.0), (4, 0.5))))))
+    return replace(made, ports=tuple(own_ports), cpu_overhead=overhead, latency_factor=latency_factor, cold_penalty=penalty)
 
 
 def cluster(

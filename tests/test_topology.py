@@ -9,7 +9,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from soap.cluster.topology import Crowding, Device, DeviceType, Host, Link, Topology
+from soap.cluster.topology import CollectiveLatencyFactor, Device, DeviceType, Host, Link, Topology
 from soap.errors import TopologyError
 
 CPU = DeviceType("core", "cpu", {"float32": 32e9}, 8e9, 2**32, 5e-6, "a test")
@@ -184,7 +184,7 @@ def test_measured_figures_are_no_part_of_the_identity():
     assert pickle.loads(pickle.dumps(measured)).measured
 
 
-def test_crowding_between_and_beyond_what_was_measured() -> None:
-    found = Crowding(all_reduce=((2, 1.0), (4, 3.0)))
+def test_latency_factor_between_and_beyond_what_was_measured() -> None:
+    found = CollectiveLatencyFactor(all_reduce=((2, 1.0), (4, 3.0)))
     assert [found.of_all_reduce(devices) for devices in (1, 2, 3, 4, 9)] == [1.0, 1.0, 2.0, 3.0, 3.0]
     assert found.of_exchange(4) == 1.0

@@ -47,7 +47,7 @@ Shares = tuple[tuple[int, Share], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Handling:
+class CpuOverhead:
     """For how long a collective keeps each device busy that has a port at one of its links, by the number of devices. All of it is one call
     of a library, in which further devices cost less than messages of their own. Between these numbers linearly, beyond them as at the
     nearest; not at all if there are none."""
@@ -73,7 +73,7 @@ Factors = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Crowding:
+class CollectiveLatencyFactor:
     """How many times a message's latency the latency of a collective's step is, since devices, or what serves them, wait for each other:
     by the number of devices, of all-reduces and of exchanges. Between these numbers linearly, beyond them as at the nearest; 1 if there are
     none."""
@@ -96,7 +96,7 @@ class Crowding:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class ColdPenalty:
     """A device that has waited, or communicated, since its last tile is slower for a while: a processor that others have had meanwhile
     finds its caches cold, and one that has slept comes back at a lower clock. ``points``: (ns of tiles since then, how many ns longer they
     have taken together), both rising; between them linearly, from nothing at 0, and no more behind the last."""
@@ -106,7 +106,7 @@ class Restart:
     def __post_init__(self) -> None:
         for (before, less), (after, more) in pairwise(((0, 0), *self.points)):
             if after <= before or more < less:
-                raise TopologyError(f"restart of a device that has waited: {(after, more)} behind {(before, less)}; expected more of both")
+                raise TopologyError(f"cold penalty of a device: {(after, more)} behind {(before, less)}; expected more of both")
 
     def longer_ns(self, computed_ns: int) -> int:
         """How much longer so many ns of tiles take together."""
@@ -118,7 +118,7 @@ class Restart:
         return less
 
 
-NO_HANDLING, NO_CROWDING, NO_RESTART = Handling(), Crowding(), Restart()
+NO_CPU_OVERHEAD, NO_LATENCY_FACTOR, NO_COLD_PENALTY = CpuOverhead(), CollectiveLatencyFactor(), ColdPenalty()
 """Where nothing was measured."""
 
 

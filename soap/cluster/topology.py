@@ -15,14 +15,15 @@ from math import isfinite
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from soap.cluster.device_clock import DeviceClock, NoClock, WarmUp
 from soap.cluster.overheads import (
-    NO_CROWDING,
-    NO_HANDLING,
-    NO_RESTART,
-    Crowding,
-    Handling,
+    NO_COLD_PENALTY,
+    NO_CPU_OVERHEAD,
+    NO_LATENCY_FACTOR,
+    ColdPenalty,
+    CollectiveLatencyFactor,
+    CpuOverhead,
     Port,
-    Restart,
     check_not_negative,
 )
 from soap.cluster.routes import Router
@@ -156,8 +157,8 @@ class Topology:
     ``described``: the links as the cluster was described, if ``links`` have figures measured between its ranks. It is still that
     cluster, and its identity follows from these. ``links_source``: where such figures come from, in one line.
 
-    ``ports`` (at most one per link), ``handling``, ``crowding`` and ``restart``: what communication costs processors and other
-    communication, where that was measured (``soap.cluster.overheads``); no part of the identity.
+    ``ports`` (at most one per link), ``cpu_overhead``, ``latency_factor`` and ``cold_penalty``: what communication costs processors and
+    other communication, where that was measured (``soap.cluster.overheads``); no part of the identity.
     """
 
     name: str
@@ -169,9 +170,9 @@ class Topology:
     described: tuple[Link, ...] = ()
     links_source: str = ""
     ports: tuple[Port, ...] = ()
-    handling: Handling = NO_HANDLING
-    crowding: Crowding = NO_CROWDING
-    restart: Restart = NO_RESTART
+    cpu_overhead: CpuOverhead = NO_CPU_OVERHEAD
+    latency_factor: CollectiveLatencyFactor = NO_LATENCY_FACTOR
+    cold_penalty: ColdPenalty = NO_COLD_PENALTY
 
     def __post_init__(self) -> None:
         for attribute in ("devices", "hosts", "links", "described", "ports"):
@@ -188,8 +189,12 @@ class Topology:
 
     def __reduce__(self) -> tuple[object, ...]:
         measured = (self.measured, self.stated, self.described, self.links_source)
-        between = (self.ports, self.handling, self.crowding, self.restart)
+        between = (self.ports, self.cpu_overhead, self.latency_factor, self.cold_penalty)
         return (Topology, (self.name, self.devices, self.hosts, self.links, *measured, *between))
+
+    def device_clock(self) -> DeviceClock:
+        """How long tiles take in the course of a simulation; one for each."""
+        return WarmUp(self.cold_penalty) if self.cold_penalty.points else NoClock()
 
     @property
     def device_count(self) -> int:

@@ -5,12 +5,12 @@ part, all at once. With m messages on the busiest port, the load of each link, a
 
     seconds = m * latency * c  +  max over links (bytes / bandwidth)  +  R * REDUCE_TRAFFIC / memory bandwidth
 
-in this order of operations, with the latency of the slowest flow, the memory of the slowest target, and c from ``Topology.crowding`` (1
-where nothing was measured). On one switch a reduce-scatter takes exactly a ring all-reduce's first half, and an all-gather its second.
+in this order of operations, with the latency of the slowest flow, the memory of the slowest target, and c from ``Topology.latency_factor``
+(1 where nothing was measured). On one switch a reduce-scatter takes exactly a ring all-reduce's first half, and an all-gather its second.
 
 Broadcast: a binomial tree (gloo's, and Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
 for short messages), whose ceil(log2 n) rounds are direct exchanges one after the other, with c as of a sum, since all is one call of a
-library (``Crowding.of_tree``). Its transpose, a sum at one device, is the tree the other way round.
+library (``CollectiveLatencyFactor.of_tree``). Its transpose, a sum at one device, is the tree the other way round.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def flow_links(topology: Topology, flows: Iterable[Flow]) -> dict[int, int]:
     return dict(sorted(carried.items()))
 
 
-def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: int = 0, crowding: float | None = None) -> float:
-    """Duration of flows that run at once; the targets then add up at most ``reduced_bytes`` each. ``crowding``: c, if they are a round of
-    something else."""
+def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: int = 0, latency_factor: float | None = None) -> float:
+    """Duration of flows that run at once; the targets then add up at most ``reduced_bytes`` each. ``latency_factor``: c, if they are a
+    round of something else."""
     if not flows:
         return 0.0
     messages = busiest_messages(flows)
@@ -45,8 +45,8 @@ def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: i
     carried = flow_links(topology, flows)
     moving = max((size / topology.links[link].bandwidth_bytes_per_second for link, size in carried.items()), default=0.0)
     memory = min(topology.devices[target].type.memory_bandwidth_bytes_per_second for _, target, _ in flows)
-    crowding = topology.crowding.of_exchange(messages + 1) if crowding is None else crowding
-    return messages * latency * crowding + moving + reduced_bytes * REDUCE_TRAFFIC / memory
+    latency_factor = topology.latency_factor.of_exchange(messages + 1) if latency_factor is None else latency_factor
+    return messages * latency * latency_factor + moving + reduced_bytes * REDUCE_TRAFFIC / memory
 
 
 def busiest_messages(flows: Iterable[Flow]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import NamedTuple
 
-from soap.cluster.overheads import Crowding, Handling, Port, Restart, Share
+from soap.cluster.overheads import ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
 from soap.measure.alpha_beta import AlphaBeta
@@ -67,10 +67,10 @@ def with_measured_links(topology: Topology, timings: Sequence[LinkTiming], sourc
         links[link] = replace(links[link], bandwidth_bytes_per_second=bandwidth, latency_seconds=latency)
     described = topology.described or topology.links
     made = replace(topology, links=tuple(links), described=described, links_source=source)
-    made = replace(made, crowding=_crowding(made, found, within), restart=_restart(timings))
+    made = replace(made, latency_factor=_latency_factor(made, found, within), cold_penalty=_cold_penalty(timings))
     if any(device.type.kind != "cpu" for device in topology.devices):
         return made  # on GPUs the processor that sends is not the device that computes
-    return replace(made, ports=tuple(ports[i] for i in sorted(ports)), handling=_handling(made, busy, within))
+    return replace(made, ports=tuple(ports[i] for i in sorted(ports)), cpu_overhead=_cpu_overhead(made, busy, within))
 
 
 def _seconds_per_byte(timings: Sequence[LinkTiming], devices: tuple[int, ...], message: AlphaBeta) -> float:
@@ -127,7 +127,7 @@ def _within_steps(timings: Sequence[LinkTiming], found: Lines, busy: Lines) -> _
     return more
 
 
-def _crowding(topology: Topology, found: Lines, within: _WithinSteps) -> Crowding:
+def _latency_factor(topology: Topology, found: Lines, within: _WithinSteps) -> CollectiveLatencyFactor:
     """Factors from the measured latencies of collectives over what the links' latencies make of them: for each number of devices, those
     over most hosts. A whole exchange has at least a message's latency, as bounds assume."""
     communication = Communication(topology)
@@ -137,10 +137,10 @@ def _crowding(topology: Topology, found: Lines, within: _WithinSteps) -> Crowdin
         factor = (line.alpha_seconds + within.get(operation, _NOT_LONGER).seconds) / modelled
         least = 1 / (len(devices) - 1) if operation is Operation.ALL_TO_ALL else 0.0
         factors[operation][len(devices)] = max(factor, least)
-    return Crowding(*(tuple(sorted(own.items())) for own in factors.values()))
+    return CollectiveLatencyFactor(*(tuple(sorted(own.items())) for own in factors.values()))
 
 
-def _handling(topology: Topology, busy: Lines, within: _WithinSteps) -> Handling:
+def _cpu_overhead(topology: Topology, busy: Lines, within: _WithinSteps) -> CpuOverhead:
     """Costs from the measured processor time of collectives: for each number of devices, those over most hosts."""
     communication = Communication(topology)
     shares: dict[Operation, dict[int, Share]] = {Operation.ALL_REDUCE: {}, Operation.ALL_TO_ALL: {}}
@@ -149,7 +149,7 @@ def _handling(topology: Topology, busy: Lines, within: _WithinSteps) -> Handling
         fixed = line.alpha_seconds + within.get(operation, _NOT_LONGER).busy_seconds
         permille = 1000 * line.beta_seconds_per_byte * LARGE_BYTES / (all_of_it - nothing)
         shares[operation][len(devices)] = Share(round(1e9 * fixed), round(permille))
-    return Handling(*(tuple(sorted(own.items())) for own in shares.values()))
+    return CpuOverhead(*(tuple(sorted(own.items())) for own in shares.values()))
 
 
 def _collectives(topology: Topology, lines: Lines) -> list[tuple[tuple[Operation, tuple[int, ...]], AlphaBeta]]:
@@ -158,7 +158,7 @@ def _collectives(topology: Topology, lines: Lines) -> list[tuple[tuple[Operation
     return sorted(own, key=lambda entry: len({topology.devices[device].host for device in entry[0][1]}))
 
 
-def _restart(timings: Sequence[LinkTiming]) -> Restart:
+def _cold_penalty(timings: Sequence[LinkTiming]) -> ColdPenalty:
     """How much longer tiles took behind sums, by how long they take on one device. Longer tiles get no less than shorter ones."""
     points: list[tuple[int, int]] = []
     own = [timing for timing in timings if timing.probe.operation is Operation.STEP_RESTART]
@@ -167,7 +167,7 @@ def _restart(timings: Sequence[LinkTiming]) -> Restart:
         before_ns, less_ns = points[-1] if points else (0, 0)
         if alone_ns > before_ns:
             points.append((alone_ns, max(less_ns, longer_ns)))
-    return Restart(tuple(points))
+    return ColdPenalty(tuple(points))
 
 
 def _port(topology: Topology, link: int, busy: AlphaBeta, seconds_per_byte: float, busier_seconds: float) -> Port:

@@ -16,7 +16,7 @@ from soap.simulator.communication.servers import core_names
 from soap.simulator.compiled.change import REPLACED_OPERATORS, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
-from soap.simulator.compiled.events import NO_BOUND, STOPPED, Trial, keep_order, make_trial, simulate_all
+from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.fragment import CROWDED
 from soap.simulator.compiled.graph_arrays import Ints, cluster_tables, graph_tables
@@ -29,6 +29,7 @@ from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
 from soap.simulator.compiled.syncs.codes import known_sync, sync_code, sync_codes
+from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on
 from soap.simulator.compiled.walking import Walk, make_choices
@@ -187,7 +188,7 @@ class Engine:
     def _keep(self) -> None:
         """Make what was simulated last the simulation that proposals are compared with."""
         keep_order(self._trial)
-        retrace(self._parts["state"], self._trial, self._parts["history"])
+        retrace(self._parts["graph"], self._parts["state"], self._trial, self._parts["history"])
 
     def handles(self) -> Handles:
         """What compiled functions are called with."""

@@ -139,7 +139,7 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Foldin
             return sync.contract.folding
     if topology.ports:
         return "devices are busy with communication"
-    if topology.restart.points:
+    if topology.cold_penalty.points:
         return "devices that have waited are slower"
     no_copies: list[str] = []
     unlike_copies: list[str] = []

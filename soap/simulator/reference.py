@@ -3,15 +3,13 @@
 A task is ready when its last predecessor ends. Tasks are taken in the order of (ready time, id); a taken task starts when all its
 resources are free and holds them to its end, a message until its last byte has left: its latency comes behind that. So every device and
 every link serves in the order of readiness, and ties are decided by the stable id. A communication over links with ports keeps these ports'
-devices busy for a while (``Task.handling_ns``), from when it is ready or the device is free: what the device computes later starts later,
-the communication itself does not. (From its start on would be nearer to the truth where it waits for its links; but a device is free from
-one moment on, and would stand idle till then.)
+devices busy for a while (``Task.cpu_overhead_ns``), from its start or from when the device is free: what the device computes later starts
+later, the communication itself does not. (A device is free from one moment on: where a communication waits for its links, so does what the
+device takes behind it.)
 
-A sum of gradients over links with ports, or rows given to all, *yields*: others do not wait for its end, but share its links with it. Each
-takes as much longer as it shares, up to twice the time for which it holds them, and what yields waits for the links that much longer. (What
-is passed ends as if nobody had passed it: who waits for that has been told.)
+A sum of gradients over links with ports is a chain of chunks (``chunks``): what becomes ready meanwhile has its turn between them.
 
-A device that has done something else since its last tile, or nothing, computes more slowly for a while (``Topology.restart``).
+How long a tile takes, its device's clock says (``Topology.device_clock``): it may be slower for a while when it has waited.
 
 What a GPU computes its host's processor launches, in the same order and without waiting for the GPU: a pass over a tile begins no earlier
 than its first kernel is launched and ends no earlier than its last one is. Where launching takes longer than computing, it decides.
@@ -25,9 +23,6 @@ import numpy as np
 
 from soap.simulator.tasks import ExecutionOrder, Schedule, TaskGraph, TaskKind
 
-NEVER = 2**62
-"""Nanoseconds since a device has waited that never has."""
-
 
 def simulate(tasks: TaskGraph) -> Schedule:
     """Start and end of every task."""
@@ -39,21 +34,15 @@ def simulate(tasks: TaskGraph) -> Schedule:
     waiting = [len(task.predecessors) for task in todo]
     ready, start, end = [0] * len(todo), [0] * len(todo), [0] * len(todo)
     free: dict[int, int] = {}
-    passable: dict[int, int] = {}
     launched: dict[int, int] = {}
-    computed: dict[int, int] = {}
-    since: dict[int, int] = {}
-    restart = tasks.topology.restart
+    clock = tasks.topology.device_clock()
     ports = {tasks.topology.device_count + port.link: port.device for port in tasks.topology.ports}
     queue = [(0, task.id, position) for position, task in enumerate(todo) if not task.predecessors]
     heapq.heapify(queue)
     while queue:
         _, _, position = heapq.heappop(queue)
         task = todo[position]
-        passes = task.tile is None and not task.yields
-        shared = [resource for resource in task.resources if passes and resource >= tasks.topology.device_count]
-        waits_for = [(passable if resource in shared else free).get(resource, 0) for resource in task.resources]
-        start[position] = max([ready[position], *waits_for])
+        start[position] = max([ready[position], *(free.get(resource, 0) for resource in task.resources)])
         if task.launch_ns:
             (device,) = task.resources
             launched[device] = launched.get(device, 0) + task.launch_ns
@@ -61,22 +50,11 @@ def simulate(tasks: TaskGraph) -> Schedule:
         end[position] = start[position] + task.duration_ns
         if task.tile is not None:
             (device,) = task.resources
-            before_ns = 0 if start[position] > computed.get(device, 0) else since.get(device, NEVER)
-            since[device] = before_ns + task.duration_ns
-            end[position] += restart.longer_ns(since[device]) - restart.longer_ns(before_ns)
-            computed[device] = end[position]
-        held_ns = max([0, *(free.get(resource, 0) - start[position] for resource in shared)])
-        end[position] += min(task.held_ns, held_ns)
-        for resource in task.resources:
-            left_ns = end[position] - task.latency_ns
-            if resource in shared:
-                passable[resource] = left_ns
-                before_ns = free.get(resource, 0)
-                left_ns = max(left_ns, before_ns + task.held_ns if before_ns > start[position] else 0)
-            free[resource] = left_ns
+            end[position] = clock.end_ns(device, start[position], task.duration_ns)
+        free.update(dict.fromkeys(task.resources, end[position] - task.latency_ns))
         for own in {ports.get(resource) for resource in task.resources}:
             if own is not None:
-                free[own] = max(free.get(own, 0), ready[position]) + task.handling_ns
+                free[own] = max(free.get(own, 0), start[position]) + task.cpu_overhead_ns
         for successor in successors[position]:
             ready[successor] = max(ready[successor], end[position])
             waiting[successor] -= 1

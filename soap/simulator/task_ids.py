@@ -1,9 +1,9 @@
 """Ids of tasks: which of several that are ready at the same time is taken first. How many of a kind can be told apart.
 
-An id is (phase, position, stage, tile, operand, piece), ``position`` that of an operator, parameter or device. The reference compares these
+An id is (phase, position, stage, tile, operand, piece), ``position`` that of an operator, parameter or device, and behind that the chunk
+of a communication that has several. The reference compares these
 tuples as they are. Compiled code packs them into two whole numbers, each of which would tell a number that is too large for its bits as
-another one; so both refuse it. There is room for a micro-batch, between phase and position, and for a chunk of a communication, behind the
-piece.
+another one; so both refuse it. There is room for a micro-batch, between phase and position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PHASES, MICRO_BATCHES, POSITIONS, STAGES, TILES = 1 << 4, 1 << 14, 1 << 20, 1 <<
 OPERANDS, PIECES, CHUNKS = 1 << 20, 1 << 24, 1 << 8
 """In the second: 52 bits."""
 
-LIMITS = {"phase": PHASES, "position": POSITIONS, "stage": STAGES, "tile": TILES, "operand": OPERANDS, "piece": PIECES}
+LIMITS = {"phase": PHASES, "position": POSITIONS, "stage": STAGES, "tile": TILES, "operand": OPERANDS, "piece": PIECES, "chunk": CHUNKS}
 """How many there may be of each part of an id, in the order of the parts."""
 
 UNNUMBERED = "a task's id does not fit into its numbers"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from soap.plan.collectives import Flow, busiest_messages, flow_links
 from soap.plan.flows import Round
+from soap.simulator.chunks import chunk_count, parts
 from soap.simulator.communication.prices import Communication
 from soap.simulator.task_ids import check_id
 from soap.simulator.tasks import Task, TaskKind
@@ -37,16 +38,37 @@ class TaskList:
         flows: tuple[Flow, ...] = (),
         launch_ns: int = 0,
         latency_ns: int = 0,
-        handling_ns: int = 0,
-        yields: bool = False,
+        cpu_overhead_ns: int = 0,
     ) -> int:
-        """One more task; its position. What ``yields`` does so where links have ports: they are many connections then, not one queue.
-        ModelError if its id cannot be told from others'."""
+        """One more task; its position. ModelError if its id cannot be told from others'."""
         check_id(place)
         predecessors = tuple(sorted(set(after)))
-        times = (launch_ns, latency_ns, handling_ns)
-        yields = yields and self._has_ports
-        self.tasks.append(Task(place, name, kind, resources, duration_ns, predecessors, size, tile, flows, *times, yields))
+        times = (launch_ns, latency_ns, cpu_overhead_ns)
+        self.tasks.append(Task(place, name, kind, resources, duration_ns, predecessors, size, tile, flows, *times))
+        return len(self.tasks) - 1
+
+    def _add_chunks(
+        self,
+        place: tuple[int, ...],
+        name: str,
+        kind: TaskKind,
+        resources: tuple[int, ...],
+        duration_ns: int,
+        after: Iterable[int],
+        size: int,
+        flows: tuple[Flow, ...],
+        cpu_overhead_ns: int,
+    ) -> int:
+        """A communication without latency, in chunks where links have ports (``chunks``): all of one name, one after the other. The last,
+        whose position is returned, stands for all bytes."""
+        count = chunk_count(duration_ns) if self._has_ports else 1
+        if count == 1:
+            return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, cpu_overhead_ns=cpu_overhead_ns)
+        times = zip(parts(duration_ns, count), parts(cpu_overhead_ns, count), strict=True)
+        for chunk, (part_ns, busy_ns) in enumerate(times):
+            told, all_flows = (size, flows) if chunk == count - 1 else (0, ())
+            own = (*place, chunk)
+            after = (self.add(own, name, kind, resources, part_ns, after, told, flows=all_flows, cpu_overhead_ns=busy_ns),)
         return len(self.tasks) - 1
 
     def message(
@@ -56,8 +78,8 @@ class TaskList:
         resources = self._link_resources(self.topology.route(source, target))
         duration_ns = self.communication.transfer_ns(size, source, target)
         latency_ns = self.communication.latency_ns(duration_ns, source, target)
-        handling_ns = self.communication.message_share(source, target).busy_ns(duration_ns - latency_ns)
-        return self.add(place, name, kind, resources, duration_ns, after, size, latency_ns=latency_ns, handling_ns=handling_ns)
+        cpu_overhead_ns = self.communication.message_share(source, target).busy_ns(duration_ns - latency_ns)
+        return self.add(place, name, kind, resources, duration_ns, after, size, latency_ns=latency_ns, cpu_overhead_ns=cpu_overhead_ns)
 
     def exchange(
         self,
@@ -67,13 +89,13 @@ class TaskList:
         rounds: Sequence[Round],
         after: Iterable[int],
         *,
-        yields: bool = False,
+        chunked: bool = False,
     ) -> int:
-        """A collective of several rounds, one after the other."""
+        """A collective of several rounds, one after the other. ``chunked``: see ``chunks``."""
         duration_ns = self._rounds_ns(rounds)
         messages = max((busiest_messages(own) for own, _ in rounds), default=0)
-        share = self.topology.handling.of_exchange(messages + 1)
-        return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after, yields=yields)
+        share = self.topology.cpu_overhead.of_exchange(messages + 1)
+        return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after, chunked=chunked)
 
     def meeting(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """The same, of which devices wait for the end: it holds them as well."""
@@ -82,12 +104,12 @@ class TaskList:
     def tree(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """A broadcast, or a sum at one device."""
         devices = len(_ends(rounds))
-        duration_ns = self._rounds_ns(rounds, self.topology.crowding.of_tree(devices, len(rounds)))
-        share = self.topology.handling.of_all_reduce(devices)
+        duration_ns = self._rounds_ns(rounds, self.topology.latency_factor.of_tree(devices, len(rounds)))
+        share = self.topology.cpu_overhead.of_all_reduce(devices)
         return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after)
 
-    def _rounds_ns(self, rounds: Sequence[Round], crowding: float | None = None) -> int:
-        return sum(self.communication.exchange_ns(own, reduced, crowding) for own, reduced in rounds)
+    def _rounds_ns(self, rounds: Sequence[Round], latency_factor: float | None = None) -> int:
+        return sum(self.communication.exchange_ns(own, reduced, latency_factor) for own, reduced in rounds)
 
     def _collective(
         self,
@@ -96,10 +118,10 @@ class TaskList:
         kind: TaskKind,
         rounds: Sequence[Round],
         duration_ns: int,
-        handling_ns: int,
+        cpu_overhead_ns: int,
         after: Iterable[int],
         devices: tuple[int, ...] = (),
-        yields: bool = False,
+        chunked: bool = False,
     ) -> int:
         flows = tuple(flow for own, _ in rounds for flow in own)
         pairs = frozenset((source, target) for source, target, _ in flows)
@@ -107,7 +129,9 @@ class TaskList:
             self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
         size = sum(size for *_, size in flows)
         resources = (*devices, *self._exchange_links[pairs])
-        return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, handling_ns=handling_ns, yields=yields)
+        if chunked:
+            return self._add_chunks(place, name, kind, resources, duration_ns, after, size, flows, cpu_overhead_ns)
+        return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, cpu_overhead_ns=cpu_overhead_ns)
 
     def all_reduce(
         self,
@@ -118,14 +142,16 @@ class TaskList:
         devices: tuple[int, ...],
         after: Iterable[int],
         *,
-        yields: bool = False,
+        chunked: bool = False,
     ) -> int:
-        """A sum over devices of so many bytes, which each of them has then."""
+        """A sum over devices of so many bytes, which each of them has then. ``chunked``: see ``chunks``."""
         duration, links = self.communication.allreduce(size, devices)
-        handling_ns = self.topology.handling.of_all_reduce(len(set(devices))).busy_ns(duration)
+        cpu_overhead_ns = self.topology.cpu_overhead.of_all_reduce(len(set(devices))).busy_ns(duration)
         moved = self.communication.allreduce_bytes(size, devices)
         resources = self._link_resources(links)
-        return self.add(place, name, kind, resources, duration, after, moved, handling_ns=handling_ns, yields=yields)
+        if chunked:
+            return self._add_chunks(place, name, kind, resources, duration, after, moved, (), cpu_overhead_ns)
+        return self.add(place, name, kind, resources, duration, after, moved, cpu_overhead_ns=cpu_overhead_ns)
 
     def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.topology.device_count + link for link in links)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from soap.cluster.topology import Topology
 from soap.plan.collectives import Flow
 from soap.plan.plan import Plan
+from soap.simulator.task_ids import LIMITS
 
 
 class TaskKind(StrEnum):
@@ -28,14 +29,15 @@ class TaskKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Task:
     """One task. ``id`` is stable across edits of the strategy (phase, operator, tile, …), never an insertion counter; it breaks ties.
+    Chunks of one communication have one name (``chunks``).
 
     ``resources``: what it holds while it runs; device d is resource d, link l is resource ``device_count + l``, and the hosts' CPU cores
     follow, host by host (``servers.first_cores``). ``predecessors``: positions in ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for
     computation). ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends what to whom in an
     exchange or reduce-scatter; they add up to ``bytes``. ``launch_ns``: of a tile's pass, what its device's processor takes to launch it
-    (GPUs). ``yields``: whether others pass it on links that it holds (``reference``). ``latency_ns``: of a message, how long it is still on
-    its way when its last byte has left: it holds nothing then. ``handling_ns``: for how long it keeps each device busy that has a port at
-    one of its links.
+    (GPUs). ``latency_ns``: of a message, how long it is still on
+    its way when its last byte has left: it holds nothing then. ``cpu_overhead_ns``: for how long it keeps each device busy that has a port
+    at one of its links (LogP's o).
     """
 
     id: tuple[int, ...]
@@ -49,8 +51,12 @@ class Task:
     flows: tuple[Flow, ...] = ()
     launch_ns: int = 0
     latency_ns: int = 0
-    handling_ns: int = 0
-    yields: bool = False
+    cpu_overhead_ns: int = 0
+
+    @property
+    def chunk(self) -> int | None:
+        """Which chunk of a communication it is, from 0 on; None if it is the whole."""
+        return self.id[len(LIMITS) - 1] if len(self.id) == len(LIMITS) else None
 
     @property
     def held_ns(self) -> int:

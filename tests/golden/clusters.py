@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import soap
-from soap.cluster.overheads import Crowding, Handling, Port, Restart, Share
+from soap.cluster.overheads import ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import DeviceType, Topology
 
 DEVICE_TYPES: dict[str, Any] = {
@@ -168,9 +168,9 @@ def _load(text: str) -> Topology:
 
 def _measured(topology: Topology, *, ports: bool) -> Topology:
     """The cluster with what communication does to computation, in figures of the order of those between emulated hosts."""
-    crowding = Crowding(((2, 1.3), (4, 1.9), (16, 3.5)), ((2, 1.1), (4, 1.6), (16, 2.8)))
-    restart = Restart(((500_000, 120_000), (2_000_000, 300_000), (9_000_000, 700_000)))
-    made = replace(topology, crowding=crowding, restart=restart)
+    latency_factor = CollectiveLatencyFactor(((2, 1.3), (4, 1.9), (16, 3.5)), ((2, 1.1), (4, 1.6), (16, 2.8)))
+    penalty = ColdPenalty(((500_000, 120_000), (2_000_000, 300_000), (9_000_000, 700_000)))
+    made = replace(topology, latency_factor=latency_factor, cold_penalty=penalty)
     if not ports:
         return made
     numbers = {device.name: device.index for device in topology.devices}
@@ -179,5 +179,5 @@ def _measured(topology: Topology, *, ports: bool) -> Topology:
         for link in topology.links
         if link.source in numbers or link.target in numbers
     ]
-    handling = Handling(((2, Share(90_000, 400)), (4, Share(140_000, 450))), ((2, Share(110_000, 300)), (4, Share(170_000, 500))))
-    return replace(made, ports=tuple(own), handling=handling)
+    overhead = CpuOverhead(((2, Share(90_000, 400)), (4, Share(140_000, 450))), ((2, Share(110_000, 300)), (4, Share(170_000, 500))))
+    return replace(made, ports=tuple(own), cpu_overhead=overhead)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from soap.cluster.overheads import NO_HANDLING, NO_RESTART, Restart, Share
+from soap.cluster.overheads import NO_COLD_PENALTY, NO_CPU_OVERHEAD, ColdPenalty, Share
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
@@ -117,7 +117,7 @@ def test_messages_that_cost_nothing_per_byte_are_refused() -> None:
         with_measured_links(topology, timings)
 
 
-def test_ports_handling_and_crowding_follow_from_what_was_measured() -> None:
+def test_ports_overheads_and_latency_factors_follow_from_what_was_measured() -> None:
     """Messages keep a device busy for 20 us and half of the time that their bytes take, collectives for 20 us and as much for a byte;
     all-reduces have three times a ring's latency."""
     topology = cluster([1, 1, 1, 1], CPU)  # 1 GB/s at the device, 100 MB/s between hosts, 10 us per link
@@ -135,10 +135,10 @@ def test_ports_handling_and_crowding_follow_from_what_was_measured() -> None:
     for port in measured.ports:
         assert (port.fixed_ns, port.permille) == (pytest.approx(20_000, abs=2), pytest.approx(500, abs=1))
     ring, direct = {2: 500, 4: 333}, {2: 500, 4: 167}  # of the time of three halves, or three times, as many bytes on a link
-    for shares, permille in ((measured.handling.all_reduce, ring), (measured.handling.exchange, direct)):
+    for shares, permille in ((measured.cpu_overhead.all_reduce, ring), (measured.cpu_overhead.exchange, direct)):
         assert dict(shares) == {n: Share(pytest.approx(20_000, abs=2), pytest.approx(permille[n], rel=0.02)) for n in (2, 4)}
-    assert dict(measured.crowding.all_reduce) == {2: pytest.approx(3.0, rel=1e-3), 4: pytest.approx(3.0, rel=1e-3)}
-    assert dict(measured.crowding.exchange) == {2: pytest.approx(1.0, rel=1e-3), 4: pytest.approx(1.0, rel=1e-3)}
+    assert dict(measured.latency_factor.all_reduce) == {2: pytest.approx(3.0, rel=1e-3), 4: pytest.approx(3.0, rel=1e-3)}
+    assert dict(measured.latency_factor.exchange) == {2: pytest.approx(1.0, rel=1e-3), 4: pytest.approx(1.0, rel=1e-3)}
     found = Communication(measured)
     for timing in timings:
         assert modelled_seconds(found, timing.probe) == pytest.approx(timing.typical_seconds, rel=0.01, abs=1e-8)
@@ -147,13 +147,13 @@ def test_ports_handling_and_crowding_follow_from_what_was_measured() -> None:
 def test_what_sends_for_gpus_does_not_keep_them_busy() -> None:
     topology = cluster([1, 1])
     measured = with_measured_links(topology, timed(topology))
-    assert (measured.ports, measured.handling) == ((), NO_HANDLING)
+    assert (measured.ports, measured.cpu_overhead) == ((), NO_CPU_OVERHEAD)
 
 
 def test_a_wait_costs_a_part_of_what_follows_up_to_what_was_measured() -> None:
     """A tile of 2 ms takes 0.6 ms longer behind a sum, one of 6 ms takes 1.4, and one of 9 ms no less than that."""
     topology = cluster([1, 1], CPU)
-    assert with_measured_links(topology, timed(topology)).restart == NO_RESTART
+    assert with_measured_links(topology, timed(topology)).cold_penalty == NO_COLD_PENALTY
     taken = dict(zip(RESTART_BYTES, ((2e-3, 0.6e-3), (6e-3, 1.4e-3), (9e-3, 1.3e-3)), strict=True))
     timings = []
     for timing in timed(topology):
@@ -161,10 +161,10 @@ def test_a_wait_costs_a_part_of_what_follows_up_to_what_was_measured() -> None:
             itself, longer = taken[timing.probe.size_bytes]
             timing = replace(timing, seconds=(longer,), cpu_seconds=itself)
         timings.append(timing)
-    restart = with_measured_links(topology, timings).restart
-    assert restart == Restart(((2_000_000, 600_000), (6_000_000, 1_400_000), (9_000_000, 1_400_000)))
-    assert [restart.longer_ns(ms * 10**6) for ms in (0, 1, 4, 7, 20)] == [0, 300_000, 1_000_000, 1_400_000, 1_400_000]
-    assert Communication(replace(topology, restart=restart)).hash != Communication(topology).hash
+    penalty = with_measured_links(topology, timings).cold_penalty
+    assert penalty == ColdPenalty(((2_000_000, 600_000), (6_000_000, 1_400_000), (9_000_000, 1_400_000)))
+    assert [penalty.longer_ns(ms * 10**6) for ms in (0, 1, 4, 7, 20)] == [0, 300_000, 1_000_000, 1_400_000, 1_400_000]
+    assert Communication(replace(topology, cold_penalty=penalty)).hash != Communication(topology).hash
 
 
 def test_what_is_longer_within_steps_is_longer_in_predictions() -> None:
@@ -187,8 +187,8 @@ def test_what_is_longer_within_steps_is_longer_in_predictions() -> None:
     assert longer(Operation.ALL_REDUCE, (0, 1, 2, 3)) == pytest.approx(2e-3, rel=1e-2)
     assert longer(Operation.ALL_TO_ALL, (0, 1, 2, 3)) == pytest.approx(3e-3, rel=1e-2)
     assert [port.fixed_ns for port in measured.ports] == pytest.approx([400_000] * len(measured.ports), abs=2)
-    assert [share.fixed_ns for _, share in measured.handling.all_reduce] == pytest.approx([0, 0], abs=2)
-    assert [share.fixed_ns for _, share in measured.handling.exchange] == pytest.approx([2_000_000] * 2, abs=2)
+    assert [share.fixed_ns for _, share in measured.cpu_overhead.all_reduce] == pytest.approx([0, 0], abs=2)
+    assert [share.fixed_ns for _, share in measured.cpu_overhead.exchange] == pytest.approx([2_000_000] * 2, abs=2)
 
 
 @pytest.mark.parametrize(("small_ns", "large_ns", "fixed_ns"), [(2_000_000, 2_500_000, 2_344_640), (2_000_000, 1_000_000, 2_000_000)])
@@ -204,5 +204,5 @@ def test_devices_are_as_busy_within_steps_as_with_the_size_that_makes_most_work(
         elif one.probe.operation is Operation.STEP_EXCHANGE:
             one = replace(one, cpu_seconds=1e-9 * (large_ns if size > STEP_BYTES else small_ns))
         timings.append(one)
-    share = with_measured_links(topology, timings).handling.of_exchange(4)
+    share = with_measured_links(topology, timings).cpu_overhead.of_exchange(4)
     assert share.fixed_ns == pytest.approx(fixed_ns, rel=1e-3)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.cluster.overheads import Handling, Port, Share
+from soap.cluster.overheads import CpuOverhead, Port, Share
 from soap.cluster.topology import Topology
 from soap.plan.collectives import exchange_seconds, tree_rounds
 from soap.simulator.communication import prices
@@ -79,9 +79,9 @@ def test_a_message_is_handled_by_the_slowest_port_s_call_and_the_narrowest_link_
 def test_lowering_says_for_how_long_communication_keeps_devices_busy() -> None:
     """Sums by the number of devices, exchanges by the most messages of one, broadcasts as sums, messages by their ports."""
     base = cluster([1, 1, 1])
-    handling = Handling(((2, Share(200, 0)), (3, Share(300, 500))), ((2, Share(2000, 0)), (3, Share(3000, 100))))
+    overhead = CpuOverhead(((2, Share(200, 0)), (3, Share(300, 500))), ((2, Share(2000, 0)), (3, Share(3000, 100))))
     ports = tuple(Port(link, None, 7, 0) for link in base.route(0, 1))
-    tasks = TaskList(Communication(replace(base, ports=ports, handling=handling)))
+    tasks = TaskList(Communication(replace(base, ports=ports, cpu_overhead=overhead)))
     all_to_all = tuple((a, b, 10**6) for a in range(3) for b in range(3) if a != b)
     tree = [(tuple(flows), 0) for flows in tree_rounds((0, 1, 2), 10**6)]
     tasks.message((0,), "message", TaskKind.TRANSFER, 0, 1, 10**6, ())
@@ -91,7 +91,7 @@ def test_lowering_says_for_how_long_communication_keeps_devices_busy() -> None:
     tasks.exchange((4,), "two rounds", TaskKind.SYNC, [(all_to_all[:1], 0), (all_to_all[1:2], 0)], ())
     tasks.tree((5,), "broadcast", TaskKind.EXCHANGE, tree, ())
     duration = {task.name: task.duration_ns for task in tasks.tasks}
-    assert {task.name: task.handling_ns for task in tasks.tasks} == {
+    assert {task.name: task.cpu_overhead_ns for task in tasks.tasks} == {
         "message": 7,
         "sum": 300 + duration["sum"] // 2,
         "sum of two": 200,

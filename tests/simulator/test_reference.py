@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from soap.cluster.overheads import Port, Restart
+from soap.cluster.overheads import ColdPenalty, Port
 from soap.simulator.communication.prices import Communication
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate
@@ -147,9 +147,9 @@ def test_a_port_keeps_its_device_busy() -> None:
         replace(TWO, ports=ports),
         (
             task("before", 0, 100, 0),
-            replace(task("over three", 1, 80, first, second, third, after=(0,)), handling_ns=30),
+            replace(task("over three", 1, 80, first, second, third, after=(0,)), cpu_overhead_ns=30),
             task("behind", 2, 5, 0, after=(0,)),
-            replace(task("over one", 3, 80, first, after=(1,)), handling_ns=50),
+            replace(task("over one", 3, 80, first, after=(1,)), cpu_overhead_ns=50),
             task("last", 4, 5, 0, after=(3,)),
             task("elsewhere", 5, 5, 1, after=(0,)),
         ),
@@ -164,34 +164,48 @@ def test_a_port_keeps_its_device_busy() -> None:
     }
 
 
-def test_what_yields_shares_its_links() -> None:
-    """A message takes as much longer as it shares them, at most twice as long; what yields waits for the links that much longer, but ends
-    as if nobody had passed. Messages wait for each other."""
+def test_a_port_s_overhead_counts_from_the_start_of_what_waited_for_its_links() -> None:
     link = 4
     tasks = TaskGraph(
         by_hand().plan,
-        TWO,
+        replace(TWO, ports=(Port(link - 2, 0, 0, 0),)),
         (
-            replace(task("sum", 0, 100, link), yields=True),
-            task("before", 1, 30, 0),
-            task("message", 2, 20, link, after=(1,)),
-            task("next", 3, 20, link, after=(1,)),
-            task("rest", 4, 55, 0, after=(1,)),
-            task("at the end", 5, 20, link, after=(4,)),
-            replace(task("next sum", 6, 10, link, after=(0,)), yields=True),
-            task("who waits for the sum", 7, 5, 1, after=(0,)),
+            task("meanwhile", 0, 40, 0),
+            task("ahead", 1, 100, link),
+            replace(task("waits", 2, 10, link), cpu_overhead_ns=20),
+            task("behind", 3, 5, 0, after=(0,)),
         ),
     )
     assert times(tasks, simulate(tasks)) == {
-        "sum": (0, 100),
-        "before": (0, 30),
-        "message": (30, 70),
-        "next": (70, 110),
-        "rest": (30, 85),
-        "at the end": (110, 150),  # behind "next"; the sum has the links until 140, as two have passed it
-        "next sum": (160, 170),
-        "who waits for the sum": (100, 105),
+        "meanwhile": (0, 40),
+        "ahead": (0, 100),
+        "waits": (100, 110),
+        "behind": (120, 125),
     }
+
+
+def test_what_becomes_ready_comes_between_the_chunks_of_a_sum() -> None:
+    """Messages in the order in which they are ready; together all of it takes as long as ever."""
+    link = 4
+    chunks = (Task((0, 0, 0, 0, 0, 0, k), "sum", TaskKind.SYNC, (link,), 25, (k - 1,) if k else ()) for k in range(4))
+    tasks = by_hand(
+        *chunks,
+        task("before", 1, 30, 0),
+        task("message", 2, 20, link, after=(4,)),
+        task("next", 3, 10, link, after=(4,)),
+        task("who waits for the sum", 4, 5, 1, after=(3,)),
+    )
+    schedule = simulate(tasks)
+    assert list(zip(schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True)) == [
+        (0, 25),
+        (25, 50),
+        (80, 105),
+        (105, 130),
+        (0, 30),
+        (50, 70),
+        (70, 80),
+        (130, 135),
+    ]
 
 
 def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
@@ -201,7 +215,7 @@ def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
 
     tasks = TaskGraph(
         by_hand().plan,
-        replace(TWO, restart=Restart(((4, 2), (14, 7))), ports=(Port(3, 1, 0, 0),)),
+        replace(TWO, cold_penalty=ColdPenalty(((4, 2), (14, 7))), ports=(Port(3, 1, 0, 0),)),
         (
             tile(task("first", 0, 10, 0)),
             task("sent", 1, 20, 4, after=(0,)),
@@ -210,7 +224,7 @@ def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
             task("sent again", 4, 20, 4, after=(3,)),
             tile(task("long", 5, 100, 0, after=(4,))),
             tile(task("elsewhere", 6, 4, 1, after=(0,))),
-            replace(task("from there", 7, 1, 5, after=(6,)), handling_ns=3),
+            replace(task("from there", 7, 1, 5, after=(6,)), cpu_overhead_ns=3),
             tile(task("behind its port", 8, 10, 1, after=(6,))),
         ),
     )

@@ -89,7 +89,7 @@ def test_rows_are_pulled_before_the_step_and_pushed_behind_it() -> None:
     # each looks up two rows, one of them in each partition: 8 bytes say how many; 12 bytes come, 8 bytes say which
     asked = named[ASK_NAME]
     assert asked.flows == ((0, 1, 8), (1, 0, 8), (0, 1, 0), (1, 0, 0)) and asked.bytes == 16 and asked.predecessors == ()
-    assert set(asked.resources) == {0, 1, *named["pull table[0]"].resources} and asked.handling_ns == 0
+    assert set(asked.resources) == {0, 1, *named["pull table[0]"].resources} and asked.cpu_overhead_ns == 0
     assert spans[ASK_NAME] == (0, 8 * UNIT_NS + 1)  # no time is less than a nanosecond
     assert named["pull table[0]"].flows == ((0, 1, 12 + 8), (1, 0, 12 + 8)) and predecessors(tasks, "pull table[0]") == {ASK_NAME}
     assert named["push table[0]"].flows == ((0, 1, 12), (1, 0, 12))

@@ -32,13 +32,13 @@ def test_keys_are_in_the_order_of_ids(one: tuple[int, ...], other: tuple[int, ..
     assert all(0 <= number < 1 << 63 for number in a)
 
 
-def test_there_is_room_for_phases_micro_batches_and_chunks() -> None:
-    """A micro-batch fits between phase and position, a chunk behind the piece."""
+def test_there_is_room_for_phases_and_micro_batches() -> None:
+    """A micro-batch fits between phase and position."""
     last = [limit - 1 for limit in LIMITS.values()]
     (phase, *_), (other_phase, *_) = task_key(2, 0, 0, 0, 0, 0), task_key(3, 0, 0, 0, 0, 0)
     assert (other_phase - phase) // (task_key(2, *last[1:])[0] - phase + 1) == MICRO_BATCHES
-    assert task_key(0, 0, 0, 0, 0, 1)[1] == CHUNKS
-    assert LIMITS["phase"] == 16 and task_key(*last)[1] + CHUNKS - 1 < 1 << 63
+    assert task_key(0, 0, 0, 0, 0, 1)[1] == CHUNKS and task_key(0, 0, 0, 0, 0, 0, 1)[1] == 1
+    assert LIMITS["phase"] == 16 and task_key(*last)[1] < 1 << 63
 
 
 @pytest.mark.parametrize("part", range(len(LIMITS)))

@@ -32,10 +32,11 @@ from soap.search.compiled.space_arrays import NO_WEIGHT, SearchTables
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import OPERATORS, Edit
 from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
-from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial
+from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.jit import compiled, entry
 from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_tables import FITS, UNKNOWN, MemoryTables
+from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
 from soap.simulator.compiled.world import World
 
 DONE, MUST_ASK = 0, 1

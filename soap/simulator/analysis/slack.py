@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 
-from soap.simulator.tasks import Schedule, Task, TaskGraph
+from soap.simulator.tasks import Schedule, TaskGraph
 
 UNBOUNDED = 2**62
 """Latest time, in nanoseconds, of what nothing waits for."""
@@ -18,13 +18,11 @@ UNBOUNDED = 2**62
 
 def slack_ns(tasks: TaskGraph, schedule: Schedule) -> list[int]:
     """For each task, in nanoseconds, at least 0: if it ends so much later and keeps its devices and links till then, the iteration takes no
-    longer. That holds while every device and link serves in the same order, and tiles take as long as they did (``Topology.restart``
+    longer. That holds while every device and link serves in the same order, and tiles take as long as they did (``Topology.cold_penalty``
     is not worked out anew).
 
-    What follows on a device waits for it. What follows on a link waits too, unless the task yields there: then both share the link, and the
-    other one takes longer by as much as they share, up to twice its time. A communication that is ready later keeps the devices of its
-    ports busy later. Without ports nothing yields, and the slack is exact: one nanosecond more makes the iteration a nanosecond longer.
-    With ports it may be less than what would just do.
+    What follows on a device or link waits for it; a communication that starts later keeps the devices of its ports busy later. The slack is
+    exact: one nanosecond more makes the iteration a nanosecond longer.
     """
     return _Backward(tasks, schedule).slack_ns()
 
@@ -52,18 +50,16 @@ def service_order(tasks: TaskGraph, schedule: Schedule) -> list[int]:
 
 
 class _Backward:
-    """Latest times, from the last task to the first. ``_free_by``, ``_passable_by``: by resource, when it has to be free, for what waits
-    for all tasks and for what passes those that yield; both are of the time behind the task that is taken next."""
+    """Latest times, from the last task to the first. ``_free_by``: by resource, when it has to be free behind the task that is taken
+    next."""
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
-        self._tasks, self._links_from = tasks.tasks, tasks.topology.device_count
-        self._ports = {self._links_from + port.link: port.device for port in tasks.topology.ports if port.device is not None}
+        self._tasks, links_from = tasks.tasks, tasks.topology.device_count
+        self._ports = {links_from + port.link: port.device for port in tasks.topology.ports if port.device is not None}
         self._starts, self._ends = schedule.start_ns.tolist(), schedule.end_ns.tolist()
         self._order = service_order(tasks, schedule)
-        self._shared_until = self._find_shared()
         self._end_by = [schedule.makespan_ns] * len(self._tasks)
         self._free_by: defaultdict[int, int] = defaultdict(lambda: UNBOUNDED)
-        self._passable_by: defaultdict[int, int] = defaultdict(lambda: UNBOUNDED)
 
     def slack_ns(self) -> list[int]:
         """By task."""
@@ -71,41 +67,16 @@ class _Backward:
             self._take(position)
         return [latest - end for latest, end in zip(self._end_by, self._ends, strict=True)]
 
-    def _passed(self, task: Task) -> list[int]:
-        """Those of its resources on which it passes what yields."""
-        passes = task.tile is None and not task.yields
-        return [resource for resource in task.resources if passes and resource >= self._links_from]
-
-    def _find_shared(self) -> list[int]:
-        """By task: until when those that it passes hold its links."""
-        free: defaultdict[int, int] = defaultdict(int)
-        until = [0] * len(self._tasks)
-        for position in self._order:
-            task = self._tasks[position]
-            left_ns, passed = self._ends[position] - task.latency_ns, self._passed(task)
-            until[position] = max((free[resource] for resource in passed), default=0)
-            for resource in task.resources:
-                free[resource] = max(left_ns, free[resource] + task.held_ns) if resource in passed else left_ns
-        return until
-
     def _take(self, position: int) -> None:
-        task, passed = self._tasks[position], self._passed(self._tasks[position])
-        ready_by = UNBOUNDED
+        task = self._tasks[position]
+        start_by = UNBOUNDED
         for device in {self._ports[resource] for resource in task.resources if resource in self._ports}:
-            self._free_by[device] -= task.handling_ns
-            ready_by = min(ready_by, self._free_by[device])
+            self._free_by[device] -= task.cpu_overhead_ns  # it is busy from the task's start on
+            start_by = min(start_by, self._free_by[device])
         left_by = min(self._end_by[position] - task.latency_ns, *(self._free_by[resource] for resource in task.resources), UNBOUNDED)
-        left_by = min(left_by, *(self._passable_by[resource] for resource in passed), UNBOUNDED)
         self._end_by[position] = left_by + task.latency_ns
-        held_ns = task.held_ns if passed else self._ends[position] - self._starts[position] - task.latency_ns
-        start_by, shared_by = left_by - held_ns, left_by - held_ns
-        if self._shared_until[position] > shared_by:  # there is time for sharing links all the while, however long others hold them
-            start_by, shared_by = start_by - held_ns, UNBOUNDED
-        for resource in task.resources:
-            if resource in passed:
-                self._passable_by[resource] = start_by
-                self._free_by[resource] = min(self._free_by[resource] - held_ns, shared_by)
-            else:
-                self._free_by[resource] = start_by
+        held_ns = self._ends[position] - self._starts[position] - task.latency_ns
+        start_by = min(start_by, left_by - held_ns)
+        self._free_by.update(dict.fromkeys(task.resources, start_by))
         for predecessor in task.predecessors:
-            self._end_by[predecessor] = min(self._end_by[predecessor], start_by, ready_by)
+            self._end_by[predecessor] = min(self._end_by[predecessor], start_by)

@@ -67,12 +67,14 @@ def chrome_trace(
     """The schedule as one process with a thread per device, link and busy CPU core; a task that holds several links shows on each.
 
     A tile's event names its operator's kind. A message's ends when it sets its links free, and says how much later it arrives: of two
-    events on one thread that overlap, viewers draw one. ``memory``: each device's, shown as a counter.
+    events on one thread that overlap, viewers draw one. Each chunk of a sum has an event. ``memory``: each device's, shown as a counter.
     """
     events = _process_events(process_name, shown_resources(tasks))
     details = task_details(tasks)
     for task, start in zip(tasks.tasks, schedule.start_ns.tolist(), strict=True):
         told = details.get(task.name, {}) | ({"latency_ns": task.latency_ns} if task.latency_ns else {})
+        if task.chunk is not None:
+            told = told | {"chunk": task.chunk}
         for resource in task.resources:
             events.append(_complete_event(task.name, task.kind.value, resource, start, start + task.held_ns, told))
     for device, curve in zip(tasks.topology.devices, memory, strict=False):
@@ -153,7 +155,7 @@ def critical_path(tasks: TaskGraph, schedule: Schedule) -> list[int]:
 
     A task waits for its predecessors or for a device or link that another task holds. Among several reasons that end at the same
     time, a predecessor is taken before a resource, then the lowest position. A task that waits for what its device does beside tasks
-    (for a port, to launch it), or for what has passed on a link that it yields, follows its latest predecessor.
+    (for a port, to launch it) follows its latest predecessor.
     """
     if not tasks.tasks:
         return []

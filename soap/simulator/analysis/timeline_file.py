@@ -125,12 +125,21 @@ def _timeline(description: Description, events: list[dict[str, Any]]) -> Timelin
         if event["ph"] != "X":
             continue
         task, known = _task(event, threads), tasks.get(event["name"])
-        if known is not None:
+        if known is not None and "chunk" in event.get("args", {}):
+            task = _with_chunk(known, task)
+        elif known is not None:
             if replace(task, threads=known.threads) != known:
                 raise TimelineError(f"task {short(task.name)} occurs twice, at different times; expected what --timeline wrote")
             task = replace(task, threads=known.threads + task.threads)
         tasks[task.name] = task
     return Timeline(description, tasks, {"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _with_chunk(known: TimedTask, chunk: TimedTask) -> TimedTask:
+    """What has been read of a task, and one more of its chunks: from the start of the first to the end of the last, as it is measured."""
+    start_ns, end_ns = min(known.start_ns, chunk.start_ns), max(known.end_ns, chunk.end_ns)
+    threads = known.threads + tuple(thread for thread in chunk.threads if thread not in known.threads)
+    return replace(known, start_ns=start_ns, end_ns=end_ns, duration_ns=end_ns - start_ns, threads=threads)
 
 
 def _task(event: Mapping[str, Any], threads: Mapping[int, str]) -> TimedTask:
@@ -233,7 +242,7 @@ def _details(value: Any) -> dict[str, Any]:
     """What an event says besides: names and counts."""
     if not isinstance(value, dict):
         raise ValueError("an object")
-    checks: dict[str, Callable[[Any], Any]] = dict.fromkeys(("bytes", "median_ns", "latency_ns", "sort_index"), _count)
+    checks: dict[str, Callable[[Any], Any]] = dict.fromkeys(("bytes", "median_ns", "latency_ns", "chunk", "sort_index"), _count)
     checks |= dict.fromkeys(("operator", "name"), _name)
     return {key: check(value[key]) for key, check in checks.items() if key in value}
 

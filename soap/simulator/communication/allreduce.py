@@ -4,8 +4,8 @@ An algorithm is a list of *steps*. In a step all hops move the same part of the 
 the slowest hop's latency a (its links' latencies added up in the order of the route), the busiest link's share s (seconds per byte of that
 link, times the hops that cross it) and the slowest device's adding g (``REDUCE_TRAFFIC`` bytes of its memory's traffic per byte), a step
 that is repeated r times and moves 1/p of B bytes per hop takes r * (a + B/p * s), and r * B/p * g more if it adds. Where it was
-measured how much longer than a message's the latency of a step is (``Topology.crowding``), an algorithm's whole latency is multiplied by
-that.
+measured how much longer than a message's the latency of a step is (``Topology.latency_factor``), an algorithm's whole latency is
+multiplied by that.
 
 - *Ring*: reduce-scatter, then all-gather, n-1 steps of 1/n each (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms", 2009). What
   gloo takes, and NCCL for large buffers: 2(n-1)a + 2(n-1)/n B s + (n-1)/n B g on one switch.
@@ -174,7 +174,7 @@ def _option(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) ->
         seconds_per_byte += step.repeats / step.parts * loads.share
         if step.adds:
             seconds_per_byte += step.repeats / step.parts * adding
-    latency_seconds *= topology.crowding.of_all_reduce(len(set(devices)))
+    latency_seconds *= topology.latency_factor.of_all_reduce(len(set(devices)))
     return AllReduceOption(algorithm, latency_seconds, seconds_per_byte, tuple(sorted(used)))
 
 

@@ -40,7 +40,7 @@ class Communication:
         links = [[float(link.bandwidth_bytes_per_second), float(link.latency_seconds)] for link in self.topology.links]
         devices = [[device.type.kind, float(device.type.memory_bandwidth_bytes_per_second)] for device in self.topology.devices]
         ports = [asdict(port) for port in self.topology.ports]
-        measured = [ports, asdict(self.topology.handling), asdict(self.topology.crowding), asdict(self.topology.restart)]
+        measured = [ports, asdict(self.topology.cpu_overhead), asdict(self.topology.latency_factor), asdict(self.topology.cold_penalty)]
         text = json.dumps(["communication", VERSION, REDUCE_TRAFFIC, links, devices, *measured])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -96,13 +96,13 @@ class Communication:
         """Bytes that an all-reduce puts on all its hops together."""
         return allreduce_bytes(reduced_bytes, len(devices))
 
-    def exchange_ns(self, flows: Sequence[Flow], reduced_bytes: int = 0, crowding: float | None = None) -> int:
+    def exchange_ns(self, flows: Sequence[Flow], reduced_bytes: int = 0, latency_factor: float | None = None) -> int:
         """Flows between devices that run at once as one collective, or as a round of it (``collectives.exchange_seconds``); every target
         then adds up at most ``reduced_bytes``."""
-        key = (tuple(flows), reduced_bytes, crowding)
+        key = (tuple(flows), reduced_bytes, latency_factor)
         found = self._exchanges.get(key)
         if found is None:
             if len(self._exchanges) >= CACHE_ENTRIES:
                 self._exchanges.clear()
-            found = self._exchanges[key] = nanoseconds(exchange_seconds(self.topology, flows, reduced_bytes, crowding))
+            found = self._exchanges[key] = nanoseconds(exchange_seconds(self.topology, flows, reduced_bytes, latency_factor))
         return found

@@ -67,8 +67,8 @@ class Synchronization:
     def _move(self, sync: ShardSync, step: SyncStep, after: Iterable[int]) -> int:
         place = self._place(sync, step.stage)
         if step.summed_bytes:
-            return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, sync.readers, after, yields=step.large)
-        return self._tasks.exchange(place, step.name, TaskKind.SYNC, step.rounds, after, yields=step.large)
+            return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, sync.readers, after, chunked=step.large)
+        return self._tasks.exchange(place, step.name, TaskKind.SYNC, step.rounds, after, chunked=step.large)
 
     def _serve(self, sync: ShardSync, part: ShardUpdate, resource: int, after: Iterable[int]) -> int:
         """What a server does with one partition."""

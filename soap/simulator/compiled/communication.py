@@ -37,20 +37,20 @@ def latency_ns(K: ClusterTables, source: int, target: int, duration: int) -> int
 
 
 @compiled
-def message_handling_ns(K: ClusterTables, source: int, target: int, held: int) -> int:
+def message_overhead_ns(K: ClusterTables, source: int, target: int, held: int) -> int:
     """For how long a message that holds links for so long keeps each of its ports' devices busy."""
     return K.message_ns[source, target] + K.message_permille[source, target] * held // 1000
 
 
 @compiled
-def exchange_handling_ns(K: ClusterTables, S: Scratch, duration: int) -> int:
+def exchange_overhead_ns(K: ClusterTables, S: Scratch, duration: int) -> int:
     """The same of an exchange whose rounds have been made since ``begin_links``."""
     messages = min(S.count[BUSIEST], len(K.exchange_ns) - 1)
     return K.exchange_ns[messages] + K.exchange_permille[messages] * duration // 1000
 
 
 @compiled
-def sum_handling_ns(K: ClusterTables, devices: int, duration: int) -> int:
+def sum_overhead_ns(K: ClusterTables, devices: int, duration: int) -> int:
     """The same of a sum over so many devices, or of a broadcast."""
     return K.sum_ns[devices - 1] + K.sum_permille[devices - 1] * duration // 1000
 
@@ -197,8 +197,8 @@ def round_ns(K: ClusterTables, S: Scratch, reduced: int, tree: int = 0) -> int:
         for at in range(K.route_ptr[pair], K.route_ptr[pair + 1]):
             link = K.route[at] - devices
             moving = max(moving, S.load[link] / K.link_bandwidth[link])
-    crowding = K.tree_crowding[tree - 1] if tree > 0 else K.crowding[min(messages, len(K.crowding) - 1)]
-    return nanoseconds(messages * latency * crowding + moving + reduced * REDUCE_TRAFFIC / memory)
+    latency_factor = K.tree_latency_factor[tree - 1] if tree > 0 else K.latency_factor[min(messages, len(K.latency_factor) - 1)]
+    return nanoseconds(messages * latency * latency_factor + moving + reduced * REDUCE_TRAFFIC / memory)
 
 
 @compiled

@@ -24,8 +24,6 @@ from soap.simulator.compiled.events import (
     NO_BOUND,
     PAUSED,
     STOPPED,
-    TAKEN,
-    Trial,
     any_sum_is_ready,
     begin,
     is_late,
@@ -39,6 +37,7 @@ from soap.simulator.compiled.matching import forget_matches, match_slots, match_
 from soap.simulator.compiled.rows import is_on_rows
 from soap.simulator.compiled.scratch import EXPECTED
 from soap.simulator.compiled.synchronization import expect_updates, is_certain
+from soap.simulator.compiled.trial import TAKEN, Trial
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
 
@@ -86,7 +85,7 @@ def _simulate(W, P, T, at_most):  # type: ignore[no-untyped-def]
             T.rest[device] += S.floor[device]
     if is_late(T, at_most):
         return STOPPED
-    makespan = play(G, C, R, P, T, at_most, sums)
+    makespan = play(G, C, R, P, T, at_most, len(T.order), sums)
     if makespan != PAUSED and not (sums and makespan != STOPPED):
         return makespan
     change_sums(W)
@@ -99,7 +98,7 @@ def _simulate(W, P, T, at_most):  # type: ignore[no-untyped-def]
             T.rest[device] += C.duration[device] - S.floor[device]
     if is_late(T, at_most):
         return STOPPED
-    return play(G, C, R, P, T, at_most, False)
+    return play(G, C, R, P, T, at_most, len(T.order), False)
 
 
 @compiled
@@ -168,4 +167,4 @@ def adopt(W: World, P: Trial, T: Trial) -> None:
     """``confirm``, and make ``T`` the simulation that the next proposal is compared with."""
     confirm(W, P, T)
     keep_order(T)
-    retrace(W.state, T, W.history)
+    retrace(W.graph, W.state, T, W.history)

@@ -13,13 +13,13 @@ from soap.simulator.compiled.communication import (
     allreduce,
     begin_flows,
     begin_links,
-    exchange_handling_ns,
+    exchange_overhead_ns,
     find_list,
     join_flow,
     latency_ns,
-    message_handling_ns,
+    message_overhead_ns,
     round_ns,
-    sum_handling_ns,
+    sum_overhead_ns,
     total_flow,
     transfer_ns,
 )
@@ -53,12 +53,12 @@ FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 
 
 @entry
-def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int) -> tuple[int, int]:
+def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int, chunk: int = 0) -> tuple[int, int]:
     """A task's id as two numbers, in the order of the parts: see ``task_ids``. ValueError if one of them is too large."""
-    above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES
+    above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES | chunk // CHUNKS
     if above:  # limits are powers of two: what is negative stays so
         raise ValueError(UNNUMBERED)
-    return ((phase * MICRO_BATCHES * POSITIONS + position) * STAGES + stage) * TILES + a, (b * PIECES + c) * CHUNKS
+    return ((phase * MICRO_BATCHES * POSITIONS + position) * STAGES + stage) * TILES + a, (b * PIECES + c) * CHUNKS + chunk
 
 
 @compiled
@@ -126,13 +126,13 @@ def _edge(S, source, target):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _task(S, key, duration, handling, resource, resource_n, size):  # type: ignore[no-untyped-def]
+def _task(S, key, duration, overhead, resource, resource_n, size):  # type: ignore[no-untyped-def]
     """``resource``: as ``State.resource``, but -1 - place in ``Scratch.res``."""
     n = S.count[TASKS]
     if n + 2 > len(S.t_key):
         raise MemoryError(FULL)
     S.t_key[n], S.t_subkey[n] = key
-    S.t_dur[n], S.t_latency[n], S.t_handling[n] = duration, 0, handling
+    S.t_dur[n], S.t_latency[n], S.t_overhead[n] = duration, 0, overhead
     S.t_res[n], S.t_res_n[n], S.t_bytes[n] = resource, resource_n, size
     S.count[TASKS] = n + 1
     return n
@@ -208,8 +208,8 @@ def _sum_task(W, first_output, red, key, gradient):  # type: ignore[no-untyped-d
     size = V.box_volume[S.r_box[red]] * itemsize
     if S.r_cells[red] < 0:
         duration, way = allreduce(R, find_list(R.sets, S.r_dev[first:last]), size)
-        handling = sum_handling_ns(K, last - first, duration)
-        return _task(S, key, duration, handling, R.resource[way], R.resource_n[way], 2 * (last - first - 1) * size)
+        overhead = sum_overhead_ns(K, last - first, duration)
+        return _task(S, key, duration, overhead, R.resource[way], R.resource_n[way], 2 * (last - first - 1) * size)
     begin_links(S)
     begin_flows(S)
     resources, largest = S.count[RESOURCES], 0
@@ -221,13 +221,13 @@ def _sum_task(W, first_output, red, key, gradient):  # type: ignore[no-untyped-d
                 source, target = S.r_dev[first + a], S.r_dev[first + b]
                 add_flow(S, target if gradient else source, source if gradient else target, volume * itemsize)
     duration = round_ns(K, S, 0 if gradient else (last - first - 1) * largest * itemsize)
-    return _collective_task(S, key, duration, exchange_handling_ns(K, S, duration), resources, total_flow(S))
+    return _collective_task(S, key, duration, exchange_overhead_ns(K, S, duration), resources, total_flow(S))
 
 
 @compiled
-def _collective_task(S, key, duration, handling, resources, moved):  # type: ignore[no-untyped-def]
+def _collective_task(S, key, duration, overhead, resources, moved):  # type: ignore[no-untyped-def]
     """One whose links are those in ``res`` from place ``resources`` on."""
-    return _task(S, key, duration, handling, -1 - resources, S.count[RESOURCES] - resources, moved)
+    return _task(S, key, duration, overhead, -1 - resources, S.count[RESOURCES] - resources, moved)
 
 
 @compiled
@@ -261,8 +261,8 @@ def _carrier_task(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
         resource_n = K.route_ptr[pair + 1] - K.route_ptr[pair]
         duration = transfer_ns(K, source, target, size)
         latency = latency_ns(K, source, target, duration)
-        handling = message_handling_ns(K, source, target, duration - latency)
-        task = _task(S, key, duration, handling, devices + K.route_ptr[pair], resource_n, size)
+        overhead = message_overhead_ns(K, source, target, duration - latency)
+        task = _task(S, key, duration, overhead, devices + K.route_ptr[pair], resource_n, size)
         S.t_latency[task] = latency
         return task
     begin_links(S)
@@ -270,7 +270,7 @@ def _carrier_task(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
     itemsize = G.output_itemsize[first_output + S.f_out[fetch]]
     if S.k_pattern[carrier] == BROADCAST:
         duration, moved, members = _tree(W, carrier, S.p_volume[piece] * itemsize, gradient)
-        return _collective_task(S, key, duration, sum_handling_ns(K, members, duration), resources, moved)
+        return _collective_task(S, key, duration, sum_overhead_ns(K, members, duration), resources, moved)
     begin_flows(S)
     S.count[STAMP] += 1
     stamp = S.count[STAMP]
@@ -283,7 +283,7 @@ def _carrier_task(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
             join_flow(S, stamp, devices, source, target, S.p_volume[part] * itemsize)
     moved = total_flow(S)
     duration = round_ns(K, S, 0)
-    return _collective_task(S, key, duration, exchange_handling_ns(K, S, duration), resources, moved)
+    return _collective_task(S, key, duration, exchange_overhead_ns(K, S, duration), resources, moved)
 
 
 @compiled
@@ -481,7 +481,7 @@ def _install(C, S, op, own, own_slot, first_reader, last_reader):  # type: ignor
         slot = own_slot + task
         C.key[slot], C.subkey[slot] = S.t_key[task], S.t_subkey[task]
         C.duration[slot], C.resource_n[slot], C.moved[slot] = S.t_dur[task], S.t_res_n[task], S.t_bytes[task]
-        C.latency[slot], C.handling[slot] = S.t_latency[task], S.t_handling[task]
+        C.latency[slot], C.overhead[slot] = S.t_latency[task], S.t_overhead[task]
         C.resource[slot] = S.t_res[task] if S.t_res[task] >= 0 else -1 - (pool - 1 - S.t_res[task])
         C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, OTHER, op, base + own + task
     C.used[SLOTS] = own_slot + tasks

@@ -77,8 +77,8 @@ class ClusterTables(NamedTuple):
     number.
     ``row_seconds``: by device, as ``servers.row_seconds``. A message from s to t keeps devices busy for ``message_ns[s, t]`` and
     ``message_permille[s, t]`` of its time. By how many messages a device has in an exchange, the last for all further numbers:
-    ``crowding``, ``Topology.crowding``, and ``exchange_ns``, ``exchange_permille``, ``Topology.handling``. By the number of devices, less
-    one: ``tree_crowding``, ``sum_ns``, ``sum_permille``.
+    ``latency_factor``, ``Topology.latency_factor``, and ``exchange_ns``, ``exchange_permille``, ``Topology.cpu_overhead``. By the number of
+    devices, less one: ``tree_latency_factor``, ``sum_ns``, ``sum_permille``.
     """
 
     distance: NDArray[np.int8]
@@ -100,10 +100,10 @@ class ClusterTables(NamedTuple):
     row_seconds: Floats
     message_ns: Longs
     message_permille: Longs
-    crowding: Floats
+    latency_factor: Floats
     exchange_ns: Longs
     exchange_permille: Longs
-    tree_crowding: Floats
+    tree_latency_factor: Floats
     sum_ns: Longs
     sum_permille: Longs
 
@@ -218,9 +218,9 @@ def cluster_tables(communication: Communication) -> ClusterTables:
     if topology.ports:
         shares = [communication.message_share(*divmod(pair, count)) for pair in range(len(pairs))]
         message_shares[:] = np.array(shares).T.reshape(2, count, count)
-    sum_shares = np.array([topology.handling.of_all_reduce(devices) for devices in range(1, count + 1)], np.int64).T.copy()
-    exchange_shares = np.array([topology.handling.of_exchange(1 + messages) for messages in range(count + 1)], np.int64).T.copy()
-    tree_crowding = [topology.crowding.of_tree(devices, (devices - 1).bit_length()) for devices in range(1, count + 1)]
+    sum_shares = np.array([topology.cpu_overhead.of_all_reduce(devices) for devices in range(1, count + 1)], np.int64).T.copy()
+    exchange_shares = np.array([topology.cpu_overhead.of_exchange(1 + messages) for messages in range(count + 1)], np.int64).T.copy()
+    tree_latency_factor = [topology.latency_factor.of_tree(devices, (devices - 1).bit_length()) for devices in range(1, count + 1)]
     return ClusterTables(
         distance=np.where(host[:, None] == host, 1 - np.eye(count, dtype=np.int8), 2).astype(np.int8),
         route_ptr=np.append(0, np.cumsum((routes >= 0).sum(axis=1))),
@@ -241,10 +241,10 @@ def cluster_tables(communication: Communication) -> ClusterTables:
         row_seconds=np.array([row_seconds(topology, device) for device in range(count)], np.float64),
         message_ns=message_shares[0],
         message_permille=message_shares[1],
-        crowding=np.array([topology.crowding.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
+        latency_factor=np.array([topology.latency_factor.of_exchange(1 + messages) for messages in range(count + 1)], np.float64),
         exchange_ns=exchange_shares[0],
         exchange_permille=exchange_shares[1],
-        tree_crowding=np.array(tree_crowding, np.float64),
+        tree_latency_factor=np.array(tree_latency_factor, np.float64),
         sum_ns=sum_shares[0],
         sum_permille=sum_shares[1],
     )

@@ -26,7 +26,7 @@ class DeviceGroups:
         self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
         self._way_ptr.add([0])
         self._port_device = _port_devices(communication.topology)
-        self._restart = np.array([(0, 0), *communication.topology.restart.points], np.int64).ravel()
+        self._cold_penalty = np.array([(0, 0), *communication.topology.cold_penalty.points], np.int64).ravel()
         self.arrays = self._make()
 
     def add(self, devices: tuple[int, ...]) -> None:
@@ -51,7 +51,7 @@ class DeviceGroups:
             resource_n=self._resource_n.array(),
             static=self._static.array(),
             port_device=self._port_device,
-            restart=self._restart,
+            cold_penalty=self._cold_penalty,
         )
 
 

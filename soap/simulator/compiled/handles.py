@@ -8,23 +8,25 @@ arrays would cost microseconds per call; these and numba's own mutable structure
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numba import from_dtype, types
 from numba.core.datamodel import models
 from numba.core.typing.templates import AttributeTemplate
-from numba.extending import NativeValue, infer_getattr, lower_getattr_generic, register_model, unbox
+from numba.extending import NativeValue, infer_getattr, intrinsic, lower_getattr_generic, register_model, unbox
 from numba.np.arrayobj import populate_array
 
 Structure = TypeVar("Structure", bound=NamedTuple)
 
 
 class HandleType(types.Type):
-    """What a handle is to the compiler. ``fields``: name -> (place in the table, type)."""
+    """What a handle is to the compiler. ``structure``: of which named tuple. ``fields``: name -> (place in the table, type)."""
 
-    def __init__(self, name: str, layout: tuple[tuple[str, Any], ...]) -> None:
+    def __init__(self, structure: type, layout: tuple[tuple[str, Any], ...]) -> None:
+        self.structure, name = structure, structure.__name__
         self.fields: dict[str, tuple[int, Any]] = {}
         place = 0
         for field, kind in layout:
@@ -67,7 +69,7 @@ class _Handle:
         table = np.array(words, np.int64)
         self._kept.append(table)
         self.address = table.ctypes.data
-        self._numba_type_ = _handle_type(type(structure).__name__, tuple(layout))
+        self._numba_type_ = _handle_type(cast(Hashable, type(structure)), tuple(layout))
 
 
 def handle(structure: Structure) -> Structure:
@@ -121,3 +123,25 @@ def _look_up(context, builder, kind, table, name):  # type: ignore[no-untyped-de
         strides.insert(0, builder.mul(size, strides[0]))
     populate_array(array, data=word(place, array.data.type), shape=shape, strides=strides, itemsize=item_bytes, meminfo=None)
     return array._getvalue()
+
+
+@intrinsic
+def _arrays_of(_context, kind):  # type: ignore[no-untyped-def]
+    """For compiled code: the named tuple of a handle's arrays. A loop that looks things up in branches does so in registers then, and in
+    each turn again in the handle's table otherwise."""
+    made = types.BaseTuple.from_types([field for _, field in kind.fields.values()], kind.structure)
+
+    def generate(context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+        values = [_look_up(context, builder, kind, arguments[0], name) for name in kind.fields]
+        return context.make_tuple(builder, made, values)
+
+    return made(kind), generate
+
+
+if TYPE_CHECKING:
+
+    def arrays_of(structure: Structure) -> Structure:
+        """To the type checker it is the structure itself, as a handle is."""
+
+else:
+    arrays_of = _arrays_of

@@ -9,51 +9,37 @@ from numpy.typing import NDArray
 
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, REPLACED, REPLACED_OPERATORS, REPULLED, Edit, Undo
-from soap.simulator.compiled.events import (
-    CURSOR,
-    DELAY,
-    IN_RUN,
-    MAKESPAN,
-    PER_DEVICE,
-    RUN,
-    SKIPPED,
-    TAKEN,
-    WAITING,
-    Trial,
-    has_ports,
-    hold,
-    push,
-)
-from soap.simulator.compiled.graph_arrays import GraphTables, Ints, Longs
+from soap.simulator.compiled.events import NO_BOUND, begin, play
+from soap.simulator.compiled.graph_arrays import GraphTables, Longs
 from soap.simulator.compiled.jit import compiled, entry
-from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, SYNC_BUCKET, UPDATE_DEVICE, Groups, State
+from soap.simulator.compiled.readiness import push, queue_of
+from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, Groups, State
+from soap.simulator.compiled.trial import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, clock_count, make_trial
 
 LEAST_SNAPSHOTS, MOST_SNAPSHOTS = 4, 24
 MOST_BYTES = 2**26
 """What all snapshots may take together."""
 
-MADE, NOW, LATEST, READY, COUNT, SINCE, BETWEEN = range(7)
-"""Places in ``History.at``: snapshots that are made; the place before which ``met_now`` to ``gone_now`` are valid; latest end till
-there; how many slots have been ready till there; how many snapshots there are to be; proposals since something was accepted; and how many
-it has been of late (times ``SMOOTHING``)."""
+MADE, COUNT, SINCE, BETWEEN = range(4)
+"""Places in ``History.at``: snapshots that are made; how many there are to be; proposals since something was accepted; and how many it has
+been of late (times ``SMOOTHING``)."""
 
 SMOOTHING = 8
 
 
 class History(NamedTuple):
     """Snapshot k is of the time before the task at ``place[k]`` of the order is taken. Per slot: ``met`` (predecessors that have ended),
-    ``ready`` (by these). Twice per resource, then ``PER_DEVICE`` times per device: ``free`` (see ``Trial``). Per device: ``gone`` (ns of
-    tiles that have been taken). ``pending[k, :pending_n[k]]``: ready slots. Snapshots are made when they are first needed, one after the
-    other.
+    ``ready`` (by these). ``clocks``: see ``Trial``. Per device: ``gone`` (ns of tiles that have been taken). ``pending[k, :pending_n[k]]``:
+    ready slots. Snapshots are made when they are first needed, one after the other, while ``now`` takes the same tasks again.
 
     ``first_sum``: place of the first backward pass or sum of gradients. ``first_update``: a place before which no device has done its last
-    backward pass, nor its update; ``last_backward``: places of these passes. ``met_now`` to ``gone_now``: working memory."""
+    backward pass, nor its update; ``last_backward``: places of these passes."""
 
     place: Longs
     makespan: Longs
     met: NDArray[np.int32]
     ready: NDArray[np.int64]
-    free: NDArray[np.int64]
+    clocks: NDArray[np.int64]
     gone: NDArray[np.int64]
     pending: NDArray[np.int32]
     pending_n: Longs
@@ -61,37 +47,41 @@ class History(NamedTuple):
     first_sum: Longs
     first_update: Longs
     last_backward: Longs
-    met_now: Ints
-    ready_now: Longs
-    free_now: Longs
-    gone_now: Longs
+    now: Trial
 
 
 def make_history(slots: int, resources: int, devices: int) -> History:
     """Room for snapshots of a state with so many slots."""
     count = min(MOST_SNAPSHOTS, max(1, MOST_BYTES // (16 * slots + 8 * resources)))
     longs, ints = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n, np.int32))
-    free = 2 * resources + PER_DEVICE * devices
-    tables = (ints(count, slots), longs(count, slots), longs(count, free), longs(count, devices), ints(count, slots))
-    now = (ints(slots), longs(slots), longs(free), longs(devices))
-    return History(longs(count), longs(count), *tables, longs(count), longs(8), longs(1), longs(1), longs(devices), *now)
+    return History(
+        place=longs(count),
+        makespan=longs(count),
+        met=ints(count, slots),
+        ready=longs(count, slots),
+        clocks=longs(count, clock_count(resources, devices)),
+        gone=longs(count, devices),
+        pending=ints(count, slots),
+        pending_n=longs(count),
+        at=longs(8),
+        first_sum=longs(1),
+        first_update=longs(1),
+        last_backward=longs(devices),
+        now=make_trial(slots, resources, devices),
+    )
 
 
 @entry
-def retrace(C: State, P: Trial, H: History) -> None:
+def retrace(G: GraphTables, C: State, P: Trial, H: History) -> None:
     """Begin with the history of ``P``, a complete simulation of the current state."""
-    slots, total = C.used[SLOTS], P.size[TAKEN]
-    fill(H.met_now, 0, slots, 0)
-    fill(H.ready_now, 0, slots, 0)
-    fill(H.free_now, 0, len(H.free_now), 0)
-    fill(H.gone_now, 0, len(H.gone_now), 0)
+    total = P.size[TAKEN]
+    begin(G, C, P, H.now, total, True)
     fill(H.last_backward, 0, len(H.last_backward), 0)
     H.first_sum[0] = H.first_update[0] = total
-    ready = last_forward = 0
+    last_forward = 0
     for place in range(total):
         slot = P.order[place]
         kind = C.kind[slot]
-        ready += C.waits[slot] == 0
         if kind == FORWARD_TILE:
             last_forward = place
         elif kind == BACKWARD_TILE:
@@ -101,7 +91,7 @@ def retrace(C: State, P: Trial, H: History) -> None:
     for device in range(len(H.last_backward)):
         if C.alive[device]:
             H.first_update[0] = min(H.first_update[0], H.last_backward[device])
-    H.at[MADE], H.at[NOW], H.at[LATEST], H.at[READY] = 0, 0, 0, ready
+    H.at[MADE] = 0
     _choose_count(H)
     count = H.at[COUNT]
     for k in range(count):
@@ -122,103 +112,32 @@ def _choose_count(H):  # type: ignore[no-untyped-def]
 @compiled
 def take_snapshots(G: GraphTables, C: State, R: Groups, P: Trial, H: History, latest: int) -> None:
     """Make those that are not behind the place ``latest``. Before anything is changed."""
-    slots = C.used[SLOTS]
     H.at[SINCE] += 1
     while H.at[MADE] < H.at[COUNT] and H.place[H.at[MADE]] <= latest:
         k = H.at[MADE]
-        H.at[LATEST] = _advance(
-            C.kind, C.owner, C.index, C.alive, C.arena, C.row, C.back_row, C.sync_row, C.tiles, C.resource, C.resource_n, C.duration,
-            C.launch, C.latency, C.handling, C.waits, G.source_ptr, G.source, R.static, R.port_device, R.restart, R.sets.ptr, R.sets.item,
-            P.order, P.start, P.end, H.met_now, H.ready_now, H.free_now, H.gone_now, H.at, H.place[k], H.at[LATEST],
-        )  # fmt: skip
-        H.makespan[k] = H.at[LATEST]
-        copy(H.met[k], 0, H.met_now, 0, slots)
-        copy(H.ready[k], 0, H.ready_now, 0, slots)
-        copy(H.free[k], 0, H.free_now, 0, len(H.free_now))
-        copy(H.gone[k], 0, H.gone_now, 0, len(H.gone_now))
-        H.pending_n[k] = _pending(C.waits, P.order, H.met_now, H.pending[k], H.place[k], H.at[READY] - H.place[k])
+        H.makespan[k] = play(G, C, R, P, H.now, NO_BOUND, H.place[k], False)
+        _note(C, P, H, H.now, k)
         H.at[MADE] = k + 1
 
 
 @compiled
-def _pending(waits, order, met, pending, taken, count):  # type: ignore[no-untyped-def]
-    """Find the slots that are ready and have not been taken: so many."""
-    n, place = 0, taken
-    while n < count:
-        slot = order[place]
-        if met[slot] == waits[slot]:
-            pending[n] = slot
-            n += 1
+def _note(C, P, H, T, k):  # type: ignore[no-untyped-def]
+    """Snapshot k is how far ``T`` is. With all of ``P`` as its run, what is ready in ``T`` waits in that."""
+    for slot in range(C.used[SLOTS]):
+        H.met[k, slot] = C.waits[slot] - max(0, T.left[slot])
+        H.ready[k, slot] = T.ready[slot]
+    for i in range(len(T.clocks)):
+        H.clocks[k, i] = T.clocks[i]
+    for device in range(len(T.rest)):
+        H.gone[k, device] = C.busy[device] + C.duration[device] - T.rest[device]
+    found, place = 0, T.size[TAKEN]
+    while found < T.size[WAITING]:
+        slot = P.order[place]
+        if T.left[slot] == IN_RUN:
+            H.pending[k, found] = slot
+            found += 1
         place += 1
-    return n
-
-
-@compiled
-def _advance(  # type: ignore[no-untyped-def]
-    kinds, owner, index, alive, arena, rows, back_row, sync_row, tiles, resources, resource_n, durations, launches, latencies, handlings,
-    waits, source_ptr, source, static, port_device, restart, set_ptr, set_item, order, starts, ends, met, ready, free, gone, at, last,
-    makespan,
-):  # fmt: skip
-    """Take the tasks before the place ``last`` again; the latest end so far."""
-    slow = len(free) - len(gone)
-    computed = slow - len(gone)
-    launched = computed - len(gone)
-    handled = launched - len(gone)
-    lasts = restart[len(restart) - 2]
-    sums_yield, devices = has_ports(port_device), len(gone)
-    ready_n = at[READY]
-    for place in range(at[NOW], last):
-        slot = order[place]
-        end, kind, op, resource = ends[slot], kinds[slot], owner[slot], resources[slot]
-        makespan = max(makespan, end)
-        if kind <= BACKWARD_TILE or kind == UPDATE_DEVICE:
-            free[resource] = end
-            if kind != UPDATE_DEVICE:
-                gone[resource] += durations[slot]
-                free[launched + resource] += launches[slot]
-                if starts[slot] > free[computed + resource]:
-                    free[slow + resource] = lasts
-                free[slow + resource] = max(0, free[slow + resource] - durations[slot])
-                free[computed + resource] = end
-        else:
-            count, left_ns, own_ns, taken = resource_n[slot], end - latencies[slot], handlings[slot], place + 1
-            start, sent, yields = starts[slot], durations[slot] - latencies[slot], sums_yield and kind == SYNC_BUCKET
-            held, first = (static, resource) if resource >= 0 else (arena, -1 - resource)
-            hold(free, held, first, count, ready[slot], start, left_ns, sent, own_ns, yields, devices, taken, handled, port_device)
-        first_row, last_row, own = 0, 1, -1
-        if kind == FORWARD_TILE:
-            own = slot + tiles[op]
-            if not alive[own]:
-                own = -1
-        elif kind == BACKWARD_TILE:
-            first_row, last_row, own = source_ptr[op], source_ptr[op + 1] + (sync_row[op] >= 0), resource
-        elif kind == SYNC_BUCKET:
-            last_row = 0
-            for i in range(set_ptr[index[slot]], set_ptr[index[slot] + 1]):
-                met[set_item[i]] += 1
-                ready[set_item[i]] = max(ready[set_item[i]], end)
-                ready_n += met[set_item[i]] == waits[set_item[i]]
-        elif kind == UPDATE_DEVICE:
-            last_row = 0
-        for i in range(first_row, last_row):
-            if kind == FORWARD_TILE:
-                row = rows[op] + index[slot]
-            elif kind == OTHER:
-                row = index[slot]
-            elif i < source_ptr[op + 1]:
-                row = back_row[source[i]] + index[slot]
-            else:
-                row = sync_row[op] + index[slot]
-            for k in range(arena[row], arena[row + 1]):
-                met[arena[k]] += 1
-                ready[arena[k]] = max(ready[arena[k]], end)
-                ready_n += met[arena[k]] == waits[arena[k]]
-        if own >= 0:
-            met[own] += 1
-            ready[own] = max(ready[own], end)
-            ready_n += met[own] == waits[own]
-    at[NOW], at[READY] = last, ready_n
-    return makespan
+    H.pending_n[k] = found
 
 
 @compiled
@@ -270,7 +189,7 @@ def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums:
     if H.place[k] == 0:
         return False
     _copy_met(T.left, T.ready, C.waits, H.met[k], H.ready[k], U.what[OLD_SLOTS], C.used[SLOTS])
-    copy(T.free, 0, H.free[k], 0, len(T.free))
+    copy(T.clocks, 0, H.clocks[k], 0, len(T.clocks))
     for device in range(len(T.rest)):
         T.rest[device] = C.busy[device] - H.gone[k, device] + (C.duration[device] if sums else 0)
     fill(T.size, 0, len(T.size), 0)
@@ -284,7 +203,7 @@ def resume(C: State, U: Undo, P: Trial, T: Trial, H: History, latest: int, sums:
     if sums:
         for device in range(len(T.rest)):
             if C.alive[device] and T.left[device] == 0:
-                push(T.heap_ready, T.heap_key, T.heap_slot, T.size, T.ready[device], C.key[device], device, C.subkey)
+                push(queue_of(C, P, T), device, T.ready[device])
     return True
 
 

@@ -45,6 +45,12 @@ def compiled(function: Function) -> Function:
     return cast(Function, _Part(py_func=function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True}, pipeline_class=PartCompiler))
 
 
+def inlined(function: Function) -> Function:
+    """``compiled``, and a part of its caller's machine code: for what a loop does in each turn."""
+    options = _OPTIONS | {"no_cpython_wrapper": True, "forceinline": True}
+    return cast(Function, _Part(py_func=function, targetoptions=options, pipeline_class=PartCompiler))
+
+
 class _Dispatcher(CPUDispatcher):
     """A function, and its versions by types of arguments."""
 

@@ -14,11 +14,11 @@ from soap.simulator.compiled.change import (
     SYNCHRONIZED,
     Undo,
 )
-from soap.simulator.compiled.events import Trial
 from soap.simulator.compiled.hashing import hash_join, hash_place
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP
 from soap.simulator.compiled.state import PULLS, SLOTS, SYNCS, State
+from soap.simulator.compiled.trial import Trial
 from soap.simulator.compiled.world import World
 
 NOWHERE = -1

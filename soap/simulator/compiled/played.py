@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soap.simulator.compiled.events import TAKEN, Trial
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.state import State
+from soap.simulator.compiled.trial import TAKEN, Trial
 
 
 class PlayedTask(NamedTuple):

@@ -78,7 +78,7 @@ class Scratch(NamedTuple):
     t_subkey: Longs
     t_dur: Longs
     t_latency: Longs
-    t_handling: Longs
+    t_overhead: Longs
     t_res: Longs
     t_res_n: Ints
     t_bytes: Longs

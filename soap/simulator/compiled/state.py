@@ -37,7 +37,7 @@ class State(NamedTuple):
     the backward pass; ``pull_slot``: first slot of the pulls before the forward pass.
 
     Per slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``), ``duration`` in ns, ``launch`` (of a tile, in ns),
-    ``latency`` (of a message, in ns, for which it holds nothing), ``handling`` (of communication, in ns, for which it keeps devices busy
+    ``latency`` (of a message, in ns, for which it holds nothing), ``overhead`` (of communication, in ns, for which it keeps devices busy
     that have ports at its links), ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``, ``waits`` (number of
     edges into it), ``kind``, ``owner`` (operator; -1 behind the backward pass), ``index`` (tile, row of another task, or group of a sum),
     ``moved`` bytes, ``alias`` (the slot that stands for this one in a trial, -1 if none does).
@@ -67,7 +67,7 @@ class State(NamedTuple):
     duration: Longs
     launch: Longs
     latency: Longs
-    handling: Longs
+    overhead: Longs
     resource: Longs
     resource_n: Ints
     waits: Ints
@@ -96,8 +96,8 @@ class Lists(NamedTuple):
 class Groups(NamedTuple):
     """Sets of devices that sum together (``Lists``, ascending). Group g may do so in the ways ``way_ptr[g]:way_ptr[g + 1]``, each of
     which takes ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins
-    with the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none). ``restart``: the points of
-    ``Topology.restart``, from (0, 0) on.
+    with the devices one by one and the routes of messages. By resource: ``port_device`` (-1: none). ``cold_penalty``: the points of
+    ``Topology.cold_penalty``, from (0, 0) on.
     """
 
     sets: Lists
@@ -108,7 +108,7 @@ class Groups(NamedTuple):
     resource_n: Ints
     static: Ints
     port_device: Ints
-    restart: Longs
+    cold_penalty: Longs
 
 
 class ShardTables(NamedTuple):

@@ -5,6 +5,7 @@ In ``State`` the tasks of parameter servers and gathered rows (``serving``) stan
 
 from __future__ import annotations
 
+from soap.simulator.compiled.chunks import cut_sums
 from soap.simulator.compiled.fragment import CROWDED, UPDATE, set_key, task_key
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
@@ -92,6 +93,7 @@ def synchronize(W: World) -> None:
     for bucket in range(S.count[TASKS]):
         finish_bucket(W, bucket, slot0 + bucket)
     add_owners_tasks(W, slot0)
+    cut_sums(R, C, S, slot0)
     ask_prices(D, S)
     _install(W, slot0)
     for device in range(devices):

@@ -13,10 +13,11 @@ from typing import NamedTuple
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.change import OPERATORS, PARAMETERS, Edit
 from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
-from soap.simulator.compiled.events import HEAPED, NO_BOUND, SKIPPED, STOPPED, TAKEN, Trial
+from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.hashing import draw
 from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
 from soap.simulator.compiled.world import World
 
 STEP, RANDOM, SWAPPED, COST, ACCEPTED, BEST, PLAYED, QUEUED, WITHOUT_PLAY, UNCHANGED, LOG = range(11)

@@ -24,7 +24,8 @@ class TaskSpans:
         self.backward: dict[int, Span] = {}
         self.named: dict[str, Span] = {}
         for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), schedule.end_ns.tolist(), strict=True):
-            self.named[task.name] = (start, end)
+            begun, _ = self.named.get(task.name, (start, end))  # chunks have one name
+            self.named[task.name] = (begun, end)
             if task.tile is not None:
                 (self.forward if task.kind is TaskKind.FORWARD else self.backward)[task.tile] = (start, end)
         self.segment = self._segments()

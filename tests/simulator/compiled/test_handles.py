@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from soap.simulator.compiled.handles import handle
+from soap.simulator.compiled.handles import arrays_of, handle
 from soap.simulator.compiled.jit import entry
 
 
@@ -46,6 +46,21 @@ def test_types_differ_if_those_of_parts_do() -> None:
     same, again, other = (handle(Outer(cube, part, matrix)) for part in inner)
     kinds = [own._numba_type_ for own in cast(list[Any], [same, again, other])]
     assert kinds[0] == kinds[1] != kinds[2]
+
+
+@entry
+def look_at_arrays(outer: Outer, found: NDArray[np.float64]) -> None:
+    plain = arrays_of(outer)
+    for i in range(plain.matrix.shape[1]):
+        found[i] = plain.matrix[1, i] + len(plain.inner.items)
+    plain.cube[1, 0, 0] = 7
+
+
+def test_arrays_of_a_handle_are_the_structures_own() -> None:
+    cube, found = np.zeros((2, 3, 4)), np.zeros(3)
+    look_at_arrays(handle(Outer(cube, Inner(np.arange(5, dtype=np.int32)), np.arange(6, dtype=np.int8).reshape(2, 3))), found)
+    assert found.tolist() == [8, 9, 10]
+    assert cube[1, 0, 0] == 7
 
 
 def test_arrays_are_contiguous() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import inspect
 import math
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import CodeType
 
 import numpy as np
 import pytest
+from numba.core.extending import _Intrinsic
 from numba.core.registry import CPUDispatcher
 
 import soap
@@ -36,7 +38,7 @@ def globals_of(code: CodeType) -> Iterator[str]:
 
 def test_all_that_is_compiled_in_is_hashed() -> None:
     """Compiled functions take nothing but numbers and the like, whose values are hashed, other compiled functions, which are hashed with
-    their sources, and what numpy, math and Python themselves have."""
+    their sources, intrinsics and named tuples of hashed sources, and what numpy, math and Python themselves have."""
     found = functions()
     assert {"soap.simulator.compiled.evaluate.evaluate", "soap.search.compiled.chain.advance"} <= found.keys()
     for name, function in found.items():
@@ -52,6 +54,8 @@ def test_all_that_is_compiled_in_is_hashed() -> None:
                 assert value in called, (name, used)
             elif isinstance(value, stamps.CONSTANTS):
                 assert (used, value) in constants, (name, used)
+            elif isinstance(value, _Intrinsic) or (isinstance(value, type) and hasattr(value, "_fields")):
+                assert Path(inspect.getfile(sys.modules[value.__module__])) in stamps._files(), (name, used)
             else:
                 assert value is np or value is math or getattr(math, used, None) is value, (name, used)
 

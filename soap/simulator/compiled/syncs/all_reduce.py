@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from soap.plan.syncs.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from soap.simulator.compiled.communication import allreduce, find_list, sum_handling_ns
+from soap.simulator.compiled.communication import allreduce, find_list, sum_overhead_ns
 from soap.simulator.compiled.fragment import CROWDED, SYNC, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, TASKS, USES
@@ -51,6 +51,6 @@ def finish_bucket(W, bucket, slot):  # type: ignore[no-untyped-def]
     members = R.sets.ptr[group + 1] - R.sets.ptr[group]
     C.key[slot], C.subkey[slot] = S.t_key[bucket], S.t_subkey[bucket]
     C.duration[slot], C.resource[slot], C.resource_n[slot] = duration, R.resource[way], R.resource_n[way]
-    C.latency[slot], C.handling[slot] = 0, sum_handling_ns(K, members, duration)
+    C.latency[slot], C.overhead[slot] = 0, sum_overhead_ns(K, members, duration)
     C.waits[slot], C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot] = 0, 1, SYNC_BUCKET, -1, group
     C.moved[slot] = 2 * (members - 1) * size

@@ -69,7 +69,7 @@ def _ask(W):  # type: ignore[no-untyped-def]
     for i in range(pulls):
         C.arena[row + 2 + i] = C.pull_slot[0] + i
     slot = add_before(W, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved, -1, row)
-    C.handling[slot] = 0
+    C.overhead[slot] = 0
 
 
 @compiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soap.simulator.compiled.communication import begin_links, exchange_handling_ns, round_ns, total_flow
+from soap.simulator.compiled.communication import begin_links, exchange_overhead_ns, round_ns, total_flow
 from soap.simulator.compiled.fragment import CROWDED, set_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import EDGES, FLOWS, FULL, RESOURCES, USES, Scratch
@@ -28,7 +28,7 @@ def add_exchange(W, slot, key, duration, moved):  # type: ignore[no-untyped-def]
     C.used[ARENA] = at + count
     set_key(C, slot, key)
     C.duration[slot], C.latency[slot], C.moved[slot], C.alive[slot] = duration, 0, moved, 1
-    C.resource[slot], C.resource_n[slot], C.handling[slot] = -1 - at, count, exchange_handling_ns(K, S, duration)
+    C.resource[slot], C.resource_n[slot], C.overhead[slot] = -1 - at, count, exchange_overhead_ns(K, S, duration)
 
 
 @compiled

@@ -35,7 +35,7 @@ def serve_region(W, parameter, shard, number, slot0):  # type: ignore[no-untyped
         slot, server = served + part, S.p_server[part]
         C.arena[updates + part] = slot
         set_key(C, slot, task_key(SYNC, parameter, SERVE, number, 0, part))
-        C.latency[slot], C.handling[slot] = 0, 0
+        C.latency[slot], C.overhead[slot] = 0, 0
         C.duration[slot] = _serve_ns(W, parameter, shard, part)
         C.resource[slot], C.resource_n[slot] = server, 1
         if not K.serves_itself[server]:

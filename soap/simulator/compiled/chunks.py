@@ -1,0 +1,55 @@
+"""Sums of gradients, and rows given to all, in chunks (compiled). The counterpart of ``soap.simulator.chunks``."""
+
+from __future__ import annotations
+
+from soap.simulator.chunks import MOST_CHUNKS
+from soap.simulator.compiled.fragment import CROWDED
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.scratch import TASKS, Scratch
+from soap.simulator.compiled.state import ARENA, OTHER, SYNC_BUCKET, Groups, State
+
+
+@compiled
+def cut_sums(R: Groups, C: State, S: Scratch, slot0: int) -> None:
+    """Where links have ports, cut the sums among the ``count[TASKS]`` tasks from ``slot0`` on. A sum's first chunk has the slot that it
+    had, since tiles lead to it; the others stand behind all tasks. Devices' updates wait for the last."""
+    if not _has_ports(R):
+        return
+    for slot in range(slot0, slot0 + S.count[TASKS]):
+        if C.kind[slot] == SYNC_BUCKET:
+            count = max(1, min(MOST_CHUNKS, C.duration[slot]))
+            if count > 1:
+                _cut(C, slot, slot0 + S.count[TASKS], count)
+                S.count[TASKS] += count - 1
+
+
+@compiled
+def _has_ports(R):  # type: ignore[no-untyped-def]
+    found = False
+    for device in R.port_device:
+        found |= device >= 0
+    return found
+
+
+@compiled
+def _cut(C, first, others, count):  # type: ignore[no-untyped-def]
+    """A sum becomes ``count`` chunks, those behind the first in the slots from ``others`` on."""
+    row = C.used[ARENA]
+    if others + count > len(C.key) or row + 3 * count > len(C.arena):
+        raise MemoryError(CROWDED)
+    duration, overhead, group, moved = C.duration[first], C.overhead[first], C.index[first], C.moved[first]
+    for k in range(count):
+        slot = others + k - 1 if k else first
+        if k:
+            C.key[slot], C.subkey[slot] = C.key[first], C.subkey[first] + k
+            C.resource[slot], C.resource_n[slot], C.latency[slot] = C.resource[first], C.resource_n[first], 0
+            C.waits[slot], C.alive[slot], C.owner[slot] = 1, 1, -1
+        C.duration[slot] = duration * (k + 1) // count - duration * k // count
+        C.overhead[slot] = overhead * (k + 1) // count - overhead * k // count
+        if k < count - 1:
+            C.arena[row], C.arena[row + 1], C.arena[row + 2] = row + 2, row + 3, others + k
+            C.kind[slot], C.index[slot], C.moved[slot] = OTHER, row, 0
+            row += 3
+        else:
+            C.kind[slot], C.index[slot], C.moved[slot] = SYNC_BUCKET, group, moved
+    C.used[ARENA] = row

@@ -1,0 +1,32 @@
+"""How long tiles take on a device (compiled). The counterpart of ``cluster.device_clock``: the only point of a penalty of nothing is
+(0, 0)."""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.jit import compiled, inlined
+from soap.simulator.compiled.state import Groups
+from soap.simulator.compiled.trial import Trial
+
+
+@inlined
+def tile_end(R: Groups, T: Trial, device: int, start: int, duration: int) -> int:
+    """When a tile ends that starts at this time, and by itself takes so long."""
+    lasts, end = R.cold_penalty[len(R.cold_penalty) - 2], start + duration
+    if start > T.computed[device]:
+        T.slower[device] = lasts
+    if T.slower[device] > 0:
+        end -= _longer_ns(R.cold_penalty, lasts - T.slower[device])
+        T.slower[device] = max(0, T.slower[device] - duration)
+        end += _longer_ns(R.cold_penalty, lasts - T.slower[device])
+    T.computed[device] = end
+    return end
+
+
+@compiled
+def _longer_ns(penalty, computed):  # type: ignore[no-untyped-def]
+    """``ColdPenalty.longer_ns``."""
+    i = 2
+    while i < len(penalty) and penalty[i] <= computed:
+        i += 2
+    before, less = penalty[i - 2], penalty[i - 1]
+    return less if i == len(penalty) else less + (penalty[i + 1] - less) * (computed - before) // (penalty[i] - before)
