@@ -19,8 +19,8 @@ from soap import api
 from soap.profiles.roofline import RooflineCosts
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.space import build_space
-from soap.simulator.compiled.fragment import FORWARD, task_key
 from soap.simulator.compiled.jit import is_compiled
+from soap.simulator.compiled.task_keys import FORWARD, task_key
 from soap.simulator.engine import Engine
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import mlp

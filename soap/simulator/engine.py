@@ -18,7 +18,6 @@ from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
-from soap.simulator.compiled.fragment import CROWDED
 from soap.simulator.compiled.graph_arrays import Ints, cluster_tables, graph_tables
 from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
@@ -29,6 +28,7 @@ from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
 from soap.simulator.compiled.syncs.codes import known_sync, sync_code, sync_codes
+from soap.simulator.compiled.task_keys import CROWDED
 from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.walk import BEST, COST, RANDOM, SWAPPED, walk_on

@@ -71,7 +71,7 @@ def test_what_is_told_of_a_sum_is_told_of_all_its_chunks() -> None:
     assert len(ports.tasks) == len(plain.tasks) + MOST_CHUNKS - 1
     schedule = simulate(ports)
     assert link_bytes(ports) == link_bytes(plain) and busy_time_ns(ports) == busy_time_ns(plain)
-    name = sync_name(ports.plan, ports.plan.buckets[0])
+    name = sync_name(ports.plan.syncs[0])
     chunks = [position for position, task in enumerate(ports.tasks) if task.name == name]
     span = int(schedule.start_ns[chunks[0]]), int(schedule.end_ns[chunks[-1]])
     assert TaskSpans(ports, schedule).named[name] == span

@@ -10,7 +10,7 @@ from soap.errors import ModelError
 from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.communication.prices import Communication
-from soap.simulator.compiled.fragment import task_key
+from soap.simulator.compiled.task_keys import task_key
 from soap.simulator.engine import Engine
 from soap.simulator.task_ids import CHUNKS, LIMITS, MICRO_BATCHES, check_id
 from soap.simulator.task_list import TaskList

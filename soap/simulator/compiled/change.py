@@ -12,15 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 from soap.simulator.compiled.arrays import copy
-from soap.simulator.compiled.fragment import CROWDED, count_edges, lower_operator, place_tiles
 from soap.simulator.compiled.graph_arrays import GraphTables, Ints, Longs
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.operator_lowering import count_edges, lower_operator, place_tiles
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import STAMP
 from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, State
 from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
 from soap.simulator.compiled.syncs.codes import travels_by_rows
+from soap.simulator.compiled.task_keys import CROWDED
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from soap.simulator.chunks import MOST_CHUNKS
-from soap.simulator.compiled.fragment import CROWDED
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import TASKS, Scratch
 from soap.simulator.compiled.state import ARENA, OTHER, SYNC_BUCKET, Groups, State
+from soap.simulator.compiled.task_keys import CROWDED
 
 
 @compiled

@@ -13,7 +13,7 @@ from soap.simulator.compiled.trial import TAKEN, Trial
 
 
 class PlayedTask(NamedTuple):
-    """A task, as it was played. ``key``: its id as two numbers (``fragment.task_key``)."""
+    """A task, as it was played. ``key``: its id as two numbers (``task_keys``)."""
 
     key: tuple[int, int]
     duration_ns: int

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from soap.simulator.compiled.arrays import copy, fill
-from soap.simulator.compiled.fragment import CROWDED, lower_operator, place_tiles
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import entry
+from soap.simulator.compiled.operator_lowering import lower_operator, place_tiles
 from soap.simulator.compiled.state import ARENA, DEVICES
 from soap.simulator.compiled.synchronization import begin_updates, count_backward, synchronize
 from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
+from soap.simulator.compiled.task_keys import CROWDED
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 

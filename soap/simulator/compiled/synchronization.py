@@ -6,7 +6,6 @@ In ``State`` the tasks of parameter servers and gathered rows (``serving``) stan
 from __future__ import annotations
 
 from soap.simulator.compiled.chunks import cut_sums
-from soap.simulator.compiled.fragment import CROWDED, UPDATE, set_key, task_key
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import EDGES, EXPECTED, PRICES, STAMP, TASKS
@@ -17,6 +16,7 @@ from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_se
 from soap.simulator.compiled.syncs.members import find_geometries, find_geometry, find_members, first_user_with_gradient
 from soap.simulator.compiled.syncs.pricing import adding_ns, ask_prices, table_price_ns
 from soap.simulator.compiled.syncs.sparse_all_gather import gathered_bytes, gathered_rows
+from soap.simulator.compiled.task_keys import CROWDED, UPDATE, set_key, task_key
 from soap.simulator.compiled.world import World
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.simulator.compiled.fragment import task_key
+from soap.simulator.compiled.task_keys import task_key
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import build_plan, lower

@@ -14,7 +14,7 @@ from benchmarks.agreement import compare
 from soap import api, zoo
 from soap.model.sparse_access import scaled
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.compiled.fragment import FORWARD, task_key
+from soap.simulator.compiled.task_keys import FORWARD, task_key
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from soap.simulator.compiled.fragment import task_key
+from soap.simulator.compiled.task_keys import task_key
 from soap.simulator.engine import Engine
 from soap.simulator.folding import FoldedCosts, fold
 from soap.simulator.lowering import lower

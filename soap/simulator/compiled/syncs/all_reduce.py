@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from soap.plan.syncs.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from soap.simulator.compiled.communication import allreduce, find_list, sum_overhead_ns
-from soap.simulator.compiled.fragment import CROWDED, SYNC, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, TASKS, USES
 from soap.simulator.compiled.state import SYNC_BUCKET
 from soap.simulator.compiled.syncs.codes import method_of, wire_bytes
 from soap.simulator.compiled.syncs.exchange import add_sync_edge
+from soap.simulator.compiled.task_keys import CROWDED, SYNC, task_key
 
 
 @compiled

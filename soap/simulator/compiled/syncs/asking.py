@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from soap.simulator.compiled.communication import begin_joining, forget_sizes, hold_ends, join_flow, round_ns, total_flow
-from soap.simulator.compiled.fragment import FORWARD, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
 from soap.simulator.compiled.scratch import FLOWS
@@ -13,6 +12,7 @@ from soap.simulator.compiled.syncs.exchange import add_before, begin_exchange, n
 from soap.simulator.compiled.syncs.members import find_geometry, find_members, is_trained
 from soap.simulator.compiled.syncs.parameter_server import pull_region
 from soap.simulator.compiled.syncs.server_traffic import prepare
+from soap.simulator.compiled.task_keys import FORWARD, task_key
 from soap.simulator.compiled.world import World
 
 

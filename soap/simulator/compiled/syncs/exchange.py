@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from soap.simulator.compiled.communication import begin_links, exchange_overhead_ns, round_ns, total_flow
-from soap.simulator.compiled.fragment import CROWDED, set_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import EDGES, FLOWS, FULL, RESOURCES, USES, Scratch
 from soap.simulator.compiled.state import ARENA, OTHER, PULLS, SLOTS
+from soap.simulator.compiled.task_keys import CROWDED, set_key
 
 
 @compiled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from soap.plan.syncs.seam import PULL, PUSH, SERVE
-from soap.simulator.compiled.fragment import CROWDED, SYNC, set_key, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import TASKS, USES
@@ -11,6 +10,7 @@ from soap.simulator.compiled.state import ARENA, OTHER
 from soap.simulator.compiled.syncs.exchange import add_before, add_exchange, begin_exchange, new_row, wait_for_tiles
 from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns, table_price_ns
 from soap.simulator.compiled.syncs.server_traffic import added_bytes, added_rows, prepare, pull_ns, push_ns, updated_bytes
+from soap.simulator.compiled.task_keys import CROWDED, SYNC, set_key, task_key
 
 
 @compiled

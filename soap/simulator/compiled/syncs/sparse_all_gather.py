@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from soap.plan.syncs.seam import SUM
 from soap.simulator.compiled.communication import begin_joining, find_list, join_flow
-from soap.simulator.compiled.fragment import SYNC, task_key
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, count_lookups, part_of_rows, touched_by
 from soap.simulator.compiled.state import SYNC_BUCKET
 from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, round_of_flows, wait_for_tiles
+from soap.simulator.compiled.task_keys import SYNC, task_key
 from soap.simulator.compiled.world import World
 
 

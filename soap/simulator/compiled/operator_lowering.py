@@ -6,65 +6,18 @@ else. So a change of one operator replaces its block and those of the operators 
 
 from __future__ import annotations
 
-from soap.simulator.compiled.arrays import fill, sort
-from soap.simulator.compiled.carriers import BROADCAST, MESSAGE
-from soap.simulator.compiled.communication import (
-    add_flow,
-    allreduce,
-    begin_flows,
-    begin_links,
-    exchange_overhead_ns,
-    find_list,
-    join_flow,
-    latency_ns,
-    message_overhead_ns,
-    round_ns,
-    sum_overhead_ns,
-    total_flow,
-    transfer_ns,
-)
+from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.operator_tasks import add_carrier, add_sum, is_active
 from soap.simulator.compiled.rows import is_on_rows
-from soap.simulator.compiled.scratch import (
-    CARRIERS,
-    EDGES,
-    FETCHES,
-    FULL,
-    GRADIENTS,
-    HOLDINGS,
-    REDUCTIONS,
-    RESOURCES,
-    STAMP,
-    TASKS,
-)
+from soap.simulator.compiled.scratch import CARRIERS, EDGES, FETCHES, FULL, GRADIENTS, HOLDINGS, REDUCTIONS, RESOURCES, TASKS
 from soap.simulator.compiled.state import ARENA, FORWARD_TILE, OTHER, SLOTS, State
+from soap.simulator.compiled.task_keys import BACKWARD, CROWDED, FORWARD, set_key, task_key
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
-from soap.simulator.task_ids import CHUNKS, MICRO_BATCHES, OPERANDS, PHASES, PIECES, POSITIONS, STAGES, TILES, UNNUMBERED
-
-CROWDED = "the state is full"
-"""What compiled code raises when the state's arrays are too small."""
-
-FORWARD, BACKWARD, SYNC, UPDATE = range(4)
-"""Phases, as in ``lowering``."""
-
-
-@entry
-def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int, chunk: int = 0) -> tuple[int, int]:
-    """A task's id as two numbers, in the order of the parts: see ``task_ids``. ValueError if one of them is too large."""
-    above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES | chunk // CHUNKS
-    if above:  # limits are powers of two: what is negative stays so
-        raise ValueError(UNNUMBERED)
-    return ((phase * MICRO_BATCHES * POSITIONS + position) * STAGES + stage) * TILES + a, (b * PIECES + c) * CHUNKS + chunk
-
-
-@compiled
-def set_key(C, slot, key):  # type: ignore[no-untyped-def]
-    """What ``task_key`` has found is that of a slot."""
-    C.key[slot], C.subkey[slot] = key
 
 
 @compiled
@@ -126,19 +79,6 @@ def _edge(S, source, target):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _task(S, key, duration, overhead, resource, resource_n, size):  # type: ignore[no-untyped-def]
-    """``resource``: as ``State.resource``, but -1 - place in ``Scratch.res``."""
-    n = S.count[TASKS]
-    if n + 2 > len(S.t_key):
-        raise MemoryError(FULL)
-    S.t_key[n], S.t_subkey[n] = key
-    S.t_dur[n], S.t_latency[n], S.t_overhead[n] = duration, 0, overhead
-    S.t_res[n], S.t_res_n[n], S.t_bytes[n] = resource, resource_n, size
-    S.count[TASKS] = n + 1
-    return n
-
-
-@compiled
 def _first_tile(S, red, cells):  # type: ignore[no-untyped-def]
     return S.r_rep[red] * cells + S.member[S.member_ptr[S.r_group[red]]]
 
@@ -171,11 +111,11 @@ def _forward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
     for red in range(S.count[REDUCTIONS]):
         if S.r_dev_ptr[red + 1] - S.r_dev_ptr[red] > 1:
             key = task_key(FORWARD, op, 2, _first_tile(S, red, cells), S.r_out[red], 0)
-            S.r_task[red] = _sum_task(W, first_output, red, key, False)
+            S.r_task[red] = add_sum(W, first_output, red, key, False)
             for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
                 _edge(S, S.r_rep[red] * cells + S.member[i], own_slot + S.r_task[red])
     for carrier in range(S.count[CARRIERS]):
-        task = _carrier_task(W, op, carrier, False)
+        task = add_carrier(W, op, carrier, False)
         S.k_task[carrier] = task
         before = -1
         for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
@@ -196,119 +136,6 @@ def _forward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
                     before = S.p_carrier[piece]
                     _edge(S, own + S.k_task[before], target)
             consumer = S.c_next[consumer]
-
-
-@compiled
-def _sum_task(W, first_output, red, key, gradient):  # type: ignore[no-untyped-def]
-    """An all-reduce, or if the sum is left in cells a reduce-scatter (of gradients: an all-gather)."""
-    G, V, K, R, S = W.graph, W.variants, W.cluster, W.groups, W.scratch
-    first, last = S.r_dev_ptr[red], S.r_dev_ptr[red + 1]
-    out = first_output + S.r_out[red]
-    itemsize = G.output_itemsize[out] if gradient else G.output_partial_itemsize[out]
-    size = V.box_volume[S.r_box[red]] * itemsize
-    if S.r_cells[red] < 0:
-        duration, way = allreduce(R, find_list(R.sets, S.r_dev[first:last]), size)
-        overhead = sum_overhead_ns(K, last - first, duration)
-        return _task(S, key, duration, overhead, R.resource[way], R.resource_n[way], 2 * (last - first - 1) * size)
-    begin_links(S)
-    begin_flows(S)
-    resources, largest = S.count[RESOURCES], 0
-    for b in range(last - first):
-        volume = S.cell_volume[S.r_cells[red] + b]
-        largest = max(largest, volume)
-        for a in range(last - first):
-            if a != b and volume > 0:
-                source, target = S.r_dev[first + a], S.r_dev[first + b]
-                add_flow(S, target if gradient else source, source if gradient else target, volume * itemsize)
-    duration = round_ns(K, S, 0 if gradient else (last - first - 1) * largest * itemsize)
-    return _collective_task(S, key, duration, exchange_overhead_ns(K, S, duration), resources, total_flow(S))
-
-
-@compiled
-def _collective_task(S, key, duration, overhead, resources, moved):  # type: ignore[no-untyped-def]
-    """One whose links are those in ``res`` from place ``resources`` on."""
-    return _task(S, key, duration, overhead, -1 - resources, S.count[RESOURCES] - resources, moved)
-
-
-@compiled
-def _is_active(S, carrier, piece):  # type: ignore[no-untyped-def]
-    """Whether a part's gradient travels, given that any of the carrier's does: in the tree of a broadcast, who has none adds zeros."""
-    return S.f_alive[S.p_fetch[piece]] > 0 or S.k_pattern[carrier] == BROADCAST
-
-
-@compiled
-def _carrier_task(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
-    """The task of a message or exchange, or of the gradients on their way back."""
-    G, K, S = W.graph, W.cluster, W.scratch
-    first_output, devices = G.output_ptr[op], len(K.device_type)
-    piece = S.part[S.k_part[carrier]]
-    fetch = S.p_fetch[piece]
-    consumer = S.f_first[fetch]
-    reader = G.reader[G.reader_ptr[op] + S.c_slot[consumer]]
-    place = len(G.backward) - 1 - reader if gradient else reader
-    phase, stage = (BACKWARD, 2) if gradient else (FORWARD, 0)
-    key = task_key(phase, place, stage, S.c_tile[consumer], S.c_operand[consumer], piece - S.f_piece[fetch])
-    if S.k_pattern[carrier] == MESSAGE:
-        size = 0
-        for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
-            part = S.part[i]
-            if not gradient or _is_active(S, carrier, part):
-                size += S.p_volume[part] * G.output_itemsize[first_output + S.f_out[S.p_fetch[part]]]
-        source, target = S.h_dev[S.p_hold[piece]], S.f_dev[fetch]
-        if gradient:
-            source, target = target, source
-        pair = source * devices + target
-        resource_n = K.route_ptr[pair + 1] - K.route_ptr[pair]
-        duration = transfer_ns(K, source, target, size)
-        latency = latency_ns(K, source, target, duration)
-        overhead = message_overhead_ns(K, source, target, duration - latency)
-        task = _task(S, key, duration, overhead, devices + K.route_ptr[pair], resource_n, size)
-        S.t_latency[task] = latency
-        return task
-    begin_links(S)
-    resources = S.count[RESOURCES]
-    itemsize = G.output_itemsize[first_output + S.f_out[fetch]]
-    if S.k_pattern[carrier] == BROADCAST:
-        duration, moved, members = _tree(W, carrier, S.p_volume[piece] * itemsize, gradient)
-        return _collective_task(S, key, duration, sum_overhead_ns(K, members, duration), resources, moved)
-    begin_flows(S)
-    S.count[STAMP] += 1
-    stamp = S.count[STAMP]
-    for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
-        part = S.part[i]
-        if not gradient or _is_active(S, carrier, part):
-            source, target = S.h_dev[S.p_hold[part]], S.f_dev[S.p_fetch[part]]
-            if gradient:
-                source, target = target, source
-            join_flow(S, stamp, devices, source, target, S.p_volume[part] * itemsize)
-    moved = total_flow(S)
-    duration = round_ns(K, S, 0)
-    return _collective_task(S, key, duration, exchange_overhead_ns(K, S, duration), resources, moved)
-
-
-@compiled
-def _tree(W, carrier, size, gradient):  # type: ignore[no-untyped-def]
-    """A broadcast along a binomial tree from the holder to the others in ascending order, or the sum of gradients the other way round: its
-    duration, bytes moved, and number of devices."""
-    K, S = W.cluster, W.scratch
-    source = S.h_dev[S.p_hold[S.part[S.k_part[carrier]]]]
-    count = 1
-    S.order[0] = source
-    for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
-        S.order[count] = S.f_dev[S.p_fetch[S.part[i]]]
-        count += 1
-    sort(S.order, 1, count)
-    duration = moved = 0
-    reached = 1
-    while reached < count:
-        begin_flows(S)
-        for i in range(min(reached, count - reached)):
-            a, b = S.order[i], S.order[i + reached]
-            add_flow(S, b if gradient else a, a if gradient else b, size)
-        moved += total_flow(S)
-        duration += round_ns(K, S, size if gradient else 0, count)
-        reached *= 2
-    return duration, moved, count
 
 
 @compiled
@@ -378,12 +205,12 @@ def _return_gradients(W, op, own, own_slot):  # type: ignore[no-untyped-def]
             active |= S.f_alive[S.p_fetch[S.part[i]]] > 0
         if not active:
             continue
-        task = _carrier_task(W, op, carrier, True)
+        task = add_carrier(W, op, carrier, True)
         before = -1
         for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
             part = S.part[i]
             fetch = S.p_fetch[part]
-            if _is_active(S, carrier, part):
+            if is_active(S, carrier, part):
                 _add_gradient(S, S.p_hold[part], own + task)
             if fetch != before and S.f_alive[fetch] > 0:
                 _after_consumers(W, first_reader, fetch, own_slot + task)
@@ -415,7 +242,7 @@ def _reduce_gradient(W, op, red, own, own_slot, target, got):  # type: ignore[no
             if S.r_dev_ptr[red + 1] - S.r_dev_ptr[red] > 1:
                 if task < 0:
                     key = task_key(BACKWARD, len(G.backward) - 1 - op, 0, _first_tile(S, red, cells), S.r_out[red], 0)
-                    task = _sum_task(W, G.output_ptr[op], red, key, True)
+                    task = add_sum(W, G.output_ptr[op], red, key, True)
                 _edge(S, S.gradient_task[node], own_slot + task)
             else:
                 for i in range(first, last):

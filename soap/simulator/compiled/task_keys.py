@@ -1,0 +1,27 @@
+"""Ids of tasks as two whole numbers (compiled): see ``soap.simulator.task_ids``."""
+
+from __future__ import annotations
+
+from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.task_ids import CHUNKS, MICRO_BATCHES, OPERANDS, PHASES, PIECES, POSITIONS, STAGES, TILES, UNNUMBERED
+
+CROWDED = "the state is full"
+"""What compiled code raises when the state's arrays are too small."""
+
+FORWARD, BACKWARD, SYNC, UPDATE = range(4)
+"""Phases, as in ``lowering``."""
+
+
+@entry
+def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int, chunk: int = 0) -> tuple[int, int]:
+    """A task's id as two numbers, in the order of the parts: see ``task_ids``. ValueError if one of them is too large."""
+    above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES | chunk // CHUNKS
+    if above:  # limits are powers of two: what is negative stays so
+        raise ValueError(UNNUMBERED)
+    return ((phase * MICRO_BATCHES * POSITIONS + position) * STAGES + stage) * TILES + a, (b * PIECES + c) * CHUNKS + chunk
+
+
+@compiled
+def set_key(C, slot, key):  # type: ignore[no-untyped-def]
+    """What ``task_key`` has found is that of a slot."""
+    C.key[slot], C.subkey[slot] = key
