@@ -8,6 +8,7 @@ arrays would cost microseconds per call; these and numba's own mutable structure
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -68,7 +69,7 @@ class _Handle:
         table = np.array(words, np.int64)
         self._kept.append(table)
         self.address = table.ctypes.data
-        self._numba_type_ = _handle_type(type(structure), tuple(layout))
+        self._numba_type_ = _handle_type(cast(Hashable, type(structure)), tuple(layout))
 
 
 def handle(structure: Structure) -> Structure:
@@ -124,9 +125,7 @@ def _look_up(context, builder, kind, table, name):  # type: ignore[no-untyped-de
 
 
 @intrinsic
-def arrays_of(_context, kind):  # type: ignore[no-untyped-def]
-    """For compiled code: the named tuple of a handle's arrays. A loop that looks things up in branches does so in registers then, and in
-    each turn again in the handle's table otherwise."""
+def _arrays_of(_context, kind):  # type: ignore[no-untyped-def]
     made = types.BaseTuple.from_types([field for _, field in kind.fields.values()], kind.structure)
 
     def generate(context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
@@ -134,3 +133,8 @@ def arrays_of(_context, kind):  # type: ignore[no-untyped-def]
         return context.make_tuple(builder, made, values)
 
     return made(kind), generate
+
+
+arrays_of: Callable[[Structure], Structure] = cast(Any, _arrays_of)
+"""For compiled code: the named tuple of a handle's arrays. A loop that looks things up in branches does so in registers then, and in each
+turn again in the handle's table otherwise."""
