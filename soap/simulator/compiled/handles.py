@@ -8,9 +8,9 @@ arrays would cost microseconds per call; these and numba's own mutable structure
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numba import from_dtype, types
@@ -127,8 +127,6 @@ def _look_up(context, builder, kind, table, name):  # type: ignore[no-untyped-de
 
 @intrinsic
 def _arrays_of(_context, kind):  # type: ignore[no-untyped-def]
-    """For compiled code: the named tuple of a handle's arrays. A loop that looks things up in branches does so in registers then, and in
-    each turn again in the handle's table otherwise."""
     made = types.BaseTuple.from_types([field for _, field in kind.fields.values()], kind.structure)
 
     def generate(context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
@@ -138,10 +136,6 @@ def _arrays_of(_context, kind):  # type: ignore[no-untyped-def]
     return made(kind), generate
 
 
-if TYPE_CHECKING:
-
-    def arrays_of(structure: Structure) -> Structure:
-        """To the type checker it is the structure itself, as a handle is."""
-
-else:
-    arrays_of = _arrays_of
+arrays_of: Callable[[Structure], Structure] = cast(Any, _arrays_of)
+"""For compiled code: the named tuple of a handle's arrays. A loop that looks things up in branches does so in registers then, and in each
+turn again in the handle's table otherwise."""
