@@ -159,7 +159,7 @@ def _timing(found: Sample) -> Timing:
 def _in_its_share(topology: Topology, environment: Environment) -> Iterator[None]:
     """On emulated hosts processor time is measured on a rank's core, where nothing else works. It has no quota: ranks that are
     paced compute from one communication to the next without one, and what it costs them to go on behind that is measured with the links
-    (``Topology.restart``).
+    (``Topology.cold_penalty``).
 
     Not with several threads, which are timed by the clock on the wall: for that it would run and stand still by turns.
     """
