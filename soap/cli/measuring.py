@@ -159,7 +159,7 @@ def _timing(found: Sample) -> Timing:
 @contextmanager
 def _in_its_share(topology: Topology, environment: Environment) -> Iterator[None]:
     """On emulated hosts, measure processor time on a rank's core, where nothing else works. There is no quota: paced ranks compute
-    without one from one communication to the next, and the links' measurements hold what a wait costs them (``Topology.restart``).
+    without one from one communication to the next, and the links' measurements hold what a wait costs them (``Topology.cold_penalty``).
 
     Not with several threads, which are timed by the wall clock: under a quota they would run and stop by turns.
     """
