@@ -115,7 +115,7 @@ def assert_exact(
         assert worst(results[0], expected) < TOLERANCE, (kind, worst(results[0], expected))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "weighted" else pytest.mark.slow) for n in EXAMPLES])
 def test_every_example_trains_as_a_plain_loop(four: Pool, files: dict[str, str], name: str) -> None:
     assert_exact(four, files[name], name, [[6], [6], [6]])
 
