@@ -87,14 +87,8 @@ Run = Callable[..., Done]
 
 
 @pytest.fixture
-def run(run_launching: Run, kept_ranks: None) -> Run:
-    """``soap-run`` in this process and on ranks that are there."""
-    return run_launching
-
-
-@pytest.fixture
-def run_launching(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``soap-run`` in this process, which need not start Python and torch once more, but starts its ranks."""
+def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kept_ranks: None) -> Run:
+    """``soap-run`` in this process, which need not start Python and torch once more, and on ranks that are there."""
     monkeypatch.chdir(folder)
 
     def run(*arguments: str, strategy: str = "s.json") -> Done:
@@ -229,15 +223,10 @@ def test_works_under_torchrun(folder: Path) -> None:
     assert json.loads(done.stdout)["processes"] == 2  # one document, from rank 0
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        pytest.param("mydata:nothing", "mydata", marks=pytest.mark.long),
-        pytest.param("os:getcwd", "a batch holds str", marks=pytest.mark.slow),
-    ],
-)
-def test_bad_data_is_one_line(spec: str, words: str, run_launching: Run) -> None:
-    done = run_launching("--steps", "1", "--data", spec)
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "words"), [("mydata:nothing", "mydata"), ("os:getcwd", "a batch holds str")])
+def test_bad_data_is_one_line(spec: str, words: str, run: Run) -> None:
+    done = run("--steps", "1", "--data", spec)
     assert done.returncode == 8
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]

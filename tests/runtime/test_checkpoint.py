@@ -46,7 +46,15 @@ def pair(four: Pool) -> Pool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), [("tied", "adam"), ("tied", "sgd"), ("norm", "sgd"), ("norm", "groups")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("tied", "adam"),
+        ("norm", "groups"),
+        pytest.param("tied", "sgd", marks=pytest.mark.long),  # which keeps less than the others
+        pytest.param("norm", "sgd", marks=pytest.mark.long),
+    ],
+)
 def test_two_ranks_data_parallel_go_on_as_four_ranks_megatron(pair: Pool, four: Pool, name: str, kind: str, tmp_path: Path) -> None:
     spec = save_model(name, tmp_path)
     graph = traced(spec, "float64").graph

@@ -40,7 +40,8 @@ from tests.complex_modules import (
     train_plainly,
     worst,
 )
-from tests.extent import so_many
+from tests.extent import ALL, so_many
+from tests.random_complex import random_plane
 from tests.runtime.pool import Pool
 from tests.tracing.random_complex import random_plane
 
@@ -116,7 +117,7 @@ def strategies(graph: OperatorGraph, randoms: int) -> dict[str, Strategy]:
 def test_every_model_trains_as_a_plain_loop(four: Pool, files: dict[str, str], name: str) -> None:
     steps = batches(name, 3, DOUBLE)
     expected = train_plainly(module_of(name, DOUBLE), steps)
-    for kind, strategy in strategies(loaded(files[name]).graph, so_many(3, 8)).items():
+    for kind, strategy in strategies(loaded(files[name]).graph, so_many(1, 8)).items():
         results = four.run(train, files[name], strategy, steps)
         assert all(result.losses == results[0].losses for result in results)
         assert worst(results[0], expected) < TOLERANCE, (kind, worst(results[0], expected))
@@ -188,7 +189,7 @@ def test_a_checkpoint_goes_on_under_another_plan(four: Pool, files: dict[str, st
 @pytest.mark.parametrize("dtype", [None, pytest.param("float64", marks=pytest.mark.long)])
 def test_the_check_passes(four: Pool, files: dict[str, str], dtype: str | None) -> None:
     """In complex64 and in complex128, of which the tolerances are those of their parts; Adam's on all numbers as torch has it."""
-    for name in ("spectral", "plane", "operator", "short time"):
+    for name in ("spectral", "plane", "operator", "short time") if ALL else ("plane", "operator"):
         steps = batches(name, 2, DOUBLE if dtype else torch.float32)
         for kind, strategy in strategies(loaded(files[name], dtype).graph, 1).items():
             found = four.run(checked, files[name], strategy, steps, dtype, "adam")[0]

@@ -115,12 +115,12 @@ def assert_exact(
         assert worst(results[0], expected) < TOLERANCE, (kind, worst(results[0], expected))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "weighted" else pytest.mark.slow) for n in EXAMPLES])
 def test_every_example_trains_as_a_plain_loop(four: Pool, files: dict[str, str], name: str) -> None:
     assert_exact(four, files[name], name, [[6], [6], [6]])
 
 
-@pytest.mark.parametrize("name", often(["shared", "conv norm", "weighted"], ["conv norm", "weighted"], pytest.mark.slow))
+@pytest.mark.parametrize("name", often(["shared", "conv norm", "weighted"], ["conv norm"], pytest.mark.slow))
 def test_batches_of_other_sizes(four: Pool, files: dict[str, str], name: str) -> None:
     """Smaller than the others, than the number of shards, one sample, and larger."""
     if ALL:

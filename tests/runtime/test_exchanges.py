@@ -170,6 +170,7 @@ def test_values_go_with_their_last_reader(four: Pool) -> None:
         assert found.end == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all-gather of uneven rows", "all-to-all", "broadcast", "sequence parallel", "reduce-scatter"])
 def test_nothing_outlives_the_step(four: Pool, name: str) -> None:
     assert [found.end for found in four.run(count_alive, CASES[name][0])] == [0] * 4

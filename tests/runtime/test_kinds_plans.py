@@ -36,6 +36,7 @@ def _trains(four: Pool, name: str, path: str, dtype: str | None, classical: tupl
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_kind_trains_like_one_process(four: Pool, name: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():

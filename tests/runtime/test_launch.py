@@ -35,6 +35,7 @@ from tests.strategies import CPU, cluster
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_rank_returns_its_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = dict(os.environ), signal.getsignal(signal.SIGINT)
@@ -53,12 +54,14 @@ def halves() -> Plan:
     return build_plan(graph, Strategy(configs), cluster([2], CPU))
 
 
+@pytest.mark.slow
 def test_training_on_launched_ranks() -> None:
     outcomes = launch(2, train_launched, (halves(),))
     assert outcomes[0].losses == outcomes[1].losses
     assert outcomes[0].gradient_error < 1e-10
 
 
+@pytest.mark.slow
 def test_ranks_go_to_their_places_first_and_reach_the_launcher_by_its_address() -> None:
     found = launch(2, tell_mark, place=Mark("at"), address="127.0.0.1")
     assert found == {rank: (f"at {rank} False", "127.0.0.1") for rank in (0, 1)}
@@ -76,6 +79,7 @@ def test_failing_rank_is_named_in_one_line() -> None:
     assert str(caught.value) == "rank 1 failed: operator 'x' has no rule"
 
 
+@pytest.mark.slow
 def test_crashed_rank_is_named() -> None:
     with pytest.raises(RuntimeFailure, match=r"^rank 1 failed: killed by SIGABRT at \S*/launched\.py:\d+ in crash_in_rank_one$"):
         launch(2, crash_in_rank_one)
@@ -170,6 +174,7 @@ def test_a_signal_between_the_starts_of_ranks_waits_for_the_last(tmp_path: Path)
     assert len(ranks) == 2 and not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_are_ended_at_the_time_limit(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -186,6 +191,7 @@ def test_a_time_limit_that_is_not_reached_changes_nothing() -> None:
     assert launch(2, add_ranks, (5,), limit_s=100) == {0: 11, 1: 11}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_interrupt_ends_all_ranks_and_a_pause_none(tmp_path: Path) -> None:
     program = (

@@ -65,6 +65,7 @@ def test_worlds_of_any_size(pool: Pool) -> None:
     assert pool.run(sum_of_ranks, 0) == [(3, 3)] * 3
 
 
+@pytest.mark.slow
 def test_failure_is_told_before_those_who_wait_for_it_and_the_pool_can_be_used_again(two: Pool) -> None:
     two.run(sum_of_ranks, 0)
     with pytest.raises(RankError) as caught:
@@ -79,6 +80,7 @@ def test_failure_is_told_before_those_who_wait_for_it_and_the_pool_can_be_used_a
         two.run(answer_what_cannot_be_sent)
 
 
+@pytest.mark.slow
 def test_interrupted_run_leaves_no_answer_for_the_next(two: Pool) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -108,11 +110,13 @@ def test_rank_that_waits_in_vain_shows_where(two: Pool) -> None:
         two.run(leave_early_in_rank_one)
 
 
+@pytest.mark.slow
 def test_rank_that_dies_is_named(two: Pool) -> None:
     with pytest.raises(RankError, match=r"(?m)^rank 1 died of SIGKILL$"):
         two.run(die_in_rank_one)
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_parent_that_is_killed() -> None:
     code = (
         "import os, time\nfrom tests.runtime.pool import Pool\n"

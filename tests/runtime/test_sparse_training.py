@@ -276,7 +276,8 @@ def zoo_checked(name: str, topology: Topology, sync: SyncConfig) -> CheckResult:
         return check(trainer, lambda step: model.example_inputs, OPTIMIZERS["adagrad"], 2)
 
 
-@pytest.mark.parametrize("name", ["dlrm", "nmt"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dlrm", pytest.param("nmt", marks=pytest.mark.long)])
 def test_tables_of_zoo_models(four: Pool, name: str) -> None:
     for sync in ("allgather", "local"):
         assert four.run(zoo_checked, name, hosts(1, 2, 1), SYNCS[sync])[0].passed

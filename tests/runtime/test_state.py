@@ -62,7 +62,8 @@ def assert_exact(
                 assert torch.equal(result.buffers[buffer], results[0].buffers[buffer]), (kind, buffer)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_plan_moves_buffers_as_eager_does(four: Pool, files: dict[str, str], name: str, ranks: int) -> None:
     assert_exact(four, files[name], name, ranks, [[SAMPLES]] * 4, randoms=so_many(1, 6))

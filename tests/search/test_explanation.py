@@ -29,6 +29,7 @@ def explained(strategy: Strategy) -> list[Line]:
     return explain(GRAPH, SIMULATOR.run(strategy), SIMULATOR.run(USUAL), (strategy, USUAL), SIMULATOR)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 99))
 @FEW
 def test_figures_are_the_simulator_s(seed: int) -> None:

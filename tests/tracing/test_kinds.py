@@ -12,6 +12,7 @@ import pytest
 from soap.api import export
 from soap.errors import ModelError
 from soap.tracing.load import load_model
+from tests.extent import so_many
 from tests.tracing.eager import assert_as_eager, eager_step
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.kinds import KINDS
@@ -51,7 +52,7 @@ def test_the_program_is_the_module(name: str, tmp_path: Path) -> None:
     if not KINDS[name].draws:
         built = KINDS[name].built()
         assert_as_eager(model, *eager_step(built.module, built.args, built.kwargs, built.loss))
-    for number in range(2):
+    for number in range(so_many(1, 2)):
         compare(wide, draw_configs(wide.graph, random.Random(f"{name}/{number}")), tolerance=1e-8, floor=1e-4)
 
 

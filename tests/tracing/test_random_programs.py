@@ -11,7 +11,7 @@ import torch
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import exported_program
 from soap.tracing.importer import import_program
-from tests.extent import so_many
+from tests.extent import often, so_many
 from tests.tracing.eager import assert_as_eager, eager_step
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.random_programs import draw_module
@@ -32,7 +32,7 @@ def _check(seed: int) -> None:
         compare(wide, draw_configs(wide.graph, random.Random(f"{seed}/{number}")), tolerance=1e-8, floor=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", often(range(24), range(12), pytest.mark.slow))
 def test_a_random_program_is_its_module(seed: int) -> None:
     _check(seed)
 

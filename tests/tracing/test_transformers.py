@@ -13,6 +13,7 @@ from soap.errors import SoapWarning
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
+from tests.extent import often
 from tests.tracing.emulation import compare, draw_configs
 from tests.transformers_models import MODELS
 
@@ -23,9 +24,11 @@ OPERATORS = {
     "whisper": 66, "mixtral": 64, "mixtral_batched": 70, "mamba": 62, "fnet": 19,
 }  # fmt: skip
 """How many operators the calls of a model become."""
+OFTEN = {"gpt2", "t5", "swin", "resnet", "mixtral", "mamba"}
+"""Tied weights and a causal mask; encoder, decoder and relative positions; windows; batch norm; experts; a scan."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", often(list(MODELS), OFTEN, pytest.mark.slow))
 def test_models_of_the_library(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)
     module, inputs = MODELS[name]()
@@ -42,7 +45,7 @@ def test_models_of_the_library(tmp_path: Path, name: str) -> None:
         compare(model, draw_configs(model.graph, random.Random(seed)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", often(list(MODELS), OFTEN, pytest.mark.slow))
 def test_the_program_is_the_model(name: str) -> None:
     """Loss and gradients by the plain calls are the module's own. Not in training mode: dropout would draw other numbers."""
     torch.manual_seed(0)

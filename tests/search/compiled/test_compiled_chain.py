@@ -104,7 +104,8 @@ ONLY = [{move: 1.0 if move in ("redraw", other) else 0.0 for move in MOVES} for 
 
 
 ALONE = [
-    pytest.param(weights, 240_000 if move == "run" else 120_000, id=move, marks=pytest.mark.slow)  # few runs are accepted
+    # Few runs are accepted; how they are drawn is tested below, too.
+    pytest.param(weights, 240_000 if move == "run" else 120_000, id=move, marks=pytest.mark.long if move == "run" else pytest.mark.slow)
     for weights, move in zip(ONLY, MOVES, strict=True)
     if move in ("informed", "group", "run")
 ]

@@ -23,6 +23,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.classical import random_config, random_strategy
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import parameter_server
+from tests.extent import often
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cases, cluster
 
@@ -77,7 +78,7 @@ def test_users_that_cut_a_table_across_each_other_ask_for_its_pieces() -> None:
 NETS = ["alexnet", "dlrm", "gpt", "inception_v3", "lm", "nmt", "resnet50", "rnnlm", "rnntc"]
 
 
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("net", often(NETS, {*NETS} - {"resnet50"}, pytest.mark.slow))
 def test_equal_for_data_parallelism_and_close_for_others(net: str) -> None:
     graph, topology = api.load(f"zoo:{net}:tiny", plan_only=True).graph, cluster([2, 2])
     engine, memory = bound(graph, topology, states=1)
