@@ -41,7 +41,6 @@ from tests.complex_modules import (
     worst,
 )
 from tests.extent import ALL, so_many
-from tests.random_complex import random_plane
 from tests.runtime.pool import Pool
 from tests.tracing.random_complex import random_plane
 
