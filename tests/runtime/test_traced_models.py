@@ -13,11 +13,17 @@ from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
 
 FOUR = local_topology(4)
-QUICK = ("gpt", "dlrm", "rnnlm")
+QUICK, OFTEN = ("gpt", "dlrm", "rnnlm"), ("alexnet", "nmt", "full_sparse")
+"""Of the others, `make test` has one plan each in ``test_zoo_plans``."""
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in QUICK else [pytest.mark.slow] if name in OFTEN else [pytest.mark.long]
+
 """The others take longer, having more operators even when tiny."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in names()])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=_marks(n)) for n in names()])
 def test_zoo_models_train_like_one_process(four: Pool, name: str) -> None:
     spec = f"zoo:{name}:tiny"
     graph = traced(spec, "float64").graph
