@@ -9,21 +9,17 @@ import pytest
 from soap.cluster.presets import local_topology
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.zoo import names
+from tests.extent import often
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
 
 FOUR = local_topology(4)
-QUICK, OFTEN = ("gpt", "dlrm", "rnnlm"), ("alexnet", "nmt", "full_sparse")
+OFTEN = ("gpt", "dlrm", "rnnlm")
 """Of the others, `make test` has one plan each in ``test_zoo_plans``."""
-
-
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    return [] if name in QUICK else [pytest.mark.slow] if name in OFTEN else [pytest.mark.long]
-
 """The others take longer, having more operators even when tiny."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=_marks(n)) for n in names()])
+@pytest.mark.parametrize("name", often(names(), OFTEN))
 def test_zoo_models_train_like_one_process(four: Pool, name: str) -> None:
     spec = f"zoo:{name}:tiny"
     graph = traced(spec, "float64").graph
