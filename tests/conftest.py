@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MARK = "SOAP_TESTS_OF"
 PATIENCE_S = 10.0
 CACHE = "SOAP_TESTS_CACHE"
+QUICK_ON_RANKS = ("test_exactness.py", "test_exchanges.py", "test_training.py", "test_trainer.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,6 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if CACHE not in os.environ:
         os.environ[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="soap-tests-")
         config.add_cleanup(forget_cache)
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Four ranks take some seconds of both cores to start, so only few of the tests that have them are quick."""
+    for item in items:
+        if "four" in getattr(item, "fixturenames", ()) and item.path.name not in QUICK_ON_RANKS:
+            item.add_marker(pytest.mark.slow)
 
 
 def forget_cache() -> None:

@@ -17,6 +17,7 @@ from benchmarks.quiet import Watch
 from benchmarks.sparse import different
 from soap import api
 from soap.strategy.config import OpConfig, Strategy
+from tests.extent import often
 
 RESULTS = [
     Result("lm", "data_parallel", 100_000_000, 200_000_000, 190_000_000, 0.05),
@@ -58,8 +59,7 @@ def test_contenders_are_distinct_and_fit() -> None:
     assert all(simulator.run(strategy).fits for strategy in others)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", often(list(MODELS), list(MODELS)[:3], pytest.mark.slow))
 def test_models_can_be_planned_in_full(name: str, tmp_path: Path) -> None:
     model = soap.load(export_model(name, tmp_path), plan_only=True)
     assert all(op.partitionable for op in model.graph.operators)

@@ -27,8 +27,8 @@ hosts:
 """
 ROOT = Path(__file__).parents[2]
 ROUNDS = 50
-QUICK = [("damaged", 2), ("killed", 2)]
-"""An error of the rank's own and a process that is ended; in ``test_launch`` a rank fails, crashes and hangs without ``soap-run``."""
+QUICK = [("killed", 2)]
+"""A process that is ended; in ``test_launch`` a rank fails, crashes and hangs without ``soap-run``."""
 CASES = [(kind, ranks) for ranks in (2, 4) for kind in faults.CAUSES]
 
 

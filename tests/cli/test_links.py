@@ -168,7 +168,7 @@ def test_what_was_measured_at_another_scale_is_measured_again(capsys: Capsys, mo
     assert asked[1:] == [(0.25, tuple(probe for probe in probes_for(topology) if probe.operation in IN_STEPS))]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_measures_between_real_ranks_once(capsys: Capsys, kept_ranks: None) -> None:
     brief = ["--cluster", CLUSTER, "--seconds", "0.001"]
     found = told(capsys, brief)

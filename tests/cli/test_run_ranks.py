@@ -260,7 +260,7 @@ def test_interrupt_ends_all_ranks(everybody: bool, folder: Path) -> None:
 @pytest.mark.skipif(not hasattr(signal, "sigtimedwait"), reason="signals are taken by a thread")
 @pytest.mark.parametrize(
     "after_s",
-    [pytest.param(0.0, marks=pytest.mark.long), pytest.param(1.0, marks=pytest.mark.slow), pytest.param(3.0, marks=pytest.mark.long)],
+    [pytest.param(0.0, marks=pytest.mark.long), pytest.param(1.0, marks=pytest.mark.long), pytest.param(3.0, marks=pytest.mark.long)],
 )
 def test_interrupt_while_ranks_start_is_one_line(after_s: float, folder: Path) -> None:
     arguments = command("--steps", "100000000", "--data", "mydata:batches")

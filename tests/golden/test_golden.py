@@ -20,14 +20,14 @@ QUICK = {"dlrm", "gpt", "lm1b"}
 USUAL = {"full-mesh", "ports-several", "waiting-cores"}
 """Clusters: GPUs, CPUs with ports, CPUs without."""
 
-LARGE = {"inception_v3": USUAL, "resnet50": USUAL, "resnet101": {"full-mesh"}}
-"""Models of hundreds of operators, and on which clusters `make test` has them."""
+LARGE = {"resnet101": {"full-mesh"}}
+"""On which clusters `make test` has it; others than the quick ones are on the usual clusters there."""
 
 
 def marks(count: int, model: str, cluster: str) -> list[pytest.MarkDecorator]:
     """All of it takes minutes: `make quick` and `make test` have parts."""
     name, narrow = model.partition(":")[0], "/" in model
-    if count == 4 and (name not in LARGE or cluster in LARGE[name]):
+    if count == 4 and (name in QUICK or cluster in LARGE.get(name, USUAL)):
         return [] if name in QUICK and not narrow and cluster in USUAL else [pytest.mark.slow]
     return [pytest.mark.long]
 

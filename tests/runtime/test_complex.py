@@ -40,7 +40,7 @@ from tests.complex_modules import (
     train_plainly,
     worst,
 )
-from tests.extent import ALL, so_many
+from tests.extent import ALL, often, so_many
 from tests.runtime.pool import Pool
 from tests.tracing.random_complex import random_plane
 
@@ -112,7 +112,7 @@ def strategies(graph: OperatorGraph, randoms: int) -> dict[str, Strategy]:
     return result | {f"random {i}": random_strategy(graph, local_topology(2 + 2 * (i % 2)), random.Random(i)) for i in range(randoms)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "plane" else pytest.mark.slow) for n in EXAMPLES])
+@pytest.mark.parametrize("name", often(list(EXAMPLES), ["plane", "operator", "in place", "spectral"]))
 def test_every_model_trains_as_a_plain_loop(four: Pool, files: dict[str, str], name: str) -> None:
     steps = batches(name, 3, DOUBLE)
     expected = train_plainly(module_of(name, DOUBLE), steps)

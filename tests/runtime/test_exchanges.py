@@ -16,6 +16,7 @@ from soap.plan.plan import Pattern, Plan, remote_parts
 from soap.runtime.program.program import compile_program
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.trainer import Trainer
+from tests.extent import often
 from tests.graph_builder import GraphBuilder, mlp, transformer
 from tests.runtime.cases import train
 from tests.runtime.handmade import HandModel
@@ -170,7 +171,9 @@ def test_values_go_with_their_last_reader(four: Pool) -> None:
         assert found.end == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["all-gather of uneven rows", "all-to-all", "broadcast", "sequence parallel", "reduce-scatter"])
+KEPT = ["all-gather of uneven rows", "all-to-all", "broadcast", "sequence parallel", "reduce-scatter"]
+
+
+@pytest.mark.parametrize("name", often(KEPT, ["all-gather of uneven rows", "sequence parallel"], pytest.mark.slow))
 def test_nothing_outlives_the_step(four: Pool, name: str) -> None:
     assert [found.end for found in four.run(count_alive, CASES[name][0])] == [0] * 4

@@ -9,15 +9,17 @@ import pytest
 from soap.cluster.presets import local_topology
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.zoo import names
+from tests.extent import often
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
 
 FOUR = local_topology(4)
-QUICK = ("gpt", "dlrm", "rnnlm")
+OFTEN = ("gpt", "dlrm", "rnnlm")
+"""Of the others, `make test` has one plan each in ``test_zoo_plans``."""
 """The others take longer, having more operators even when tiny."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in names()])
+@pytest.mark.parametrize("name", often(names(), OFTEN))
 def test_zoo_models_train_like_one_process(four: Pool, name: str) -> None:
     spec = f"zoo:{name}:tiny"
     graph = traced(spec, "float64").graph

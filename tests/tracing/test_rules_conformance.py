@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
@@ -81,13 +82,13 @@ def _equals_module(model: ExecutableModel, module: nn.Module, inputs: tuple[Tens
 
 
 def _marked() -> list[ParameterSet]:
-    """The first case of every kind of call is quick; other forms of it are slow."""
-    seen: set[str] = set()
+    """The first case of every kind of call is quick, the second slow; other forms of it are drawn, too (``test_rules_drawn``)."""
+    seen: Counter[str] = Counter()
     result = []
     for case in CASES:
         kind = re.split("[, ]", case.name)[0]
-        result.append(pytest.param(case, id=case.name, marks=[pytest.mark.slow] if kind in seen else []))
-        seen.add(kind)
+        result.append(pytest.param(case, id=case.name, marks=[[], [pytest.mark.slow], [pytest.mark.long]][min(2, seen[kind])]))
+        seen[kind] += 1
     return result
 
 
