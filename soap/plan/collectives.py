@@ -1,16 +1,17 @@
-"""Closed forms for exchanges between devices of a topology: how long they take, and on which links. All-reduces: ``allreduce``.
+"""Closed forms for exchanges between devices of a topology: how long they take, and which links they use. All-reduces: ``allreduce``.
 
-All-to-all, all-gather, reduce-scatter: the direct exchange, which is gloo's and NCCL's all-to-all. Every device sends each other one its
-part, all at once. With m messages on the busiest port, the load of each link, and R bytes that a device adds up:
+All-to-all, all-gather and reduce-scatter use the direct exchange, which is gloo's and NCCL's all-to-all: every device sends every other
+device its part, all at once. With m messages on the busiest port, the bytes on each link, and R bytes that a device adds up:
 
     seconds = m * latency * c  +  max over links (bytes / bandwidth)  +  R * REDUCE_TRAFFIC / memory bandwidth
 
-in this order of operations, with the latency of the slowest flow, the memory of the slowest target, and c from ``Topology.latency_factor``
-(1 where nothing was measured). On one switch a reduce-scatter takes exactly a ring all-reduce's first half, and an all-gather its second.
+evaluated in this order. ``latency`` is the slowest flow's, ``memory bandwidth`` the slowest target's, and c comes from
+``Topology.latency_factor`` (1 where nothing was measured). On one switch a reduce-scatter takes exactly as long as the first half of a
+ring all-reduce, and an all-gather as long as the second half.
 
 Broadcast: a binomial tree (gloo's, and Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
-for short messages), whose ceil(log2 n) rounds are direct exchanges one after the other, with c as of a sum, since all is one call of a
-library (``CollectiveLatencyFactor.of_tree``). Its transpose, a sum at one device, is the tree the other way round.
+for short messages). Its ceil(log2 n) rounds are direct exchanges, one after the other. The tree is one call of a library, so c is that of
+an all-reduce (``CollectiveLatencyFactor.of_tree``). Its transpose, a sum at one device, runs the same tree backwards.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Flow = tuple[int, int, int]
 
 
 def flow_links(topology: Topology, flows: Iterable[Flow]) -> dict[int, int]:
-    """Link number -> bytes that the flows put on it, by link number."""
+    """Link number -> bytes that the flows put on it; link numbers ascend."""
     carried: dict[int, int] = {}
     for source, target, size in flows:
         for link in topology.route(source, target):
@@ -36,8 +37,10 @@ def flow_links(topology: Topology, flows: Iterable[Flow]) -> dict[int, int]:
 
 
 def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: int = 0, latency_factor: float | None = None) -> float:
-    """Duration of flows that run at once; the targets then add up at most ``reduced_bytes`` each. ``latency_factor``: c, if they are a
-    round of something else."""
+    """Duration of flows that run at once, after which each target adds up at most ``reduced_bytes``.
+
+    ``latency_factor``: the c of the formula above, if the flows are one round of a larger collective; by default that of an exchange.
+    """
     if not flows:
         return 0.0
     messages = busiest_messages(flows)
@@ -50,7 +53,7 @@ def exchange_seconds(topology: Topology, flows: Sequence[Flow], reduced_bytes: i
 
 
 def busiest_messages(flows: Iterable[Flow]) -> int:
-    """How many messages the device sends, or receives, that has most of them."""
+    """The largest number of messages that any one device sends or receives."""
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
     for source, target, _ in flows:
@@ -60,7 +63,7 @@ def busiest_messages(flows: Iterable[Flow]) -> int:
 
 
 def tree_rounds(devices: Sequence[int], size: int) -> list[list[Flow]]:
-    """A binomial tree from the first device to the others: in every round each that has the ``size`` bytes sends them to one more."""
+    """A binomial tree from the first device to the others: in each round, every device that has the bytes sends them to one more."""
     rounds: list[list[Flow]] = []
     reached = 1
     while reached < len(devices):

@@ -1,14 +1,15 @@
-"""Data-parallel copies in a strategy: which device of one copy stands where in another, and the same strategy with two copies left.
+"""Data-parallel copies in a strategy: which devices of two copies correspond, and the same strategy reduced to two copies.
 
 A *copy* computes one of D equal parts of the samples, on devices of its own. An operator is
 
-- *split*: one of its factors is cut into a multiple of D equal parts, of which the j-th D-th runs in copy j. Its operands either follow
-  that factor exactly in one dimension (their *folded* dimension, in which producers and readers agree) or are the same for all copies.
-  If the factor is summed, the sum goes over all copies;
-- *repeated*: a multiple of D replicas, of which the j-th D-th runs in copy j;
-- *alone*: what only copy 0 does (what follows a summed loss, on one device).
+- *split*: one of its factors is cut into a multiple of D equal parts. They form D equal runs, and copy j computes the j-th run. Each
+  operand either follows that factor exactly in one dimension (its *folded* dimension, in which producer and readers agree) or is the same
+  for all copies. If the factor is summed, the sum goes over all copies;
+- *repeated*: it has a multiple of D replicas, in D equal runs, and copy j computes the j-th run;
+- *alone*: only copy 0 computes it (such as what follows a summed loss, on one device).
 
-The devices of a copy are those of copy 0 by one and the same map for all operators, which keeps their order.
+One map per copy takes each device of copy 0 to the corresponding device of that copy. It is the same for all operators, and it keeps the
+order of the devices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
 from soap.strategy.config import OpConfig, Strategy
 
 LEFT = 2
-"""Copies of the small strategy: 0, which may differ from the others, and 1, which stands for all of these."""
+"""Copies in the reduced strategy: copy 0, which may differ from the others, and copy 1, which represents all others."""
 
 Ints = NDArray[np.int64]
 
@@ -35,9 +36,11 @@ class UnfoldableError(Exception):
 
 @dataclass(frozen=True)
 class Copies:
-    """``images[j, i]``: the device of copy j that stands where device ``images[0, i]`` does; rows ascend. ``graph``, ``strategy``: of two
-    copies, on devices numbered by their rank among both copies' (``devices``, ascending). ``folded``: activation -> its folded dimension,
-    for those that have one. ``everywhere``: positions of the operators whose sums go over all copies.
+    """A strategy as D copies, reduced to two of them.
+
+    ``images[j, i]``: the device of copy j that corresponds to device ``images[0, i]`` of copy 0; each row ascends. ``graph``, ``strategy``:
+    those of two copies, whose devices are numbered by their positions in ``devices`` (the devices of both copies, ascending). ``folded``:
+    activation -> its folded dimension, for those that have one. ``everywhere``: positions of the operators whose sums go over all copies.
     """
 
     images: Ints
@@ -49,19 +52,19 @@ class Copies:
 
 
 def candidates(strategy: Strategy) -> list[int]:
-    """Numbers of copies that may be tried, largest first: divisors of the number of devices in use."""
+    """Numbers of copies worth trying, largest first: the divisors, above ``LEFT``, of the number of devices in use."""
     rows = {id(config.devices): config.devices for config in strategy.operators.values()}
     used = len(set().union(*rows.values()))
     return [count for count in range(used, LEFT, -1) if used % count == 0]
 
 
 def find_copies(graph: OperatorGraph, strategy: Strategy, count: int) -> Copies:
-    """The strategy as ``count`` copies. UnfoldableError if it is something else."""
+    """The strategy as ``count`` copies. UnfoldableError if it does not consist of so many."""
     return _Finding(graph, count).find(strategy)
 
 
 class _Finding:
-    """One attempt. ``_columns``: device of copy 0 -> its images."""
+    """One attempt to see a strategy as ``count`` copies. ``_columns``: device of copy 0 -> its counterparts in all copies."""
 
     def __init__(self, graph: OperatorGraph, count: int) -> None:
         self._graph, self._count = graph, count
@@ -90,7 +93,7 @@ class _Finding:
         return Copies(images, graph, replace(strategy, operators=configs), devices, self._folded, frozenset(self._everywhere))
 
     def _operator(self, position: int, op: Operator, config: OpConfig) -> tuple[tuple[int, ...], int, Sequence[int] | Ints]:
-        """Degrees, replicas and devices with two copies."""
+        """The operator's degrees, replicas and devices when two copies are left."""
         for factor in self._splits(op, config):
             shape = (config.replicas * prod(config.degrees[:factor]), self._count, prod(config.degrees[factor:]) // self._count)
             own = self._own(config, shape)
@@ -111,7 +114,7 @@ class _Finding:
         raise UnfoldableError(f"operator {op.name!r} is not split into {self._count} equal copies")
 
     def _splits(self, op: Operator, config: OpConfig) -> Iterator[int]:
-        """Factors along which the copies may lie."""
+        """The factors that may divide the operator among the copies."""
         for factor, degree in enumerate(config.degrees):
             size = op.factors[factor].size
             if degree % self._count or size % degree:
@@ -122,17 +125,17 @@ class _Finding:
                 yield factor
 
     def _follows(self, operand: Operand, factor: int, size: int) -> bool:
-        """Whether an operand that is read follows the factor in its folded dimension, and else in none."""
+        """Whether an input follows the factor in its folded dimension and in no other."""
         tensor = self._graph.tensors[operand.tensor]
         dims = [d for d, dim in enumerate(operand.dims) if dim.factor == factor]
         if any(not operand.dims[d].exact or tensor.shape[d] != size * operand.dims[d].scale for d in dims):
             return False
-        if tensor.kind is not TensorKind.ACTIVATION:  # inputs and constants are everywhere
+        if tensor.kind is not TensorKind.ACTIVATION:  # every device has the model's inputs and constants
             return True
         return dims == ([self._folded[operand.tensor]] if operand.tensor in self._folded else [])
 
     def _leaves(self, operand: Operand, factor: int, size: int, summed: bool) -> bool:
-        """Whether an output follows the factor in exactly one dimension, or in none if it is a sum over it."""
+        """Whether an output follows the factor in exactly one dimension; if the factor is summed, in none."""
         dims = [d for d, dim in enumerate(operand.dims) if dim.factor == factor]
         if summed:
             return not dims
@@ -150,9 +153,9 @@ class _Finding:
             self._folded[operand.tensor] = next(d for d, dim in enumerate(operand.dims) if dim.factor == factor)
 
     def _own(self, config: OpConfig, shape: tuple[int, int, int]) -> Ints | None:
-        """The devices of copies 0 and 1, in the order of tiles, if those of all copies agree with what is known of them.
+        """The devices of copies 0 and 1, in tile order; None if the devices contradict the map between copies that is known so far.
 
-        ``shape``: (tiles outside of the copies' axis, copies, tiles inside).
+        ``shape`` arranges the operator's tiles as (tiles outside of the copies' axis, copies, tiles inside of it).
         """
         key = (id(config.devices), shape)
         if key not in self._seen:

@@ -1,7 +1,7 @@
-"""Coverage: from which holdings a region of an activation is put together, preferring the nearest.
+"""Coverage: which holdings a region of an activation is assembled from, nearest first.
 
-The holdings of one tensor form a grid (each dimension follows at most one factor), perhaps several times (replicas). So those
-that meet a region are found by bisection per dimension; the work is in proportion to the overlaps, not to the tiles.
+The holdings of one tensor form a grid, because each dimension follows at most one factor; replicas repeat the grid. So bisection in each
+dimension finds the holdings that overlap a region, and the work grows with the overlaps, not with the number of tiles.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LocalPiece = tuple[Box, int]
 """A region and the holding that it is taken from (position among the operator's own holdings)."""
 
 REMEMBERED = 4096
-"""Answers kept per index: enough for the consumers of a current strategy; proposals come and go."""
+"""Answers that each index keeps: enough for all consumers in the current strategy. Proposals come and go."""
 
 
 class HolderIndex:
-    """The holdings of one tensor, found by region and device. ``positions``: their places among the operator's holdings."""
+    """Finds the holdings of one tensor by region and device. ``positions``: where they are in the operator's ``holdings``."""
 
     def __init__(self, tensor: str, positions: Sequence[int], holdings: Sequence[Holding]) -> None:
         self._tensor = tensor
@@ -39,7 +39,8 @@ class HolderIndex:
     def cover(self, box: Box, device: int, distances: Sequence[int]) -> tuple[LocalPiece, ...]:
         """Disjoint pieces that make up ``box`` on ``device``, from holders in the order of (distance, tile).
 
-        ``distances``: from every device to ``device``; must be the same for the same device in all calls.
+        ``distances[d]``: the distance from device d to ``device``; all calls for one device must give the same. ModelError if the holdings
+        do not cover ``box``.
         """
         answer = self._answers.get((box, device))
         if answer is None:
@@ -76,7 +77,7 @@ class HolderIndex:
         return sorted(found, key=lambda p: (distances[self._holdings[p].device], self._holdings[p].tile, p))
 
     def _meeting(self, box: Box) -> list[Box]:
-        """Distinct held boxes that meet ``box``: the product of the intervals met per dimension, or all if that is more."""
+        """Candidates for overlap with ``box``: the product of the overlapping intervals per dimension, or all boxes if that is more."""
         ranges = [cuts.meeting(interval) for cuts, interval in zip(self._grid, box, strict=True)]
         if prod(map(len, ranges)) <= len(self._by_box):
             return list(product(*ranges))
@@ -87,7 +88,7 @@ class HolderIndex:
 
 
 class _Cuts:
-    """The distinct intervals that holdings have in one dimension, for search by position."""
+    """The distinct intervals of the holdings in one dimension, sorted so that bisection finds those that overlap another."""
 
     def __init__(self, intervals: set[Interval]) -> None:
         self._intervals = sorted(intervals)

@@ -1,11 +1,11 @@
 """What travels from one operator's tiles to their readers: fetches, and the messages and collectives that carry them. No costs, no torch.
 
-Positions count from the operator's own first holding and fetch, so that an answer can be kept as long as the configurations of the operator
-and of its readers stay.
+Positions count from the operator's own first holding and fetch. So an answer stays valid as long as the configurations of the operator and
+its readers stay the same.
 
-Which collective? Only those that cannot be slower than messages when every device has one port in each direction: an all-gather or
-all-to-all among n devices takes n-1 rounds on every port either way, but is one call, and lets no message wait behind another; so it is
-one from three devices on. A broadcast along a tree takes ceil(log2 n) rounds, messages n-1. Halos between neighbours are messages.
+A collective is used only where it cannot be slower than messages, if every device has one port in each direction. An all-gather or
+all-to-all among n devices takes n-1 rounds on every port, just as messages do, but it is one call and no message waits behind another: it
+is used from three devices on. A broadcast along a tree takes ceil(log2 n) rounds, messages n-1. Halos between neighbours are messages.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from soap.plan.coverage import LocalPiece
 from soap.plan.plan import Exchange, Holding, Message, Part, Pattern, Reduction
 
 SMALLEST_EXCHANGE = 3
-"""Devices from which a collective is used; two give each other messages."""
+"""The fewest devices that use a collective; two devices send each other messages."""
 
 Reader = tuple[int, int, int]
-"""(operator, tile, input position) of what a fetch is for."""
+"""Who a fetch is for: (operator, tile, input position)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFetch:
-    """A ``plan.Fetch`` before positions are known: pieces name holdings of the operator, consumers tiles of theirs."""
+    """A ``plan.Fetch`` with local positions: pieces name the operator's own holdings, consumers name tiles of their own operators."""
 
     tensor: str
     box: Box
@@ -38,7 +38,7 @@ class LocalFetch:
 
 
 class Carriers:
-    """Divides the pieces that must move among collectives and messages."""
+    """Assigns every piece that must move to a collective or a message."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], fetches: Sequence[LocalFetch], holdings: Sequence[Holding], reductions: Sequence[Reduction]
@@ -66,7 +66,7 @@ class Carriers:
         return self._holdings[fetch.pieces[part[1]][1]].device, fetch.device
 
     def _gathers(self, tensor: str, parts: Sequence[Part]) -> list[Part]:
-        """One region on several devices, of which each holds a part, goes to all. Returns what is left."""
+        """Make an all-gather where several devices each hold a part of one region and all need the whole. Returns the parts left over."""
         by_box: dict[Box, list[Part]] = {}
         for part in parts:
             by_box.setdefault(self._fetches[part[0]].box, []).append(part)
@@ -88,7 +88,7 @@ class Carriers:
         return rest
 
     def _broadcasts(self, tensor: str, parts: Sequence[Part]) -> list[Part]:
-        """One piece goes to many. A device that needs it for two regions gets it by a message the second time."""
+        """Make a broadcast where one piece goes to many devices. A device that needs it for a second region gets that by a message."""
         by_piece: dict[LocalPiece, dict[int, Part]] = {}
         rest: list[Part] = []
         for part in sorted(parts):
@@ -120,7 +120,7 @@ class Carriers:
             self.messages.append(Message(source, target, tuple(batch)))
 
     def _is_complete(self, parts: Sequence[Part]) -> bool:
-        """Whether at least three devices take part, and each gives something to each other one."""
+        """Whether at least three devices take part, and each sends something to every other."""
         pairs = {self._ends(part) for part in parts}
         members = len({device for pair in pairs for device in pair})
         return members >= SMALLEST_EXCHANGE and len(pairs) == members * (members - 1)
@@ -129,7 +129,7 @@ class Carriers:
         return len({frozenset(self._fetches[number].pieces) for number, _ in parts}) == 1
 
     def _components(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """Parts whose devices hang together."""
+        """The parts in groups: parts that share a device, directly or through other parts, are together."""
         groups: list[tuple[set[int], list[Part]]] = []
         for part in parts:
             devices, joined = set(self._ends(part)), [part]

@@ -1,6 +1,7 @@
-"""What the collectives of a plan move between devices: of each exchange and each scattered sum, who sends how many bytes to whom.
+"""What the collectives of a plan move between devices: for each exchange and each reduce-scatter, who sends how many bytes to whom.
 
-A collective is a list of rounds, one after the other; the flows of a round run at once. The backward pass of each is its transpose.
+A collective is a list of rounds, one after the other; the flows of a round run at once. In the backward pass each collective runs as its
+transpose.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Round = tuple[tuple[Flow, ...], int]
 
 
 def exchange_rounds(plan: Plan, exchange: Exchange, parts: Sequence[Part], *, gradient: bool) -> list[Round]:
-    """Rounds that move ``parts`` of an exchange, or their gradients: all at once, or for a broadcast along a tree."""
+    """Rounds that move ``parts`` of an exchange, or their gradients: one round, or for a broadcast those of a tree."""
     moved = [(source, target, box_bytes(plan, exchange.tensor, box)) for source, target, box, _ in remote_parts(plan, parts)]
     if exchange.pattern is not Pattern.BROADCAST:
         return [(joined(_turned(flow) for flow in moved) if gradient else joined(moved), 0)]
@@ -28,7 +29,7 @@ def exchange_rounds(plan: Plan, exchange: Exchange, parts: Sequence[Part], *, gr
 
 
 def scatter_rounds(plan: Plan, reduction: Reduction, *, gradient: bool) -> list[Round]:
-    """The round of a reduce-scatter, or of the all-gather of its cells' gradients."""
+    """The one round of a reduce-scatter; with ``gradient`` that of the all-gather of its cells' gradients."""
     cells = {
         device: box_bytes(plan, reduced_tensor(plan, reduction), cell) if gradient else partial_bytes(plan, reduction, cell)
         for device, cell in zip(reduction.devices, reduction.cells, strict=True)
@@ -40,7 +41,7 @@ def scatter_rounds(plan: Plan, reduction: Reduction, *, gradient: bool) -> list[
 
 
 def reduced_tensor(plan: Plan, reduction: Reduction) -> str:
-    """The tensor that a reduction makes a part of."""
+    """The tensor that a reduction computes, or computes a region of."""
     return plan.graph.operators[reduction.operator].outputs[reduction.output].tensor
 
 
@@ -60,7 +61,7 @@ def _turned(flow: Flow) -> Flow:
 
 
 def joined(flows: Iterable[Flow]) -> tuple[Flow, ...]:
-    """One flow for each pair of devices, in order."""
+    """The flows added up, one for each pair of devices; pairs ascend."""
     found: dict[tuple[int, int], int] = {}
     for source, target, size in flows:
         found[source, target] = found.get((source, target), 0) + size

@@ -1,8 +1,8 @@
-"""Where servers keep parameters: one server per host, on its first device, and which partition is on which.
+"""Which server owns which partition of a parameter. Each host has one server, beside its first device.
 
-Partitions are placed by load, as in Parallax: parameters are taken by size, largest first, and each begins at the host that has the
-least so far, as if all of it stood there; its further partitions go to the hosts that follow. So where a parameter is does not depend on
-how others are synchronized, and changing one moves no other.
+Partitions are placed by load, as in Parallax. Parameters are taken largest first; each starts at the server with the fewest bytes so far,
+and all its bytes count there, although its further partitions go to the following servers. So a parameter's place does not depend on how
+other parameters are synchronized, and changing one parameter moves no other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from soap.model.regions import Box, balanced
 
 
 def server_devices(topology: Topology) -> tuple[int, ...]:
-    """By host that has devices: its first device, beside which the server runs."""
+    """The first device of each host that has devices, by host number; the host's server runs beside it."""
     first: dict[int, int] = {}
     for number, device in enumerate(topology.devices):
         first.setdefault(device.host, number)
@@ -31,7 +31,7 @@ def first_servers(graph: OperatorGraph, servers: int) -> dict[str, int]:
 
 
 def cut_rows(box: Box, partitions: int) -> list[Box]:
-    """A region in so many balanced parts of dimension 0, or in as many as it has rows; a number is one part."""
+    """A region cut along dimension 0 into ``partitions`` balanced parts, at most one per row; a scalar is one part."""
     if not box:
         return [box]
     (start, stop), *rest = box

@@ -1,4 +1,4 @@
-"""Where things of a plan belong: what lowering looks up by operator, tile or reduction. Pure data."""
+"""Indices into a plan, by operator, tile or reduction, which lowering looks things up in. Pure data."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from soap.plan.plan import Exchange, Message, Plan
 
 
 class PlanPlaces:
-    """What belongs to what in a plan.
+    """Which fetches, carriers, reductions and holdings belong to which operator, tile or reduction.
 
-    ``fetches``, ``carriers``: operator -> the fetches, and the messages and exchanges, of which it is the first to need something.
-    ``reductions``: operator -> its reductions. ``of_tile``, ``of_reduction``: tile or reduction -> what it leaves on devices; a tile
-    that only contributes to sums leaves nothing itself.
+    ``fetches``, ``carriers``: operator -> the fetches, and the messages and exchanges, that it is the first operator to need.
+    ``reductions``: operator -> its reductions. ``of_tile``, ``of_reduction``: tile or reduction -> the holdings that it makes; a tile that
+    only contributes to sums makes none.
     """
 
     def __init__(self, plan: Plan) -> None:

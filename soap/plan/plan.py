@@ -1,7 +1,7 @@
 """The plan: what a strategy means, tile by tile, before any cost is known.
 
-``lowering.build_plan`` makes it; the simulator turns it into timed tasks (``lowering.lower``) and the runtime executes it with real
-tensors. Both therefore speak of the same tiles, transfers, reductions and shards, under the same names.
+``planning.build_plan`` makes it. The simulator turns it into timed tasks (``lowering.lower``), and the runtime executes it with real
+tensors. So both have the same tiles, transfers, reductions and shards, under the same names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from soap.strategy.methods import Contract, named
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A region of an activation that lies on a device once its tile has run (or, if ``reduction`` is set, once that ended)."""
+    """A region of an activation that is on a device once its tile has run, or, if ``reduction`` is set, once that reduction has ended."""
 
     tensor: str
     box: Box
@@ -39,12 +39,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A region of an activation brought together on one device for the tiles there that read exactly it.
+    """A region of an activation, assembled on one device for the tiles there that read exactly this region.
 
-    ``pieces`` are disjoint and cover ``box``; those whose holding is on ``device`` are local, each of the others is part of one message or
-    exchange.
-    ``consumers``: (position in ``Plan.tiles``, input position). In the backward pass the region's gradient, summed over the
-    consumers, goes back the same ways.
+    ``pieces`` are disjoint and cover ``box``. A piece whose holding is on ``device`` is local; every other piece is part of one message or
+    exchange. ``consumers``: (position in ``Plan.tiles``, input position). In the backward pass the region's gradient is summed over the
+    consumers and goes back the same way.
     """
 
     tensor: str
@@ -55,15 +54,15 @@ class Fetch:
 
 
 Part = tuple[int, int]
-"""A piece on its way: (position in ``Plan.fetches``, position of the piece in it)."""
+"""A piece that moves: (position in ``Plan.fetches``, position of the piece in that fetch)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Pieces that one device sends another in one go, because they exist from the same moment on.
+    """Pieces that one device sends another together, because all are ready at the same time.
 
-    ``parts`` are taken from holdings of one tile, or of sums over the same tiles, and have one dtype. In the backward pass their gradients
-    come back together.
+    ``parts`` have one dtype and come from holdings of one tile, or of reductions over the same tiles. In the backward pass their gradients
+    return together.
     """
 
     source: int
@@ -81,11 +80,11 @@ class Pattern(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Pieces of one tensor that several devices give each other in one collective, once the last of them is there.
+    """Pieces of one tensor that several devices send each other in one collective, once all of them are ready.
 
-    All-gather: all fetch one region, of which each holds a part. All-to-all: each gives something to each. Broadcast: one piece
-    goes from one device to the others. ``devices``: sorted, distinct, at least three. ``parts``: every piece that moves. The
-    backward pass is the transpose: gradients of the parts go the other way, for a broadcast summed on the way.
+    All-gather: every device holds a part of one region, and all need the whole. All-to-all: every device sends something to every other.
+    Broadcast: one piece goes from one device to the others. ``devices``: sorted, distinct, at least three. ``parts``: every piece that
+    moves. The backward pass is the transpose: the parts' gradients go the other way; those of a broadcast are summed on the way.
     """
 
     pattern: Pattern
@@ -98,11 +97,13 @@ class Exchange:
 class Reduction:
     """Partial results of one output region, summed over a group of devices.
 
-    ``tiles``: the contributing tiles (positions in ``Plan.tiles``), in index order: the order of summation on one device.
-    ``devices``: sorted, distinct; with a single device no communication is needed. Without ``cells`` the whole sum is left on every
-    device (all-reduce), and in the backward pass the gradients that the devices' own consumers give are summed over the group and reach
-    every tile. With ``cells``, one per device, disjoint, covering ``box`` and perhaps empty, each device gets its own cell of the sum
-    (reduce-scatter), and in the backward pass the cells' gradients are brought together on all (all-gather).
+    ``tiles``: the contributing tiles (positions in ``Plan.tiles``), in index order, in which one device adds them up. ``devices``: sorted,
+    distinct; a single device needs no communication.
+
+    Without ``cells`` every device gets the whole sum (all-reduce). In the backward pass each device has the gradient from its own
+    consumers; these are summed over the group and given to every tile. ``cells``, if given, has one box per device; they are disjoint and
+    cover ``box``, and some may be empty. Each device then gets its own cell of the sum (reduce-scatter). In the backward pass every device
+    gets the gradients of all cells (all-gather).
     """
 
     operator: int
@@ -116,12 +117,12 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A region of a parameter with one owner set: every device of ``devices`` (sorted, distinct) keeps a copy of it, and updates that.
+    """A region of a parameter and its owners: every device of ``devices`` (sorted, distinct) keeps a copy of it and updates that copy.
 
-    Shards of one parameter are disjoint, so that operators that split a shared parameter differently are served alike. Gradients
-    are summed over ``uses``, (position in ``Plan.tiles``, parameter position), then over the devices. What no tile reads of a
-    trainable parameter is a shard without uses, on the first device of the parameter's first shard. Tiles run on devices that have a copy
-    of what they read, unless servers keep it: then the shard is one partition, and ``devices`` its server.
+    Shards of one parameter are disjoint, even where operators split a shared parameter differently. A shard's gradient is summed over
+    ``uses``, (position in ``Plan.tiles``, parameter position), then over the devices. The part of a trainable parameter that no tile reads
+    is a shard without uses, on the first device of the parameter's first shard. A tile's device has a copy of what the tile reads, unless
+    servers own it: then the shard is one partition, and ``devices`` is its server.
     """
 
     parameter: str
@@ -134,13 +135,13 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ShardSync:
-    """Shards that one method keeps in step together, and who reads them.
+    """Shards that one method synchronizes together, and who reads them.
 
-    ``method``: its name in ``strategy.methods``. ``parameter``, ``index``: what it is called after: a parameter, and the number of its
-    first shard, or of a region that servers keep. ``box``: the region that readers read. ``shards``: what it updates (positions in
-    ``Plan.shards``): those whose gradients lie in one buffer, in this order, or a region's partitions in order of their rows; their
-    ``devices`` are the owners. ``readers``: devices (sorted, distinct) whose tiles read it, in ``uses``. ``leaders``: for each reader the
-    device through which it deals with the others: the first reader of its host if hosts join theirs, else itself.
+    ``method``: its name in ``strategy.methods``. ``parameter``, ``index``: name it in reports: a parameter, and the number of its first
+    shard, or of the region if servers own it. ``box``: the region that readers read. ``shards``: the shards that it updates (positions in
+    ``Plan.shards``): those whose gradients share one buffer, in the buffer's order, or the partitions of a region, in row order. Their
+    ``devices`` are the owners. ``readers``: the devices (sorted, distinct) whose tiles read it; ``uses`` lists these tiles. ``leaders``:
+    for each reader, the device through which it communicates: with local aggregation the first reader on its host, else the reader itself.
     """
 
     method: str
@@ -159,19 +160,20 @@ class ShardSync:
 
     @property
     def aggregated(self) -> bool:
-        """Whether some readers deal with the others through a leader."""
+        """Whether some readers communicate through a leader (local aggregation)."""
         return self.leaders != self.readers
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All of a strategy, lowered. Positions in these tuples are the identities used across them.
+    """A whole strategy, lowered. Things refer to each other by their positions in these tuples.
 
-    Every trainable shard that gets a gradient is in one of ``syncs``. Its part in ``plan.syncs`` says what that moves, updates and holds.
+    Every trainable shard that gets a gradient is in exactly one of ``syncs``. The method's module in ``soap.plan.syncs`` says what the
+    synchronization moves, updates and holds in memory.
 
-    ``first_tile[i]`` is the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are no
-    CPUs: what servers keep beside them lies in the memory of their host. ``on_rows``: operators whose tiles run on the rows that they look
-    up (``row_counts.operators_on_rows``). ``strategy``: what it was built from; of a folded plan the one on two copies.
+    ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are not
+    CPUs; a server beside such a device keeps its parameters in the host's memory. ``on_rows``: operators whose tiles are sparse lookups
+    (``row_counts.operators_on_rows``). ``strategy``: what the plan was built from; for a folded plan, the strategy of two copies.
     """
 
     strategy: Strategy
@@ -191,7 +193,7 @@ class Plan:
 
     @cached_property
     def on_servers(self) -> frozenset[int]:
-        """Shards that servers keep."""
+        """Shards that servers own."""
         return frozenset(number for sync in self.syncs if sync.contract.has_servers for number in sync.shards)
 
     @cached_property
@@ -200,7 +202,7 @@ class Plan:
         return frozenset(number for sync in self.syncs for number in sync.shards)
 
     def owners(self, sync: ShardSync) -> tuple[int, ...]:
-        """The devices that keep a part of what is synchronized, ascending."""
+        """The devices that own a part of what is synchronized, ascending."""
         return tuple(sorted({device for number in sync.shards for device in self.shards[number].devices}))
 
     def members(self, sync: ShardSync) -> tuple[int, ...]:
@@ -208,7 +210,7 @@ class Plan:
         return tuple(sorted({*sync.readers, *self.owners(sync)}))
 
     def as_run(self, tile: Tile) -> Tile:
-        """A tile as cost models are asked for it."""
+        """The tile as cost models are asked for it: with ``on_rows`` filled in."""
         return replace(tile, on_rows=True) if tile.operator in self.on_rows else tile
 
     def operator(self, tile: Tile) -> Operator:
@@ -256,7 +258,7 @@ def _region(box: Box) -> str:
 
 
 def reduce_name(op: Operator, reduction: Reduction, *, gradient: bool = False) -> str:
-    """Task name of summing partial results over a group, or of what becomes of the sum's gradients."""
+    """Task name of summing partial results over a group, or of the communication of the sum's gradients."""
     if reduction.cells:
         verb = "all-gather gradient of" if gradient else "reduce-scatter"
     else:
@@ -270,7 +272,7 @@ def sync_name(sync: ShardSync, verb: str = "sync") -> str:
 
 
 ASK_NAME = "ask for rows"
-"""Task name of telling each other, at the beginning of a step, which rows of sparse parameters are wanted."""
+"""Task name of the request, at the beginning of a step, for the rows of sparse parameters that it looks up."""
 
 
 def serve_name(sync: ShardSync, partition: int) -> str:
@@ -279,12 +281,12 @@ def serve_name(sync: ShardSync, partition: int) -> str:
 
 
 def update_name(device: int) -> str:
-    """Task name of the optimizer's update of all that a device keeps."""
+    """Task name of the optimizer's update of everything that a device owns."""
     return f"update @{device}"
 
 
 def remote_parts(plan: Plan, parts: Sequence[Part]) -> list[tuple[int, int, Box, int]]:
-    """Of each part: source device, target device, region, holding."""
+    """For each part: (source device, target device, region, holding)."""
     found = []
     for fetch, place in parts:
         piece = plan.fetches[fetch].pieces[place]

@@ -1,8 +1,8 @@
-"""From a strategy to a plan: which tile runs where, what travels, what is summed, who keeps which shard. No costs, no torch.
+"""From a strategy to a plan: which tile runs where, what travels, what is summed, who owns which shard. No costs, no torch.
 
-What depends on one operator's configuration alone (an ``OperatorPart``), on its and its readers' configurations (a ``Delivery``), or on
-those of one parameter's users, is computed once and kept, with positions counted from the operator's first tile; building a plan
-then is mostly adding offsets. A search should therefore keep one ``PlanBuilder`` for its graph and cluster.
+A ``PlanBuilder`` caches what depends on one operator's configuration alone (``OperatorPart``), on its and its readers' configurations
+(``Delivery``), and on the configurations of one parameter's users. Cached positions count from the operator's own first tile, so building
+a plan is mostly adding offsets. A search should keep one ``PlanBuilder`` for its graph and cluster.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from soap.strategy.config import OpConfig, Strategy
 Use = tuple[int, int]
 """(tile, operand position)."""
 Read = tuple[str, Box, int, tuple[Use, ...]]
-"""A region of an activation that tiles of one operator need on one device: (tensor, box, device, its readers)."""
+"""A region of an activation that tiles of one operator need on one device: (tensor, box, device, the tiles that read it)."""
 Region = tuple[str, Box, int]
 """A region of an activation that is needed on one device: (tensor, box, device)."""
 
 
 @dataclass(frozen=True)
 class OperatorPart:
-    """What one operator under one configuration does, whoever reads its outputs. Positions count from its own first tile.
+    """What one operator does under one configuration, whoever reads its outputs. Positions count from its own first tile.
 
-    ``reductions``: its sums as all-reduces, with what is held then and where.
+    ``reductions``: its sums, all as all-reduces; ``holdings`` and ``holders`` are what devices hold after these.
     """
 
     tiles: tuple[Tile, ...]
@@ -49,7 +49,7 @@ class OperatorPart:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one operator leaves on devices for its readers, and how it reaches them. Positions count from its own first."""
+    """What one operator leaves on devices for its readers, and how it reaches them. Positions count from the operator's own first."""
 
     tiles: tuple[Tile, ...]
     reductions: tuple[Reduction, ...]
@@ -78,7 +78,7 @@ class PlanBuilder:
         return (PlanBuilder, (self.graph, self.topology))  # another process starts with empty caches
 
     def build(self, strategy: Strategy, *, empty_tiles: bool = False) -> Plan:
-        """The plan of a strategy; raises StrategyError if it does not fit the graph or the cluster (``empty_tiles``: see there)."""
+        """The plan of a strategy. StrategyError if it does not fit the graph or the cluster. ``empty_tiles``: see ``Strategy.validate``."""
         strategy.validate(self.graph, self.topology.device_count, empty_tiles=empty_tiles)
         configs = [strategy.operators[op.name] for op in self.graph.operators]
         found = [
@@ -134,11 +134,14 @@ class PlanBuilder:
         return OperatorPart(tiles, reductions, holdings, holders, _reads(self.graph, position, tiles))
 
     def _make_delivery(self, position: int, config: OpConfig, readers: tuple[OpConfig, ...]) -> Delivery:
-        """``readers``: configurations of the operators that read its outputs, in the graph's order."""
+        """Choose the form of the operator's sums, and fetch what its readers need.
+
+        ``readers``: configurations of the operators that read its outputs, in the graph's order.
+        """
         part = self._part(position, config)
         reads = self._gather_reads(position, readers)
         reductions = part.reductions
-        if config.replicas == 1:  # else a device's readers may be served by another replica's sum
+        if config.replicas == 1:  # with replicas, a device's readers may take their values from another replica's sum
             reductions = tuple([self._scattered(reduction, reads) for reduction in part.reductions])
         holdings, holders = part.holdings, part.holders
         if any(reduction.cells for reduction in reductions):
@@ -152,7 +155,7 @@ class PlanBuilder:
         return Delivery(part.tiles, reductions, holdings, fetches, tuple(carriers.messages), tuple(carriers.exchanges))
 
     def _scattered(self, reduction: Reduction, reads: Mapping[Region, Sequence[Reader]]) -> Reduction:
-        """The reduction, leaving cells if the readers on its devices are better served so."""
+        """The reduction as a reduce-scatter if that moves fewer bytes to the readers on its devices, else as it is."""
         if len(reduction.devices) < 2:
             return reduction
         tensor = self.graph.operators[reduction.operator].outputs[reduction.output].tensor
@@ -164,7 +167,7 @@ class PlanBuilder:
         return replace(reduction, cells=cells) if cells else reduction
 
     def _gather_reads(self, position: int, readers: Sequence[OpConfig]) -> dict[Region, list[Reader]]:
-        """Distinct regions of the operator's outputs in the order of their first readers; operators that read the same are joined."""
+        """Distinct regions of the operator's outputs, in the order of their first readers, each with all its readers."""
         outputs = {out.tensor for out in self.graph.operators[position].outputs}
         gathered: dict[Region, list[Reader]] = {}
         for reader, config in zip(self._readers[position], readers, strict=True):
@@ -174,7 +177,7 @@ class PlanBuilder:
         return gathered
 
     def _regions(self, configs: Sequence[OpConfig]) -> Iterator[tuple[str, tuple[Cell, ...]]]:
-        """Each parameter, and the regions into which its users cut it."""
+        """Each parameter with the cells into which its users cut it."""
         users = self.graph.parameter_users
         for tensor in self.graph.parameters:
             operators = sorted({position for position, _ in users.get(tensor.name, ())})
@@ -184,7 +187,7 @@ class PlanBuilder:
         return tuple(self.topology.distance(source, device) for source in range(self.topology.device_count))
 
     def _make_cells(self, parameter: str, configs: tuple[tuple[int, OpConfig], ...]) -> tuple[Cell, ...]:
-        """Cut a parameter along all regions that the tiles of these operators need of it."""
+        """Cut a parameter along the borders of all regions that tiles of these operators read."""
         needed: dict[Box, list[tuple[int, int, int, int]]] = {}
         for position, config in configs:
             places = [k for k, operand in enumerate(self.graph.operators[position].parameters) if operand.tensor == parameter]
@@ -205,7 +208,8 @@ class PlanBuilder:
 
 
 def _unread(box: Box, read: Sequence[Box]) -> list[Box]:
-    """What no tile reads of a parameter. One process would keep it with a gradient of zero, and weight decay would change it."""
+    """The parts of a parameter that no tile reads. They still need an owner: in one process their gradient is zero, and weight decay
+    changes them."""
     rest = [box]
     for cell in read:
         rest = [piece for part in rest for piece in subtract(part, cell)]
@@ -222,7 +226,7 @@ def _offsets(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _reductions(graph: OperatorGraph, position: int, config: OpConfig, tiles: Sequence[Tile]) -> Iterator[Reduction]:
-    """The groups of partial results, if a summed factor is split. Outputs are not indexed by summed factors, so boxes agree."""
+    """The groups of partial results, if a summed factor is split. Outputs follow no summed factor, so a group has one output region."""
     op = graph.operators[position]
     summed = set(op.summed)
     if prod(config.degrees[i] for i in summed) <= 1:
@@ -240,7 +244,7 @@ def _reductions(graph: OperatorGraph, position: int, config: OpConfig, tiles: Se
 
 
 def _holdings(graph: OperatorGraph, position: int, tiles: Sequence[Tile], reductions: Sequence[Reduction]) -> Iterator[Holding]:
-    """What lies where once the operator has run: its tiles' outputs, or the sums, or cells of them, on the devices of their groups."""
+    """What devices hold once the operator has run: its tiles' outputs, or, for summed outputs, the sums or cells of them."""
     outputs = graph.operators[position].outputs
     reduced = {reduction.output for reduction in reductions}
     for place, reduction in enumerate(reductions):
@@ -271,7 +275,7 @@ def _readers(graph: OperatorGraph, position: int) -> tuple[int, ...]:
 
 
 def _reads(graph: OperatorGraph, position: int, tiles: Sequence[Tile]) -> tuple[Read, ...]:
-    """Regions of activations that the operator needs, each once per device, in the order of their first readers."""
+    """Regions of activations that the operator reads, each once per device, in the order of their first readers."""
     operands = graph.operators[position].inputs
     activations = [(k, operand.tensor) for k, operand in enumerate(operands) if graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION]
     readers: dict[tuple[str, Box, int], list[Use]] = {}

@@ -1,4 +1,4 @@
-"""Which tiles have just the rows of sparse parameters that they look up, how many rows that is, and how many different ones these touch."""
+"""Rows of sparse parameters: which tiles are sparse lookups, how many rows tiles look up, and how many different rows that touches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from soap.strategy.config import SyncConfig
 
 
 def looked_up(graph: OperatorGraph, lookup: Lookup, tile: Tile, *, weighed: bool = False) -> int:
-    """How many rows a tile looks up, repeated ones counted: its part of the operator's points in all factors that the parameter does not
-    follow, rounded up. A tile with a part of the rows counts what it is asked for, wherever that lies."""
+    """How many rows a tile looks up, repeated rows counted: the operator's look-ups times the tile's share in all factors that the
+    parameter does not follow, rounded up. A tile that has only a part of the rows counts all look-ups, not only those that hit its part.
+
+    ``weighed``: count ``Lookup.weighed`` instead of ``Lookup.indices``.
+    """
     op = graph.operators[tile.operator]
     own = {dim.factor for dim in op.parameters[lookup.parameter].dims}
     others = [(stop - start, op.factors[i].size) for i, (start, stop) in enumerate(tile.intervals) if i not in own]
@@ -24,14 +27,16 @@ def looked_up(graph: OperatorGraph, lookup: Lookup, tile: Tile, *, weighed: bool
 
 
 def tile_lookups(graph: OperatorGraph, parameter: str, tile: Tile, *, weighed: bool = False) -> int:
-    """How many rows of a sparse parameter a tile looks up, repeated ones counted, by all of its operands that are that parameter;
-    ``weighed`` to find how many different rows they touch (``RowAccess.touched_by``)."""
+    """How many rows of a sparse parameter a tile looks up through all its operands, repeated rows counted.
+
+    ``weighed``: the count that ``RowAccess.touched_by`` takes to find how many different rows are touched.
+    """
     own = (lookup for lookup in graph.sparse[parameter].lookups if lookup.operator == tile.operator)
     return sum(looked_up(graph, lookup, tile, weighed=weighed) for lookup in own)
 
 
 def device_lookups(graph: OperatorGraph, parameter: str, tiles: Sequence[Tile], uses: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Device -> how many rows of a sparse parameter its tiles look up, each tile for itself; devices ascend.
+    """Device -> how many rows of a sparse parameter its tiles look up, added up over the tiles; devices ascend.
 
     ``uses``: (position in ``tiles``, parameter position).
     """
@@ -43,7 +48,7 @@ def device_lookups(graph: OperatorGraph, parameter: str, tiles: Sequence[Tile], 
 
 
 class DeviceLookups:
-    """How many rows of a sparse parameter devices look up, repeated ones counted and weighed; but what replicas look up alike counts once.
+    """How many rows of a sparse parameter devices look up, weighed, repeated rows counted. Equal tiles of replicas count once.
 
     ``uses``: (position in ``tiles``, parameter position).
     """
@@ -64,8 +69,10 @@ class DeviceLookups:
 
 
 def operators_on_rows(graph: OperatorGraph, syncs: Mapping[str, SyncConfig]) -> frozenset[int]:
-    """The operators (positions) whose tiles have just the rows that they look up: all sparse parameters that they use are synchronized by
-    rows. ``syncs``: by parameter, all-reduced ones may be missing."""
+    """Positions of the operators whose tiles are sparse lookups: every sparse parameter that they use is synchronized by rows.
+
+    ``syncs``: by parameter; parameters with the default synchronization may be missing.
+    """
     by_rows, as_a_whole = set[int](), set[int]()
     for name, access in graph.sparse.items():
         rows = syncs.get(name, SyncConfig()).contract.by_rows
@@ -74,7 +81,7 @@ def operators_on_rows(graph: OperatorGraph, syncs: Mapping[str, SyncConfig]) -> 
 
 
 def parameters_held(graph: OperatorGraph, tile: Tile) -> tuple[Box, ...]:
-    """Boxes as large as what a tile has of its parameters: its regions, or on rows, of sparse ones the rows that it looks up there."""
+    """Boxes as large as what a tile holds of its parameters: its regions; in a sparse lookup, only as many rows as it looks up."""
     if not tile.on_rows:
         return tile.parameters
     held = list(tile.parameters)
@@ -88,19 +95,19 @@ def parameters_held(graph: OperatorGraph, tile: Tile) -> tuple[Box, ...]:
 
 
 def all_lookups(graph: OperatorGraph, tile: Tile) -> int:
-    """How many rows of all sparse parameters a tile looks up, repeated ones counted."""
+    """How many rows of all its sparse parameters a tile looks up, repeated rows counted."""
     names = {operand.tensor for operand in graph.operators[tile.operator].parameters} & graph.sparse.keys()
     return sum(tile_lookups(graph, name, tile) for name in names)
 
 
 def touched_rows(access: RowAccess, box: Box, lookups: int) -> int:
-    """How many different rows of a region so many look-ups of its parameter touch, rounded up: rows are taken to be spread evenly."""
+    """How many different rows of a region this many look-ups of its parameter touch, rounded up, if they spread evenly over the rows."""
     start, stop = box[0]
     return -(-access.touched_by(lookups) * (stop - start) // access.rows)
 
 
 def most_rows(plan: Plan, parameter: str, box: Box, uses: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Device -> how many different rows of a region its tiles look up at most: as if no look-up repeated another."""
+    """Device -> the most different rows of a region that its tiles can look up: as if no look-up repeated a row."""
     start, stop = box[0]
     return {device: min(stop - start, count) for device, count in device_lookups(plan.graph, parameter, plan.tiles, uses).items()}
 

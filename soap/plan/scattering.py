@@ -1,8 +1,8 @@
-"""Where a sum of partial results is left: whole on every device of its group, or a cell of it on each (reduce-scatter).
+"""Where a sum of partial results goes: whole to every device of its group (all-reduce), or one cell to each (reduce-scatter).
 
-Cells are possible where the readers on each device need only a part. They are chosen if the busiest device then moves fewer bytes. With B
-bytes on n devices, an all-reduce over a ring makes each device receive 2(n-1)/n * B. A reduce-scatter makes it receive n-1 partial
-results of its cell, and afterwards what its readers need beyond it. The backward pass moves as much in both cases.
+A reduce-scatter is possible where the readers on each device need only a part of the sum. It is chosen if the busiest device then receives
+fewer bytes. With B bytes on n devices, a ring all-reduce makes each device receive 2(n-1)/n * B. A reduce-scatter makes it receive n-1
+partial results of its cell, and then what its readers need outside of the cell. The backward pass moves the same bytes as the forward pass.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from soap.model.regions import Box, Interval, intersect, volume
 
 
 def choose_cells(box: Box, reads: Sequence[Sequence[Box]]) -> tuple[Box, ...]:
-    """One cell per device, disjoint and covering ``box``; () if the sum is better left whole on all of them.
+    """One cell per device; the cells are disjoint and cover ``box``. () if an all-reduce is better, or no cells are found.
 
-    ``reads[i]``: the regions of the sum that tiles on device i read.
+    ``reads[i]``: the regions of the sum that tiles on the group's i-th device read.
     """
     if not box or len(reads) < 2:
         return ()
@@ -46,7 +46,7 @@ def _common(a: Box, b: Box) -> int:
 
 
 def _as_they_are(box: Box, hulls: Sequence[Box | None]) -> tuple[Box, ...]:
-    """What the devices read, if that is disjoint and all of the box."""
+    """What the devices read, if these regions are disjoint and together make up the box; else ()."""
     found = [hull for hull in hulls if hull is not None]
     if sum(map(volume, found)) != volume(box) or any(intersect(a, b) is not None for a, b in combinations(found, 2)):
         return ()
@@ -54,7 +54,7 @@ def _as_they_are(box: Box, hulls: Sequence[Box | None]) -> tuple[Box, ...]:
 
 
 def _cut_along_one_dimension(box: Box, hulls: Sequence[Box | None]) -> tuple[Box, ...]:
-    """Cells in the order of what is read of one dimension, with borders in the middle of overlaps (halos) and of gaps."""
+    """Cells along one dimension, in the order in which devices read it. Borders are in the middle of overlaps (halos) and gaps."""
     found = {device: hull for device, hull in enumerate(hulls) if hull is not None}
     if not found:
         return ()

@@ -11,16 +11,17 @@ from soap.model.regions import Box, Interval, balanced, volume
 from soap.strategy.config import OpConfig
 
 Place = tuple[int, ...]
-"""By factor: which of its pieces."""
+"""A cell of an operator's grid: for each factor, the number of its piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """One piece of one operator on one device.
 
-    ``index`` is its position in ``OpConfig.devices`` (row-major over replica and factors). ``intervals``: one per factor. ``inputs``,
-    ``parameters``, ``outputs``: the region of each operand that it reads or writes, in the operator's operand order (may be empty).
-    ``on_rows``: of the parameters in which it looks rows up it has just these rows. A plan's tiles leave that open (``Plan.as_run``).
+    ``index``: its position in ``OpConfig.devices`` (row-major over replica and factors). ``intervals``: one per factor. ``inputs``,
+    ``parameters``, ``outputs``: the region of each operand that it reads or writes, in the operator's operand order; some may be empty.
+    ``on_rows``: it is a sparse lookup: of its sparse parameters it has only the rows that it looks up. Always False in ``Plan.tiles``;
+    ``Plan.as_run`` fills it in.
     """
 
     operator: int
@@ -40,12 +41,12 @@ class Tile:
 
 
 def is_partial(op: Operator, intervals: Sequence[Interval]) -> bool:
-    """Whether what a tile makes is a part of a sum."""
+    """Whether a tile's results are partial: parts of a sum over a summed factor that is split."""
     return any(f.summed and interval != (0, f.size) for f, interval in zip(op.factors, intervals, strict=True))
 
 
 def is_widened(graph: OperatorGraph, tile: Tile) -> bool:
-    """Whether a tile is computed in float32, as a part of a sum of a lower type."""
+    """Whether a tile is computed in float32 because its results are partial sums of a tensor of a lower type."""
     op = graph.operators[tile.operator]
     lower = any(t.partial_itemsize > t.itemsize for t in (graph.tensors[o.tensor] for o in op.outputs))
     return lower and is_partial(op, tile.intervals)
@@ -75,7 +76,7 @@ def tiles_of(graph: OperatorGraph, position: int, config: OpConfig) -> list[Tile
 def _boxes(
     operands: Sequence[Operand], shapes: Mapping[str, tuple[int, ...]], pieces: Sequence[Sequence[Interval]], places: Sequence[Place]
 ) -> list[tuple[Box, ...]]:
-    """The operands' regions for each cell of the grid. A dimension follows one factor, so that its intervals are found once per piece."""
+    """The operands' regions for each cell of the grid. A dimension follows one factor, so its intervals are computed once per piece."""
     tables = []
     for operand in operands:
         own: list[tuple[int | None, list[Interval]]] = []
@@ -98,10 +99,10 @@ def iteration_points(op: Operator) -> int:
 
 
 def windows(op: Operator) -> list[int]:
-    """Inputs over which a window slides (convolution, pooling): positions beyond the border are padded."""
+    """Positions of the inputs over which a window slides (convolution, pooling); what lies beyond their border is padding."""
     return [k for k, operand in enumerate(op.inputs) if any(is_window(dim) for dim in operand.dims)]
 
 
 def is_window(dim: DimMap) -> bool:
-    """Whether an input's dimension is read through a window that may reach over its border."""
+    """Whether an input's dimension is read through a window that may reach beyond its border."""
     return dim.factor is not None and (dim.lo < 0 < dim.hi or dim.hi > dim.scale)

@@ -1,6 +1,6 @@
-"""The costs seam: what the simulator asks of a cost model. All answers are whole nanoseconds of at least 1.
+"""The interface of cost models: what the simulator asks them. Durations are whole nanoseconds, at least 1.
 
-What communication costs follows from the topology alone (``communication``) and is no cost model's business.
+A cost model does not price communication: its cost follows from the topology alone (``communication``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.tiling import Tile
 
 CostSource = Literal["auto", "estimate"]
-"""``auto``: what ``soap-profile`` has measured for the cluster's devices, as far as it goes; ``estimate``: only their figures."""
+"""``auto``: use what ``soap-profile`` has measured of the cluster's devices, estimate the rest. ``estimate``: use only their figures."""
 COST_SOURCES: tuple[CostSource, ...] = ("auto", "estimate")
 
 
@@ -23,10 +23,10 @@ def nanoseconds(seconds: float) -> int:
 
 
 class CostModel(Protocol):
-    """Durations of computations. Must be deterministic: equal questions get equal answers.
+    """Durations of computations, in nanoseconds. Must be deterministic: equal questions get equal answers.
 
-    A tile on rows (``Tile.on_rows``) is another question than the same tile with its whole regions: it finds out which rows it looks up,
-    takes them from where they are kept, looks them up there, and gives a gradient to them alone.
+    A sparse lookup (``Tile.on_rows``) costs something else than the same tile with its whole regions: it finds out which rows it looks up,
+    copies them from the table, looks them up in the copy, and gives a gradient to these rows alone.
     """
 
     @property
@@ -49,38 +49,37 @@ class CostModel(Protocol):
 
 @runtime_checkable
 class Launching(Protocol):
-    """What a cost model may say besides: how long a device's processor takes to launch a tile's kernels."""
+    """An optional part of a cost model: how long a processor takes to launch a tile's kernels on its device."""
 
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
-        """Of one pass over a tile; 0 on devices that are processors themselves."""
+        """Launch time of one pass of a tile; 0 on devices that are processors themselves."""
 
 
 def launch_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
-    """What launching one pass over a tile takes; 0 by cost models that say nothing of it."""
+    """Launch time of one pass of a tile, in nanoseconds; 0 if the cost model is not ``Launching``."""
     return costs.launch_ns(graph, tile, device, backward=backward) if isinstance(costs, Launching) else 0
 
 
 @runtime_checkable
 class KnowingOptimizer(Protocol):
-    """What a cost model may say besides of the optimizer whose updates it prices."""
+    """An optional part of a cost model: which optimizer's updates it prices."""
 
     @property
     def updates_rows_alone(self) -> bool:
-        """Whether a row without gradient stays as it is, and its state: so it is by SGD and Adagrad, but not by Adam."""
+        """Whether a row without gradient, and its optimizer state, stay unchanged: true for SGD and Adagrad, false for Adam."""
 
 
 def updates_rows_alone(costs: CostModel) -> bool:
-    """Whether of a table with gradients of some rows these alone are updated; so it is by cost models that say nothing of it."""
+    """Whether an update of a table changes only the rows that have a gradient; true if the cost model is not ``KnowingOptimizer``."""
     return costs.updates_rows_alone if isinstance(costs, KnowingOptimizer) else True
 
 
 def table_update_ns(costs: CostModel, rows_bytes: int, table_bytes: int, device: DeviceType) -> int:
-    """Update of a table of which a step has gradients of some rows: of these, or of all rows, for which there is then a gradient to be
-    made."""
+    """Nanoseconds to update a table with gradients of some rows: these rows alone, or all rows, after a dense gradient has been made."""
     updated_bytes = rows_bytes if updates_rows_alone(costs) else table_bytes
     return costs.update_ns(updated_bytes, device) + dense_gradient_ns(costs, table_bytes, device)
 
 
 def dense_gradient_ns(costs: CostModel, table_bytes: int, device: DeviceType) -> int:
-    """Zeros for a whole table's gradient are written at the rate of memory; 0 where rows alone are updated."""
+    """Nanoseconds to write a whole table's gradient of zeros at memory bandwidth; 0 where only rows with a gradient are updated."""
     return 0 if updates_rows_alone(costs) else nanoseconds(table_bytes / device.memory_bandwidth_bytes_per_second)

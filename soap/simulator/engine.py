@@ -40,12 +40,12 @@ from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
 
 Result = TypeVar("Result")
 Handles = tuple[World, Trial, Trial, Edit]
-"""What every change needs: the world, the simulation of what is held, room for another, and what is to be changed."""
+"""What compiled functions need for a change: the world, the trial of the held strategy, a second trial to fill, and the edit."""
 
 NO_SYNCS: Mapping[str, SyncConfig] = {}
 
 ROOM = 4
-"""How many times what a strategy takes there is room for."""
+"""The arrays are this many times as large as a newly loaded strategy needs, so that accepted changes find room."""
 
 
 class Engine:
@@ -60,10 +60,10 @@ class Engine:
     _other: Trial
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, communication: Communication | None = None) -> None:
-        """``communication``: of this topology, if it is a special one."""
+        """``communication``: prices of this topology, if they are not the usual ones (``folding``)."""
         self.graph, self.topology = graph, topology
         self.choices: Mapping[str, Sequence[SyncConfig]] = {}
-        """By parameter, the synchronizations that compiled work chooses from."""
+        """Parameter -> the synchronizations that compiled code chooses from."""
         communication = communication or Communication(topology)
         self._parts: dict[str, Any] = {}
         self._world: World | None = None
@@ -84,12 +84,12 @@ class Engine:
         self._make_state()
 
     def load(self, strategy: Strategy) -> None:
-        """Take a strategy and lower it. StrategyError if it does not fit the graph or the cluster."""
+        """Hold a strategy, and lower it. StrategyError if it does not fit the graph or the cluster."""
         strategy.validate(self.graph, self.topology.device_count)
         self._loaded = strategy
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
         self._syncs, self._codes = dict(strategy.parameters), sync_codes(self.graph, strategy)
-        self._make_room(2 * sum(len(config.devices) for config in self._configs))  # each tile has two slots at least
+        self._make_room(2 * sum(len(config.devices) for config in self._configs))  # each tile takes at least two slots
         variants = np.array([self.variants.number(i, config.degrees) for i, config in enumerate(self._configs)], np.int32)
         replicas = np.array([config.replicas for config in self._configs], np.int32)
         devices = np.array([device for config in self._configs for device in config.devices], np.int32)
@@ -98,14 +98,14 @@ class Engine:
         self._lower(variants, replicas, devices)
 
     def _make_room(self, slots: int) -> None:
-        """Room for what a strategy takes at least, so that not every smaller size is tried."""
+        """Grow the arrays to the least that a strategy needs at once, rather than trying every smaller size."""
         if self._slots < ROOM * slots:
             while self._slots < ROOM * slots:
                 self._slots, self._arena = 2 * self._slots, 2 * self._arena
             self._make_state()
 
     def _lower(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
-        """Lower a strategy from the ground up, with as much room again for changes that are accepted."""
+        """Lower a strategy from scratch, into arrays with ``ROOM`` times what it needs."""
         self._try(lambda: self._lower_all(variants, replicas, devices))
         if ROOM * self.state.used[SLOTS] > self._slots or ROOM * self.state.used[ARENA] > self._arena:
             self._grow()
@@ -113,31 +113,31 @@ class Engine:
         self._lowered_slots = int(self.state.used[SLOTS])
 
     def simulate(self) -> int:
-        """Makespan in ns of the loaded strategy, from a full simulation. What proposals are compared with."""
+        """Makespan in ns of the loaded strategy, from a full simulation, which the next delta simulations start from."""
         self.makespan_ns = self.play()
         self._keep()
         return self.makespan_ns
 
     def play(self) -> int:
-        """The same, without getting ready for proposals."""
+        """The same makespan, without getting ready for delta simulations."""
         graph, state, groups = self._parts["graph"], self._parts["state"], self._parts["groups"]
         return int(simulate_all(graph, state, groups, self._other, self._trial, 0, NO_BOUND))
 
     def propose(self, operator: str, config: OpConfig, at_most_ns: int = NO_BOUND) -> int | None:
         """Makespan in ns with another configuration of one operator, by a delta simulation; None if it exceeds ``at_most_ns``.
 
-        ``accept`` or ``reject`` it before the next. What exceeds the bound can only be rejected.
+        Call ``accept`` or ``reject`` before the next proposal. A proposal that exceeds the bound can only be rejected.
         """
         return self.propose_changes({operator: config}, at_most_ns=at_most_ns)
 
     def propose_sync(self, parameter: str, sync: SyncConfig, at_most_ns: int = NO_BOUND) -> int | None:
-        """The same with another synchronization of one parameter."""
+        """``propose`` with another synchronization of one parameter."""
         return self.propose_changes({}, {parameter: sync}, at_most_ns=at_most_ns)
 
     def propose_changes(
         self, operators: Mapping[str, OpConfig], parameters: Mapping[str, SyncConfig] = NO_SYNCS, *, at_most_ns: int = NO_BOUND
     ) -> int | None:
-        """The same with other configurations of any number of operators, and other synchronizations of parameters, all at once."""
+        """``propose`` with other configurations of any number of operators and other synchronizations of parameters, all at once."""
         positions = [self.graph.index[name] for name in operators]
         for position, config in zip(positions, operators.values(), strict=True):
             check_config(self.graph.operators[position], config, self.topology.device_count)
@@ -165,7 +165,7 @@ class Engine:
         E.parameter[: len(numbers)], E.sync[: len(numbers)] = numbers, codes
 
     def accept(self) -> None:
-        """Keep what was proposed."""
+        """Hold the proposed strategy. ValueError if there is no proposal, or it exceeds its bound."""
         if self._proposed_ns is None:
             raise ValueError("nothing to accept: the proposal exceeds its bound, or there is none")
         configs, syncs, codes = self._proposed
@@ -181,33 +181,33 @@ class Engine:
         self.makespan_ns, self._proposed_ns = self._proposed_ns, None
 
     def reject(self) -> None:
-        """Back to before the proposal."""
+        """Return to the strategy before the proposal."""
         take_back(self.world)
         self._proposed_ns = None
 
     def _keep(self) -> None:
-        """Make what was simulated last the simulation that proposals are compared with."""
+        """Make the last simulation the one that delta simulations start from."""
         keep_order(self._trial)
         retrace(self._parts["graph"], self._parts["state"], self._trial, self._parts["history"])
 
     def handles(self) -> Handles:
-        """What compiled functions are called with."""
+        """The arguments of compiled functions."""
         return self.world, self._trial, self._other, self._edit
 
     @property
     def world(self) -> World:
-        """What compiled functions read and write, until a part of it is renewed."""
+        """What compiled functions read and write; made anew after a part of it was renewed."""
         if self._world is None:
             self._world = handle(World(**self._parts))
         return self._world
 
     def _renew(self, **parts: NamedTuple) -> None:
-        """Parts of the world that were made anew. Handles know where arrays are: theirs change, and the world's."""
+        """Replace parts of the world. Handles are addresses of arrays, so these parts and the world get new handles."""
         self._parts |= {name: handle(part) for name, part in parts.items()}
         self._world = None
 
     def _whole(self, work: Callable[[], Result]) -> Result:
-        """Do all of something, or nothing of it."""
+        """Do ``work``; if it fails, reject what it has changed, so that all of it is done or nothing."""
         try:
             return work()
         except (MemoryError, LookupError, ValueError):
@@ -224,10 +224,10 @@ class Engine:
         bounded: bool = True,
         log: int = 0,
     ) -> Walk:
-        """A Metropolis walk from the loaded (and simulated) strategy, which becomes the one where it ends.
+        """A Metropolis walk from the loaded and simulated strategy. The engine then holds the strategy where the walk ends.
 
-        ``choices``: configurations that each operator may take, without replicas. ``bounded``: give simulations up as soon as their outcome
-        cannot be accepted; the walk is the same. ``log``: of how many steps to note the cost.
+        ``choices``: operator -> the configurations that it may take, without replicas. ``bounded``: stop a simulation as soon as its
+        outcome cannot be accepted; the walk is the same. ``log``: for how many steps to record the cost.
         """
         found = make_choices(self.graph, self.variants, choices, log)
         found.walk[RANDOM], found.walk[COST], found.walk[BEST] = seed, self.makespan_ns, self.makespan_ns
@@ -247,8 +247,10 @@ class Engine:
         return Walk(found)
 
     def attempt(self, work: Callable[[], Result], settle: Callable[[], None]) -> Result:
-        """Do compiled work on ``handles()``, all or nothing; what it lacks is made, and it begins anew. ``settle``: what is to be done
-        before the state is renewed, at the least ``Engine.settle``."""
+        """Do compiled work on ``handles()``, all of it or nothing. If a table or room is missing, make it and start again.
+
+        ``settle``: called before the state is renewed; it must call ``Engine.settle``.
+        """
 
         def renew() -> None:
             settle()
@@ -257,11 +259,11 @@ class Engine:
         return self._try(lambda: self._whole(work), renew)
 
     def consult(self, work: Callable[[], Result]) -> Result:
-        """Do compiled work on ``handles()`` that changes nothing, neither what is held nor what is proposed."""
+        """Do compiled work on ``handles()`` that changes neither the held strategy nor the proposal."""
         return self._try(work)
 
     def settle(self, *, swapped: bool, makespan_ns: int) -> None:
-        """Python's side of the state after compiled steps. ``swapped``: whether the two trials have changed places."""
+        """Bring the Python side up to date after compiled steps. ``swapped``: whether the two trials have changed places."""
         if swapped:
             self.trial, self.other = self.other, self.trial
             self._trial, self._other = self._other, self._trial
@@ -274,21 +276,21 @@ class Engine:
             self._syncs, self._codes = self.syncs(C.sync), C.sync[: len(self._codes)].copy()
 
     def config(self, position: int, variant: int, devices: Ints, replicas: int) -> OpConfig:
-        """What an operator becomes by a variant on these devices: all that compiled work does not know stays as it is held."""
+        """An operator's configuration with this variant on these devices; fields that compiled code does not know stay as held."""
         return self._configs[position].placed(self.variants.degrees[variant], tuple(devices.tolist()), int(replicas))
 
     def sync(self, parameter: str, code: int) -> SyncConfig:
-        """What a parameter's synchronization becomes by a number of ``sync_codes``."""
+        """A parameter's synchronization from its number (see ``sync_codes``)."""
         return known_sync(code, self._syncs.get(parameter, SyncConfig()), self.choices.get(parameter, ()))
 
     def syncs(self, codes: Ints) -> dict[str, SyncConfig]:
-        """[parameter] as ``sync_codes`` -> how parameters are synchronized, those that are not so by default."""
+        """Parameter -> its synchronization, where it differs from the default. ``codes[parameter]``: as in ``sync_codes``."""
         names = [tensor.name for tensor in self.graph.parameters]
         found = {name: self.sync(name, code) for name, code in zip(names, codes.tolist(), strict=False)}
         return {name: sync for name, sync in found.items() if sync != SyncConfig()}
 
     def variant(self, position: int, degrees: tuple[int, ...]) -> int:
-        """The number of an operator's variant, for compiled work that begins afterwards."""
+        """The number of an operator's variant. Compiled work that begins later knows the variant."""
         number = self.variants.number(position, degrees)
         if len(self.variants.degrees) > self._known_variants:
             self._renew_tables()
@@ -301,16 +303,16 @@ class Engine:
         return replace(self._loaded, operators={op.name: config for op, config in configs}, parameters=self._syncs)
 
     def played_tasks(self) -> PlayedTasks:
-        """The last simulation of the strategy that is held."""
+        """The last simulation of the held strategy."""
         return all_tasks(self.state, self.trial)
 
     def proposed_tasks(self) -> PlayedTasks:
-        """The simulation of what is proposed, which had no bound."""
+        """The simulation of the proposal, which must have had no bound."""
         complete(self._trial, self._other)
         return all_tasks(self.state, self.other)
 
     def tasks(self) -> Iterator[PlayedTask]:
-        """All tasks of the last simulation, in the order in which they were taken."""
+        """All tasks of the last simulation, in the order in which the simulation took them."""
         return each_task(self.state, self.trial, self._groups.arrays.static)
 
     def _lower_all(self, variants: Ints, replicas: Ints, devices: Ints) -> None:
@@ -318,7 +320,7 @@ class Engine:
         lower_all(self.world, variants, replicas, devices)
 
     def _renew_state(self) -> None:
-        """Get rid of what accepted changes have left behind, or if that is nothing, grow."""
+        """Drop what accepted changes have left behind; if there is nothing to drop, grow. Then lower and simulate again."""
         C, count = self.state, len(self.graph.operators)
         tiles = zip(C.dev_ptr[:count].tolist(), C.tiles[:count].tolist(), strict=True)
         devices = np.concatenate([C.dev[first : first + own] for first, own in tiles])
@@ -333,7 +335,7 @@ class Engine:
         self._make_state()
 
     def _try(self, work: Callable[[], Result], make_room: Callable[[], None] | None = None) -> Result:
-        """Do something compiled; what it lacks is made, and it begins anew. ``make_room``: what to do if the state is full."""
+        """Do compiled work. If a table or room is missing, make it and start again. ``make_room``: called if the state is full."""
         while True:
             try:
                 return work()
@@ -380,7 +382,7 @@ class Engine:
         self._renew(scratch=make_scratch(self._size, self.topology.device_count, len(self.topology.links)))
 
     def make_edit_room(self, devices: int) -> None:
-        """Room for edits with so many devices in all."""
+        """Make room for edits with this many devices in all."""
         if devices >= len(self.edit.dev):
             self._make_edit(2 * devices)
 

@@ -1,4 +1,4 @@
-"""The outcome of a folded simulation: what is known of two copies, said of all. The same, to the byte, as ``simulate.Simulation``."""
+"""The outcome of a folded simulation: what two copies tell, extended to all copies. Equal, to the byte, to ``simulate.Simulation``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 T = TypeVar("T")
 Longs = NDArray[np.int64]
 COMMON = LEFT
-"""Instead of the number of a copy: tasks of all of them."""
+"""In place of a copy's number: a task that all copies take part in."""
 
 
 @dataclass(frozen=True)
 class FoldedSimulation:
-    """One training iteration. ``tasks`` and ``schedule`` are those of two copies, on a small topology."""
+    """One training iteration. ``tasks`` and ``schedule`` are those of two copies on the small topology."""
 
     folding: Folding
     tasks: TaskGraph
@@ -52,18 +52,18 @@ class FoldedSimulation:
 
     @property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
-        """What each device of the two copies holds from when to when."""
+        """How much memory each device of the two copies holds over time."""
         return self._curves[:-1]
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most that each device of the cluster will hold, with an allowance."""
+        """The peak memory to expect on each device of the cluster, with an allowance (``residency.ALLOWANCE``)."""
         uses = memory_use(self._with_an_idle_device.plan, self.optimizer_states)
         return tuple(self._for_all(expected_peaks(self._curves, uses)))
 
     @cached_property
     def overflow_bytes(self) -> int:
-        """What the devices lack, added up; 0 if everything fits."""
+        """Bytes of memory that the devices lack, added up; 0 if everything fits."""
         return overflow_bytes([use.total for use in self.memory], self.topology)
 
     @property
@@ -73,7 +73,7 @@ class FoldedSimulation:
 
     @cached_property
     def bytes_moved(self) -> int:
-        """Bytes that leave a device for another."""
+        """Bytes that devices send each other."""
         others = self.folding.count - 1
         return sum(task.bytes * (others if copy == 1 else 1) for task, copy in zip(self.tasks.tasks, self._copy, strict=True))
 
@@ -84,12 +84,12 @@ class FoldedSimulation:
 
     @property
     def critical_path_ns(self) -> dict[TaskKind, int]:
-        """How much of the critical path each kind of task is."""
+        """Nanoseconds of the critical path by kind of task."""
         return critical_path_ns(self.tasks, self.schedule)
 
     @cached_property
     def busy_ns(self) -> dict[str, int]:
-        """How long each device and link of the cluster is held, by name."""
+        """Nanoseconds for which each device and link of the cluster is held, by name."""
         small = self.folding.topology
         held = np.zeros(small.device_count + len(small.links) + 1, np.int64)
         for task in self.tasks.tasks:
@@ -129,13 +129,13 @@ class FoldedSimulation:
 
     @cached_property
     def _stand_in(self) -> Longs:
-        """Link of the cluster -> link of the small topology that does the same, or one behind the last if it is never held."""
+        """Link of the cluster -> the link of the small topology that represents it; one past the last if it is never held."""
         local, found = self.folding.local, self.folding.alike.copy()
         found[local[LEFT:]] = found[local[1]]
         return np.where(found < 0, len(self.folding.topology.links), found)
 
     def _for_all(self, values: Sequence[T]) -> list[T]:
-        """From values for the small topology's devices, and last for a device that does nothing, to those of the cluster's."""
+        """One value per device of the cluster. ``values``: one per device of the small topology, then one for idle devices."""
         found = [values[-1]] * self.topology.device_count
         rank = {device: i for i, device in enumerate(self.folding.copies.devices)}
         for copy, devices in enumerate(self.folding.copies.images.tolist()):
@@ -145,7 +145,7 @@ class FoldedSimulation:
 
     @cached_property
     def _copy(self) -> list[int]:
-        """By task: 0 or 1, or ``COMMON``."""
+        """For each task, its copy: 0, 1 or ``COMMON``."""
         copies, small = self.folding.copies, self.folding.topology
         own = set(copies.images[0].tolist())
         first = {i for i, device in enumerate(copies.devices) if device in own}
@@ -162,5 +162,5 @@ class FoldedSimulation:
 
     @cached_property
     def _with_an_idle_device(self) -> TaskGraph:
-        """What two copies do, and one device more, which stands for all that do nothing."""
+        """The tasks of two copies, with one more device, which represents all idle devices."""
         return replace(self.tasks, plan=replace(self.tasks.plan, device_count=self.tasks.plan.device_count + 1))

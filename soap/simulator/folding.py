@@ -1,26 +1,30 @@
-"""Folding: a strategy of D data-parallel copies is simulated with two of them, to the nanosecond and the byte.
+"""Folding: a strategy of D data-parallel copies is simulated with two of them, exactly to the nanosecond and the byte.
 
-Why that is exact. Let copies be as in ``copies``: copy j > 0 does what copy 1 does, on the devices (and local links) that stand in their
-place. Copy 0 may do more (start the backward pass of what follows a summed loss, keep what no tile reads); it is left as it is. Tasks
-are *local* to a copy, or *common*: sums over all copies. ``fold`` checks, and else says what is in the way, that
+Copies are those of ``soap.plan.copies``. Copy j > 1 does what copy 1 does, on corresponding devices and local links. Copy 0 may do more
+(start the backward pass of what follows a summed loss, keep what no tile reads), so it is simulated as it is. A task is *local* to one
+copy, or *common*: a sum over all copies. ``fold`` checks these conditions, and names the one that fails:
 
-1. the devices in place of each other are of one type, share hosts in the same way, and routes inside a copy go over links of equal figures
-   in place of each other; no two copies share such a local link;
-2. activations that have no folded dimension are read where they lie, so that nothing travels between copies but common sums;
-3. a common sum (by any algorithm) holds a local link of copy 1 exactly if it holds those in its place of all other copies j > 1;
-4. no parameter servers are used: they belong to the host of one device. Nor are rows of gradients gathered.
+1. corresponding devices have the same type and share hosts in the same way; routes inside a copy use corresponding links of equal
+   bandwidth and latency; no two copies share such a local link;
+2. activations without a folded dimension are read on the device that holds them, so only common sums travel between copies;
+3. if a common sum (by any algorithm) holds a local link of copy 1, it holds the corresponding link of every copy j > 1, and vice versa;
+4. neither parameter servers (which belong to the host of one device) nor a sparse all-gather are used.
 
-Then let F be the simulation of two copies, in which a common sum takes what it takes over the devices of all D. The claim: a task of copy
-j > 1 is ready, starts and ends when the one in its place in copy 1 does in F, all others when they do themselves. By induction on the ready
-time: a task is ready when its predecessors end, and these stand in place of the predecessors in F (of a common sum: copies of them, with
-the same ends). Durations are at least 1, so tasks are taken in the order of (ready time, id). It starts when its resources are free. On
-a device or local link of copy j are, by 3, the tasks that stand in place of those on copy 1's, with the same ready times; and ids order
-them alike: tiles are numbered row by row, which among the tiles of one copy is their order in F, sums of one operator are all local or
-all common, and the rest of an id says places in the operator, parameter or fetch. Links that are local to no copy are held by common sums
-alone; links that the same sums hold are free at the same times, so that one of them stands for all.
+Why the result is exact. Let F be the simulation of two copies, in which a common sum takes as long as it takes over the devices of all D.
+The claim: a task of copy j > 1 is ready, starts and ends when the corresponding task of copy 1 does in F; every other task when it does
+itself in F. The proof is by induction on the ready time.
 
-Common sums are never scattered: a half or more of the devices would want the same or nothing. Buckets hold the same shards, because
-distinct sets of devices of two copies stand for distinct sets of all.
+- A task is ready when its predecessors end. They correspond to the predecessors in F; a common sum has more of them, which are copies of
+  those in F and end at the same times.
+- Durations are at least 1, so tasks are taken in the order of (ready time, id).
+- A task starts when its resources are free. By 3, the tasks on a device or local link of copy j correspond to those on copy 1's, and have
+  the same ready times. Ids order them alike: tiles are numbered row by row, so those of one copy are in the same order as in F; the sums of
+  one operator are all local or all common; and the rest of an id is a place in the operator, parameter or fetch.
+- Links that are local to no copy are held by common sums alone. Links that the same sums hold are free at the same times, so one of them
+  represents all.
+
+Common sums are never reduce-scatters: at least half of the devices would want the same cell, or nothing. Buckets hold the same shards,
+because distinct sets of devices of two copies correspond to distinct sets of devices of all copies.
 """
 
 from __future__ import annotations
@@ -48,8 +52,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class CommonSums:
-    """An all-reduce over all copies. ``devices``: of the cluster, ascending. ``options``: with their links on the cluster; ``small``: with
-    those that stand for them on the small one."""
+    """An all-reduce over all copies. ``devices``: those of the cluster, ascending. ``options``: with the cluster's links. ``small``: with
+    the links of the small topology that represent these."""
 
     devices: tuple[int, ...]
     options: tuple[AllReduceOption, ...]
@@ -57,14 +61,17 @@ class CommonSums:
 
 
 class FoldedCommunication(Communication):
-    """What communication costs on the small topology; sums over both copies take what they take over all. ``common``: by small devices."""
+    """Prices of communication on the small topology. A sum over both copies costs what the sum over all copies does.
+
+    ``common``: devices of the small topology -> the sum over all copies.
+    """
 
     def __init__(self, topology: Topology, common: Mapping[tuple[int, ...], CommonSums]) -> None:
         super().__init__(topology)
         self.common = common
 
     def allreduce_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
-        """What an all-reduce may be done by."""
+        """The options for an all-reduce over these devices of the small topology."""
         common = self.common.get(devices)
         return super().allreduce_options(devices) if common is None else common.small
 
@@ -76,7 +83,7 @@ class FoldedCommunication(Communication):
 
 @dataclass(frozen=True)
 class FoldedCosts:
-    """A cost model that is asked about tiles of two copies and answers for the whole graph."""
+    """A cost model that is asked about tiles of two copies' graph, and passes the question on with the whole graph."""
 
     graph: OperatorGraph
     costs: CostModel
@@ -100,7 +107,7 @@ class FoldedCosts:
         return self.costs.backward_ns(self.graph, tile, device)
 
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
-        """Launching one pass over a tile."""
+        """Launching one pass of a tile."""
         return launch_ns(self.costs, self.graph, tile, device, backward=backward)
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
@@ -110,12 +117,13 @@ class FoldedCosts:
 
 @dataclass(frozen=True)
 class Folding:
-    """A strategy with two of its copies left. ``plan`` is theirs, with the whole graph, as ``lowering.lower`` wants it together with
-    ``topology`` and ``communication``; ``copies.graph`` and ``copies.strategy`` are theirs for an ``Engine``, with ``FoldedCosts``.
+    """A strategy reduced to two of its copies.
 
-    ``topology``: the devices of both copies, the links that they use between themselves, and one link for all those that only common
-    sums hold, and these the same. ``local``: [copy, number]: links of the cluster in place of each other. ``alike``: link of the cluster
-    -> that of the small one that stands for it, -1 if it is never held.
+    ``whole``: the whole cluster. ``plan``: that of two copies, with the whole graph; ``lowering.lower`` takes it with ``topology`` and
+    ``communication``. An ``Engine`` takes ``copies.graph`` and ``copies.strategy`` instead, with ``FoldedCosts``. ``topology``: the small
+    one: the devices of both copies, the links between them, and one link for each set of links that the same common sums hold.
+    ``local[copy, number]``: links of the cluster; one column has corresponding links. ``alike``: link of the cluster -> the link of the
+    small topology that represents it, -1 if it is never held.
     """
 
     whole: Topology
@@ -133,7 +141,7 @@ class Folding:
 
 
 def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Folding | str:
-    """The strategy folded over as many copies as possible, or why it cannot be, in one line. It must be legal."""
+    """The strategy folded over as many copies as possible, or the reason why it cannot be folded, in one line. It must be legal."""
     for sync in strategy.parameters.values():
         if sync.contract.folding:
             return sync.contract.folding
@@ -155,7 +163,7 @@ def fold(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Foldin
 
 
 class _Folding:
-    """Checks the conditions of the module's docstring, and puts the small problem together."""
+    """Checks the conditions of the module's docstring, and builds the small problem."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, copies: Copies) -> None:
         self.graph, self.topology, self.copies = graph, topology, copies
@@ -196,7 +204,8 @@ class _Folding:
         return self.topology.route(int(self.images[source_copy, 0]), int(self.images[target_copy, 0]))
 
     def _local_links(self) -> Ints:
-        """[copy, number]: the links of all routes inside a copy, in place of each other. In a tree those from and to one device are all."""
+        """[copy, number]: the links of all routes inside a copy; one column has corresponding links. In a tree, the routes from and to
+        one device use all of them."""
         members = range(self.images.shape[1])
         pairs = [(0, i) for i in members if i] + [(i, 0) for i in members if i]
         if not self.topology.is_tree:
@@ -220,7 +229,7 @@ class _Folding:
         return [self.topology.route(devices[a], devices[b]) for a, b in pairs]
 
     def _small_topology(self, links: Iterable[int]) -> Topology:
-        """Both copies' devices and so many links of the cluster, in its order, which leaves the routes among these as they are."""
+        """A topology of both copies' devices and these links of the cluster. Links keep their order, so routes stay the same."""
         chosen = [self.topology.devices[device] for device in self.copies.devices]
         hosts = sorted({device.host for device in chosen})
         place = {host: i for i, host in enumerate(hosts)}
@@ -235,7 +244,7 @@ class _Folding:
             raise UnfoldableError(f"tensor {fetch.tensor!r}, the same for {len(self.images)} copies, is read where it does not lie")
 
     def _sum_over_all(self, devices: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[AllReduceOption, ...]]:
-        """All devices that a sum over these of both copies stands for, and what it may be done by."""
+        """The devices of all copies that correspond to these of both copies, and the options for an all-reduce over them."""
         place = {device: i for i, device in enumerate(self.images[1].tolist())}
         members = {self.copies.devices[device] for device in devices}
         columns = [place[device] for device in members if device in place]
@@ -243,13 +252,13 @@ class _Folding:
         return everyone, allreduce_options(self.topology, everyone)
 
     def _signatures(self, sums: Iterable[Sequence[AllReduceOption]]) -> Ints:
-        """Link -> a number, the same for links that the same ways of doing common sums hold; 0 if none does."""
+        """Link -> a number, equal for links that the same options of common sums hold; 0 if none holds the link."""
         signatures = np.zeros(len(self.topology.links), np.int64)
         for options in sums:
             for option in options:
                 held = np.zeros(len(signatures), np.int64)
                 held[list(option.links)] = 1
-                pairs = np.append(0, 2 * signatures + held)  # what nobody holds stays 0
+                pairs = np.append(0, 2 * signatures + held)  # the appended 0 keeps 0 as the number of links that nothing holds
                 signatures = np.unique(pairs, return_inverse=True)[1].ravel()[1:]
         return signatures
 
@@ -269,7 +278,7 @@ class _Folding:
 
 
 def _common_groups(plan: Plan, first: Ints, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Distinct sets of devices of both copies that sum together."""
+    """Distinct sets of devices, of both copies, that take part in a common sum."""
     own = {i for i, device in enumerate(devices) if device in set(first.tolist())}
     groups = dict.fromkeys([sync.readers for sync in plan.syncs] + [reduction.devices for reduction in plan.reductions])
     return [group for group in groups if own.intersection(group) and own.union(group) != own]
@@ -281,7 +290,7 @@ def _on_small(option: AllReduceOption, alike: Ints) -> AllReduceOption:
 
 
 def _pattern(hosts: Ints) -> list[int]:
-    """Which devices share a host, whichever."""
+    """Which devices share a host: hosts numbered in the order of their first devices."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(host, len(numbers)) for host in hosts.tolist()]
 

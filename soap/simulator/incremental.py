@@ -1,4 +1,4 @@
-"""What a search asks of a simulator, answered by the compiled one: strategies that follow each other mostly differ in one operator."""
+"""What a search asks of a simulator, answered by the compiled one. Successive strategies mostly differ in one operator."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 MOST_CHANGES = 16
-"""A strategy that differs in more from what an engine holds is lowered anew."""
+"""A strategy that differs from the one an engine holds in more operators and parameters than this is lowered from scratch."""
 
 AMPLE = 3
-"""What is read from other devices and gathered there comes on top of what a single device would hold."""
+"""How many times a single device's needs every device must have for ``always_fits``: copies of what is read from other devices, and
+buffers, come on top of those needs."""
 
 Change = tuple[str, OpConfig | SyncConfig]
 """An operator's configuration, or how a parameter is synchronized."""
 
 
 class IncrementalSimulator:
-    """Times by delta simulation, memory by the plan; both are ``Simulator``'s to the nanosecond and the byte.
+    """Finds times by delta simulation and memory from the plan; both equal ``Simulator``'s, to the nanosecond and the byte.
 
-    Two engines hold a strategy each: one changes step by step, the other takes what differs in more than that.
+    Two engines hold a strategy each: one follows small changes, the other takes strategies that differ in more.
     """
 
     def __init__(self, simulator: Simulator) -> None:
@@ -39,12 +40,12 @@ class IncrementalSimulator:
 
     @staticmethod
     def begins_at_once() -> bool:
-        """False if it has to be compiled first, which takes about half a minute."""
+        """False if the simulator must be compiled first, which takes about half a minute."""
         return is_compiled(lower_all) and is_compiled(evaluate)
 
     @property
     def engine_costs(self) -> CostModel:
-        """What compiled chains of the search are to use for engines of their own."""
+        """The cost model for engines that compiled chains of the search make for themselves."""
         return self._simulator.costs
 
     @property
@@ -53,7 +54,7 @@ class IncrementalSimulator:
         return self._simulator.optimizer_states
 
     def always_fits(self) -> bool:
-        """Whether it is out of the question that a device lacks memory: it could hold the whole model's needs ``AMPLE`` times."""
+        """True if every device has ``AMPLE`` times the memory that one device would need for the whole model."""
         graph, topology = self._simulator.graph, self._simulator.topology
         whole = max(use.total for use in self._simulator.run(CLASSICAL["single_device"](graph, topology)).memory)
         return AMPLE * whole <= min(device.type.memory_bytes for device in topology.devices)
@@ -68,13 +69,13 @@ class IncrementalSimulator:
         return self._answers[key]
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """Bytes of memory that the devices lack."""
+        """Bytes of memory that the devices lack, added up."""
         if any(holder.certainly_fits(strategy) for holder in self._engines):
             return 0
         return self._simulator.overflow_bytes(strategy)
 
     def least_overflow_bytes(self, strategy: Strategy) -> int:
-        """What the devices lack at least, by a bound; 0 if this was not the last strategy whose time was asked for."""
+        """A lower bound of the bytes that the devices lack; 0 unless this is the last strategy whose time was asked for."""
         return max((holder.least_overflow_bytes(strategy) for holder in self._engines), default=0)
 
     def run(self, strategy: Strategy) -> Simulation:
@@ -107,14 +108,14 @@ class IncrementalSimulator:
             if len(self._engines) < 2:
                 self._engines.append(self._holder(strategy))
                 return self._engines[-1].makespan_ns(strategy)
-            nearest = 0  # the one that was not used last
+            nearest = 0  # the engine that was not used last
         holder = self._engines.pop(nearest)
         self._engines.append(holder)
         return holder.makespan_ns(strategy)
 
 
 class _Holder:
-    """An engine, what it holds, and perhaps a proposal of which it is not known yet whether it will be accepted."""
+    """An engine, the strategy that it holds, and perhaps a proposal that is neither accepted nor rejected yet."""
 
     def __init__(self, engine: Engine, memory: MemoryBound, strategy: Strategy) -> None:
         self._engine, self._memory = engine, memory
@@ -124,20 +125,20 @@ class _Holder:
         self._load(strategy)
 
     def distance(self, strategy: Strategy) -> int:
-        """How many changes lead to a strategy."""
+        """The smallest number of changes from what is held, or proposed, to a strategy."""
         held = [self._held] if self._proposed is None else [self._held, self._proposed]
         return min(len(self._changes(own, strategy)) for own in held)
 
     def certainly_fits(self, strategy: Strategy) -> bool:
-        """Whether this was the last strategy here, and a bound says that it fits."""
+        """True if this is the last strategy simulated here, and the upper bound of its memory fits."""
         return self._has(strategy) and self._judged(strategy)[0] == FITS
 
     def least_overflow_bytes(self, strategy: Strategy) -> int:
-        """What the devices lack at least if this was the last strategy here; else 0."""
+        """A lower bound of the bytes that the devices lack if this is the last strategy simulated here; else 0."""
         return self._judged(strategy)[1] if self._has(strategy) else 0
 
     def _judged(self, strategy: Strategy) -> tuple[int, int]:
-        """The bounds' verdict and what is lacking at least, worked out once for a strategy that is here."""
+        """(verdict of the bounds, bytes that are lacking at least), computed once for each strategy."""
         if self._last is None or self._last[0] is not strategy:
             verdict = self._memory.verdict()
             self._last = strategy, (verdict, self._memory.least_overflow_bytes())
@@ -147,7 +148,7 @@ class _Holder:
         return strategy is (self._proposed or self._held)
 
     def makespan_ns(self, strategy: Strategy) -> int:
-        """Simulate a strategy. It stays a proposal, since most are rejected."""
+        """Simulate a strategy. It stays a proposal, because most strategies are rejected."""
         changes = self._changes(self._held, strategy)
         if self._proposed is not None:
             others = self._changes(self._proposed, strategy)

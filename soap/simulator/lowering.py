@@ -1,17 +1,21 @@
-"""From a plan to timed tasks: what each tile, message, exchange, reduction, bucket and update takes, where, and after what.
+"""From a plan to timed tasks: how long each tile, message, exchange, reduction, bucket and update takes, on what, and after which tasks.
 
-``lower`` pulls what servers have of sparse parameters, walks the operators forward, then backward, then keeps the parameters in step
-(``synchronizing``). Task ids are (phase, position, stage, a, b, c), made only of places in the operator, parameter or device that a task
-belongs to, so that editing another operator leaves them alone; they order tasks of equal ready time as the iteration does: forward
-operators first to last, backward last to first, synchronization, update.
+``lower`` pulls rows of sparse parameters from servers, walks the operators forward, then backward, then synchronizes the parameters
+(``synchronizing``). A task's id is (phase, position, stage, a, b, c). It is made only of places in the task's own operator, parameter or
+device, so editing another operator does not change it. Ids order tasks of equal ready time as the iteration does: forward operators first
+to last, backward last to first, synchronization, update.
 
-Order in the runtime. ``reference.execution_order`` gives one total order of all tiles forward, and one backward, which every rank follows
-for its own part of it (but tiles that wait for no other run right before their first readers: ``program``).
-Forward: before a tile its fetches that are not there yet, and after the last tile of a group its reduction; a message leaves as soon as
-its pieces are there, an exchange takes place as soon as all of its pieces are. Backward: before the first tile of a
-group (in that order) the reduction of its gradient; after the last consumer of what a message or exchange has brought the gradients travel
-back; after the last use of its shards a bucket is summed. The optimizer runs once, at the end. The runtime joins tiles between which
-nothing comes or goes (``program``), and waits for all gradients that the joined ones need, where the simulator takes tile by tile.
+Order in the runtime. ``reference.execution_order`` gives one total order of all tiles forward, and one backward. Every rank follows it for
+its own tiles (except that tiles that wait for no other run right before their first readers: ``program``).
+
+- Forward: a tile waits for its fetches. After the last tile of a group comes the group's reduction. A message leaves as soon as its pieces
+  are ready; an exchange takes place as soon as all its pieces are.
+- Backward: the reduction of a group's gradient comes before the group's first tile in that order. Once the last consumer of a message or
+  exchange has run, the gradients travel back. Once the last use of its shards has run, a bucket is summed. The optimizer runs once, at the
+  end.
+
+The runtime joins consecutive tiles between which nothing arrives or leaves (``program``), and then waits for all gradients that the joined
+tiles need. The simulator takes tile by tile.
 """
 
 from __future__ import annotations
@@ -51,10 +55,10 @@ __all__ = ["PlanBuilder", "build_plan", "lower"]
 def lower(
     plan: Plan, topology: Topology, costs: CostModel, communication: Communication | None = None, *, pull_together: bool = True
 ) -> TaskGraph:
-    """The timed tasks of one training iteration, predecessors first. ``communication``: of this topology, to keep its answers.
+    """The timed tasks of one training iteration, predecessors first. ``communication``: prices of this topology, to reuse its answers.
 
-    ``pull_together``: with local aggregation a host's devices pull through their leader as well, which is what the runtime does. Without
-    it each pulls for itself: to simulate systems that do so.
+    ``pull_together``: with local aggregation a host's devices also pull through their leader, as the runtime does. Without it each device
+    pulls for itself, to simulate systems that do so.
     """
     tasks = TaskList(communication or Communication(topology))
     lowering = _Lowering(plan, costs, tasks)
@@ -68,9 +72,9 @@ def lower(
 class _Lowering:
     """The state of one lowering.
 
-    ``_forward``, ``backward_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks after which its sum is there. ``_brought``:
+    ``_forward``, ``backward_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready after. ``_brought``:
     part -> the task that brings it. ``_arrivals``: tile -> the tasks that bring what it reads. ``_gradients``: holding -> the tasks that
-    bring a part of its gradient; empty if nobody sends one.
+    make or bring parts of its gradient; empty if it gets none.
     """
 
     def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList) -> None:
@@ -103,7 +107,7 @@ class _Lowering:
         for position in range(len(graph.operators) - 1, -1, -1):
             if graph.needs_backward(graph.operators[position]):
                 self._backward_tiles(position)
-            for fetch in self._index.fetches[position]:  # the first reader's place, which may itself be without backward
+            for fetch in self._index.fetches[position]:  # listed at the first reader, which may have no backward pass itself
                 self._keep_gradient(self.plan.fetches[fetch])
             for carrier in self._index.carriers[position]:
                 self._return_gradient(carrier)
@@ -137,7 +141,7 @@ class _Lowering:
         return (self._forward[holding.tile],) if holding.reduction is None else self._reduced[holding.reduction]
 
     def _fetch(self, number: int) -> None:
-        """What a fetch's consumers wait for: the tasks that bring what is elsewhere, and those that make what is here."""
+        """Make a fetch's consumers wait for the tasks that bring its remote pieces, and for those that make its local ones."""
         fetch = self.plan.fetches[number]
         after: list[int] = []
         for place, piece in enumerate(fetch.pieces):
@@ -147,32 +151,32 @@ class _Lowering:
             self._arrivals[tile].extend(after)
 
     def _keep_gradient(self, fetch: Fetch) -> None:
-        """Hand a fetched region's gradient to the holdings on its own device."""
+        """Give a fetched region's gradient to the holdings of its local pieces."""
         after = self._after_consumers(fetch)
         for piece in fetch.pieces if after else ():
             if self.plan.holdings[piece.holding].device == fetch.device:
                 self._gradients[piece.holding].extend(after)
 
     def _after_consumers(self, fetch: Fetch) -> list[int]:
-        """The tasks after which the region's gradient is complete; empty if it has none."""
+        """The backward tasks that complete a region's gradient; empty if it has none."""
         if not self.plan.graph.tensors[fetch.tensor].requires_grad:
             return []
         return [self.backward_tasks[tile] for tile, _ in fetch.consumers if tile in self.backward_tasks]
 
     def _carry(self, carrier: Message | Exchange) -> None:
-        """The task of a message or exchange."""
+        """Add the task of a message or exchange."""
         after = {task for *_, holding in remote_parts(self.plan, carrier.parts) for task in self._ready(holding)}
         task = self._carrier_task(carrier, carrier.parts, after, gradient=False)
         self._brought.update(dict.fromkeys(carrier.parts, task))
 
     def _return_gradient(self, carrier: Message | Exchange) -> None:
-        """Send gradients back the way that the values came, once all their consumers have computed them."""
+        """Add the task that takes gradients back the way the values came, once all consumers have computed them."""
         found = {number: self._after_consumers(self.plan.fetches[number]) for number, _ in carrier.parts}
         active = tuple(part for part in carrier.parts if found[part[0]])
         if not active:
             return
         if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST:
-            active = carrier.parts  # who has no gradient adds zeros
+            active = carrier.parts  # a device without a gradient takes part with zeros
         after = {task for tasks in found.values() for task in tasks}
         task = self._carrier_task(carrier, active, after, gradient=True)
         for *_, holding in remote_parts(self.plan, active):
@@ -207,7 +211,7 @@ class _Lowering:
         return self._list.add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile), launch_ns=launch)
 
     def _reduce(self, place: int) -> None:
-        """Sum partial results; on a single device that is part of running its tiles."""
+        """Sum partial results. A single device does that while it runs the tiles, without a task."""
         reduction = self.plan.reductions[place]
         after = tuple(self._forward[tile] for tile in reduction.tiles)
         self._reduced[place] = after
@@ -215,7 +219,7 @@ class _Lowering:
             self._reduced[place] = (self._reduce_task(reduction, after, gradient=False),)
 
     def _reduced_gradient(self, place: int) -> tuple[int, ...]:
-        """The tasks after which every tile of the group has the gradient of the sum; empty if there is none."""
+        """The tasks that give every tile of the group the gradient of the sum; empty if there is no gradient."""
         reduction = self.plan.reductions[place]
         after = tuple(task for held in self._index.of_reduction[place] for task in self._gradients[held])
         if len(reduction.devices) > 1 and after:
@@ -236,7 +240,7 @@ class _Lowering:
         return self._list.all_reduce(place, name, TaskKind.REDUCE, size, reduction.devices, after)
 
     def _loss_start(self, tile: Tile) -> tuple[int, ...]:
-        """The task after which a tile of the loss starts the backward pass with gradient 1: the loss itself. Replica 0 only."""
+        """The tasks after which a tile of the loss starts the backward pass with gradient 1: those that make the loss. Replica 0 only."""
         graph = self.plan.graph
         producer, output = graph.producers.get(graph.loss, (-1, 0))
         if tile.operator != producer or tile.replica != 0:

@@ -1,18 +1,19 @@
 """The reference simulation: event-driven, in plain Python, obviously right. The oracle for faster engines; nobody optimizes it.
 
-A task is ready when its last predecessor ends. Tasks are taken in the order of (ready time, id); a taken task starts when all its
-resources are free and holds them to its end, a message until its last byte has left: its latency comes behind that. So every device and
-every link serves in the order of readiness, and ties are decided by the stable id. A communication over links with ports keeps these ports'
-devices busy for a while (``Task.cpu_overhead_ns``), from its start or from when the device is free: what the device computes later starts
-later, the communication itself does not. (A device is free from one moment on: where a communication waits for its links, so does what the
-device takes behind it.)
+A task is ready when its last predecessor ends. Tasks are taken in the order of (ready time, id). A task starts when all its resources are
+free, and holds them to its end. A message holds its links only until its last byte has left; its latency comes after that. So every device
+and every link serves in the order of readiness, and the stable id decides ties.
+
+A communication over links with ports costs CPU overhead: it keeps the ports' devices busy for ``Task.cpu_overhead_ns``, from its start, or
+from when the device is free if that is later. What the device computes later is delayed; the communication itself is not. A device has one
+time from which on it is free, so if a communication waits for its links, what the device takes after it waits too.
 
 A sum of gradients over links with ports is a chain of chunks (``chunks``): what becomes ready meanwhile has its turn between them.
 
-How long a tile takes, its device's clock says (``Topology.device_clock``): it may be slower for a while when it has waited.
+The device's clock says how long a tile takes (``Topology.device_clock``): after a wait, tiles may be slower for a while (cold penalty).
 
-What a GPU computes its host's processor launches, in the same order and without waiting for the GPU: a pass over a tile begins no earlier
-than its first kernel is launched and ends no earlier than its last one is. Where launching takes longer than computing, it decides.
+A GPU's kernels are launched by its host's processor, in the same order and without waiting for the GPU. A pass of a tile begins no earlier
+than its first kernel is launched, and ends no earlier than its last one is. If launching takes longer than computing, launching decides.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def simulate(tasks: TaskGraph) -> Schedule:
 
 
 def execution_order(tasks: TaskGraph, schedule: Schedule) -> ExecutionOrder:
-    """All tiles by simulated start of their forward passes, and of their backward passes: the one order that the runtime follows.
+    """All tiles by the simulated start of their forward passes, and of their backward passes: the order that the runtime follows.
 
-    Both are topological orders: a task starts no earlier than its predecessors, and where starts are equal the ids agree with the graph.
+    Both are topological orders: a task starts no earlier than its predecessors, and if starts are equal, ids follow the graph's order.
     """
     found: dict[TaskKind, list[tuple[int, tuple[int, ...], int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     for position, task in enumerate(tasks.tasks):

@@ -25,17 +25,17 @@ from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.config import Strategy
 
 CACHED_STRATEGIES = 4096
-"""Answers of ``Simulator.cost`` that are kept; each is two numbers and a key."""
+"""How many answers of ``Simulator.cost`` are kept; each is two numbers and a key."""
 
 KEPT_FOLDED = 8
 
 MANY_TILES = 2**14
-"""From so many tiles on it is tried to fold a strategy: the whole of it would take seconds."""
+"""A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The outcome of one training iteration. What is not always wanted is computed when it is first asked for."""
+    """The outcome of one training iteration. Cached properties are computed when they are first asked for."""
 
     plan: Plan
     tasks: TaskGraph
@@ -53,10 +53,10 @@ class Simulation:
         return self.schedule.makespan_ns
 
     def step_ns(self, micro_batches: int = 1) -> int:
-        """Time of a step of several iterations of which only the last synchronizes gradients and updates parameters."""
+        """Nanoseconds of a step of ``micro_batches`` iterations, only the last of which synchronizes gradients and updates parameters."""
         if micro_batches == 1:
             return self.makespan_ns
-        skipped = (TaskKind.SYNC, TaskKind.UPDATE)  # but rows that are pulled before the forward pass, which waits for nothing
+        skipped = (TaskKind.SYNC, TaskKind.UPDATE)  # but not pulls before the forward pass, which have no predecessors
         kept = tuple(
             replace(task, duration_ns=0) if task.kind in skipped and task.predecessors else task for task in self.tasks.tasks
         )
@@ -69,17 +69,17 @@ class Simulation:
 
     @cached_property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
-        """What each device holds from when to when: below ``memory``, which is a bound for any order of the tasks."""
+        """How much memory each device holds over time; at most ``memory``, which is a bound for any order of the tasks."""
         return memory_over_time(self.tasks, self.schedule, self.optimizer_states)
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most that each device will hold, with an allowance (``residency.ALLOWANCE``)."""
+        """The peak memory to expect on each device, with an allowance (``residency.ALLOWANCE``)."""
         return expected_peaks(self.memory_over_time, self.memory)
 
     @cached_property
     def overflow_bytes(self) -> int:
-        """What the devices lack, added up; 0 if everything fits."""
+        """Bytes of memory that the devices lack, added up; 0 if everything fits."""
         return overflow_bytes([use.total for use in self.memory], self.tasks.topology)
 
     @property
@@ -89,17 +89,17 @@ class Simulation:
 
     @cached_property
     def bytes_moved(self) -> int:
-        """Bytes that leave a device for another."""
+        """Bytes that devices send each other."""
         return bytes_moved(self.tasks)
 
     @property
     def critical_path_ns(self) -> dict[TaskKind, int]:
-        """How much of the critical path each kind of task is."""
+        """Nanoseconds of the critical path by kind of task."""
         return critical_path_ns(self.tasks, self.schedule)
 
     @cached_property
     def busy_ns(self) -> dict[str, int]:
-        """How long each device, link and used CPU core is held, by name."""
+        """Nanoseconds for which each device, link and used CPU core is held, by name."""
         return busy_time_ns(self.tasks)
 
     @cached_property
@@ -127,7 +127,7 @@ class Simulator:
 
     @property
     def costs_hash(self) -> str:
-        """As ``costs_hash`` says."""
+        """``costs_hash`` of its cost model and its links."""
         return costs_hash(self.costs, self.communication)
 
     def run(self, strategy: Strategy) -> Simulation:
@@ -137,12 +137,12 @@ class Simulator:
         return Simulation(plan, tasks, simulate(tasks), self.optimizer_states)
 
     def predict(self, strategy: Strategy) -> Simulation | FoldedSimulation:
-        """The full outcome, folded if the strategy has ``MANY_TILES`` and can be."""
+        """The full outcome, folded if the strategy has at least ``MANY_TILES`` tiles and can be folded."""
         folded = self.run_folded(strategy) if is_large(strategy) else ""
         return self.run(strategy) if isinstance(folded, str) else folded
 
     def run_folded(self, strategy: Strategy) -> FoldedSimulation | str:
-        """The full outcome from two of many equal copies, or why there are none, in one line. The last answers are kept."""
+        """The full outcome from two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers."""
         strategy.validate(self.graph, self.topology.device_count)
         key = self.key(strategy)
         if key not in self._folded:
@@ -159,7 +159,7 @@ class Simulator:
         return FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
-        """(makespan in ns, bytes of memory that are lacking): what a search compares. Strategies seen lately are not simulated again."""
+        """(makespan in ns, bytes of memory that are lacking): what a search compares. Recent strategies are not simulated again."""
         key = self.key(strategy)
         answer = self._answers.get(key)
         if answer is None:
@@ -175,7 +175,7 @@ class Simulator:
         return self.cost(strategy)[0]
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """The second half of ``cost``, without a simulation unless that was made already."""
+        """The second half of ``cost``, found without a simulation."""
         answer = self._answers.get(self.key(strategy))
         if answer is not None:
             return answer[1]
@@ -193,9 +193,9 @@ class Simulator:
         return makespan_ns, overflow_bytes(peak_bytes(plan, self.optimizer_states), self.topology)
 
     def key(self, strategy: Strategy) -> Hashable:
-        """Equal for strategies that say the same in other words (order of mappings, defaults left out).
+        """Equal for strategies that mean the same but are written differently (order of mappings, defaults left out).
 
-        An illegal strategy never has the key of a legal one, so that it is always built, and refused.
+        An illegal strategy never has the key of a legal one, so it never gets a kept answer: building it raises the error.
         """
         configs = tuple(strategy.operators.get(op.name) for op in self.graph.operators)
         syncs = tuple(strategy.sync(name) for name in self._parameters)
@@ -204,7 +204,7 @@ class Simulator:
 
 
 def costs_hash(costs: CostModel, communication: Communication) -> str:
-    """16 hex digits that change whenever a task could take another time: of the cost model and of the links."""
+    """16 hex digits over the cost model and the links. They change whenever the duration of a task could change."""
     return hashlib.sha256((costs.hash + communication.hash).encode()).hexdigest()[:16]
 
 
@@ -214,5 +214,5 @@ def tile_count(strategy: Strategy) -> int:
 
 
 def is_large(strategy: Strategy) -> bool:
-    """Whether it is worth trying to fold it."""
+    """Whether the strategy has so many tiles that it is worth folding."""
     return tile_count(strategy) >= MANY_TILES

@@ -1,4 +1,4 @@
-"""The list of timed tasks that lowering makes: what tasks hold and how long they take, whatever they are for."""
+"""The list of timed tasks that lowering makes: which resources a task holds, and for how long, whatever it is for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 
 
 class TaskList:
-    """Tasks in the order in which they are added; they are named by their positions in ``tasks``."""
+    """Tasks in the order in which they are added. The methods return a task's position in ``tasks``."""
 
     def __init__(self, communication: Communication) -> None:
         self.topology = communication.topology
@@ -40,7 +40,7 @@ class TaskList:
         latency_ns: int = 0,
         cpu_overhead_ns: int = 0,
     ) -> int:
-        """One more task; its position. ModelError if its id cannot be told from others'."""
+        """Add a task. ``place``: its id. ``after``: its predecessors. ModelError if a part of its id is too large."""
         check_id(place)
         predecessors = tuple(sorted(set(after)))
         times = (launch_ns, latency_ns, cpu_overhead_ns)
@@ -59,8 +59,8 @@ class TaskList:
         flows: tuple[Flow, ...],
         cpu_overhead_ns: int,
     ) -> int:
-        """A communication without latency, in chunks where links have ports (``chunks``): all of one name, one after the other. The last,
-        whose position is returned, stands for all bytes."""
+        """Add a communication without latency, in chunks if links have ports (``chunks``). The chunks have one name and run one after the
+        other. The last one carries all bytes and flows; its position is returned."""
         count = chunk_count(duration_ns) if self._has_ports else 1
         if count == 1:
             return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, cpu_overhead_ns=cpu_overhead_ns)
@@ -74,7 +74,7 @@ class TaskList:
     def message(
         self, place: tuple[int, ...], name: str, kind: TaskKind, source: int, target: int, size: int, after: Iterable[int]
     ) -> int:
-        """A message from one device to another."""
+        """Add a message of ``size`` bytes from one device to another."""
         resources = self._link_resources(self.topology.route(source, target))
         duration_ns = self.communication.transfer_ns(size, source, target)
         latency_ns = self.communication.latency_ns(duration_ns, source, target)
@@ -91,18 +91,18 @@ class TaskList:
         *,
         chunked: bool = False,
     ) -> int:
-        """A collective of several rounds, one after the other. ``chunked``: see ``chunks``."""
+        """Add a collective of rounds that run one after the other. ``chunked``: cut it into chunks (``chunks``)."""
         duration_ns = self._rounds_ns(rounds)
         messages = max((busiest_messages(own) for own, _ in rounds), default=0)
         share = self.topology.cpu_overhead.of_exchange(messages + 1)
         return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after, chunked=chunked)
 
     def meeting(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
-        """The same, of which devices wait for the end: it holds them as well."""
+        """Add a collective whose end the devices wait for: it holds them as well as links."""
         return self._collective(place, name, kind, rounds, self._rounds_ns(rounds), 0, after, _ends(rounds))
 
     def tree(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
-        """A broadcast, or a sum at one device."""
+        """Add a broadcast along a tree, or its transpose, a sum at one device."""
         devices = len(_ends(rounds))
         duration_ns = self._rounds_ns(rounds, self.topology.latency_factor.of_tree(devices, len(rounds)))
         share = self.topology.cpu_overhead.of_all_reduce(devices)
@@ -144,7 +144,7 @@ class TaskList:
         *,
         chunked: bool = False,
     ) -> int:
-        """A sum over devices of so many bytes, which each of them has then. ``chunked``: see ``chunks``."""
+        """Add an all-reduce of ``size`` bytes over these devices. ``chunked``: cut it into chunks (``chunks``)."""
         duration, links = self.communication.allreduce(size, devices)
         cpu_overhead_ns = self.topology.cpu_overhead.of_all_reduce(len(set(devices))).busy_ns(duration)
         moved = self.communication.allreduce_bytes(size, devices)

@@ -28,16 +28,15 @@ class TaskKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task. ``id`` is stable across edits of the strategy (phase, operator, tile, …), never an insertion counter; it breaks ties.
-    Chunks of one communication have one name (``chunks``).
+    """One task. ``id`` (phase, operator, tile, …) stays the same when other parts of the strategy change; it breaks ties. Chunks of one
+    communication have one name (``chunks``).
 
-    ``resources``: what it holds while it runs; device d is resource d, link l is resource ``device_count + l``, and the hosts' CPU cores
+    ``resources``: what it holds while it runs. Device d is resource d, link l is resource ``device_count + l``, and the hosts' CPU cores
     follow, host by host (``servers.first_cores``). ``predecessors``: positions in ``TaskGraph.tasks``. ``bytes``: what crosses links (0 for
-    computation). ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends what to whom in an
-    exchange or reduce-scatter; they add up to ``bytes``. ``launch_ns``: of a tile's pass, what its device's processor takes to launch it
-    (GPUs). ``latency_ns``: of a message, how long it is still on
-    its way when its last byte has left: it holds nothing then. ``cpu_overhead_ns``: for how long it keeps each device busy that has a port
-    at one of its links (LogP's o).
+    computation). ``tile``: position in ``Plan.tiles`` for forward and backward tasks, else None. ``flows``: who sends how much to whom in
+    an exchange or reduce-scatter; they add up to ``bytes``. ``launch_ns``: for a pass of a tile on a GPU, the time its processor takes to
+    launch it. ``latency_ns``: for a message, the time from when its last byte has left, and its links are free, to its arrival.
+    ``cpu_overhead_ns``: for how long it keeps each device busy that has a port at one of its links (LogP's o).
     """
 
     id: tuple[int, ...]
@@ -55,12 +54,12 @@ class Task:
 
     @property
     def chunk(self) -> int | None:
-        """Which chunk of a communication it is, from 0 on; None if it is the whole."""
+        """The number of this chunk in its communication, from 0 on; None if the task is a whole communication."""
         return self.id[len(LIMITS) - 1] if len(self.id) == len(LIMITS) else None
 
     @property
     def held_ns(self) -> int:
-        """For how long it holds its resources, from its start; at least 1."""
+        """For how many nanoseconds it holds its resources, from its start; at least 1."""
         return self.duration_ns - self.latency_ns
 
 
@@ -88,8 +87,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ExecutionOrder:
-    """Tiles (positions in ``Plan.tiles``) as their passes begin. ``forward``: all of them. ``backward``: those that have a backward pass,
-    or nothing: then the other way round."""
+    """Tiles (positions in ``Plan.tiles``) in the order in which their passes begin. ``forward``: all tiles. ``backward``: the tiles that
+    have a backward pass; if empty, the forward order is reversed."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...] = ()

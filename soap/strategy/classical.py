@@ -53,10 +53,10 @@ def single_device(graph: OperatorGraph, topology: Topology, device: int = 0) -> 
 
 
 def data_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
-    """The batch split over all devices, parameters on each: what DistributedDataParallel does.
+    """The batch split over all devices, with all parameters on each: what DistributedDataParallel does.
 
-    Operators without batch (position embeddings, what follows a summed loss) are computed by every device that has their inputs anyway;
-    one that needs the batch as a whole runs on a single device.
+    An operator without batch (position embeddings, what follows a summed loss) runs on every device that has its inputs anyway. An operator
+    that needs the whole batch runs on a single device.
     """
     return settled(graph, fill(graph, [device_order(topology)] * len(graph.operators), {}), topology.device_count)
 
@@ -104,21 +104,21 @@ def parameter_server(graph: OperatorGraph, topology: Topology) -> Strategy:
 
 
 def sparse_allgather(graph: OperatorGraph, topology: Topology) -> Strategy:
-    """Data parallelism with gathered rows of sparse parameters' gradients and dense ones all-reduced, as Horovod does."""
+    """Data parallelism with sparse parameters by sparse all-gather and dense ones all-reduced, as Horovod does."""
     return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SPARSE_ALL_GATHER, sparse=True))
 
 
 SYNCHRONIZED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
     {"hybrid": hybrid_synchronization, "parameter_server": parameter_server, "sparse_allgather": sparse_allgather}
 )
-"""Data parallelism with other than all-reduces alone, by name."""
+"""Data parallelism with methods of synchronization other than all-reduce, by name."""
 
 NAMED: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType({**CLASSICAL, **SYNCHRONIZED})
 """All strategies that have a name."""
 
 
 def random_config(op: Operator, device_count: int, rng: Randomness, max_tiles: int | None = None) -> OpConfig:
-    """A legal configuration drawn at random, of at most ``max_tiles`` tiles (default: twice the number of devices)."""
+    """A legal configuration drawn at random, with at most ``max_tiles`` tiles (default: twice the number of devices)."""
     only = settled_config(op, device_count)
     if only is not None:
         return only

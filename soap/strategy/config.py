@@ -1,6 +1,6 @@
 """A parallelization strategy: one ``OpConfig`` per operator, one ``SyncConfig`` per parameter. Immutable; edits return a new one.
 
-Construction checks what a value can know of itself; ``Strategy.validate`` checks it against a graph and a number of devices.
+Construction checks what needs no graph; ``Strategy.validate`` checks the rest against a graph and a number of devices.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from soap.strategy.methods import Contract, Owner, Residence, Within, find_contr
 class OpConfig:
     """How one operator is split and placed.
 
-    ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how often the whole grid of tiles is computed.
-    ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once.
+    ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how many times the whole grid of tiles is computed.
+    ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. StrategyError if
+    the three do not agree.
     """
 
     degrees: tuple[int, ...]
@@ -40,23 +41,24 @@ class OpConfig:
             raise StrategyError(f"devices {self.devices}: expected non-negative device numbers")
 
     def placed(self, degrees: tuple[int, ...], devices: tuple[int, ...], replicas: int = 1) -> Self:
-        """The operator split and placed in another way; all else stays. Itself if it is split and placed so already."""
+        """A copy with these degrees, devices and replicas; other fields stay. Returns itself if nothing changes."""
         if (self.degrees, self.devices, self.replicas) == (degrees, devices, replicas):
             return self
         return replace(self, degrees=degrees, devices=devices, replicas=replicas)
 
     def placed_like(self, other: OpConfig) -> Self:
-        """The operator split and placed as ``other`` is; all else stays. Itself if it is split and placed so already."""
+        """A copy with the degrees, devices and replicas of ``other``; other fields stay. Returns itself if nothing changes."""
         return self.placed(other.degrees, other.devices, other.replicas)
 
 
 @dataclass(frozen=True, slots=True)
 class SyncConfig:
-    """How a parameter's shards are kept in step: four questions, which ``soap.strategy.methods`` answers together or not at all.
+    """How a parameter's shards are synchronized. ``soap.strategy.methods`` lists the combinations of fields that a method serves.
 
-    ``owner``: who keeps the updated value and the optimizer's state. ``payload``: what travels of a gradient. ``residence``: whether
-    readers keep the value between its uses. ``within``: what is done inside a host first. ``partitions``: into how many parts, by
-    rows, servers cut a shard. The default is an all-reduce of gradients; ``soap.strategy.sync`` has names for the usual ones.
+    ``owner``: who holds the updated value and the optimizer's state. ``payload``: what of a gradient travels. ``residence``: whether
+    readers keep the value between uses. ``within``: what is done inside a host first. ``partitions``: into how many parts, by rows, servers
+    cut a shard. The default is an all-reduce of gradients; ``soap.strategy.sync`` has names for the usual combinations. StrategyError if no
+    method serves the combination.
     """
 
     owner: Owner = "readers"
@@ -75,7 +77,7 @@ class SyncConfig:
 
     @property
     def contract(self) -> Contract:
-        """What its method promises."""
+        """The contract of the method that serves this combination."""
         return find_contract(self.owner, self.payload, self.residence)
 
     def require_serves(self, parameter: str, graph: OperatorGraph) -> None:
@@ -94,7 +96,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Strategy:
-    """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters that are not named use the default SyncConfig."""
+    """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters without an entry use the default SyncConfig."""
 
     operators: Mapping[str, OpConfig]
     parameters: Mapping[str, SyncConfig] = field(default_factory=dict)
@@ -129,7 +131,7 @@ class Strategy:
     def validate(self, graph: OperatorGraph, device_count: int, *, empty_tiles: bool = False) -> None:
         """Raise StrategyError naming the first thing that is illegal for this graph and number of devices.
 
-        ``empty_tiles``: a factor may be cut into more parts than it has elements, of which some are then empty.
+        ``empty_tiles``: allow cutting a factor into more parts than it has elements; some parts are then empty.
         """
         missing = [op.name for op in graph.operators if op.name not in self.operators]
         unknown = [name for name in self.operators if name not in graph.index]
@@ -183,14 +185,14 @@ def check_config(op: Operator, config: OpConfig, device_count: int, *, empty_til
 
 
 _SETTLED = {NEXT_STATE: "brings together the buffers that the forward pass moves", KEEP_STATE: "keeps moved buffers on every device"}
-"""Kinds of operators that have one configuration, and why."""
+"""Kinds of operators that may have only one configuration, and why."""
 
 
 def settled_config(op: Operator, device_count: int) -> OpConfig | None:
-    """The only configuration of an operator that has no other; None if it has a choice.
+    """The configuration of an operator that may have only one; None if it has a choice.
 
-    Every device keeps a copy of the buffers that the forward pass moves, and all copies have to be equal to the bit, though sums may have
-    been made in different orders: so one device, the first, has the values whole, and the others take them from there.
+    Every device keeps a copy of the buffers that the forward pass changes, and all copies must be equal to the bit, although devices may
+    add up in different orders. So the first device assembles the new values, and all others copy them from there.
     """
     if op.kind == NEXT_STATE:
         return OpConfig((), (0,))
@@ -198,7 +200,7 @@ def settled_config(op: Operator, device_count: int) -> OpConfig | None:
 
 
 def settled(graph: OperatorGraph, strategy: Strategy, device_count: int) -> Strategy:
-    """The strategy with the configurations that operators without a choice must have; itself if the graph has no such operator."""
+    """The strategy with the required configuration for every operator that has no choice; itself if the graph has no such operator."""
     own = {op.name: settled_config(op, device_count) for op in graph.operators if op.kind in _SETTLED}
     found = {name: strategy.operators.get(name, config).placed_like(config) for name, config in own.items() if config is not None}
     return strategy.with_changes(found) if found else strategy

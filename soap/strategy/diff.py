@@ -1,4 +1,4 @@
-"""What two strategy files say differently about the operators and parameters that they have in common, and which they have not."""
+"""How two strategy files differ: operators and parameters that both have but configure differently, and those that only one has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An operator that both files have and configure differently, or that is another kind of operator there."""
+    """An operator that both files have, but configure differently or list as different kinds."""
 
     operator: str
     first: OperatorEntry
@@ -23,7 +23,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``only_first``, ``only_second``: operators that one file lacks. ``parameters``: name, and how each file synchronizes it."""
+    """How two files differ.
+
+    ``differences``: operators that both have. ``only_first``, ``only_second``: operators that only one has. ``parameters``: name, and how
+    the first and the second file synchronize it, where that differs.
+    """
 
     differences: tuple[Difference, ...]
     only_first: tuple[str, ...]
@@ -34,13 +38,13 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both say the same about the same model and cluster."""
+        """Whether both have the same configurations for the same model and cluster."""
         found = self.differences or self.only_first or self.only_second or self.parameters
         return not found and self.same_model and self.same_cluster
 
 
 def compare(first: StrategyContents, second: StrategyContents) -> Comparison:
-    """What tells two files apart, in the order of the first. What they remember of their searches does not count."""
+    """The differences between two files, in the order of the first. Their ``record`` of how they were found does not count."""
     differences = [
         Difference(name, entry, second.operators[name])
         for name, entry in first.operators.items()
@@ -66,12 +70,12 @@ def _whole(sync: SyncConfig) -> object:
 
 
 def _in_words(sync: SyncConfig) -> object:
-    """All that files of version 1 can say."""
+    """What files of version 1 can express of a synchronization."""
     return sync.contract.word, sync.partitions, sync.within
 
 
 def grouped(differences: Iterable[Difference]) -> list[list[Difference]]:
-    """Repeated layers together: operators whose names differ in numbers only, and which differ in the same way."""
+    """The differences with repeated layers joined: operators whose names differ only in numbers and whose entries differ alike."""
     found: dict[tuple[str, str], list[list[Difference]]] = {}
     order: list[list[Difference]] = []
     for difference in differences:
@@ -92,7 +96,7 @@ def masked(name: str) -> str:
 
 
 def pattern_of(names: Sequence[str]) -> str:
-    """Names that differ in numbers only, as one: ``*`` for each number that is not the same in all of them."""
+    """Names that differ only in numbers, as one pattern: ``*`` for each number that is not the same in all of them."""
     numbers = list(zip(*(_NUMBER.findall(name) for name in names), strict=True))
     shown = iter(["*" if len(set(own)) > 1 else own[0] for own in numbers])
     return _NUMBER.sub(lambda _: next(shown), names[0])

@@ -1,7 +1,7 @@
 """The optional fields of strategy files: one entry for each field of a configuration that has a default.
 
-A file says only what differs from the default, and a reader refuses what is not listed here. So a later version of this program can add a
-field without a new version of the format: files that do not use it stay as they are, and keep their ``strategy_hash``.
+A file contains only what differs from the default, and a reader refuses fields that are not listed here. So a later version of this program
+can add a field without a new version of the format: files that do not use the field stay as they are and keep their ``strategy_hash``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from soap.errors import StrategyError
 from soap.strategy.methods import MAX_PARTITIONS, METHODS, OWNERS, RESIDENCES, WITHIN
 
 MAX_NUMBER = 2**31
-"""Bound of degrees, replicas and sizes: beyond any real one, and small enough to compute with."""
+"""Upper limit of degrees, replicas and sizes: above any real value, and small enough to compute with."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionalField:
-    """A field of a configuration and of its entry in a file. ``schema``: of its value there. ``read``: from that value."""
+    """A field of a configuration and of its entry in a file. ``schema``: makes its JSON schema. ``read``: converts its value."""
 
     name: str
     schema: Callable[[], Mapping[str, Any]]
@@ -56,7 +56,10 @@ def properties(known: Sequence[OptionalField]) -> dict[str, Any]:
 
 
 def written(config: Any, known: Sequence[OptionalField], beside: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of a configuration that are not as by default. StrategyError if one of these is neither known nor ``beside`` them."""
+    """The fields of a configuration that differ from their defaults, except those in ``beside``, which the caller writes itself.
+
+    StrategyError if such a field is not in ``known``.
+    """
     names, found = [field.name for field in known], {}
     for own in fields(config):
         if own.name in beside:
@@ -74,7 +77,7 @@ def written(config: Any, known: Sequence[OptionalField], beside: Sequence[str] =
 
 
 def read(entry: Mapping[str, Any], known: Sequence[OptionalField]) -> dict[str, Any]:
-    """The reverse: what an entry says of these fields, to be given by keyword."""
+    """The reverse of ``written``: the values of these fields in an entry, as keyword arguments."""
     return {field.name: field.read(entry[field.name]) for field in known if field.name in entry}
 
 

@@ -1,8 +1,7 @@
-"""Where tiles go: grids of devices, host by host, in groups of neighbours. What the classical strategies are made of.
+"""Where the classical strategies place tiles: on grids of devices, host by host, in groups of neighbours.
 
-All of them place operators on the same grid, so that neighbours meet on one device: the i-th part of the batch of one operator lies where
-the i-th part of its neighbour's batch does. Operators with equal degrees share one tuple of devices, which for thousands of devices
-matters.
+All operators use the same grid, so that data stays where it is: the i-th part of one operator's batch is on the same device as the i-th
+part of the next operator's. Operators with equal degrees share one tuple of devices, which matters for thousands of devices.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ from soap.strategy.config import OpConfig, Strategy, check_config, settled_confi
 
 
 def sample_factor(op: Operator) -> int | None:
-    """Index of the factor along which the batch is split, or None if the operator has none (or must be kept whole)."""
+    """Index of the factor along which the batch is split; None if the operator has none, or may not be split."""
     samples = [i for i, factor in enumerate(op.factors) if factor.kind is FactorKind.SAMPLE and op.partitionable]
     return min(samples, key=lambda i: (op.factors[i].size == 1, op.factors[i].summed, i), default=None)
 
 
 def uniform_config(op: Operator, degrees: Mapping[str, int], devices: Sequence[int], replicas: int = 1) -> OpConfig:
-    """A configuration by factor names; factors that are not named are not split.
+    """A configuration by factor names; factors without a degree are not split.
 
-    The tiles go to ``devices`` in order, in equal shares: with fewer tiles than devices evenly spaced ones are used.
+    The tiles go to ``devices`` in order, in equal shares; fewer tiles than devices go to evenly spaced ones. StrategyError if a factor is
+    unknown, there are no devices, or the result is illegal.
     """
     names = [factor.name for factor in op.factors]
     for name in degrees:
@@ -38,7 +38,7 @@ def uniform_config(op: Operator, degrees: Mapping[str, int], devices: Sequence[i
     split = tuple(degrees.get(name, 1) for name in names)
     tiles = prod(split) * replicas
     config = OpConfig(split, tuple(devices[i * len(devices) // tiles] for i in range(tiles)), replicas)
-    if settled_config(op, 1) is None:  # else ``config.settled`` has the last word
+    if settled_config(op, 1) is None:  # operators without a choice are configured by ``config.settled``
         check_config(op, config, max(devices) + 1)
     return config
 
@@ -52,9 +52,10 @@ def device_order(topology: Topology) -> tuple[int, ...]:
 def grouped(
     op: Operator, order: Sequence[int], width: int, factor: int | None = None, periods: int = 1
 ) -> OpConfig:
-    """Samples over groups of ``width`` neighbouring devices; inside a group ``factor`` over its devices, or the same on each.
+    """Samples split over groups of ``width`` neighbouring devices. Inside a group ``factor`` is split over the devices; without a factor
+    every device of the group computes the same.
 
-    With ``periods`` blocks side by side in ``factor``, each device gets its part of every block.
+    ``periods``: how many blocks lie side by side in ``factor``; each device gets its part of every block.
     """
     groups, sample = len(order) // width, sample_factor(op)
     degrees = [1] * len(op.factors)
@@ -81,9 +82,10 @@ def _grouped_devices(
 
 
 def fill(graph: OperatorGraph, orders: Sequence[Sequence[int]], chosen: Mapping[int, OpConfig]) -> Strategy:
-    """The chosen configurations, and data parallelism for every other operator. ``orders``: by operator, the devices that it may use.
+    """The chosen configurations, and data parallelism for every other operator.
 
-    Operators without a choice are left to ``config.settled``.
+    ``orders``: for each operator, the devices that it may use. ``chosen``: operator position -> configuration. Operators that may have only
+    one configuration are left to ``config.settled``.
     """
     configs: dict[str, OpConfig] = {}
     whole: dict[str, frozenset[int]] = {}
@@ -101,7 +103,7 @@ def fill(graph: OperatorGraph, orders: Sequence[Sequence[int]], chosen: Mapping[
 
 
 def _unsplit(graph: OperatorGraph, op: Operator, order: Sequence[int], whole: Mapping[str, frozenset[int]]) -> OpConfig:
-    """An operator without samples: repeated on the devices that have all it reads, else on one."""
+    """An operator without samples: repeated on the devices that have everything it reads, or if there are none, on one device."""
     devices = set(order)
     for operand in op.inputs:
         if graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION:

@@ -1,7 +1,7 @@
 """Strategies as files: versioned JSON that people can read and compare, one operator per line in graph order.
 
-Text from outside is untrusted: it is bounded, parsed without surprises (no duplicate keys, no NaN), checked against a schema, and
-refused in one line if it was made for another model or cluster. ``record`` holds what the caller wants to remember (seed, budget,
+Text from outside is untrusted: its size is limited, it is parsed strictly (no duplicate keys, no NaN) and checked against a schema, and
+it is refused in one line if it was made for another model or cluster. ``record`` holds what the caller wants to remember (seed, budget,
 predictions); nothing here depends on it.
 """
 
@@ -29,7 +29,7 @@ from soap.strategy.sync import worded
 
 MAX_CHARACTERS = 2**28
 MAX_TILES = 2**22
-"""Bounds of what is read: far above real strategies, far below what would hurt."""
+"""Limits of what is read: far above real strategies, far below what would exhaust memory."""
 
 _RUN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})(?::([0-9]{1,9}))?", re.ASCII)
 _REPEAT = re.compile(r"([0-9]{1,9})\*([0-9]{1,9})", re.ASCII)
@@ -49,7 +49,7 @@ class StrategyHeader:
 
 @dataclass(frozen=True, slots=True)
 class OperatorEntry:
-    """An operator as a strategy file has it; ``degrees`` by factor, those above 1."""
+    """An operator's entry in a strategy file. ``sizes``, ``degrees``: by factor name; only degrees above 1."""
 
     kind: str
     sizes: Mapping[str, int]
@@ -60,8 +60,11 @@ class OperatorEntry:
 
 @dataclass(frozen=True, slots=True)
 class StrategyContents:
-    """All of a strategy file, readable without its model. ``parameters``: those that are not synchronized as by default; of version 1 as if
-    they were dense, where its word means one thing for dense parameters and another for sparse ones."""
+    """All of a strategy file, readable without its model.
+
+    ``parameters``: those with a synchronization other than the default. In files of version 1 a word may mean one method for dense
+    parameters and another for sparse ones; it is read as for dense ones.
+    """
 
     header: StrategyHeader
     operators: Mapping[str, OperatorEntry]
@@ -71,7 +74,7 @@ class StrategyContents:
 
 
 def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: Mapping[str, Any] | None = None) -> str:
-    """The strategy as text: the same bytes for the same arguments. Raises StrategyError if it is illegal or the record is no JSON."""
+    """The strategy as text: equal arguments give equal text. StrategyError if the strategy is illegal or the record is not JSON."""
     strategy.validate(graph, topology.device_count)
     operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
     parameters = {name: _sync_entry(sync) for name, sync in _synchronized(strategy, graph)}
@@ -90,7 +93,7 @@ def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: 
 
 
 def strategy_hash(strategy: Strategy, graph: OperatorGraph) -> str:
-    """16 hex digits: equal for strategies that configure this graph's operators and parameters alike, whatever their cluster."""
+    """16 hex digits: equal for strategies that configure this graph's operators and parameters alike, on whatever cluster."""
     operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
     parameters = {name: _hashed_entry(sync) for name, sync in _synchronized(strategy, graph)}
     whole = written(strategy, STRATEGY_FIELDS, ("operators", "parameters"))
@@ -98,9 +101,9 @@ def strategy_hash(strategy: Strategy, graph: OperatorGraph) -> str:
 
 
 def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: bool = False) -> tuple[Strategy, dict[str, Any]]:
-    """The strategy and its record; StrategyError in one line if the text is malformed or not for this model and cluster.
+    """The strategy and its record. StrategyError, in one line, if the text is malformed or not for this model and cluster.
 
-    ``any_cluster``: it may be for another cluster of as many devices; then its devices are taken by number.
+    ``any_cluster``: accept a strategy for another cluster with as many devices; its devices are then taken by number.
     """
     document = _parse(text)
     theirs = document["cluster"]["devices"]
@@ -121,12 +124,12 @@ def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: b
 
 
 def load_header(text: str) -> StrategyHeader:
-    """What the text says about its model and cluster; StrategyError if it is no valid strategy file."""
+    """What the text says about its model and cluster. StrategyError if it is not a valid strategy file."""
     return _header(_parse(text))
 
 
 def load_contents(text: str) -> StrategyContents:
-    """All that the text says; StrategyError if it is no valid strategy file. That it suits its model is not checked."""
+    """Everything the text says. StrategyError if it is not a valid strategy file. It is not checked against its model."""
     document = _parse(text)
     header = _header(document)
     numbers = {name: number for number, name in enumerate(header.devices)}
@@ -183,7 +186,10 @@ def compact_devices(devices: Sequence[int]) -> list[int | str]:
 
 
 def expand_devices(items: Iterable[int | str], numbers: Mapping[str, int], limit: int) -> tuple[int, ...]:
-    """The reverse; a device's name (see ``numbers``) may stand for its number. At most ``limit`` devices, else StrategyError."""
+    """The reverse of ``compact_devices``. ``numbers``: device name -> number; a name may stand for its number.
+
+    StrategyError if there are more than ``limit`` devices.
+    """
     devices: list[int] = []
     for item in items:
         count, run = _expand_item(item, numbers)
@@ -194,7 +200,7 @@ def expand_devices(items: Iterable[int | str], numbers: Mapping[str, int], limit
 
 
 def _expand_item(item: int | str, numbers: Mapping[str, int]) -> tuple[int, Iterable[int]]:
-    """How many devices an entry stands for, and which: lazily, because the count is not checked yet."""
+    """How many devices an entry stands for, and which. They are not listed yet, because the count has not been checked."""
     if not isinstance(item, str):
         return 1, (int(item),)  # JSON's 1.0 counts as a whole number
     if item in numbers:
@@ -210,7 +216,7 @@ def _expand_item(item: int | str, numbers: Mapping[str, int]) -> tuple[int, Iter
 
 
 def _synchronized(strategy: Strategy, graph: OperatorGraph) -> Iterator[tuple[str, SyncConfig]]:
-    """The parameters that are not synchronized as by default, in the graph's order."""
+    """The parameters with a synchronization other than the default, in the graph's order."""
     for tensor in graph.parameters:
         if strategy.sync(tensor.name) != SyncConfig():
             yield tensor.name, strategy.sync(tensor.name)
@@ -232,7 +238,7 @@ def _sync_entry(sync: SyncConfig) -> dict[str, Any]:
 
 
 def _hashed_entry(sync: SyncConfig) -> dict[str, Any]:
-    """What names a synchronization in ``strategy_hash``: what version 1 wrote, if it could say that."""
+    """A synchronization's entry in ``strategy_hash``: as version 1 wrote it where it could, so that hashes stay the same."""
     word = sync.contract.word
     if word not in WORDS_1:
         return _sync_entry(sync)
@@ -241,7 +247,7 @@ def _hashed_entry(sync: SyncConfig) -> dict[str, Any]:
 
 
 def _sync(name: str, entry: Mapping[str, Any], *, sparse: bool) -> SyncConfig:
-    """From its entry. ``sparse``: whether the parameter is, as far as is known."""
+    """A parameter's synchronization from its entry. ``sparse``: whether the parameter is sparse, as far as is known."""
     try:
         if "sync" not in entry:
             return SyncConfig(**read(entry, PARAMETER_FIELDS))
@@ -269,7 +275,7 @@ def _record_text(record: Mapping[str, Any]) -> str:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """The document, valid by the schema."""
+    """The parsed document, checked against the schema. StrategyError if it is malformed or of an unknown version."""
     if len(text) > MAX_CHARACTERS:
         raise StrategyError(f"strategy file of {len(text)} characters; expected at most {MAX_CHARACTERS}")
     try:
@@ -300,7 +306,7 @@ def _check_schema(document: dict[str, Any]) -> None:
 
 
 def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], room: int) -> OpConfig:
-    """An operator's configuration from its entry; ``room``: how many tiles may still follow in the file."""
+    """An operator's configuration from its entry. ``room``: how many tiles the file may still have."""
     degrees = {name: int(degree) for name, degree in entry.get("degrees", {}).items()}
     names = [factor.name for factor in op.factors]
     for name in degrees:

@@ -1,4 +1,4 @@
-"""JSON from outside, parsed without surprises."""
+"""Strict parsing of JSON from outside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from soap.strategy.mismatch import short
 
 
 def parse_json(text: str) -> Any:
-    """The value; ValueError if it is no JSON, has a key twice, or a number that JSON does not know; RecursionError if nested too deeply."""
+    """The value. ValueError if the text is not JSON, has a key twice, or has NaN or infinity; RecursionError if nested too deeply."""
     return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 

@@ -1,7 +1,7 @@
 """Tensor parallelism inside groups of devices, data parallelism across them (Shoeybi et al. 2019), and pipelines of such groups.
 
-Pairs of matrices are split by columns, then by rows, with what lies between them; large tables and output layers by vocabulary; cheap
-operators between such parts are repeated on every device of the group. All the rest is data parallel.
+Of a pair of matrices the first is split by columns, the second by rows, and the operators between them alike. Large tables and output
+layers are split by vocabulary. Cheap operators between such parts are repeated on every device of the group. The rest is data parallel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from soap.strategy.grids import device_order, fill, grouped, sample_factor
 from soap.strategy.tensor_parallel_chains import Chain, dense, find_chains, table
 
 CHEAP_FLOPS_PER_ELEMENT = 64
-"""Up to this many operations per element of its outputs, an operator is repeated rather than split and gathered again.
+"""Up to this many operations per element of its outputs, an operator is repeated rather than split, which saves gathering its inputs.
 
 Norms, residual sums and activations need 1 to 20, matrix products and convolutions twice their inner size: hundreds and more.
 """
@@ -27,16 +27,16 @@ Norms, residual sums and activations need 1 to 20, matrix products and convoluti
 def megatron(graph: OperatorGraph, topology: Topology) -> Strategy:
     """Tensor parallelism inside each host, data parallelism across hosts (Shoeybi et al. 2019).
 
-    Each part is cut into as many pieces as it can be, at most one per device of a host.
+    Each split operator is cut into as many pieces as possible, at most one per device of a host.
     """
     return _Placement(graph, topology, 1).place(_tensor_parallel_width(topology))
 
 
 def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int = 1) -> Strategy:
-    """As ``megatron``, with groups of ``tensor`` neighbouring devices, and the operators in ``pipeline`` stages of about equal work, each
-    on a group of its own (Narayanan et al. 2021). So a copy of the model is on ``tensor * pipeline`` neighbouring devices.
+    """``megatron`` with groups of ``tensor`` neighbouring devices, and with the operators in ``pipeline`` stages of about equal work, each
+    on a group of its own (Narayanan et al. 2021). So each copy of the model takes ``tensor * pipeline`` neighbouring devices.
 
-    StrategyError if the number of devices is no multiple of that.
+    StrategyError if the number of devices is not a multiple of that, or there are more stages than operators.
     """
     if tensor < 1 or pipeline < 1 or topology.device_count % (tensor * pipeline):
         raise StrategyError(
@@ -48,7 +48,7 @@ def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: i
 
 
 class _Placement:
-    """One strategy being made. ``_orders``: by operator, the devices that it may use; a chain stays in the stage of its first operator."""
+    """One strategy being made. ``_orders``: for each operator, the devices of its stage; a chain stays in its first operator's stage."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, pipeline: int, tensor: int = 1) -> None:
         self._graph = graph
@@ -69,7 +69,7 @@ class _Placement:
         self._gathered: set[int] = set()
 
     def place(self, most: int) -> Strategy:
-        """Groups of at most ``most`` devices."""
+        """The strategy with groups of at most ``most`` devices."""
         graph = self._graph
         chains: list[tuple[Chain, int]] = [(chain, chain.width(graph, most)) for chain in self._chains] if most > 1 else []
         width = max((width for _, width in chains if width > 1), default=most)
@@ -112,13 +112,13 @@ class _Placement:
 
 
 def _tensor_parallel_width(topology: Topology) -> int:
-    """Devices per group: those of a host (a divisor if hosts differ), or all of them if each host has a single one."""
+    """Devices per group: the number per host (a common divisor if hosts differ), or all devices if each host has one."""
     counts = Counter(device.host for device in topology.devices)
     return topology.device_count if max(counts.values()) == 1 else gcd(*counts.values())
 
 
 def _last_matrices(graph: OperatorGraph) -> set[int]:
-    """Positions of the operators behind which no weight matrix follows: output layers are among them."""
+    """Positions of the operators after which no weight matrix follows; output layers are among them."""
     before: set[int] = set()
     for i in reversed(range(len(graph.operators))):
         op = graph.operators[i]
@@ -128,12 +128,12 @@ def _last_matrices(graph: OperatorGraph) -> set[int]:
 
 
 def operator_work(graph: OperatorGraph) -> list[int]:
-    """Floating-point operations by operator; one without counted operations still touches every point of its iteration space once."""
+    """Floating-point operations of each operator; at least the number of points of its iteration space, where none are counted."""
     return [max(op.flops, prod(factor.size for factor in op.factors)) for op in graph.operators]
 
 
 def balanced_blocks(work: Sequence[int], blocks: int) -> list[int]:
-    """Block number per operator: contiguous, with the least possible work in the fullest block, the others filled evenly."""
+    """Block number of each operator: blocks are contiguous, the fullest has the least possible work, and the others are filled evenly."""
     low, high = max(work, default=0), sum(work)
     while low < high:
         middle = (low + high) // 2

@@ -1,7 +1,7 @@
-"""The methods of synchronizing parameters: what each promises and which combinations of owner, payload and residence it serves.
+"""The methods of synchronizing parameters: what each promises and which combination of owner, payload and residence it serves.
 
-This registry is the one list of them. A method has a part of the same name in ``soap.plan.syncs`` (what it moves, updates and holds) and
-one in ``soap.runtime.sync`` (what a rank does). All else asks the contract, never for the name.
+This registry is the only list of them. Each method has a module of the same name in ``soap.plan.syncs`` (what it moves, updates and holds)
+and one in ``soap.runtime.sync`` (what a rank does). All other code asks for the contract's properties, never for the name.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ from typing import Literal
 from soap.errors import StrategyError
 
 Owner = Literal["readers", "servers"]
-"""Who keeps the updated value and the optimizer's state: every device that reads it, or servers in partitions."""
+"""Who holds the updated value and the optimizer's state: every device that reads it, or servers in partitions."""
 Residence = Literal["kept", "gathered"]
-"""Whether readers keep the value between its uses, or get it for each."""
+"""Whether readers keep the value between uses, or get it anew for each."""
 Within = Literal["none", "host"]
-"""What is done inside a host first: nothing, or its devices deal with other hosts through one of them."""
+"""What is done inside a host first: nothing, or local aggregation: its devices communicate with the servers through one of them."""
 
 OWNERS: tuple[Owner, ...] = ("readers", "servers")
 RESIDENCES: tuple[Residence, ...] = ("kept", "gathered")
 WITHIN: tuple[Within, ...] = ("none", "host")
 
 MAX_PARTITIONS = 4096
-"""Bound of the partitions on servers: above any host's cores, and few enough to simulate."""
+"""Upper limit of the partitions on servers: above any host's cores, and few enough to simulate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
     """What a method promises, and what it needs.
 
-    ``name``: of its modules. ``word``: what commands, reports and strategy files of version 1 call it; methods that serve sparse and dense
-    parameters in one spirit share a word. ``owner``, ``payload``, ``residence``: the combination that it serves. ``within``: what it can do
-    inside hosts. ``most_partitions``: on servers. ``parameters``: which it serves; ``sparse`` ones are those of which a step touches some
-    rows. ``exact``: N ranks train as one process does; a lossy method is used only where the user names it. ``wire_bits``: what an element
-    of a gradient takes on its way, if not the width of its type. ``state``: tensors that it keeps from step to step, which checkpoints must
-    hold (a residual). ``folding``: why plans with it are not folded over copies; empty if its sums over D copies stand in two copies as
-    they are.
+    ``name``: of its modules. ``word``: its name in commands, reports and strategy files of version 1; a method for sparse parameters and
+    its counterpart for dense ones share a word. ``owner``, ``payload``, ``residence``: the combination that it serves. ``parameters``:
+    which it serves; of a sparse parameter a step touches only some rows. ``exact``: N ranks train as one process does; a lossy method is
+    used only if the user names it. ``within``: what it can do inside hosts. ``most_partitions``: on servers. ``wire_bits``: bits that an
+    element of a gradient takes on its way, if not the width of its type. ``state``: tensors that it keeps from step to step (a residual),
+    which checkpoints must hold. ``folding``: why plans with it cannot be folded over copies; empty if they can.
     """
 
     name: str
@@ -55,17 +54,17 @@ class Contract:
 
     @property
     def by_rows(self) -> bool:
-        """Whether tiles have just the rows of a parameter that they look up, and their gradients are of these rows."""
+        """Whether tiles are sparse lookups: they have, and give gradients to, only the rows that they look up."""
         return self.payload == "rows"
 
     @property
     def has_servers(self) -> bool:
-        """Whether servers keep what several devices read, in partitions."""
+        """Whether servers own the parameter, in partitions."""
         return self.owner == "servers"
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether readers sum dense gradients in buffers that stay from step to step."""
+        """Whether readers sum dense gradients in buffers that they keep from step to step."""
         return not self.by_rows and not self.has_servers
 
     def serves(self, *, sparse: bool) -> bool:
@@ -83,7 +82,7 @@ ALL_REDUCE = Contract(
     exact=True,
     folding="",
 )
-"""Gradients are summed over the readers, each of which updates its copy. What everything else is a change of."""
+"""Gradients are summed over the readers, each of which updates its copy. The default method."""
 
 METHODS: list[Contract] = [
     ALL_REDUCE,
@@ -122,11 +121,11 @@ METHODS: list[Contract] = [
         folding="parameters on servers",
     ),
 ]
-"""All methods, the default first; their places here are their numbers in compiled code."""
+"""All methods, the default first. Their positions here are their numbers in compiled code."""
 
 
 def find_contract(owner: object, payload: object, residence: object) -> Contract:
-    """The method that serves a combination. StrategyError if none does."""
+    """The contract of the method that serves a combination. StrategyError if none does."""
     for contract in METHODS:
         if (contract.owner, contract.payload, contract.residence) == (owner, payload, residence):
             return contract
@@ -136,7 +135,7 @@ def find_contract(owner: object, payload: object, residence: object) -> Contract
 
 
 def named(name: str) -> Contract:
-    """The method of this name. StrategyError if there is none."""
+    """The contract with this name. StrategyError if there is none."""
     for contract in METHODS:
         if contract.name == name:
             return contract
@@ -144,8 +143,10 @@ def named(name: str) -> Contract:
 
 
 def by_word(word: str, *, sparse: bool) -> Contract | None:
-    """The method that a word means for a parameter that is sparse, or dense; None if it serves no such parameter. StrategyError if the word
-    is unknown."""
+    """The method that a word means for a sparse or a dense parameter; None if the word has no method for such parameters.
+
+    StrategyError if the word is unknown.
+    """
     found = [contract for contract in METHODS if contract.word == word]
     if not found:
         raise StrategyError(f"synchronization {word!r} is unknown; expected one of {', '.join(words())}")
@@ -153,5 +154,5 @@ def by_word(word: str, *, sparse: bool) -> Contract | None:
 
 
 def words(contracts: Iterable[Contract] = METHODS) -> tuple[str, ...]:
-    """Each method's word, once."""
+    """The words of these methods, each once."""
     return tuple(dict.fromkeys(contract.word for contract in contracts))

@@ -1,4 +1,4 @@
-"""Why a strategy file does not fit: the differences between its model and cluster and those at hand, in words for one line."""
+"""Why a strategy file does not fit: how its model and cluster differ from the given ones, worded for one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from soap.model.graph import Operator, OperatorGraph
 
 
 def model_differences(document: Mapping[str, Any], graph: OperatorGraph) -> list[str]:
-    """What tells the file's model from this one: empty, or a list that begins with their names."""
+    """How the file's model differs from this one: an empty list, or one that begins with both names."""
     model, operators = document["model"], document["operators"]
     missing = [op.name for op in graph.operators if op.name not in operators]
     extra = [name for name in operators if name not in graph.index]
@@ -44,7 +44,7 @@ def _operator_differences(op: Operator, entry: Mapping[str, Any]) -> list[str]:
 
 
 def cluster_differences(document: Mapping[str, Any], topology: Topology) -> list[str]:
-    """What tells the file's cluster from this one: empty, or a list that begins with their names."""
+    """How the file's cluster differs from this one: an empty list, or one that begins with both names."""
     cluster, names = document["cluster"], [device.name for device in topology.devices]
     if cluster["hash"] == topology.hash and cluster["devices"] == names:
         return []
@@ -66,11 +66,11 @@ def _some(values: Sequence[str], most: int = 4, *, quote: bool = True) -> str:
 
 
 def one_line(text: str, most: int = 160) -> str:
-    """Text from outside, fit for a message: no line breaks or control characters, not too long."""
+    """Text from outside, made safe for a message: no line breaks or control characters, at most ``most`` characters."""
     line = "".join(c if c.isprintable() else "?" for c in " ".join(text[: 4 * most].split()))
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def short(value: object) -> str:
-    """A value from outside, as a message shows it."""
+    """A value from outside, as messages show it: short, and of a list or object only the type."""
     return f"a {type(value).__name__}" if isinstance(value, (dict, list)) else one_line(repr(value), 60)

@@ -1,6 +1,6 @@
-"""The JSON schemas of strategy files. What they cannot say (degrees against factor sizes, …) ``json_file`` checks.
+"""The JSON schemas of strategy files. ``json_file`` checks what a schema cannot express (degrees against factor sizes, …).
 
-Version 2 differs from version 1 in how it says that a parameter is synchronized: by owner, payload and residence, not by a method's name.
+Version 2 describes a parameter's synchronization by owner, payload and residence; version 1 named a method.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from soap.strategy.methods import MAX_PARTITIONS
 
 FORMAT = "soap-strategy"
 VERSION = 2
-"""What is written. Version 1 is read as well. Until a release fields are added, and the version stays."""
+"""The version that is written; version 1 is read as well. Until a release, new fields do not change the version."""
 
 WORDS_1 = ("allreduce", "allgather", "parameter_server")
 """The methods that files of version 1 may name."""

@@ -1,4 +1,4 @@
-"""Which ways of synchronizing parameters there are for a model on a cluster, and which of them are usual."""
+"""Names for the usual synchronizations, and which synchronizations are worth trying for a model on a cluster."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.methods import MAX_PARTITIONS, Within, by_word
 
 PARTITIONS_PER_SERVER = 4
-"""Partitions of a table for each server whose host has cores beside its devices, where nothing better is known: a few work at once."""
+"""Partitions of a table per server, where the host has CPU cores beside its devices: a few cores then work at once. A default."""
 
 ALL_REDUCE = SyncConfig()
 """Gradients are summed over the devices that read a parameter, each of which updates its copy."""
 SPARSE_ALL_GATHER = SyncConfig(payload="rows")
-"""Of sparse parameters: every device gets the others' indices and rows of the gradient, adds them up and updates its copy."""
+"""For sparse parameters: every reader gets the others' indices and rows of the gradient, adds them up and updates its copy."""
 
 
 def parameter_server(partitions: int = 1, within: Within = "none", *, rows: bool = False) -> SyncConfig:
-    """Each shard is cut by rows into partitions, which the hosts' servers keep and update. Readers push gradients to them and pull values.
+    """Each shard is cut by rows into partitions, which the hosts' servers own and update. Readers push gradients and pull values.
 
-    ``rows``: for sparse parameters: only the rows that a step touches travel, and no reader has a copy. ``within="host"``: the devices of a
-    host push and pull together, through the first of them.
+    ``rows``: for sparse parameters: only the rows that a step touches travel, and no reader keeps a copy. ``within="host"``: the devices of
+    a host push and pull together, through the first of them.
     """
     if rows:
         return SyncConfig("servers", "rows", "gathered", within, partitions)
@@ -31,15 +31,17 @@ def parameter_server(partitions: int = 1, within: Within = "none", *, rows: bool
 
 
 def worded(word: str, partitions: int = 1, within: Within = "none", *, sparse: bool = False) -> SyncConfig:
-    """What a method's word means for a sparse parameter, or a dense one; for the other kind, if it serves that alone. StrategyError if the
-    word is unknown, or has no partitions or nothing within hosts."""
+    """What a method's word means for a sparse or a dense parameter; if it serves only the other kind, what it means for that.
+
+    StrategyError if the word is unknown, or its method does not allow these ``partitions`` or this ``within``.
+    """
     contract = by_word(word, sparse=sparse) or by_word(word, sparse=not sparse)
-    assert contract is not None  # it serves one of both
+    assert contract is not None  # every method serves sparse or dense parameters
     return SyncConfig(contract.owner, contract.payload, contract.residence, within, partitions)
 
 
 def fitting(sync: SyncConfig, *, sparse: bool) -> SyncConfig | None:
-    """The same kind of synchronization for a sparse parameter, or a dense one; None if there is none."""
+    """The counterpart of ``sync`` (same word) for a sparse or a dense parameter; None if there is none."""
     if sync.contract.serves(sparse=sparse):
         return sync
     found = worded(sync.contract.word, sync.partitions, sync.within, sparse=sparse)
@@ -51,7 +53,7 @@ def fitted(graph: OperatorGraph, parameter: str, sync: SyncConfig) -> SyncConfig
     found = fitting(sync, sparse=parameter in graph.sparse)
     if found is None:
         sync.require_serves(parameter, graph)
-        raise AssertionError  # or it would have fitted
+        raise AssertionError  # the line above raises whenever ``fitting`` finds nothing
     return found
 
 
@@ -62,7 +64,7 @@ def server_count(topology: Topology) -> int:
 
 
 def partition_counts(topology: Topology) -> tuple[int, ...]:
-    """Numbers of partitions worth trying: 1, 2, 4, … until every server, and every core that works for one, has one."""
+    """Numbers of partitions worth trying: 1, 2, 4, … up to one for each server and for each CPU core that works for a server."""
     most = server_count(topology)
     hosts = {device.host for device in topology.devices if device.type.kind != "cpu"}
     most = min(MAX_PARTITIONS, max(most, sum(topology.hosts[host].cpu_cores for host in hosts)))
@@ -70,7 +72,7 @@ def partition_counts(topology: Topology) -> tuple[int, ...]:
 
 
 def usual_server(topology: Topology) -> SyncConfig:
-    """Some partitions on every server; a host's devices deal with servers together."""
+    """The default server synchronization: some partitions per server, with local aggregation where a host has several devices."""
     servers = server_count(topology)
     on_cores = any(device.type.kind != "cpu" for device in topology.devices)
     wanted = servers * (PARTITIONS_PER_SERVER if on_cores else 1)
@@ -81,10 +83,10 @@ def usual_server(topology: Topology) -> SyncConfig:
 def sync_choices(
     graph: OperatorGraph, topology: Topology, asked: Sequence[SyncConfig] = (), uncut: Collection[str] = ()
 ) -> dict[str, tuple[SyncConfig, ...]]:
-    """Trainable parameter -> ways of synchronizing it, all-reduce first; parameters that have no choice are left out.
+    """Trainable parameter -> its possible synchronizations, all-reduce first; parameters without a choice are left out.
 
-    ``asked``: what all parameters may have beside all-reduce. If nothing is asked, sparse ones may have everything. ``uncut``: parameters
-    that are kept in one partition.
+    ``asked``: the choices beside all-reduce, for all parameters. If it is empty, sparse parameters may have every method and dense ones
+    have no choice. ``uncut``: parameters that stay in one partition.
     """
     ways: tuple[Within, ...] = ("none", "host") if _hosts_share(topology) else ("none",)
     counts = partition_counts(topology)
@@ -103,7 +105,7 @@ def sync_choices(
 
 
 def in_one_partition(strategy: Strategy, names: Collection[str]) -> Strategy:
-    """The strategy with these parameters in one partition, if servers keep them."""
+    """The strategy with each of these parameters in one partition, if servers own it."""
     for name, sync in strategy.parameters.items():
         if name in names and sync.partitions > 1:
             strategy = strategy.with_parameter(name, replace(sync, partitions=1))
@@ -111,7 +113,7 @@ def in_one_partition(strategy: Strategy, names: Collection[str]) -> Strategy:
 
 
 def synchronized(graph: OperatorGraph, sync: SyncConfig, *, sparse: bool) -> dict[str, SyncConfig]:
-    """All trainable parameters, or the sparse ones of them, synchronized in one way."""
+    """Trainable parameter -> ``sync``, or its counterpart for the parameter's kind. ``sparse``: only the sparse parameters."""
     names = [tensor.name for tensor in graph.parameters if tensor.requires_grad and (tensor.name in graph.sparse or not sparse)]
     return {name: fitted(graph, name, sync) for name in names}
 

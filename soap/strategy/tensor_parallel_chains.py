@@ -1,8 +1,8 @@
-"""What a graph offers for tensor parallelism: weight matrices, vocabulary tables, and chains that stay split from one matrix to the next.
+"""What tensor parallelism can split in a graph: weight matrices, vocabulary tables, and chains that stay split between matrices.
 
 A *chain* starts in matrices split by columns (their *parameter* factor), goes through operators that follow the same split, and
-ends in matrices split by rows (their *reduction* factor), whose partial results are summed: two matrices for one sum, as in
-Megatron-LM. Everything is decided by the factors and ``DimMap``s, nothing by names. Placement is the business of ``classical``.
+ends in matrices split by rows (their *reduction* factor), whose partial results are summed: two matrices need one sum, as in
+Megatron-LM. Factors and ``DimMap``s decide everything, names decide nothing. ``megatron`` places the chains on devices.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from soap.model.graph import DimMap, FactorKind, Operand, Operator, OperatorGrap
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A weight matrix applied to an input. ``column``: the factor over its outputs; ``row``: the one over its inputs if it can be split.
-
-    ``outputs`` and ``inputs`` are the matrix's two sizes in elements.
+    """A weight matrix applied to an input. ``column``: the factor over its outputs. ``row``: the factor over its inputs; None if that
+    cannot be split. ``outputs``, ``inputs``: the matrix's two sizes, in elements.
     """
 
     column: int
@@ -29,7 +28,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A parameter matrix from which whole entries are picked by number. ``factor`` runs over its ``entries``, each ``width`` wide."""
+    """A parameter matrix whose entries are looked up by number. ``factor`` runs over its ``entries``; each has ``width`` elements."""
 
     factor: int
     entries: int
@@ -41,8 +40,8 @@ class Chain:
     """Operators that can be split alike, from column-split matrices to row-split ones.
 
     ``factors``: operator position -> factor to split. ``periods``: operator position -> how many blocks of that factor lie side by side (a
-    joint query-key-value matrix has 3, and is cut within each block); 1 unless named. ``rows``: positions of the last operators,
-    whose sums end up on every device.
+    joint query-key-value matrix has 3, and each block is cut); 1 where there is no entry. ``rows``: positions of the last operators,
+    whose sums every device gets.
     """
 
     factors: Mapping[int, int]
@@ -50,7 +49,7 @@ class Chain:
     rows: frozenset[int]
 
     def width(self, graph: OperatorGraph, devices: int) -> int:
-        """The largest divisor of ``devices`` into which all members can be cut at the same borders; 1 if there is none."""
+        """The largest divisor of ``devices`` such that all members can be cut into so many parts at the same borders; 1 if none can."""
         sizes = [graph.operators[i].factors[f].size for i, f in self.factors.items()]
         same = len(set(sizes)) == 1 and not self.periods
         blocks = [size // self.periods.get(i, 1) for size, i in zip(sizes, self.factors, strict=True)]
@@ -130,17 +129,17 @@ def _applies(graph: OperatorGraph, source: Operand, row: int | None, size: int) 
 
 
 def _dimension(dims: Sequence[DimMap], factor: int) -> int | None:
-    """The one dimension that follows the factor without overlap, if there is exactly one."""
+    """The dimension that follows the factor without overlap; None unless exactly one follows the factor."""
     found = [d for d, dim in enumerate(dims) if dim.factor == factor]
     return found[0] if len(found) == 1 and dims[found[0]].hi - dims[found[0]].lo == dims[found[0]].scale else None
 
 
 class _BrokenError(Exception):
-    """A consumer needs more than its share of the split: no chain from here."""
+    """No chain can start here, for example because a reader needs more than its share of the split."""
 
 
 class _Growth:
-    """One attempt to grow a chain; ``joins``: also split what else flows into its members (keys and values beside queries)."""
+    """One attempt to grow a chain. ``joins``: also split the other inputs of its members (keys and values beside queries)."""
 
     def __init__(self, graph: OperatorGraph, taken: Container[int], *, joins: bool) -> None:
         self._graph = graph
@@ -201,11 +200,11 @@ class _Growth:
             return
         matrix = dense(self._graph, op)
         if matrix is None or matrix.row != read.factor or matrix.outputs > matrix.inputs:
-            raise _BrokenError  # summing an output wider than the input (a vocabulary's scores) costs more than gathering the input
+            raise _BrokenError  # the output is wider than the input (a vocabulary's scores): gathering the input is cheaper than a sum
         self._add(reader, read.factor, row=True)
 
     def _align(self, position: int, written: DimMap, length: int, offset: int) -> None:
-        """Check that the reader takes the whole split dimension, or one of the equal blocks of a matrix's columns."""
+        """Check that the reader takes the whole split dimension, or one of several equal blocks of a matrix's columns."""
         assert written.factor is not None
         op = self._graph.operators[position]
         total = op.factors[written.factor].size * written.scale
@@ -218,7 +217,7 @@ class _Growth:
             raise _BrokenError
 
     def _join_sources(self, position: int, factor: int) -> None:
-        """Take in the producers of a member's other inputs if they come from a matrix split by columns."""
+        """Add the producers of a member's other inputs to the chain, if they come from a matrix split by columns."""
         for operand in self._graph.operators[position].inputs:
             found = self._source(operand, factor)
             if found is not None and found[0] not in self._factors and self._from_column(*found):
@@ -227,7 +226,7 @@ class _Growth:
                     self._join_sources(*found)
 
     def _source(self, operand: Operand, factor: int) -> tuple[int, int] | None:
-        """The operator that produces this operand and its factor along the split dimension, if it can follow."""
+        """The operator that produces this operand and its factor along the split dimension; None if it cannot follow the split."""
         dimension, producer = _dimension(operand.dims, factor), self._graph.producers.get(operand.tensor)
         if dimension is None or producer is None or producer[0] in self._taken:
             return None
@@ -238,7 +237,7 @@ class _Growth:
         return producer[0], written.factor
 
     def _from_column(self, position: int, factor: int) -> bool:
-        """Whether the split can be traced back to the columns of a matrix, through operators that follow it."""
+        """Whether the split goes back to the columns of a matrix, through operators that follow it."""
         todo, seen = [(position, factor)], {position}
         while todo:
             position, factor = todo.pop()

@@ -1,1 +1,1 @@
-"""What each method of synchronizing parameters does to a plan: one module a method, of the method's name (``soap.strategy.methods``)."""
+"""What each method of synchronizing parameters adds to a plan: one module per method, with the method's name in ``strategy.methods``."""

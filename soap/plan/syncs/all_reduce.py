@@ -1,4 +1,4 @@
-"""All-reduce: gradients of shards with one set of owners are summed in common buffers, and every owner updates its copy.
+"""All-reduce: shards with equal owners sum their gradients in common buckets, and every owner updates its copy.
 
 Buckets as in Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -16,29 +16,29 @@ from soap.strategy.methods import named
 
 
 class BucketedSum(SyncMethod):
-    """Sums of dense gradients in buckets, each element of which takes ``Contract.wire_bits`` on its way."""
+    """Sums dense gradients in buckets. Each element travels in ``Contract.wire_bits`` bits."""
 
     def groups(
         self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
     ) -> Sequence[ShardSync]:
-        """One buffer each."""
+        """Joined into buckets: one synchronization per buffer."""
         return make_buckets(graph, tiles, shards, syncs)
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """A sum, if there are several readers."""
+        """One all-reduce, if there are several readers."""
         if len(sync.readers) < 2:
             return ()
         return (SyncStep(Phase.AFTER_BACKWARD, SUM, sync_name(sync), summed_bytes=wire_bytes(plan, sync), large=True),)
 
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """What travels otherwise than it is kept lies beside it."""
+        """If gradients travel in another format, each reader needs a buffer for that format."""
         if self.contract.wire_bits is None or len(sync.readers) < 2:
             return ()
         return [(device, wire_bytes(plan, sync)) for device in sync.readers]
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """For the whole step: it is made once."""
+        """The buffers, for the whole step: they are made once."""
         for device, size in self.buffers(plan, sync):
             yield Hold(device, size)
 

@@ -1,4 +1,4 @@
-"""How much of a parameter travels between its readers and owners: all of it, or of a sparse one the rows that a step touches."""
+"""How much travels between a parameter's readers and owners: the whole region, or for a sparse parameter the rows that a step touches."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from soap.plan.plan import Plan, ShardSync
 from soap.plan.row_counts import DeviceLookups, row_bytes, touched_rows
 
 INDEX_BYTES = 8
-"""An index of a row."""
+"""Size of a row's index."""
 COPIES = 2
-"""Rows are received apart from where they are used, and copied to be sent."""
+"""Buffers of the size of the rows: one to receive them in, apart from where they are used, and one to send copies from."""
 
 COUNT_BYTES = 4
-"""Optimizers with more than one state count their steps, once per tensor."""
+"""Size of a step count: optimizers with more than one state keep one for each tensor."""
 
 Group = tuple[int, ...]
-"""Devices that push and pull together, ascending, through the first of them."""
+"""Devices (ascending) that push and pull together; the first of them communicates for all."""
 
 
 class Amounts:
-    """How much of regions devices read and give gradients to."""
+    """How much of a region groups of devices read and have gradients for: all of it, or with ``by_rows`` the rows that they touch."""
 
     def __init__(self, plan: Plan, sync: ShardSync, *, by_rows: bool) -> None:
         self._plan, self._parameter, self._by_rows = plan, sync.parameter, by_rows
@@ -31,7 +31,7 @@ class Amounts:
         self._row_bytes = row_bytes(plan.graph, sync.parameter, sync.box) if by_rows else 0
 
     def rows(self, devices: Group, box: Box) -> int:
-        """Different rows of the region that devices touch together; 0 if they have all of it."""
+        """How many different rows of the region these devices touch together; 0 if amounts are not counted by rows."""
         if not self._by_rows:
             return 0
         if devices not in self._touched:
@@ -39,16 +39,16 @@ class Amounts:
         return touched_rows(self._plan.graph.sparse[self._parameter], box, self._touched[devices])
 
     def values(self, devices: Group, box: Box) -> int:
-        """Bytes of values."""
+        """Bytes of values, or of gradients, that these devices read or give together."""
         return self.rows(devices, box) * self._row_bytes if self._by_rows else box_bytes(self._plan, self._parameter, box)
 
     def indices(self, devices: Group, box: Box) -> int:
-        """Bytes of indices."""
+        """Bytes of the indices of these rows; 0 if amounts are not counted by rows."""
         return self.rows(devices, box) * INDEX_BYTES
 
 
 def reading_groups(sync: ShardSync) -> list[Group]:
-    """Readers that push and pull together: alone, or those of each host."""
+    """The readers in groups that push and pull together: each alone, or with local aggregation those of each host."""
     together: dict[int, list[int]] = {}
     for reader, leader in zip(sync.readers, sync.leaders, strict=True):
         together.setdefault(leader, []).append(reader)
@@ -56,6 +56,6 @@ def reading_groups(sync: ShardSync) -> list[Group]:
 
 
 def moving_rounds(*rounds: tuple[Sequence[tuple[int, int, int]], int]) -> tuple[Round, ...]:
-    """The rounds in which something travels: what a device gives itself does not."""
+    """The rounds without flows from a device to itself and flows of no bytes; rounds that are empty then are left out."""
     moved = ((joined(flow for flow in flows if flow[0] != flow[1] and flow[2]), added) for flows, added in rounds)
     return tuple((flows, added) for flows, added in moved if flows)

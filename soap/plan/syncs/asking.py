@@ -1,4 +1,4 @@
-"""Telling each other, at the beginning of a step, which rows of sparse parameters are looked up: for all of them at once."""
+"""The request at the beginning of a step: readers tell owners which rows of sparse parameters they look up, all parameters at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from soap.plan.syncs.seam import method_for
 
 
 def asking_rounds(plan: Plan, *, pull_together: bool = True) -> tuple[Round, ...]:
-    """Rounds in which members tell their leaders, then leaders the owners: how many rows of each part, then which. What these indices weigh
-    is counted with the rows."""
+    """The rounds of the request: members tell their leaders, then leaders tell the owners; first how many rows of each part, then which.
+
+    The second kind of round has flows of 0 bytes here, because the bytes of the indices are counted with the rows.
+    """
     told: list[tuple[int, int]] = []
     asked: list[tuple[int, int]] = []
     for sync in plan.syncs:

@@ -1,4 +1,4 @@
-"""Buckets: which parameter shards have their gradients summed together. The graph and the shards say so, without costs or order."""
+"""Buckets: which parameter shards sum their gradients together. They follow from the graph and the shards, not from costs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.tiling import Tile
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients are summed in buffers of about this size, so that summing overlaps with the rest of the backward pass. The figure is
-DistributedDataParallel's default."""
+"""Approximate size of a bucket: several of them let sums overlap with the rest of the backward pass. DistributedDataParallel's default."""
 FIRST_BUCKET_BYTES = 2**20
-"""Size of the first buffer: the sooner summing begins, the more of it overlaps. DistributedDataParallel's as well."""
+"""Size of the first bucket, smaller so that sums begin early. DistributedDataParallel's default as well."""
 
 
 def make_buckets(
     graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
 ) -> tuple[ShardSync, ...]:
-    """Join synchronizations of one shard each, in the order in which a backward pass through all operators completes their gradients.
+    """Join synchronizations of one shard each into buckets, in the order in which the backward pass completes their gradients.
 
-    A shard's gradient is complete once the lowest operator that uses it has run backward. Shards are taken by that operator's position,
-    highest first, then by parameter and index. Each joins the open bucket of its devices and dtype, which is closed at ``BUCKET_BYTES``,
-    the first one at ``FIRST_BUCKET_BYTES``. What a single device keeps stays alone: nothing is sent. Buckets are listed by the lowest
-    operator that any of their shards needs, highest first, then by their first shard.
+    A shard's gradient is complete once the lowest operator that uses it has run backward. So shards are taken by that operator's position,
+    highest first, then by parameter and index. Each joins the open bucket of its devices and dtype. A bucket closes at ``BUCKET_BYTES``,
+    the first one of its devices and dtype at ``FIRST_BUCKET_BYTES``. A shard on a single device gets a bucket of its own, because nothing
+    is sent. The result is ordered by the lowest operator that a bucket's shards need, highest first, then by the bucket's first shard.
     """
     trained = graph.backward_operators
     lowest = {sync.shards[0]: min(tiles[t].operator for t, _ in sync.uses if tiles[t].operator in trained) for sync in syncs}
@@ -49,20 +48,20 @@ def make_buckets(
 
 
 def _joined(syncs: Sequence[ShardSync], shards: Sequence[Shard]) -> ShardSync:
-    """One synchronization, called after the first."""
+    """The synchronizations as one, named after the first."""
     numbers = tuple(number for sync in syncs for number in sync.shards)
     return replace(syncs[0], index=shards[numbers[0]].index, shards=numbers, uses=tuple(use for sync in syncs for use in sync.uses))
 
 
 def idle_shards(plan: Plan) -> tuple[int, ...]:
-    """Trainable shards to which nothing flows although other parts of their parameter have a gradient: theirs is zero, and updates them."""
+    """Trainable shards that no gradient reaches while other parts of their parameter have one: they are updated with a gradient of zero."""
     found = plan.synchronized
     parameters = {plan.shards[number].parameter for number in found}
     return tuple(i for i, shard in enumerate(plan.shards) if shard.trainable and shard.parameter in parameters and i not in found)
 
 
 def sums_of_one(plan: Plan) -> frozenset[int]:
-    """Shards of which a single device reads and owns all: their gradient stays where autograd makes it, and nothing travels."""
+    """Shards with a single reader that is also the owner: the gradient stays where autograd makes it, and nothing travels."""
     return frozenset(sync.shards[0] for sync in plan.syncs if sync.contract.sums_in_place and len(sync.readers) == 1)
 
 
@@ -77,7 +76,7 @@ def gradient_bytes(plan: Plan, sync: ShardSync) -> int:
 
 
 def wire_bytes(plan: Plan, sync: ShardSync) -> int:
-    """The same as they travel: rounded up, if their method gives an element other bits than its type has."""
+    """The same as it travels: in ``Contract.wire_bits`` bits per element if the method sets that, rounded up to bytes."""
     size, bits = gradient_bytes(plan, sync), sync.contract.wire_bits
     if bits is None:
         return size

@@ -1,4 +1,4 @@
-"""Who keeps which shard of the parameters, and what is synchronized together: each parameter as its method lays it out."""
+"""Shards and synchronizations of a plan: each parameter's method decides who owns which part of it and what is synchronized together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.methods import METHODS
 
 Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
-"""A region of a parameter that tiles read alike: (box, devices, uses as (operator, tile, parameter position))."""
+"""A region of a parameter that the same tiles read: (box, devices, uses as (operator, tile, parameter position))."""
 
 
 class Keeping:
-    """For one graph on one cluster."""
+    """Lays out shards and synchronizations for one graph on one cluster."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology) -> None:
         self._graph, self._topology = graph, topology
@@ -29,7 +29,10 @@ class Keeping:
     def keep(
         self, tiles: Sequence[Tile], first_tile: Sequence[int], regions: Iterable[tuple[str, Sequence[Cell]]], strategy: Strategy
     ) -> tuple[tuple[Shard, ...], tuple[ShardSync, ...]]:
-        """All shards, parameter by parameter, and all synchronizations, method by method. ``regions``: of each parameter, in order."""
+        """All shards, parameter by parameter, and all synchronizations, method by method.
+
+        ``regions``: (parameter, its cells), in the graph's order. Regions that the strategy's method does not serve use the default method.
+        """
         shards: list[Shard] = []
         syncs: dict[str, list[ShardSync]] = {}
         usual = SyncConfig()
@@ -58,11 +61,11 @@ class Keeping:
 
     @staticmethod
     def _in_order(syncs: Iterable[str]) -> list[SyncMethod]:
-        """The methods that are used, as the registry lists them."""
+        """The methods that are used, in the registry's order."""
         used = set(syncs)
         return [method_of(contract) for contract in METHODS if contract.name in used]
 
     def _leaders(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """For each of these devices (ascending) the first that is on its host."""
+        """For each of these devices (ascending), the first of them on its host."""
         first: dict[int, int] = {}
         return tuple([first.setdefault(self._topology.devices[device].host, device) for device in devices])

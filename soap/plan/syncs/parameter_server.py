@@ -1,8 +1,8 @@
 """Parameter servers of dense parameters: readers have copies, push their gradients, and pull values after the update.
 
-A push and a pull a step as in Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; a parameter in
-several partitions, and the sum over a host's devices before the network, as in Kim et al., "Parallax: Sparsity-aware Data Parallel Training
-of Deep Neural Networks", EuroSys 2019.
+One push and one pull per step: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014. Partitions, and
+local aggregation on a host before the network: Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks",
+EuroSys 2019.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ from soap.strategy.methods import named
 
 
 class ParameterServer(SyncMethod):
-    """A region in partitions, each a shard of its server."""
+    """Cuts a region into partitions; each is a shard that one server owns."""
 
     pull_phase = Phase.AFTER_UPDATE
 
     def serves_region(self, readers: Sequence[int]) -> bool:
-        """What one device reads needs no server."""
+        """Only regions with several readers: one reader alone needs no server."""
         return len(readers) > 1
 
     def owners(
         self, parameter: str, region: int, box: Box, readers: tuple[int, ...], sync: SyncConfig, servers: Servers
     ) -> Sequence[tuple[Box, tuple[int, ...]]]:
-        """By rows, on the hosts in turn."""
+        """The partitions: cut by rows, on the hosts' servers in turn."""
         return [(part, (servers.owner(parameter, region, number),)) for number, part in enumerate(cut_rows(box, sync.partitions))]
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """Each host's leader deals with the servers, and the others with it; unless ``pull_together``, for gradients alone."""
+        """A push and a pull. Each host's leader communicates with the servers, and the host's other readers with their leader.
+
+        Without ``pull_together`` this holds for the push only, and each reader pulls for itself.
+        """
         amounts, groups = self.amounts(plan, sync), reading_groups(sync)
         pulling = groups if pull_together else [(reader,) for reader in sync.readers]
         pulled, pushed, handed, summed, most = [], [], [], [], 0
@@ -57,24 +60,24 @@ class ParameterServer(SyncMethod):
         return sorted(found, key=lambda step: step.phase)
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
-        """Each partition is a task of its server."""
+        """Each partition is a task of its own on its server."""
         amounts, groups, found = self.amounts(plan, sync), reading_groups(sync), []
         by_rows = self.contract.by_rows
         for partition, number in enumerate(sync.shards):
             box = plan.shards[number].box
             given = [amounts.values(group, box) for group in groups]
-            added = sum(given) if by_rows else sum(given[1:])  # the first dense one is there already
+            added = sum(given) if by_rows else sum(given[1:])  # dense gradients are added onto the first one
             rows = sum(amounts.rows(group, box) for group in groups)
             adding = (added, rows) if len(groups) > 1 else (0, 0)
             found.append(ShardUpdate(number, *adding, amounts.values(sync.readers, box), by_rows, serve_name(sync, partition)))
         return found
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
-        """All of the region."""
+        """The whole region, for each reader."""
         return dict.fromkeys(sync.readers, box_bytes(plan, sync.parameter, sync.box))
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """Of readers, of leaders for their members, and of servers."""
+        """Send and receive buffers of readers, of leaders for their members, and of servers."""
         own = self.copies(plan, sync)
         for device, size in own.items():
             yield device, COPIES * size + self.index_bytes(plan, sync, device)
@@ -84,18 +87,18 @@ class ParameterServer(SyncMethod):
             yield device, size + (0 if device in plan.accelerators else COUNT_BYTES)
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """A copy and its gradient all the time; what servers receive until they have used it."""
+        """Readers hold a copy and its gradient all the time; servers hold what they receive until they have used it."""
         for device, size in self.copies(plan, sync).items():
             yield Hold(device, 2 * size)
         yield from self.server_holds(plan, sync)
 
     def server_holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """What servers receive, from the push on."""
+        """What servers receive, from the push to their update."""
         for partition, (device, size) in enumerate(self.received(plan, sync)):
             yield Hold(device, size, since=sync_name(sync, "push"), until=serve_name(sync, partition))
 
     def received(self, plan: Plan, sync: ShardSync) -> Iterator[tuple[int, int]]:
-        """By partition (device, bytes) of gradients that its server receives; none in a host's memory."""
+        """For each partition (device, bytes): gradients that its server receives; 0 beside accelerators: they are in the host's memory."""
         own = self.copies(plan, sync)
         for number in sync.shards:
             shard = plan.shards[number]
@@ -104,15 +107,15 @@ class ParameterServer(SyncMethod):
             yield shard.devices[0], 0 if shard.devices[0] in plan.accelerators else received
 
     def received_bytes(self, plan: Plan, sync: ShardSync, box: Box, given: Sequence[int]) -> int:
-        """Of a partition, for which readers give so many bytes at most."""
+        """Bytes that the server of a partition (``box``) receives. ``given``: by reader, the most bytes of gradients that it pushes."""
         return sum(given)
 
     def index_bytes(self, plan: Plan, sync: ShardSync, device: int) -> int:
-        """Indices that a reader has."""
+        """Bytes of the indices that a reader holds."""
         return 0
 
     def amounts(self, plan: Plan, sync: ShardSync) -> Amounts:
-        """How much travels."""
+        """How much of the region travels."""
         return Amounts(plan, sync, by_rows=self.contract.by_rows)
 
 

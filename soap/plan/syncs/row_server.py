@@ -1,4 +1,4 @@
-"""Parameter servers of sparse parameters: readers pull the rows that a step looks up, and push gradients of just these.
+"""Parameter servers of sparse parameters: readers pull the rows that a step looks up, and push gradients of these rows alone.
 
 Kim et al., "Parallax: Sparsity-aware Data Parallel Training of Deep Neural Networks", EuroSys 2019.
 """
@@ -17,37 +17,37 @@ from soap.strategy.methods import named
 
 
 class RowServer(ParameterServer):
-    """No reader has a copy."""
+    """Servers hold the only copy; readers get rows for one step."""
 
     pull_phase = Phase.BEFORE_FORWARD
 
     def serves_region(self, readers: Sequence[int]) -> bool:
-        """Also for one reader: it needs no room for the table."""
+        """Every region, even with one reader: that saves the reader the memory for the table."""
         return True
 
     def asked(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Asked:
-        """Members tell leaders, leaders the servers."""
+        """Members tell their leaders, and leaders the servers; without ``pull_together`` each reader tells the servers itself."""
         told = [(device, leader) for leader, *others in reading_groups(sync) for device in others] if pull_together else []
         speakers = dict.fromkeys(sync.leaders if pull_together else sync.readers)
         return told, [(speaker, plan.shards[number].devices[0]) for speaker in speakers for number in sync.shards]
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
-        """The rows that are looked up, as if no look-up repeated another."""
+        """The rows that each reader looks up, as if no look-up repeated a row."""
         size = row_bytes(plan.graph, sync.parameter, sync.box)
         return {device: rows * size for device, rows in most_rows(plan, sync.parameter, sync.box, sync.uses).items()}
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """Rows from the pull to the push."""
+        """Readers hold the rows and their gradients from the pull to the push; servers hold what they receive."""
         for device, size in self.copies(plan, sync).items():
             yield Hold(device, 2 * size, since=sync_name(sync, "pull"), until=sync_name(sync, "push"), with_uses=True)
         yield from self.server_holds(plan, sync)
 
     def received_bytes(self, plan: Plan, sync: ShardSync, box: Box, given: Sequence[int]) -> int:
-        """Gradients, rows that are sent, and indices of both."""
+        """Gradients received, rows to be sent, and the indices of both."""
         return COPIES * sum(given) + 2 * INDEX_BYTES * sum(most_rows(plan, sync.parameter, box, sync.uses).values())
 
     def index_bytes(self, plan: Plan, sync: ShardSync, device: int) -> int:
-        """As they come, and as positions in what is pulled."""
+        """Two per look-up: the row's index in the table, and its position among the pulled rows."""
         return 2 * INDEX_BYTES * device_lookups(plan.graph, sync.parameter, plan.tiles, sync.uses)[device]
 
 

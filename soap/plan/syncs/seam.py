@@ -1,7 +1,7 @@
-"""The seam between a plan and the methods that synchronize its parameters: what a method says, and how it is found. No costs here.
+"""The interface between a plan and the methods that synchronize its parameters: what a method answers, and how it is found. No costs.
 
-A method lays out what it synchronizes in ``ShardSync``s, and says of each which communications there are in which phase of a step, what is
-updated then, and what memory that takes. Lowering, memory, explanations and the runtime walk over these answers.
+A method lays out what it synchronizes as ``ShardSync``s. For each it says which communications take place in which phase of a step, what is
+updated, and what memory that takes. Lowering, memory, explanations and the runtime read these answers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Phase(IntEnum):
 
 
 SUM, PUSH, SERVE, PULL = range(4)
-"""Stages, the third part of a task's id: which of a synchronization's tasks comes first where several are ready at once."""
+"""Stages, the third part of a task's id: if several tasks of a synchronization are ready at once, the lowest stage goes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncStep:
     """One communication: an all-reduce of ``summed_bytes`` over the readers, or ``rounds`` of flows, one after the other.
 
-    ``large``: many connections that share links with others where links have ports, rather than one queue.
+    ``large``: it moves much, over many connections. On links with ports the simulator cuts it into chunks, between which messages pass.
     """
 
     phase: Phase
@@ -51,9 +51,11 @@ class SyncStep:
 
 @dataclass(frozen=True, slots=True)
 class ShardUpdate:
-    """What each owner of a shard does when its gradients are there: adds up so many bytes, in so many rows if it is ``by_rows``, and has
-    gradients for so many bytes of the shard then. ``name``: of a task of its own on the owner's server; else it is a part of the device's
-    update."""
+    """Work of each owner of a shard once its gradients are there: bytes and rows to add up, then bytes of the shard to update.
+
+    ``added_rows``: 0 unless ``by_rows``. ``updated_bytes``: how many bytes of the shard have a gradient. ``name``: if set, the name of a
+    task of its own on the owner's server; if empty, the work is part of the device's update.
+    """
 
     shard: int
     added_bytes: int
@@ -65,9 +67,12 @@ class ShardUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Memory for a while: from the start of the task ``since`` to the end of the task ``until``; empty names are the step's ends. If
-    ``with_uses``, at least to the last pass of a tile that uses what is synchronized. If the first task does not
-    take place, nothing is held, or if ``with_uses``, from the step's beginning; if the second does not, until the last use."""
+    """Memory that a device holds from the start of task ``since`` to the end of task ``until``.
+
+    An empty name means the step's beginning, or its end. ``with_uses``: held at least until the last pass of a tile that uses what is
+    synchronized. If task ``since`` does not take place, nothing is held, or with ``with_uses`` from the step's beginning. If task ``until``
+    does not take place, the memory is held until the last use.
+    """
 
     device: int
     size_bytes: int
@@ -78,13 +83,13 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Where servers are. ``devices``: by server, beside which it runs. ``first``: parameter -> the server at which its partitions begin."""
+    """Where servers are. ``devices``: for each server the device beside it. ``first``: parameter -> the server of its first partition."""
 
     devices: tuple[int, ...]
     first: Mapping[str, int]
 
     def owner(self, parameter: str, region: int, partition: int) -> int:
-        """The device of the server that keeps a partition of a parameter's region."""
+        """The device of the server that owns a partition of a parameter's region."""
         return self.devices[server_of(self.first[parameter], region, partition, len(self.devices))]
 
 
@@ -93,7 +98,7 @@ Asked = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
 
 
 class SyncMethod(ABC):
-    """One method: the part of it that a plan knows. Without state; one object serves all plans."""
+    """What a plan knows of one method. It has no state; one object serves all plans."""
 
     contract: Contract
 
@@ -101,55 +106,58 @@ class SyncMethod(ABC):
         self.contract = contract
 
     def serves_region(self, readers: Sequence[int]) -> bool:
-        """Whether a region with these readers is synchronized so, rather than as by default."""
+        """Whether this method synchronizes a region with these readers; if not, the default method does."""
         return True
 
     def owners(
         self, parameter: str, region: int, box: Box, readers: tuple[int, ...], sync: SyncConfig, servers: Servers
     ) -> Sequence[tuple[Box, tuple[int, ...]]]:
-        """Who owns which part of a region: each reader all of it."""
+        """(part, its owners) for each part of a region. By default each reader owns the whole region."""
         return [(box, readers)]
 
     def groups(
         self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
     ) -> Sequence[ShardSync]:
-        """The synchronizations of single regions, some of them joined; in one order for all ranks."""
+        """The synchronizations to carry out, made by joining some of ``syncs``, which have one region each. All ranks need one order."""
         return syncs
 
     @abstractmethod
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """Its communications; those of one phase one after the other. ``pull_together``: as the runtime pulls; without it readers of a host
-        pull each for itself, to simulate systems that do so."""
+        """The communications of ``sync``; those of one phase run one after the other.
+
+        ``pull_together``: with local aggregation a host's readers also pull through their leader, as the runtime does. Without it each
+        reader pulls for itself, to simulate systems that do so.
+        """
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
-        """What owners do with each of its shards."""
+        """The owners' work on each shard of ``sync``."""
         sizes = ((number, box_bytes(plan, plan.shards[number].parameter, plan.shards[number].box)) for number in sync.shards)
         return [ShardUpdate(number, 0, 0, size, by_rows=False) for number, size in sizes]
 
     def asked(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Asked:
-        """Who tells whom which rows it looks up."""
+        """Who tells whom, before the step, which rows it looks up."""
         return (), ()
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
-        """By reader, bytes of values that it has of what others own; as many of their gradient."""
+        """Reader -> bytes of its copy of values that others own; the copy's gradient takes as much again."""
         return {}
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """(device, bytes) of what is sent and received beside values and gradients, at any time of a step."""
+        """(device, bytes) of send and receive buffers, beside values and gradients, whenever in a step they are needed."""
         return ()
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """When copies and buffers are there."""
+        """When in a step the copies and buffers are held."""
         return iter(())
 
 
 def method_of(contract: Contract) -> SyncMethod:
-    """The part of a method that a plan knows: ``METHOD`` of its module."""
+    """The ``SyncMethod`` of a contract: ``METHOD`` of the module with its name."""
     method = import_module(f"soap.plan.syncs.{contract.name}").METHOD
     assert isinstance(method, SyncMethod)
     return method
 
 
 def method_for(sync: ShardSync) -> SyncMethod:
-    """The method of a synchronization."""
+    """The ``SyncMethod`` of a synchronization."""
     return method_of(sync.contract)

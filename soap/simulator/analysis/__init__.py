@@ -1,1 +1,1 @@
-"""What a schedule means: who holds the iteration up, slack, pictures, and comparisons with measured ones."""
+"""What a schedule tells: which operators take the time, slack, traces, and comparisons with measured timelines."""

@@ -1,7 +1,7 @@
-"""Which operators a task belongs to: what an explanation of a schedule is made of, beside ``slack``.
+"""Which operators a task belongs to. Together with ``slack`` it explains a schedule.
 
-A tile's passes belong to its operator. What brings an operator's inputs (and takes their gradients back) and sums its partial results
-belongs to it too. What keeps parameters in step (sums of gradients, servers, updates) belongs to the operators that use them, by bytes.
+A tile's passes belong to its operator. So do the communications that bring the operator's inputs (and take their gradients back) and sum
+its partial results. Synchronization (sums of gradients, servers, updates) belongs to the operators that use the parameters, by bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from soap.simulator.task_list import BACKWARD, FORWARD, UPDATE
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
 
 Shares = Mapping[int, float]
-"""Operator's position -> its part of a task; all parts together are 1, or there are none."""
+"""Operator's position -> its part of a task. The parts add up to 1, or there are none."""
 
 
 class Activity(StrEnum):
@@ -36,7 +36,7 @@ _ACTIVITIES = {
 
 
 def activity(task: Task) -> Activity:
-    """What a task is: updates count as synchronization, since they follow from who keeps which parameters."""
+    """What a task is. Updates count as synchronization, because they depend on who owns which parameters."""
     return _ACTIVITIES.get(task.kind, Activity.COMMUNICATION)
 
 
@@ -62,7 +62,7 @@ def task_shares(tasks: TaskGraph) -> list[Shares]:
 
 
 def _by_bytes(plan: Plan, shards: Iterable[int]) -> Shares:
-    """Shards' operators, by the bytes that they use; operators that share a shard have equal parts of it."""
+    """The operators that use these shards, each with its share of their bytes; operators that use one shard share it equally."""
     found: dict[int, float] = {}
     for number in shards:
         shard = plan.shards[number]
@@ -74,7 +74,8 @@ def _by_bytes(plan: Plan, shards: Iterable[int]) -> Shares:
 
 
 def _synchronized(plan: Plan) -> dict[str, Shares]:
-    """By task name: the operators whose parameters are synchronized by it. All of a parameter counts, where regions of one are apart."""
+    """Task name -> the operators whose parameters it synchronizes. Unless the method sums in buckets, the whole parameter counts, not only
+    the region that the task synchronizes."""
     found: dict[str, Shares] = {}
     for sync in plan.syncs:
         of_parameter = [i for i, shard in enumerate(plan.shards) if shard.parameter == sync.parameter]
@@ -86,7 +87,7 @@ def _synchronized(plan: Plan) -> dict[str, Shares]:
 
 
 def _updates(plan: Plan) -> Sequence[Shares]:
-    """By device: the operators whose parameters it updates."""
+    """For each device, the operators whose parameters it updates."""
     own: list[list[int]] = [[] for _ in range(plan.device_count)]
     for number in sorted((plan.synchronized - plan.on_servers).union(idle_shards(plan))):
         for device in plan.shards[number].devices:

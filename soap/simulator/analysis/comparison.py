@@ -1,6 +1,7 @@
-"""A predicted timeline held against a measured one: the iteration, kinds of operators and tasks, links, and what is furthest off.
+"""A predicted timeline compared with a measured one: the iteration, kinds of operators and tasks, links, and the worst predictions.
 
-Tasks are matched by name. An *error* is (predicted - measured) / measured. Tasks that only one side has are counted, and no sum has them.
+Tasks are matched by name. An *error* is (predicted - measured) / measured. Tasks that only one side has are counted, but no sum includes
+them.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ class Pair:
 
     @property
     def off_ns(self) -> int:
-        """By how much longer it was predicted than measured."""
+        """Predicted minus measured duration."""
         return self.predicted.duration_ns - self.measured.duration_ns
 
     @property
     def error(self) -> float:
-        """``off_ns`` relative to what was measured."""
+        """``off_ns`` relative to the measured duration."""
         return relative_error(self.predicted.duration_ns, self.measured.duration_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tasks of one kind: sums over those that both sides have, and the median of their errors without sign."""
+    """Tasks of one kind: sums over those that both sides have, and the median of their absolute errors."""
 
     name: str
     tasks: int
@@ -48,7 +49,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """A link: for how long at least one of its tasks was under way, and the bytes that cross it by the plan."""
+    """A link: for how long at least one of its tasks was under way, and the bytes that cross it according to the plan."""
 
     name: str
     predicted_ns: int
@@ -58,8 +59,11 @@ class LinkUse:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``predicted_ns`` and ``measured_ns``: of the whole step. ``shown_ns``: from the first task to the last, on each side, where every
-    task was timed by itself. ``not_measured`` and ``not_predicted``: tasks that only one side has, by kind."""
+    """How two timelines compare.
+
+    ``predicted_ns``, ``measured_ns``: of the whole step. ``shown_ns``: (predicted, measured) time from the first task to the last in the
+    timeline, where every task was timed by itself. ``not_measured``, ``not_predicted``: kind -> number of tasks that only one side has.
+    """
 
     predicted: Description
     measured: Description
@@ -76,7 +80,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Of the whole step."""
+        """Error of the whole step."""
         return relative_error(self.predicted_ns, self.measured_ns)
 
 
@@ -86,7 +90,7 @@ def relative_error(predicted: int, measured: int) -> float:
 
 
 def compare(predicted: Timeline, measured: Timeline) -> Comparison:
-    """All of the comparison; TimelineError in one line if the two are not of the same model, strategy and batches per update."""
+    """The whole comparison. TimelineError, in one line, unless both have the same model, strategy and batches per update."""
     one, other = predicted.description, measured.description
     pairs = matched(predicted, measured)
     both = {pair.predicted.name for pair in pairs}
@@ -107,7 +111,7 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
 
 
 def matched(predicted: Timeline, measured: Timeline) -> list[Pair]:
-    """The tasks that both sides have; TimelineError as ``compare`` raises it."""
+    """The tasks that both sides have. TimelineError as in ``compare``."""
     _require_same(predicted.description, measured.description)
     pairs = [Pair(predicted.tasks[name], task) for name, task in measured.tasks.items() if name in predicted.tasks]
     return [pair for pair in pairs if pair.predicted.kind == pair.measured.kind]
@@ -133,7 +137,7 @@ def _require_same(predicted: Description, measured: Description) -> None:
 
 
 def _groups(pairs: Iterable[Pair], key: Callable[[Pair], str]) -> tuple[Group, ...]:
-    """The pairs by what they have in common, those that took longest first."""
+    """The pairs in groups of equal key, the group with the longest measured time first."""
     found: dict[str, list[Pair]] = {}
     for pair in pairs:
         found.setdefault(key(pair), []).append(pair)
@@ -151,8 +155,8 @@ def _groups(pairs: Iterable[Pair], key: Callable[[Pair], str]) -> tuple[Group, .
 
 
 def _links(predicted: Description, pairs: Iterable[Pair]) -> tuple[LinkUse, ...]:
-    """Every link that carries something, those that were busy longest first: a message, until it arrives. A measured task is on the links
-    that it was predicted to be on."""
+    """Every link that carries something, the busiest in the measurement first. A message counts until it arrives. A measured task counts on
+    the links on which it was predicted."""
     held: dict[str, list[Pair]] = {name: [] for name, size in predicted.link_bytes.items() if size}
     for pair in pairs:
         for name in set(pair.predicted.threads) & held.keys():
@@ -165,7 +169,7 @@ def _links(predicted: Description, pairs: Iterable[Pair]) -> tuple[LinkUse, ...]
 
 
 def _covered_ns(tasks: Iterable[TimedTask]) -> int:
-    """How long at least one of the tasks is under way."""
+    """For how long at least one of the tasks is under way."""
     covered = until = 0
     for start, end in sorted((task.start_ns, task.end_ns) for task in tasks):
         covered += max(0, end - max(start, until))

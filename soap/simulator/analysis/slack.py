@@ -1,8 +1,8 @@
-"""How much later each task could end without the iteration taking longer.
+"""Slack: how much later each task could end without the iteration taking longer.
 
-The simulation is taken backward: the latest end that a task may have follows from what waits for it, and from what comes behind it on its
-devices and links. With the order of service kept, every time is a sum, minimum or maximum of earlier ones (``reference``), so it never
-falls when an earlier one rises. It is enough to find, for each, a latest time that keeps all later ones within theirs.
+The simulation is gone through backward: the latest possible end of a task follows from the tasks that wait for it, and from the next ones
+on its devices and links. If the order of service stays the same, every time is a sum, minimum or maximum of earlier times (``reference``).
+So if a time rises, no later time falls, and each task's latest time is the one that keeps all later tasks within theirs.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections import defaultdict
 from soap.simulator.tasks import Schedule, TaskGraph
 
 UNBOUNDED = 2**62
-"""Latest time, in nanoseconds, of what nothing waits for."""
+"""Latest time, in nanoseconds, where nothing waits."""
 
 
 def slack_ns(tasks: TaskGraph, schedule: Schedule) -> list[int]:
-    """For each task, in nanoseconds, at least 0: if it ends so much later and keeps its devices and links till then, the iteration takes no
-    longer. That holds while every device and link serves in the same order, and tiles take as long as they did (``Topology.cold_penalty``
-    is not worked out anew).
+    """Slack of each task, in nanoseconds, at least 0: if a task ends that much later and holds its devices and links until then, the
+    iteration takes no longer.
 
-    What follows on a device or link waits for it; a communication that starts later keeps the devices of its ports busy later. The slack is
-    exact: one nanosecond more makes the iteration a nanosecond longer.
+    This assumes that every device and link serves in the same order, and that tiles take as long as before (the cold penalty is not
+    computed anew). The next task on a device or link waits; a communication that starts later keeps the devices of its ports busy later.
+    The slack is exact: one nanosecond more makes the iteration a nanosecond longer.
     """
     return _Backward(tasks, schedule).slack_ns()
 
@@ -50,8 +50,8 @@ def service_order(tasks: TaskGraph, schedule: Schedule) -> list[int]:
 
 
 class _Backward:
-    """Latest times, from the last task to the first. ``_free_by``: by resource, when it has to be free behind the task that is taken
-    next."""
+    """Finds latest times, from the last task to the first. ``_free_by``: resource -> the latest time by which the task that is taken next
+    must set it free."""
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
         self._tasks, links_from = tasks.tasks, tasks.topology.device_count
@@ -62,7 +62,7 @@ class _Backward:
         self._free_by: defaultdict[int, int] = defaultdict(lambda: UNBOUNDED)
 
     def slack_ns(self) -> list[int]:
-        """By task."""
+        """Slack of each task, in nanoseconds."""
         for position in reversed(self._order):
             self._take(position)
         return [latest - end for latest, end in zip(self._end_by, self._ends, strict=True)]

@@ -1,7 +1,7 @@
-"""Pictures and sums of a schedule: a table, a Chrome trace, the critical path, how busy each device and link is, what crosses the links.
+"""Views of a schedule: a table, a Chrome trace, the critical path, how busy each device and link is, the bytes on each link.
 
 Traces are JSON objects in Chrome's Trace Event Format, which Perfetto opens. A predicted and a measured trace have the same task names
-and the same thread per device, so that ``merge_traces`` shows them side by side.
+and one thread per device, so that ``merge_traces`` shows them side by side.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def resource_names(tasks: TaskGraph) -> list[str]:
 
 
 def shown_resources(tasks: TaskGraph) -> dict[int, str]:
-    """Number -> name of all devices and links, and of the CPU cores that have something to do."""
+    """Number -> name of all devices and links, and of the CPU cores that are used."""
     always = tasks.topology.device_count + len(tasks.topology.links)
     used = {resource for task in tasks.tasks for resource in task.resources}
     return {number: name for number, name in enumerate(resource_names(tasks)) if number < always or number in used}
 
 
 def to_frame(tasks: TaskGraph, schedule: Schedule) -> pd.DataFrame:
-    """One row per task, in the order of ``tasks.tasks``: name, kind, on (device or link names), start_ns, end_ns, bytes."""
+    """One row per task, in the order of ``tasks.tasks``. Columns: name, kind, on (names of devices or links), start_ns, end_ns, bytes."""
     import pandas as pd  # slow to import, and a search does without it
 
     names = resource_names(tasks)
@@ -66,8 +66,9 @@ def chrome_trace(
 ) -> Trace:
     """The schedule as one process with a thread per device, link and busy CPU core; a task that holds several links shows on each.
 
-    A tile's event names its operator's kind. A message's ends when it sets its links free, and says how much later it arrives: of two
-    events on one thread that overlap, viewers draw one. Each chunk of a sum has an event. ``memory``: each device's, shown as a counter.
+    A tile's event names its operator's kind. A message's event ends when it sets its links free, and says how much later it arrives
+    (``latency_ns``), because viewers draw only one of two overlapping events on a thread. Each chunk has an event of its own. ``memory``:
+    the curve of each device, shown as a counter.
     """
     events = _process_events(process_name, shown_resources(tasks))
     details = task_details(tasks)
@@ -85,7 +86,7 @@ def chrome_trace(
 
 
 def task_details(tasks: TaskGraph) -> dict[str, dict[str, Any]]:
-    """What a trace says of a task besides its time, by name: ``bytes`` of what moves something, ``operator`` (the kind) of a tile."""
+    """Task name -> what a trace says about it beside its time: ``bytes`` if it moves something, ``operator`` (its kind) if it is a tile."""
     details: dict[str, dict[str, Any]] = {}
     for task in tasks.tasks:
         if task.bytes:
@@ -101,10 +102,10 @@ def measured_trace(
     device_names: Sequence[str] | None = None,
     details: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Trace:
-    """What ranks measured, in the shape of ``chrome_trace``: times count from the first event.
+    """What ranks measured, as a trace like ``chrome_trace``'s. Times count from the first event.
 
-    Every rank has a thread for computation, named as its device, and beside it as many for communication as run at once.
-    ``device_names``: by rank; "rank 0", "rank 1", … if not given. ``details``: what to say of tasks besides, by name.
+    Every rank has one thread for computation, named after its device, and as many for communication as run at once. ``device_names``: by
+    rank; "rank 0", "rank 1", … if not given. ``details``: task name -> what else to say about it.
     """
     ordered = sorted(events, key=lambda event: (event[3], event[0], event[4], event[1]))
     count = max((rank for rank, *_ in ordered), default=-1) + 1
@@ -120,7 +121,7 @@ def measured_trace(
 
 
 def middle_iteration(iterations: Sequence[Sequence[MeasuredEvent]]) -> tuple[Sequence[MeasuredEvent], dict[str, int]]:
-    """Of several measured iterations (at least one), that of middle length, and each task's median duration in nanoseconds."""
+    """The iteration of median length (of at least one), and each task's median duration over all of them, in nanoseconds."""
     durations: dict[str, list[int]] = {}
     for events in iterations:
         for _, name, _, start, end in events:
@@ -136,7 +137,7 @@ def span_ns(events: Iterable[MeasuredEvent]) -> int:
 
 
 def merge_traces(*traces: Trace) -> Trace:
-    """All processes of all traces in one, in order, renumbered so that none are mixed up. The traces themselves stay as they are."""
+    """One trace with all processes of all traces, in order and renumbered. The given traces stay unchanged."""
     merged: list[dict[str, Any]] = []
     count = 0
     for trace in traces:
@@ -151,11 +152,11 @@ def merge_traces(*traces: Trace) -> Trace:
 
 
 def critical_path(tasks: TaskGraph, schedule: Schedule) -> list[int]:
-    """Positions of the tasks that decide the makespan, first to last: each starts when the one before it ends, or sets a link free.
+    """Positions of the tasks that decide the makespan, first to last: each starts when the one before it ends or sets a resource free.
 
-    A task waits for its predecessors or for a device or link that another task holds. Among several reasons that end at the same
-    time, a predecessor is taken before a resource, then the lowest position. A task that waits for what its device does beside tasks
-    (for a port, to launch it) follows its latest predecessor.
+    A task waits for its predecessors, or for a device or link that another task holds. If several of them end at that time, a predecessor
+    comes before the holder of a resource, then the lowest position. A task that waits for its device because of CPU overhead or launches
+    follows its latest predecessor.
     """
     if not tasks.tasks:
         return []
@@ -170,7 +171,7 @@ def critical_path(tasks: TaskGraph, schedule: Schedule) -> list[int]:
 
 
 def critical_path_ns(tasks: TaskGraph, schedule: Schedule) -> dict[TaskKind, int]:
-    """How much of the critical path each kind of task is; together they are the makespan."""
+    """Nanoseconds of the critical path by kind of task; they add up to the makespan."""
     found: dict[TaskKind, int] = {}
     path = critical_path(tasks, schedule)
     for position, part_ns in zip(path, path_parts_ns(schedule, path), strict=True):
@@ -180,8 +181,8 @@ def critical_path_ns(tasks: TaskGraph, schedule: Schedule) -> dict[TaskKind, int
 
 
 def path_parts_ns(schedule: Schedule, path: Sequence[int]) -> list[int]:
-    """For how long each task of a critical path is what the iteration waits for: until the next one begins. Together that is the makespan:
-    what else a device does in between for communication over its ports, or to launch the next task, counts with the task before."""
+    """For each task of a critical path, the nanoseconds until the next one begins. They add up to the makespan: CPU overhead and launches
+    between two tasks count with the first of them."""
     if not path:
         return []
     begins = [0, *schedule.start_ns[list(path[1:])].tolist()]
@@ -189,7 +190,7 @@ def path_parts_ns(schedule: Schedule, path: Sequence[int]) -> list[int]:
 
 
 def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:
-    """How long each device, link and used CPU core is held during the iteration, by name."""
+    """Nanoseconds for which each device, link and used CPU core is held during the iteration, by name."""
     names = shown_resources(tasks)
     busy = dict.fromkeys(names, 0)
     for task in tasks.tasks:
@@ -199,7 +200,7 @@ def busy_time_ns(tasks: TaskGraph) -> dict[str, int]:
 
 
 def link_bytes(tasks: TaskGraph) -> dict[str, int]:
-    """Bytes that cross each link during the iteration, by name. What travels over several links counts on each."""
+    """Bytes that cross each link during the iteration, by name. Bytes that travel over several links count on each."""
     carried = [0] * len(tasks.topology.links)
     groups, communication = sum_groups(tasks.plan), Communication(tasks.topology)
     for task in tasks.tasks:
@@ -210,12 +211,12 @@ def link_bytes(tasks: TaskGraph) -> dict[str, int]:
 
 
 def bytes_moved(tasks: TaskGraph) -> int:
-    """Bytes that leave a device for another during the iteration, whatever the number of links between them."""
+    """Bytes that devices send each other during the iteration, counted once, however many links they cross."""
     return sum(task.bytes for task in tasks.tasks)
 
 
 class _Lanes:
-    """Threads for what runs at the same time on one rank, numbered from ``first``: a viewer draws only nested events on one thread."""
+    """Threads for communications of one rank that overlap, numbered from ``first``: on one thread a viewer draws only nested events."""
 
     def __init__(self, first: int) -> None:
         self.ranks: list[int] = []
@@ -223,7 +224,7 @@ class _Lanes:
         self._free_ns: list[int] = []
 
     def thread(self, rank: int, start_ns: int, end_ns: int) -> int:
-        """The first thread of the rank that is free; a new one if none is. To be asked in the order of starts."""
+        """The rank's first free thread; a new one if none is free. Call it in the order of starts."""
         for lane, owner in enumerate(self.ranks):
             if owner == rank and self._free_ns[lane] <= start_ns:
                 break
@@ -246,7 +247,7 @@ def sum_groups(plan: Plan) -> Mapping[str, tuple[int, ...]]:
 
 
 def task_links(communication: Communication, task: Task, groups: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[int, int]]:
-    """(link number, bytes) of a task that moves something. What an all-reduce (see ``sum_groups``) puts on a link is rounded up."""
+    """(link number, bytes) of a task that moves something. For an all-reduce (``groups``: see ``sum_groups``) the bytes are rounded up."""
     topology = communication.topology
     if task.flows:
         yield from flow_links(topology, task.flows).items()
@@ -261,7 +262,7 @@ def task_links(communication: Communication, task: Task, groups: Mapping[str, tu
 
 
 def _holders_by_release(tasks: TaskGraph, ends: Sequence[int]) -> dict[tuple[int, int], int]:
-    """(resource, time) -> the lowest task that then sets the resource free."""
+    """(resource, time) -> the task with the lowest position that sets the resource free at that time."""
     holders: dict[tuple[int, int], int] = {}
     for position, task in enumerate(tasks.tasks):
         for resource in task.resources:
@@ -270,7 +271,7 @@ def _holders_by_release(tasks: TaskGraph, ends: Sequence[int]) -> dict[tuple[int
 
 
 def _reason(task: Task, start_ns: int, ends: Sequence[int], holders: Mapping[tuple[int, int], int]) -> int | None:
-    """The task whose end, or whose link, let this one start; None at the beginning."""
+    """The task whose end let this one start, or whose device or link became free; None if it starts at the beginning."""
     if start_ns == 0:
         return None
     for predecessor in task.predecessors:
@@ -279,11 +280,11 @@ def _reason(task: Task, start_ns: int, ends: Sequence[int], holders: Mapping[tup
     found = [holders[resource, start_ns] for resource in task.resources if (resource, start_ns) in holders]
     if found or not task.predecessors:
         return min(found, default=None)
-    return max(task.predecessors, key=lambda predecessor: (ends[predecessor], -predecessor))  # something else than a task
+    return max(task.predecessors, key=lambda predecessor: (ends[predecessor], -predecessor))  # it waited for CPU overhead or a launch
 
 
 def _process_events(process_name: str, threads: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Metadata of process 0: its name and its threads' by their numbers, in which they are shown."""
+    """Metadata of process 0: its name and the names of its threads, which are shown in the order of their numbers."""
     events = [_metadata("process_name", 0, {"name": process_name}), _metadata("process_sort_index", 0, {"sort_index": 0})]
     for thread, name in threads.items():
         events.append(_metadata("thread_name", thread, {"name": name}))

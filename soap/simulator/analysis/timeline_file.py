@@ -1,7 +1,7 @@
-"""Timelines as files: Chrome traces that also say what they are of, so that a measured one can be held against a predicted one.
+"""Timelines as files: Chrome traces that also say what they show, so that a measured one can be compared with a predicted one.
 
-What a file has besides the picture stands under ``otherData``, which viewers pass over: for each process of the trace (a predicted or a
-measured iteration) its ``Description``. Files are untrusted: they are bounded, parsed strictly, and refused in one line.
+Under ``otherData``, which viewers ignore, a file has a ``Description`` of each process of the trace (a predicted or a measured iteration).
+Files are untrusted: their size is limited, they are parsed strictly, and refused in one line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_BYTES = 2**29
 MAX_EVENTS = 2**22
 MAX_NAME = 1000
 MAX_NUMBER = 2**53
-"""Bounds of what is read: far above real timelines, far below what would hurt. Above 2**53 nanoseconds (104 days), floats are not exact."""
+"""Limits of what is read: far above real timelines, far below what would exhaust memory. Floats are exact up to 2**53 ns (104 days)."""
 
 Origin = Literal["predicted", "measured"]
 T = TypeVar("T")
@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Description:
-    """What one timeline is of.
+    """What one timeline shows.
 
-    ``optimizer``: its states per parameter (SGD 0, Adam 2). ``micro_batches``: batches per update, of which the picture has the last.
-    ``iteration_ns``: of one whole training step: predicted, or the median of those measured without tracing. ``iterations``: how many the
-    picture's durations are medians of. ``copies``: above 1 if the picture shows two of so many equal copies. ``link_bytes``: what crosses
-    each link, by name, where known. ``versions``: of the programs that made it. ``costs_hash``: of what a prediction was made with
-    (``Simulator.costs_hash``). ``not_as_priced``: options of a run that make its computations other ones than costs are of, or "".
+    ``optimizer``: its states per parameter (SGD 0, Adam 2). ``micro_batches``: batches per update; the trace shows the last of them.
+    ``iteration_ns``: duration of one whole training step, predicted, or the median of steps measured without tracing. ``iterations``: how
+    many iterations the durations are medians of. ``copies``: above 1 if the trace shows two of so many equal copies. ``link_bytes``: bytes
+    on each link, by name, where known. ``versions``: of the programs that made it. ``costs_hash``: a prediction's ``Simulator.costs_hash``.
+    ``not_as_priced``: options of a run with which computations differ from those that the cost model prices; "" if there are none.
     """
 
     origin: Origin
@@ -61,7 +61,7 @@ class Description:
 class TimedTask:
     """One task of a timeline. ``threads``: names of the devices and links that it holds. ``operator``: kind of a tile's operator, or "".
 
-    ``duration_ns``: the median of several iterations, if there were several; ``start_ns`` and ``end_ns`` are those of the one shown.
+    ``duration_ns``: the median, if several iterations were measured. ``start_ns``, ``end_ns``: in the iteration that is shown.
     """
 
     name: str
@@ -84,14 +84,14 @@ class Timeline:
 
 
 def dumps(timelines: Sequence[tuple[Trace, Description]]) -> str:
-    """The text of a file with these timelines, each of which is one process of its trace."""
+    """The text of a file with these timelines. Each is one process of the file's trace."""
     described = [asdict(description) for _, description in timelines]
     other = {"format": FORMAT, "version": VERSION, "timelines": described}
     return json.dumps({**merge_traces(*(trace for trace, _ in timelines)), "otherData": other}, allow_nan=False) + "\n"
 
 
 def aligned(timeline: Timeline) -> tuple[Trace, Description]:
-    """The timeline's trace, moved so that its first task starts at 0, as ``dumps`` takes it."""
+    """The timeline as ``dumps`` takes it, shifted so that its first task starts at 0."""
     first_us = min((event["ts"] for event in timeline.trace["traceEvents"] if event["ph"] == "X"), default=0)
     events = [
         {**event, "ts": round((event["ts"] - first_us) * NS_PER_US) / NS_PER_US} if "ts" in event else event  # whole nanoseconds
@@ -101,7 +101,7 @@ def aligned(timeline: Timeline) -> tuple[Trace, Description]:
 
 
 def loads(text: str) -> tuple[Timeline, ...]:
-    """All timelines of a file's text, in its order; TimelineError in one line if it is malformed or not one of ours."""
+    """All timelines of a file's text, in order. TimelineError, in one line, if it is malformed or was not written by this program."""
     try:
         document = parse_json(text)
     except (ValueError, RecursionError) as cause:
@@ -136,7 +136,7 @@ def _timeline(description: Description, events: list[dict[str, Any]]) -> Timelin
 
 
 def _with_chunk(known: TimedTask, chunk: TimedTask) -> TimedTask:
-    """What has been read of a task, and one more of its chunks: from the start of the first to the end of the last, as it is measured."""
+    """A task extended by one of its chunks. It lasts from the first chunk's start to the last one's end, as a measured task does."""
     start_ns, end_ns = min(known.start_ns, chunk.start_ns), max(known.end_ns, chunk.end_ns)
     threads = known.threads + tuple(thread for thread in chunk.threads if thread not in known.threads)
     return replace(known, start_ns=start_ns, end_ns=end_ns, duration_ns=end_ns - start_ns, threads=threads)
@@ -153,7 +153,7 @@ def _task(event: Mapping[str, Any], threads: Mapping[int, str]) -> TimedTask:
 
 
 def _events(events: list[Any], processes: int) -> list[list[dict[str, Any]]]:
-    """The events of each process that make up the picture, with process number 0; others than ours are left out."""
+    """The events of each described process, with process number 0. Events of other processes and other kinds are left out."""
     found: list[list[dict[str, Any]]] = [[] for _ in range(processes)]
     for number, event in enumerate(events):
         place = f"traceEvents[{number}]"
@@ -239,7 +239,7 @@ def _mapping(check: Callable[[Any], T]) -> Callable[[Any], dict[str, T]]:
 
 
 def _details(value: Any) -> dict[str, Any]:
-    """What an event says besides: names and counts."""
+    """An event's ``args``: the names and counts that are known; others are left out."""
     if not isinstance(value, dict):
         raise ValueError("an object")
     checks: dict[str, Callable[[Any], Any]] = dict.fromkeys(("bytes", "median_ns", "latency_ns", "chunk", "sort_index"), _count)
@@ -248,7 +248,7 @@ def _details(value: Any) -> dict[str, Any]:
 
 
 def _label(value: Any) -> dict[str, Any]:
-    """What a metadata event says: a name, or a place in the order."""
+    """A metadata event's ``args``: a name or a sort index."""
     found = _details(value)
     if not found:
         raise ValueError("a name or a sort_index")

@@ -1,1 +1,1 @@
-"""What communication and synchronization take on a topology."""
+"""What communication and synchronization cost on a topology."""

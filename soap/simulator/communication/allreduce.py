@@ -1,17 +1,16 @@
 """All-reduce over some devices of a topology: closed forms of three algorithms, each linear in the bytes that are summed.
 
-An algorithm is a list of *steps*. In a step all hops move the same part of the buffer at once, and perhaps its receivers add it up. With
-the slowest hop's latency a (its links' latencies added up in the order of the route), the busiest link's share s (seconds per byte of that
-link, times the hops that cross it) and the slowest device's adding g (``REDUCE_TRAFFIC`` bytes of its memory's traffic per byte), a step
-that is repeated r times and moves 1/p of B bytes per hop takes r * (a + B/p * s), and r * B/p * g more if it adds. Where it was
-measured how much longer than a message's the latency of a step is (``Topology.latency_factor``), an algorithm's whole latency is
-multiplied by that.
+An algorithm is a list of *steps*. In a step all hops move an equal part of the buffer at once; in some steps the receivers add it up. Let
+a be the slowest hop's latency (its links' latencies added up in the order of the route), s the busiest link's share (seconds per byte of
+that link, times the hops that cross it), and g the slowest device's time to add one byte (``REDUCE_TRAFFIC`` bytes of memory traffic). A
+step that is repeated r times and moves 1/p of B bytes per hop takes r * (a + B/p * s), and r * B/p * g more if it adds. If the latency of
+a step has been measured to be longer than a message's, the algorithm's whole latency is multiplied by ``Topology.latency_factor``.
 
-- *Ring*: reduce-scatter, then all-gather, n-1 steps of 1/n each (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms", 2009). What
-  gloo takes, and NCCL for large buffers: 2(n-1)a + 2(n-1)/n B s + (n-1)/n B g on one switch.
+- *Ring*: reduce-scatter, then all-gather, n-1 steps of 1/n each (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms", 2009). gloo
+  uses it, and NCCL for large buffers: 2(n-1)a + 2(n-1)/n B s + (n-1)/n B g on one switch.
 - *Recursive halving and doubling* (Rabenseifner, "Optimization of collective reduction operations", 2004): partners at distance 1, 2, 4, …
-  swap halves, quarters, …, then go back: 2 lg(n) a + 2(n-1)/n B s + (n-1)/n B g, which is RedSync's eq. 2. If n is no power of two, the
-  extra devices first give all they have to a neighbour, which hands them the sum at the end (Thakur, Rabenseifner & Gropp,
+  swap halves, quarters, …, then go back: 2 lg(n) a + 2(n-1)/n B s + (n-1)/n B g, which is RedSync's eq. 2. If n is not a power of two,
+  each extra device first sends its whole buffer to a neighbour, which sends it the sum at the end (Thakur, Rabenseifner & Gropp,
   "Optimization of Collective Communication Operations in MPICH", 2005, section 4.5).
 - *Binomial tree*: a sum at the first device, then a broadcast: 2 lg(n) a + 2 lg(n) B s + lg(n) B g, for few bytes (ibid.).
 
@@ -34,14 +33,14 @@ from soap.plan.collectives import REDUCE_TRAFFIC, tree_rounds
 from soap.simulator.costs import nanoseconds
 
 MANY_HOPS = 64
-"""From so many hops of a step on, arrays are quicker than one route after the other."""
+"""From this many hops in a step on, arrays are faster than one route after the other."""
 
 Hop = tuple[int, int]
 """(source device, target device)."""
 
 
 class Algorithm(StrEnum):
-    """How an all-reduce is done, in the order in which equally fast ones are preferred."""
+    """How an all-reduce is done. Of equally fast algorithms the first one here is preferred."""
 
     RING = "ring"
     HALVING_DOUBLING = "recursive halving and doubling"
@@ -50,7 +49,7 @@ class Algorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """``hops`` that each move 1/``parts`` of the buffer at once, ``repeats`` times; receivers add it to their own if ``adds``."""
+    """Each of ``hops`` moves 1/``parts`` of the buffer at once, ``repeats`` times. If ``adds``, receivers add it to their own buffer."""
 
     hops: tuple[Hop, ...]
     parts: int
@@ -73,7 +72,7 @@ class AllReduceOption:
 
 
 def steps(algorithm: Algorithm, devices: Sequence[int]) -> list[Step]:
-    """What an algorithm does over these devices (any order, repetitions count once), in ascending order; nothing for a single one."""
+    """The steps of an algorithm over these devices, taken in ascending order, each once; none for a single device."""
     members = sorted(set(devices))
     if len(members) < 2:
         return []
@@ -87,7 +86,7 @@ def steps(algorithm: Algorithm, devices: Sequence[int]) -> list[Step]:
 
 
 def available(topology: Topology, devices: Sequence[int]) -> tuple[Algorithm, ...]:
-    """What the backend of these devices can do: gloo, which serves processors, has the ring alone."""
+    """The algorithms that the devices' backend has: gloo, the backend of processors, has only the ring."""
     gloo = any(topology.devices[d].type.kind == "cpu" for d in devices)
     return (Algorithm.RING,) if gloo else tuple(Algorithm)
 
@@ -98,7 +97,7 @@ def allreduce_options(topology: Topology, devices: Sequence[int]) -> tuple[AllRe
 
 
 def fastest(options: Sequence[AllReduceOption], reduced_bytes: int) -> AllReduceOption:
-    """The option with the smallest ``duration_ns``; the first of them if several are equal."""
+    """The option with the smallest ``duration_ns``; the first one if several are equal."""
     return min(options, key=lambda option: option.duration_ns(reduced_bytes))
 
 
@@ -108,13 +107,13 @@ def allreduce_bytes(reduced_bytes: int, device_count: int) -> int:
 
 
 def link_bytes(topology: Topology, algorithm: Algorithm, devices: Sequence[int], reduced_bytes: int) -> dict[int, int]:
-    """Link number -> bytes that an all-reduce puts on it, rounded up, by link number."""
+    """Link number -> bytes that an all-reduce puts on it, rounded up; link numbers ascend."""
     shares, parts = link_shares(topology, algorithm, devices)
     return {link: -(-share * reduced_bytes // parts) for link, share in shares.items()}
 
 
 def link_shares(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) -> tuple[dict[int, int], int]:
-    """({link number -> share}, parts), by link number: ``share / parts`` of the bytes that are summed cross the link."""
+    """({link number: share}, parts): ``share / parts`` of the summed bytes cross the link; link numbers ascend."""
     todo = steps(algorithm, devices)
     parts = lcm(*(step.parts for step in todo))
     shares: dict[int, int] = {}
@@ -159,7 +158,7 @@ def _turned(hops: Sequence[Hop]) -> tuple[Hop, ...]:
 
 
 def _option(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) -> AllReduceOption:
-    """Steps are added up in their order: ``repeats / parts * share``, then ``repeats / parts * adding``."""
+    """The option of an algorithm. Steps are added up in order, each as ``repeats / parts * share``, then ``repeats / parts * adding``."""
     slowest = min((topology.devices[d].type.memory_bandwidth_bytes_per_second for d in devices), default=float("inf"))
     adding = REDUCE_TRAFFIC / slowest
     latency_seconds = seconds_per_byte = 0.0
@@ -179,7 +178,7 @@ def _option(topology: Topology, algorithm: Algorithm, devices: Sequence[int]) ->
 
 
 class _Loads(NamedTuple):
-    """What hops do at once: latency of the slowest, seconds per byte of the busiest link, and link number -> hops that cross it."""
+    """Hops that run at once: latency of the slowest, seconds per byte of the busiest link, and link number -> hops that cross it."""
 
     latency_seconds: float
     share: float
@@ -196,7 +195,7 @@ def _loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
 
 
 def _many_loads(topology: Topology, hops: Sequence[Hop]) -> _Loads:
-    """The same with arrays: latencies along each route are added up in its order."""
+    """``_loads`` with arrays. Latencies are added up in the order of the route, as there."""
     routes = topology.routes([source for source, _ in hops], [target for _, target in hops])
     bandwidths, latencies = topology.link_figures
     along = np.zeros(len(routes))

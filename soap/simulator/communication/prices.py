@@ -1,4 +1,4 @@
-"""What communication costs on a topology, the same for every cost model: messages, all-reduces, exchanges. Answers are kept.
+"""Prices of communication on a topology, the same for every cost model: messages, all-reduces, exchanges. Answers are cached.
 
 All are closed forms over the links' bandwidths and latencies and the devices' memory bandwidths (``allreduce``, ``collectives``), in whole
 nanoseconds, rounded up, at least 1.
@@ -21,11 +21,11 @@ from soap.simulator.costs import nanoseconds
 CACHE_ENTRIES = 2**18
 
 VERSION = 7
-"""To be raised whenever a formula changes."""
+"""Raise it whenever a formula changes."""
 
 
 class Communication:
-    """Durations, and the links that are held. A search should keep one for its cluster."""
+    """Durations of communications, and the links that they hold. A search should keep one for its cluster."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -45,7 +45,7 @@ class Communication:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def transfer_ns(self, transfer_bytes: int, source: int, target: int) -> int:
-        """One message between two devices: its route's latencies, then the bytes at the rate of its narrowest link.
+        """Duration of a message between two devices: its route's latencies, then the bytes at the rate of its slowest link.
 
         max(1, ceil((latency_seconds + seconds_per_byte * transfer_bytes) * 1e9)), in this order of operations.
         """
@@ -53,8 +53,8 @@ class Communication:
         return nanoseconds(latency_seconds + seconds_per_byte * transfer_bytes)
 
     def latency_ns(self, transfer_ns: int, source: int, target: int) -> int:
-        """How much of a message's time no link is held for: min(transfer_ns - 1, floor(latency_seconds * 1e9)). The next message may be
-        under way by then."""
+        """The end of a message's time, in which it holds no link and the next message may use them:
+        min(transfer_ns - 1, floor(latency_seconds * 1e9))."""
         return min(transfer_ns - 1, floor(self._route(source, target)[0] * 1e9))
 
     def _route(self, source: int, target: int) -> tuple[float, float]:
@@ -70,21 +70,21 @@ class Communication:
         return self.topology.route_latency_seconds(source, target), per_byte
 
     def message_share(self, source: int, target: int) -> Share:
-        """For how long a message keeps those devices busy that have ports at its route's links: the longest fixed time of these ports, and
-        the smallest part of the time for which it holds links, since the bytes, which make the work, go as fast as the slowest link lets
-        them."""
+        """CPU overhead of a message on the devices that have ports at its route's links: the largest fixed time of these ports, and the
+        smallest share of the time for which it holds links. The smallest, because the work is for bytes, which arrive only as fast as the
+        slowest link carries them."""
         ports = [self._ports[link] for link in self.topology.route(source, target) if link in self._ports]
         return Share(max(port.fixed_ns for port in ports), min(port.permille for port in ports)) if ports else Share()
 
     def allreduce_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
-        """What an all-reduce over these devices may be done by."""
+        """The options for an all-reduce over these devices."""
         found = self._options.get(devices)
         if found is None:
             found = self._options[devices] = allreduce_options(self.topology, devices)
         return found
 
     def allreduce_option(self, reduced_bytes: int, devices: tuple[int, ...]) -> AllReduceOption:
-        """The fastest for so many bytes."""
+        """The fastest option for this many bytes."""
         return fastest(self.allreduce_options(devices), reduced_bytes)
 
     def allreduce(self, reduced_bytes: int, devices: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
@@ -97,8 +97,8 @@ class Communication:
         return allreduce_bytes(reduced_bytes, len(devices))
 
     def exchange_ns(self, flows: Sequence[Flow], reduced_bytes: int = 0, latency_factor: float | None = None) -> int:
-        """Flows between devices that run at once as one collective, or as a round of it (``collectives.exchange_seconds``); every target
-        then adds up at most ``reduced_bytes``."""
+        """Duration of flows that run at once, as a collective or a round of one (``collectives.exchange_seconds``); each target then adds
+        up at most ``reduced_bytes``."""
         key = (tuple(flows), reduced_bytes, latency_factor)
         found = self._exchanges.get(key)
         if found is None:

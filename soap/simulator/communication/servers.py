@@ -1,4 +1,4 @@
-"""Where servers of parameters work, and how long that takes: on the cores of their hosts, or, where devices are CPUs, on these."""
+"""Where parameter servers run, and how long their work takes: on their host's cores, or, if the devices are CPUs, on a device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from soap.plan.syncs.seam import ShardUpdate
 from soap.simulator.costs import nanoseconds
 
 HOST_CORE = DeviceType("host core", "cpu", {"float32": 1e10}, 1e10, 2**30, 4e-6, "assumed: see soap.simulator.communication.servers")
-"""A core of a host whose devices are no CPUs, of which a topology says nothing but that it is there. 10 GB/s is the order of what one core
-of a server streams (McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers", single-threaded results); a call takes
-4 us, as on the machine of ``profiles.roofline``: what each partition costs beside its bytes."""
+"""A CPU core of a host with other devices, if the topology says nothing about it but that it exists. One core of a server streams about
+10 GB/s (McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers", single-threaded results). A call takes 4 us, as on
+the machine of ``profiles.roofline``; each partition costs that beside its bytes."""
 
 ROW_SECONDS = 2e-7
-"""Assumed: what a core takes to find a row's place among others, beside adding it up. Some hundred nanoseconds are a miss of all caches
-or two."""
+"""Assumed seconds that a core takes to find a row's place in a table, beside adding the row: one or two misses of all caches."""
 
 
 def first_cores(topology: Topology) -> list[int]:
-    """For each host the resource of its first core: cores are numbered after devices and links, host by host."""
+    """For each host the resource number of its first core. Cores are numbered after devices and links, host by host."""
     numbers, following = [], topology.device_count + len(topology.links)
     for host in topology.hosts:
         numbers.append(following)
@@ -33,14 +32,14 @@ def core_names(topology: Topology) -> list[str]:
 
 
 def server_type(topology: Topology, server: int) -> DeviceType:
-    """The figures of what runs the server beside this device: its own if it is a CPU, else those of its host's core, or ``HOST_CORE``."""
+    """The type of what runs the server beside this device: the device itself if it is a CPU, else its host's core, or ``HOST_CORE``."""
     device = topology.devices[server]
     return device.type if device.type.kind == "cpu" else topology.hosts[device.host].core or HOST_CORE
 
 
 def server_resources(plan: Plan, topology: Topology) -> dict[int, int]:
-    """Shard that a server keeps -> the resource that the server's work holds: its device if that is a CPU, else a core of the host. A
-    host's cores take its partitions in turn."""
+    """Shard that a server owns -> the resource that the server's work holds: the device if it is a CPU, else a core of its host. A host's
+    cores take its partitions in turn."""
     cores, taken = first_cores(topology), [0] * len(topology.hosts)
     found: dict[int, int] = {}
     for number in sorted(plan.on_servers):
@@ -55,20 +54,20 @@ def server_resources(plan: Plan, topology: Topology) -> dict[int, int]:
 
 
 def row_seconds(topology: Topology, server: int) -> float:
-    """What finding a row's place takes the server beside this device: as its host says, or ``ROW_SECONDS``."""
+    """Seconds that the server beside this device takes to find a row's place: as its host says, or ``ROW_SECONDS``."""
     stated = topology.hosts[topology.devices[server].host].row_seconds
     return ROW_SECONDS if stated is None else stated
 
 
 def device_row_seconds(topology: Topology, device: int) -> float:
-    """What finding a row's place takes a device. One that is no CPU finds the rows' places as fast as it reads them."""
+    """Seconds that a device takes to find a row's place; 0 if it is not a CPU: it finds rows as fast as it reads them."""
     return row_seconds(topology, device) if topology.devices[device].type.kind == "cpu" else 0.0
 
 
 def adding_ns(part: ShardUpdate, kind: DeviceType, row_seconds: float) -> int:
-    """Gradients are added up at the rate of memory, and each row's place is found:
+    """Nanoseconds to add up an owner's gradients, at memory bandwidth, and to find each row's place:
 
-    ceil((added_bytes * REDUCE_TRAFFIC / rate + added_rows * row_seconds) * 1e9) if there is something to add.
+    ceil((added_bytes * REDUCE_TRAFFIC / bandwidth + added_rows * row_seconds) * 1e9); 0 if there is nothing to add.
     """
     if part.added_bytes == 0:
         return 0

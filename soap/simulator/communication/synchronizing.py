@@ -1,4 +1,4 @@
-"""The tasks that keep parameters in step: what each synchronization says of itself, and the devices' updates."""
+"""The tasks that synchronize parameters, made from the steps and updates of each synchronization, and the devices' updates."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from soap.simulator.task_list import FORWARD, SYNC, UPDATE, TaskList
 from soap.simulator.tasks import TaskKind
 
 ASKING = (FORWARD, 0, 0, 0, 0, 0)
-"""The id of what comes before all that is ready when a step begins: where a message to the first operator, which reads none, would be."""
+"""The id of the request for rows. It comes before every other task that is ready when a step begins: it is the id of a message to the first
+operator, which has no such message."""
 
 
 class Synchronization:
-    """``pull`` comes before the forward pass, ``synchronize`` behind the backward pass. ``pull_together``: see ``SyncMethod.steps``."""
+    """Adds the tasks: ``pull`` before those of the forward pass, ``synchronize`` after those of the backward pass.
+
+    ``pull_together``: see ``SyncMethod.steps``.
+    """
 
     def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList, *, pull_together: bool = True) -> None:
         self._plan, self._costs, self._tasks = plan, costs, tasks
@@ -29,7 +33,7 @@ class Synchronization:
         self._asking = asking_rounds(plan, pull_together=pull_together)
 
     def pull(self) -> Iterator[tuple[int, int]]:
-        """Ask for rows of sparse parameters, then bring what comes before the forward pass; (tile, the task that it waits for)."""
+        """Add the request for rows of sparse parameters and the pulls before the forward pass. Yields (tile, a task that it waits for)."""
         asked: list[int] = []
         if self._asking:
             asked = [self._tasks.meeting(ASKING, ASK_NAME, TaskKind.SYNC, self._asking, ())]
@@ -38,7 +42,10 @@ class Synchronization:
                 yield from ((tile, task) for tile, _ in sync.uses)
 
     def synchronize(self, backward: Mapping[int, int]) -> None:
-        """``backward``: tile -> the task of its backward pass. One update per device, as the optimizer makes it, comes last."""
+        """Add what comes after the backward pass; last, one update per device, as the optimizer makes it.
+
+        ``backward``: tile -> the task of its backward pass.
+        """
         plan = self._plan
         ready: list[list[int]] = [[] for _ in range(plan.device_count)]
         for tile, task in backward.items():
@@ -57,7 +64,7 @@ class Synchronization:
             self._tasks.add((UPDATE, device, 0, 0, 0, 0), update_name(device), TaskKind.UPDATE, (device,), duration, ready[device])
 
     def _walk(self, number: int, phase: Phase, after: Iterable[int]) -> Iterator[int]:
-        """The tasks of one phase, one after the other."""
+        """Add the tasks of one synchronization in one phase, each after the one before; yields them."""
         for step in self._steps[number]:
             if step.phase is phase:
                 task = self._move(self._plan.syncs[number], step, after)
@@ -71,7 +78,7 @@ class Synchronization:
         return self._tasks.exchange(place, step.name, TaskKind.SYNC, step.rounds, after, chunked=step.large)
 
     def _serve(self, sync: ShardSync, part: ShardUpdate, resource: int, after: Iterable[int]) -> int:
-        """What a server does with one partition."""
+        """Add the task of a server that adds up the gradients of one partition and updates it."""
         topology, shard = self._tasks.topology, self._plan.shards[part.shard]
         kind, size = server_type(topology, shard.devices[0]), shard_bytes(self._plan.graph, shard)
         update = table_update_ns(self._costs, part.updated_bytes, size, kind) if part.by_rows else self._costs.update_ns(size, kind)
@@ -83,7 +90,7 @@ class Synchronization:
         return (SYNC, self._positions[sync.parameter], stage, sync.index, 0, 0)
 
     def _device_updates(self) -> dict[int, int]:
-        """Device -> how long the updates of its shards take together, where there are any, with adding up rows that were gathered."""
+        """Device -> nanoseconds for the updates of all its shards, with adding up gathered rows; devices without updates are left out."""
         found: dict[int, int] = {}
         plan, topology = self._plan, self._tasks.topology
         for part in own_updates(plan, self._updates):
@@ -97,8 +104,8 @@ class Synchronization:
 
 
 def own_updates(plan: Plan, updates: Iterable[Sequence[ShardUpdate]]) -> Iterator[ShardUpdate]:
-    """Those of all synchronizations that are a part of their devices' own updates, and those of shards whose gradient is zero. Servers
-    update what they keep in tasks of their own."""
+    """The updates that are part of a device's own update task, with those of idle shards, whose gradient is zero. Servers update what they
+    own in separate tasks."""
     for own in updates:
         yield from (part for part in own if not part.name)
     for number in idle_shards(plan):
@@ -106,8 +113,8 @@ def own_updates(plan: Plan, updates: Iterable[Sequence[ShardUpdate]]) -> Iterato
 
 
 def device_updates(plan: Plan, *, rows_alone: bool) -> Iterator[tuple[int, int]]:
-    """(device, bytes) of everything that a device's own update changes: shards, and of those that are updated by rows, if an optimizer
-    updates ``rows_alone``, the rows that all touch."""
+    """(device, bytes) that a device's own update changes, for each shard. ``rows_alone``: the optimizer changes only rows with a gradient;
+    a shard that is updated by rows then counts the rows that all its readers touch."""
     for part in own_updates(plan, (method_for(sync).updates(plan, sync) for sync in plan.syncs)):
         shard = plan.shards[part.shard]
         size = part.updated_bytes if part.by_rows and rows_alone else shard_bytes(plan.graph, shard)

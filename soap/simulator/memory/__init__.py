@@ -1,1 +1,1 @@
-"""What devices hold: bounds for any order of tasks, and over the simulated time."""
+"""How much memory devices hold: an upper bound for any order of the tasks, and the use over simulated time."""

@@ -1,4 +1,4 @@
-"""The Python side of ``compiled.memory``: what variants keep, made when they are first met."""
+"""The Python side of ``compiled.memory``: tables of what variants keep, filled in when a variant first occurs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _empty() -> MemoryTables:
 
 
 NO_TABLES = handle(_empty())
-"""For compiled code that will not ask."""
+"""Empty tables, for compiled code that does not use them."""
 
 
 class MemoryBound:
-    """Bounds of what an engine's strategies need on each device. It shares the engine's arrays, and must not run beside it."""
+    """Bounds of the memory that an engine's strategy needs on each device. It shares the engine's arrays: do not use both at once."""
 
     def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2) -> None:
-        """``limits_bytes``: by device."""
+        """``limits_bytes``: each device's memory. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
         self._engine, graph = engine, engine.graph
         self._rows, self._data, self._cut_ptr, self._cut = Growing(np.int64), Growing(np.int64), Growing(np.int64), Growing(np.int32)
         self._regions: dict[Box, int] = {}
@@ -74,7 +74,7 @@ class MemoryBound:
         self._handle: MemoryTables | None = None
 
     def handle(self) -> MemoryTables:
-        """What compiled code receives: all variants that the engine knows by now are in it."""
+        """The tables for compiled code, with all variants that the engine knows by now."""
         variants = self._engine.variants
         if self._handle is None or len(variants.degrees) > self._known:
             for number in range(self._known, len(variants.degrees)):
@@ -92,7 +92,7 @@ class MemoryBound:
         return self._handle
 
     def verdict(self) -> int:
-        """What the bounds say of the strategy that the engine holds, or that is proposed to it: FITS, UNKNOWN or LACKING."""
+        """FITS, UNKNOWN or LACKING: what the bounds say about the engine's proposal, or, without one, the strategy that it holds."""
 
         def ask() -> int:
             return int(bound_memory(self._engine.world, self.handle()))
@@ -100,16 +100,16 @@ class MemoryBound:
         return self._engine.consult(ask)
 
     def bounds_bytes(self) -> list[tuple[int, int]]:
-        """Bytes that each device needs, (at least, at most), under that strategy."""
+        """(lower bound, upper bound) of the bytes that each device needs for that strategy."""
         self.verdict()
         return list(zip(self._fixed["least"].tolist(), self._fixed["total"].tolist(), strict=True))
 
     def least_overflow_bytes(self) -> int:
-        """What the devices lack at least, added up, by the last verdict."""
+        """A lower bound of the bytes that the devices lack together, by the last verdict."""
         return int(np.maximum(0, self._fixed["least"] - self._fixed["limit"]).sum())
 
     def _add(self, number: int) -> None:
-        """One more variant."""
+        """Add a variant to the tables."""
         position, degrees = self._engine.variants.position(number), self._engine.variants.degrees[number]
         op, graph = self._engine.graph.operators[position], self._engine.graph
         intervals, regions = self._engine.variants.cut(position, degrees)
@@ -124,7 +124,7 @@ class MemoryBound:
             packed = sum(size[o] for o in op.parameters)
             if self._packing == {True}:
                 kept = kept + packed
-            elif True in self._packing:  # in doubt, as what is read: it depends on the device
+            elif True in self._packing:  # only some devices pack: count it with what is read, which is in the upper bound alone
                 read = read + packed
         wanted = [o for o in (*op.inputs, *op.outputs) if graph.tensors[o.tensor].requires_grad]
         gradients = sum((size[o] for o in wanted if graph.needs_backward(op)), work)
@@ -138,7 +138,10 @@ class MemoryBound:
     def _rows_of(
         self, op: Operator, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]
     ) -> tuple[Longs | None, Longs]:
-        """[parameter operand, tile]: as ``parameters.operand_bytes`` of a compact parameter, and how many rows are looked up."""
+        """Two tables [parameter operand, tile]: ``parameters.operand_bytes`` if the parameter is compact, and the rows that are looked up.
+
+        The first is None if no operand is sparse.
+        """
         graph = self._engine.graph
         compact, lookups = (np.zeros((len(op.parameters), len(intervals)), np.int64) for _ in range(2))
         if not any(operand.tensor in graph.sparse for operand in op.parameters):
@@ -156,7 +159,8 @@ class MemoryBound:
         return compact, lookups
 
     def _kept_and_work(self, op: Operator, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]) -> tuple[Longs, Longs]:
-        """By tile: as ``kept_share`` and what is padded; as ``work_share``, or what it passes forward if that is all."""
+        """For each tile: ``kept_share`` plus padded copies; and ``work_share`` plus padded copies, or, without a backward pass, what its
+        forward calls pass to each other."""
         graph = self._engine.graph
         windowed = {k: _boxes(regions[op.inputs[k]]) for k in windows(op)}
         kept, work = np.zeros(len(intervals), np.int64), np.zeros(len(intervals), np.int64)
@@ -167,7 +171,7 @@ class MemoryBound:
         return kept, work
 
     def _part(self, operand: Operand, region: np.ndarray, size: Longs) -> Longs:
-        """Bytes of the parts of the batch and of constants that tiles may copy; all of it is there anyway."""
+        """[tile]: bytes of parts of the batch or of constants that the tile may copy. The whole batch is held anyway."""
         tensor = self._engine.graph.tensors[operand.tensor]
         if tensor.kind not in (TensorKind.INPUT, TensorKind.CONSTANT):
             return np.zeros_like(size)
@@ -175,7 +179,7 @@ class MemoryBound:
         return np.where(copied, size, 0)
 
     def _number(self, region: np.ndarray) -> Ints:
-        """[tile]: number of the region of a parameter; -1 if it is empty."""
+        """[tile]: number of its region of a parameter; -1 if that is empty."""
         found = np.zeros(len(region), np.int32)
         for tile, box in enumerate(_boxes(region)):
             if volume(box) == 0:
@@ -197,7 +201,7 @@ class MemoryBound:
 
 
 def _volumes(region: np.ndarray) -> Longs:
-    """[tile]: elements."""
+    """[tile]: elements in its region."""
     found: Longs = np.prod(region[:, :, 1] - region[:, :, 0], axis=1, dtype=np.int64)
     return found
 

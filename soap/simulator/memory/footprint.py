@@ -1,4 +1,4 @@
-"""What a tile takes of memory beside its operands: what its operator takes (``OperatorGraph.footprints``), by how it is cut."""
+"""Memory of a tile beside its operands: computed from its operator's footprints (``OperatorGraph.footprints``) and how it is cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from soap.plan.tiling import iteration_points
 
 
 class Use(IntEnum):
-    """Of memory, by a footprint; in the order of ``Footprint.fixed_bytes``."""
+    """Uses of memory in a footprint, in the order of ``Footprint.fixed_bytes``."""
 
     KEPT = 0
     FORWARD = 1
@@ -20,7 +20,7 @@ class Use(IntEnum):
 
 
 def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int] | None:
-    """Which of its operands autograd keeps for a tile with these intervals; None if it is not known."""
+    """The operands that autograd keeps for a tile with these intervals; None if that is not known."""
     known = graph.footprints.get(op.name)
     if known is None:
         return None
@@ -32,16 +32,16 @@ def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval
 
 
 def kept_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
-    """What a tile keeps for its backward pass beside its operands and outputs, rounded up."""
+    """Bytes that a tile keeps for its backward pass beside its operands and outputs, rounded up."""
     if op.name not in graph.footprints:
         return _share(op.saved_bytes, op, volume(tuple(intervals)))
     return tile_bytes(op, graph.footprints[op.name], intervals, Use.KEPT)
 
 
 def passing_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> tuple[int, int]:
-    """What a tile's calls pass to each other and do not keep: there while its forward task runs, and its backward task.
+    """Bytes that a tile's calls pass to each other but do not keep: (while its forward task runs, while its backward task runs).
 
-    Where nothing is known, nothing beside what is said to be kept: that is a bound of both.
+    (0, 0) if the operator has no footprint: then ``kept_share`` is a bound that includes both.
     """
     known = graph.footprints.get(op.name)
     if known is None:
@@ -50,17 +50,18 @@ def passing_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interv
 
 
 def work_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
-    """The most that a tile passes at once, in its forward or backward task; as much as it may keep, if nothing else is known of that."""
+    """The larger one of ``passing_share``; if the operator has no footprint, as much as the tile may keep."""
     if op.name not in graph.footprints:
         return _share(op.saved_bytes, op, volume(tuple(intervals)))
     return max(passing_share(graph, op, intervals))
 
 
 def tile_bytes(op: Operator, known: Sequence[Footprint], intervals: Sequence[Interval], use: Use) -> int:
-    """Of one use, rounded up. ``known``: as in ``OperatorGraph.footprints``.
+    """Bytes of one use, rounded up. ``known``: as in ``OperatorGraph.footprints``.
 
-    What is there however little a tile has of one factor may still shrink with another: each factor that is cut leaves its share of the
-    whole. (A tile that is cut by a linear layer's outputs keeps all of the activation that the layer reads; cut by samples, its samples'.)
+    Memory that does not shrink when one factor is cut may shrink when another is. So each factor that is cut contributes its own share of
+    the whole. Example: a tile that is cut by a linear layer's outputs keeps the whole activation that the layer reads; a tile that is cut
+    by samples keeps only its samples' part.
     """
     points = volume(tuple(intervals))
     if points == 0:
@@ -77,8 +78,8 @@ def tile_bytes(op: Operator, known: Sequence[Footprint], intervals: Sequence[Int
 
 
 class _Part(NamedTuple):
-    """Of a tile that is cut by one factor alone: its bytes, times ``whole``, and what share of an uncut tile's these are, for another one
-    that is cut by this factor as well."""
+    """A tile that is cut by one factor alone. It takes ``bytes_times / whole`` bytes, which are ``above / below`` of an uncut tile's. The
+    bytes of a tile that is cut by other factors as well are multiplied by this share."""
 
     bytes_times: int
     whole: int
@@ -93,7 +94,7 @@ def _part(sizes: tuple[int, int], whole: int, interval: Interval) -> _Part:
 
 
 def _together(number: int, parts: Sequence[_Part]) -> int:
-    """As the operator takes that is cut by this part's factor, of which all others leave their shares."""
+    """Bytes of a tile cut by this part's factor, multiplied by the shares of all other parts, rounded up."""
     above, below = parts[number].bytes_times, parts[number].whole
     for other in (*parts[:number], *parts[number + 1 :]):
         above, below = above * other.above, below * other.below
@@ -105,7 +106,7 @@ def _cut_factors(op: Operator, intervals: Sequence[Interval]) -> list[int]:
 
 
 def _of_cuts(op: Operator, known: Sequence[Footprint]) -> tuple[Sequence[Footprint], Sequence[Footprint]]:
-    """(with one factor cut, with all cut), by factor; the latter empty where it adds nothing."""
+    """(footprints with one factor cut, footprints with all factors cut), each by factor. The second is empty if it adds nothing."""
     return known[1 : 1 + len(op.factors)], known[1 + len(op.factors) :]
 
 

@@ -1,4 +1,4 @@
-"""Gradients over the simulated time: between operators, as they come back from other devices, and of parameters."""
+"""Memory of gradients over simulated time: between operators, returning from other devices, and of parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from soap.simulator.memory.transit import is_remote, told_parts
 
 
 class GradientResidency:
-    """Writes them down."""
+    """Writes into a ledger how long gradients are held."""
 
     def __init__(self, spans: TaskSpans, ledger: Ledger) -> None:
         self.spans, self.ledger, self.plan = spans, ledger, spans.plan
@@ -33,7 +33,7 @@ class GradientResidency:
             if not spans or not graph.tensors[fetch.tensor].requires_grad:
                 continue
             start = min(start for start, _ in spans)
-            if any(is_remote(plan, fetch, piece) for piece in fetch.pieces):  # a leaf as a whole, until all have had their parts
+            if any(is_remote(plan, fetch, piece) for piece in fetch.pieces):  # a leaf of autograd, held until all have taken their parts
                 self.hold(fetch.device, start, self.spans.taken(number), box_bytes(plan, fetch.tensor, fetch.box), late=True)
                 apart |= {piece.holding for piece in fetch.pieces}
                 continue
@@ -41,7 +41,7 @@ class GradientResidency:
                 made[piece.holding] = min(made.get(piece.holding, start), start)
                 added.setdefault(piece.holding, []).extend((span, box_bytes(plan, fetch.tensor, piece.box)) for span in spans)
         for holding, parts in added.items():
-            for (start, end), size in sorted(parts)[1:]:  # beside what it is added to
+            for (start, end), size in sorted(parts)[1:]:  # each later part is held beside the sum that it is added to
                 self.hold(plan.holdings[holding].device, start, end, size)
         for holding in made.keys() | apart:
             self._collected(holding, made.get(holding), holding in apart)
@@ -52,8 +52,9 @@ class GradientResidency:
         self._parameter_gradients()
 
     def _parameter_gradients(self) -> None:
-        """Those that a backward task makes, and what autograd adds up of a segment's tasks. What a single device keeps is counted from the
-        first one on (``always``): the first gradient is itself what is kept, unless it is a view, as those of transposed weights."""
+        """Parameter gradients that backward tasks make, and sums of them that autograd makes in a segment. If a single device owns the
+        shard, the gradient that stays is counted elsewhere (``always``), from the first gradient on: that first gradient is itself kept,
+        unless it is a view, such as that of a transposed weight."""
         plan, graph = self.plan, self.plan.graph
         compact = compact_parameters(plan)
         kept = sums_of_one(plan)
@@ -73,12 +74,12 @@ class GradientResidency:
                 self.hold(device, start, end, size)
             for ((_, begun), _), ((_, end), size) in pairwise(uses if (name, box) not in alone else ()):
                 self.hold(device, begun, end, size)
-            if len(uses) > 1 and name not in graph.sparse:  # the first sum of views is a third tensor
+            if len(uses) > 1 and name not in graph.sparse:  # the first sum may be of views, and is then a third tensor
                 self.hold(device, *uses[1][0], uses[1][1])
 
     def _collected(self, holding: int, made: int | None, apart: bool) -> None:
-        """A holding's gradient: as its readers here leave it on a leaf, from ``made`` on; if others give parts of it (``apart``), these are
-        added up in another tensor, when it is wanted."""
+        """A holding's gradient. From ``made`` on it is what the local readers have left on a leaf. If other parts come separately
+        (``apart``), all are added up in another tensor when the gradient is needed."""
         held = self.plan.holdings[holding]
         wanted, end = self.spans.wanted(holding)
         size = box_bytes(self.plan, held.tensor, held.box)
@@ -88,7 +89,7 @@ class GradientResidency:
             self.hold(held.device, wanted, end, size, early=True)
 
     def _summed_gradient(self, number: int) -> None:
-        """What the members of a sum bring together of its gradient."""
+        """The gradient of a sum, as its members gather or sum it."""
         plan, reduction = self.plan, self.plan.reductions[number]
         name = reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=True)
         if name not in self.spans.named:
@@ -101,10 +102,10 @@ class GradientResidency:
             self.hold(device, start, max((self.spans.backward[tile][1] for tile in tiles), default=start), size, early=True)
             if reduction.cells:
                 self.ledger.send(device, start, self.spans.end_ns, len(reduction.cells) * box_bytes(plan, tensor, reduction.cells[place]))
-                self.hold(device, start, begun, size, late=True)  # where the others' cells land
+                self.hold(device, start, begun, size, late=True)  # the buffer that receives the others' cells
 
     def _returns(self) -> None:
-        """Gradients that come back from other devices: where each is received, and where they land together; and what is sent for that."""
+        """Gradients that return from other devices: buffers in which each is received, buffers for several together, and what is sent."""
         plan = self.plan
         for carrier in self.spans.carriers():
             back = self.spans.returned.get(carrier.parts[0])

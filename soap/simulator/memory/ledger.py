@@ -1,4 +1,4 @@
-"""What devices hold from when to when, written down piece by piece, and the curve that this makes."""
+"""A ledger of memory: pieces that devices hold for some time, and the curves that these add up to."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from soap.plan.plan import Plan
 from soap.simulator.memory.transit import Send, send_spans
 
 ENDS, EARLY, LATE, BEGINS = range(4)
-"""In which order things happen at one time."""
+"""The order of changes at the same time."""
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on (int64 arrays of one length; times rise from 0)."""
+    """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0."""
 
     times_ns: NDArray[np.int64]
     bytes_held: NDArray[np.int64]
@@ -31,7 +31,7 @@ class MemoryCurve:
 
 
 class Ledger:
-    """Collects, for each device, when bytes come or go."""
+    """Collects, for each device, when bytes are taken and freed."""
 
     def __init__(self, plan: Plan, end_ns: int) -> None:
         self._plan, self._end_ns = plan, end_ns
@@ -39,22 +39,23 @@ class Ledger:
         self._sends: list[list[Send]] = [[] for _ in range(plan.device_count)]
 
     def hold(self, device: int, start_ns: int, end_ns: int, size: int, *, early: bool = False, late: bool = False) -> None:
-        """A device holds so many bytes for so long. At one time ends come before beginnings; but what begins ``early`` is made from what
-        ends ``late``."""
+        """A device holds ``size`` bytes from ``start_ns`` to ``end_ns``. At the same time, ends come before beginnings. Exception: what
+        begins ``early`` is made from what ends ``late``, so both are held for that moment."""
         if size and end_ns >= start_ns + (not (early or late)):
             ends = LATE if late or end_ns == start_ns else ENDS
             self._changes[device] += [(start_ns, EARLY if early else BEGINS, size), (end_ns, ends, -size)]
 
     def send(self, device: int, start_ns: int, answer_ns: int, size: int, held: int | None = None) -> None:
-        """A device sends something, and has it until ``answer_ns`` or until later sends push it out. ``held``: see ``Send``; None: all."""
+        """A device sends ``size`` bytes, and keeps them until ``answer_ns`` or until later sends push them out. ``held``: see ``Send``;
+        None means all of it."""
         self._sends[device].append(Send(start_ns, answer_ns, size, size if held is None else held))
 
     def arrived(self, device: int, end_ns: int) -> int:
-        """When it is seen that what was sent until ``end_ns`` has left: libraries for CPUs cannot tell before they are asked."""
+        """When the runtime learns that a send that ends at ``end_ns`` is over: on CPUs only at the end, when it asks the library."""
         return end_ns if device in self._plan.accelerators else self._end_ns
 
     def curves(self) -> tuple[MemoryCurve, ...]:
-        """Of each device."""
+        """The curve of each device."""
         for device, sends in enumerate(self._sends):
             for start, end, size in send_spans(sends):
                 self.hold(device, start, end, size)

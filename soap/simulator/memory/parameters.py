@@ -1,7 +1,7 @@
-"""Memory of parameters: what devices keep of them, whole or by rows, and what synchronizing them takes. A part of ``peaks``'s bound.
+"""Memory of parameters: what devices hold of them, whole or by rows, and what synchronization takes. A part of the bound in ``peaks``.
 
-Rows count as if no look-up repeated another: a batch may touch more of them than batches do on average. What servers keep counts where
-their device is a CPU; beside other devices it lies in the host's memory, which is not modelled, nor are the host's buffers.
+Rows are counted as if no look-up repeated a row, because a batch may touch more rows than the average. What a server owns counts if its
+device is a CPU. Beside other devices it is in the host's memory, which is not modelled; nor are the host's buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from soap.plan.tiling import Tile
 
 
 def kept_parameters(plan: Plan) -> tuple[list[int], list[int], list[int]]:
-    """By device bytes of parameters, of gradients, and of what its optimizer has states of."""
+    """For each device the bytes of (parameters, gradients, parameters with optimizer state)."""
     held, gradients, updated = ([0] * plan.device_count for _ in range(3))
     for _, device, size, trainable in kept_shards(plan):
         held[device] += size
@@ -32,7 +32,7 @@ def kept_parameters(plan: Plan) -> tuple[list[int], list[int], list[int]]:
 
 
 def kept_shards(plan: Plan) -> Iterator[tuple[int, int, int, bool]]:
-    """(shard, device, bytes, whether it is trained) of all that devices keep in their own memory."""
+    """(shard, device, bytes, trainable) for every copy of a shard that a device holds in its own memory as an owner."""
     for number, shard in enumerate(plan.shards):
         size = box_bytes(plan, shard.parameter, shard.box)
         for device in shard.devices:
@@ -41,9 +41,12 @@ def kept_shards(plan: Plan) -> Iterator[tuple[int, int, int, bool]]:
 
 
 def updating_bytes(plan: Plan, optimizer_states: int) -> list[int]:
-    """By device, what an optimizer's step makes and frees again. One with several states, as Adam, takes two more tensors of a shard's size
-    (a root, and what divides the step); on CPUs, where it goes from shard to shard, the last shard's second one is there still; elsewhere
-    it takes the roots of all shards at once."""
+    """For each device, the bytes that an optimizer's step takes and frees again.
+
+    An optimizer with several states, such as Adam, makes two more tensors of a shard's size (a square root, and the step's divisor). On
+    CPUs it goes from shard to shard, and the last shard's second tensor still exists. Elsewhere it makes the square roots of all shards at
+    once. Other optimizers take nothing.
+    """
     largest, last, together = ([0] * plan.device_count for _ in range(3))
     for _, device, size, trainable in kept_shards(plan):
         if trainable and optimizer_states > 1:
@@ -54,7 +57,7 @@ def updating_bytes(plan: Plan, optimizer_states: int) -> list[int]:
 
 
 def exchanged_bytes(plan: Plan) -> list[int]:
-    """By device, buffers of what is synchronized otherwise than by sums in place."""
+    """For each device, bytes of the buffers that methods of synchronization need (``SyncMethod.buffers``)."""
     result = [0] * plan.device_count
     for sync in plan.syncs:
         for device, size in method_for(sync).buffers(plan, sync):
@@ -63,12 +66,12 @@ def exchanged_bytes(plan: Plan) -> list[int]:
 
 
 def compact_parameters(plan: Plan) -> frozenset[str]:
-    """Parameters of which tiles have only the rows that they look up, and their devices no copy."""
+    """Parameters that only servers hold as a whole: tiles get the rows that they look up, in a compact table."""
     return frozenset(sync.parameter for sync in plan.syncs if sync.contract.by_rows and sync.contract.has_servers)
 
 
 def operand_bytes(plan: Plan, compact: frozenset[str], tile: Tile, parameter: str, box: Box) -> int:
-    """What a tile has of a parameter. ``compact``: ``compact_parameters``."""
+    """Bytes that a tile has of a parameter's region. ``compact``: ``compact_parameters(plan)``."""
     if parameter not in compact or tile.operator not in plan.graph.backward_operators:
         return box_bytes(plan, parameter, box)
     start, stop = box[0]
@@ -76,8 +79,8 @@ def operand_bytes(plan: Plan, compact: frozenset[str], tile: Tile, parameter: st
 
 
 def assembled_regions(plan: Plan) -> Iterator[tuple[int, str, Box, int]]:
-    """(tile, parameter, region, bytes) of what tiles read that is not one shard: it is put together for each segment, and kept for its
-    backward pass. Of rows, each tile has its own."""
+    """(tile, parameter, region, bytes) for each region that a tile reads and that is not a single shard: every segment assembles it, and
+    keeps it for the backward pass. Rows are assembled for each tile."""
     compact = compact_parameters(plan)
     shards = {(shard.parameter, shard.box) for shard in plan.shards}
     shards |= {(sync.parameter, sync.box) for sync in plan.syncs if sync.contract.has_servers}
@@ -88,7 +91,7 @@ def assembled_regions(plan: Plan) -> Iterator[tuple[int, str, Box, int]]:
 
 
 def assembled_bytes(plan: Plan) -> list[int]:
-    """All of these together, by device: each tile may be a segment."""
+    """For each device, the bytes of all ``assembled_regions``, as if each tile were a segment of its own."""
     result = [0] * plan.device_count
     for number, _, _, size in assembled_regions(plan):
         result[plan.tiles[number].device] += size
@@ -96,10 +99,10 @@ def assembled_bytes(plan: Plan) -> list[int]:
 
 
 def gradient_bytes(plan: Plan) -> list[int]:
-    """Parameter gradients as autograd makes them, before they are added up where they stay.
+    """For each device, bytes of parameter gradients as autograd makes them, before they are added to those that stay.
 
-    The largest tile's exist twice: where tiles put together more than there are shards, the gradient of such a region and its parts lie
-    beside each other. Where several tiles of a device use a shard, autograd collects their gradients first.
+    The largest tile's gradients count twice: if a tile's region is assembled from several shards, its gradient and the parts cut from it
+    exist side by side. If several tiles of a device use a shard, autograd also holds the sum of their gradients.
     """
     graph = plan.graph
     largest, collected = [0] * plan.device_count, [0] * plan.device_count
@@ -121,5 +124,5 @@ def gradient_bytes(plan: Plan) -> list[int]:
 
 
 def _several(plan: Plan, uses: Sequence[tuple[int, int]]) -> list[int]:
-    """Devices of which several tiles use something."""
+    """Devices on which several tiles are among ``uses``."""
     return [device for device, count in Counter(plan.tiles[tile].device for tile, _ in uses).items() if count > 1]

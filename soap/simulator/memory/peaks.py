@@ -1,10 +1,10 @@
 """Peak memory of a plan, device by device: an upper bound on what a training step holds, so that "fits" can be trusted.
 
-It follows the runtime. Counted as held through the whole step: parameter shards, their gradients and optimizer states, the whole batch and
-the constants (which every rank gets), everything the forward pass makes (it is not credited that the backward pass frees activations
-while it goes), and what is sent (which is kept until the step ends). On top come the largest set of gradients under way between operators,
-the gradients that one tile makes and those of shared parameters, and the largest sum over devices. The allocator's fragmentation and the
-libraries' workspaces are not counted, nor are a model's buffers (running statistics), which belong to no tensor of the graph.
+It follows the runtime. These count as held through the whole step: parameter shards, their gradients and optimizer states; the whole batch
+and the constants (every rank gets them); everything that the forward pass makes (although the backward pass frees activations as it goes);
+and what is sent (kept until the step ends). Added to these are the largest set of gradients that wait between operators, the gradients
+that one tile makes, those of shared parameters, and the largest sum over devices. Not counted: fragmentation of the allocator, workspaces
+of libraries, and a model's buffers (running statistics), which are no tensors of the graph.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from soap.simulator.memory.parameters import assembled_bytes, exchanged_bytes, g
 from soap.simulator.memory.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 
 PACKING_KINDS = RECURRENT_KINDS
-"""Operators for which cuDNN brings the parameters together into one piece of memory, which is kept for the backward pass."""
+"""Operators for which cuDNN packs the parameters into one piece of memory, which is kept for the backward pass."""
 
 ADDING_COPIES = 2
-"""Adding two gradients of a value makes a third."""
+"""Tensors that exist beside a value's gradient while another one is added to it: that other one, and their sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
     """What one device holds at its peak, in bytes.
 
-    ``optimizer``: its states. ``activations``: inputs, fetched regions, outputs, sums and what the backward pass needs besides.
-    ``buffers``: gradients under way, and what is sent or summed.
+    ``optimizer``: its states. ``activations``: inputs, fetched regions, outputs, sums, and what else is kept for the backward pass.
+    ``buffers``: gradients between operators, and what is sent or summed.
     """
 
     parameters: int
@@ -76,7 +76,7 @@ def peak_bytes(plan: Plan, optimizer_states: int = 2) -> tuple[int, ...]:
 
 
 def overflow_bytes(totals: Sequence[int], topology: Topology) -> int:
-    """What the devices lack of these totals, added up."""
+    """Bytes by which these totals (one per device) exceed the devices' memory, added up."""
     return sum(max(0, total - device.type.memory_bytes) for total, device in zip(totals, topology.devices, strict=True))
 
 
@@ -89,7 +89,7 @@ def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
 
 
 def _tile_bytes(plan: Plan) -> list[int]:
-    """Of each device: what all its tiles keep."""
+    """For each device, bytes that all its tiles keep."""
     result = [0] * plan.device_count
     for tile, size in zip(plan.tiles, kept_bytes(plan), strict=True):
         result[tile.device] += size
@@ -97,7 +97,7 @@ def _tile_bytes(plan: Plan) -> list[int]:
 
 
 def kept_bytes(plan: Plan) -> list[int]:
-    """Of each tile: its outputs, and what it keeps besides for its backward pass."""
+    """For each tile, bytes of its outputs and of what else it keeps for its backward pass."""
     graph = plan.graph
     result = []
     for tile in plan.tiles:
@@ -112,21 +112,21 @@ def kept_bytes(plan: Plan) -> list[int]:
 
 
 def passing_bytes(plan: Plan, tile: Tile) -> tuple[int, int]:
-    """What a tile has while its forward task runs, and its backward task, beside what it keeps and the gradients of its operands."""
+    """Bytes that a tile holds while (its forward task, its backward task) runs, beside what it keeps and its operands' gradients."""
     op = plan.operator(tile)
     forward, backward = passing_share(plan.graph, op, tile.intervals)
     return forward, backward + tile_padded_bytes(plan, tile)
 
 
 def tile_padded_bytes(plan: Plan, tile: Tile) -> int:
-    """The copies of its inputs with their padding."""
+    """Bytes of the padded copies of a tile's inputs."""
     op = plan.operator(tile)
     return sum(padded_bytes(plan.graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
 
 
 def padded_bytes(graph: OperatorGraph, op: Operator, place: int, box: Box, intervals: Sequence[Interval]) -> int:
-    """The copy of an input with its padding, which a tile makes that lacks more on one side than on the other; other padding, and that of
-    a tile with all of space, is left to the call itself, which copies nothing."""
+    """Bytes of an input's padded copy. A tile makes one only if space is cut and it needs different padding on the two sides; otherwise the
+    ATen call pads by itself, without a copy."""
     tensor = graph.tensors[op.inputs[place].tensor]
     spans, uneven, cut = [], False, False
     for dim, (start, stop), size in zip(op.inputs[place].dims, box, tensor.shape, strict=True):
@@ -142,9 +142,10 @@ def padded_bytes(graph: OperatorGraph, op: Operator, place: int, box: Box, inter
 
 
 def _read_bytes(plan: Plan) -> list[int]:
-    """Model inputs and constants: all of them on every device, and a copy of every distinct part that tiles read.
+    """For each device, bytes of all model inputs and constants, and of a copy of every distinct part of them that its tiles read.
 
-    What lies in one piece, such as samples, is read where it is; a copy of other parts may be made and kept for the backward pass.
+    Parts that are contiguous in memory, such as samples, are read in place and need no copy. Other parts may be copied, and kept for the
+    backward pass.
     """
     given = [t for t in plan.graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
     read = {(device, t.name, whole(t.shape)) for t in given for device in range(plan.device_count)}
@@ -157,7 +158,7 @@ def _read_bytes(plan: Plan) -> list[int]:
 
 
 def _summed_bytes(plan: Plan) -> list[int]:
-    """Sums of partial results on every device of the group; of those that are scattered, the cell and what others send for it."""
+    """For each device, bytes of sums of partial results; for a reduce-scatter, its cell and what the others send for the cell."""
     result = [0] * plan.device_count
     for reduction in plan.reductions:
         for device, left in zip(reduction.devices, reduction.cells or [reduction.box] * len(reduction.devices), strict=True):
@@ -173,11 +174,11 @@ def _total(plan: Plan, regions: Iterable[tuple[int, str, Box]]) -> list[int]:
 
 
 def _frontier_bytes(plan: Plan) -> list[int]:
-    """Largest sum of gradients that wait between operators, when these go backward in reverse order.
+    """For each device, the most bytes of gradients that wait between operators, if the backward pass takes operators in reverse order.
 
-    A holding's gradient lives from its last consumer to its producer, and so does what other devices return of it; the gradient of a sum is
-    copied to be summed in its turn, or brought together from cells. A fetched region's gradient lives from its last consumer to its first,
-    or to its producer, which takes a part of it, if others take parts as well.
+    A holding's gradient is held from its last consumer to its producer, and so are the parts of it that other devices return. The gradient
+    of a sum counts twice: it is copied to be summed over devices, or gathered from cells. A fetched region's gradient is held from its
+    last consumer to its first one, or, if other devices take parts of it, to its producer.
     """
     graph = plan.graph
     last = [-1] * len(plan.holdings)
@@ -203,7 +204,7 @@ def _frontier_bytes(plan: Plan) -> list[int]:
             _add_life(steps[holding.device], graph.producers[holding.tensor][0], reader, size)
             if holding.reduction is not None and plan.reductions[holding.reduction].cells:
                 gathered[holding.reduction] = max(gathered.get(holding.reduction, 0), reader)
-    for number, reader in gathered.items():  # received, and in its place
+    for number, reader in gathered.items():  # once as received, once put together
         reduction = plan.reductions[number]
         size = 2 * _box_bytes(graph, reduced_tensor(plan, reduction), reduction.box)
         for device in reduction.devices:
@@ -225,7 +226,8 @@ def _peak(steps: list[int]) -> int:
 
 
 def _tile_gradient_bytes(plan: Plan) -> list[int]:
-    """The largest tile's gradients (of outputs, inputs, and what its calls pass to each other), and the largest addition of two."""
+    """For each device, bytes of the largest tile's gradients (of outputs, inputs, and between its calls), and of the largest addition of
+    two gradients."""
     graph = plan.graph
     result, added = [0] * plan.device_count, [0] * plan.device_count
     for tile in plan.tiles:

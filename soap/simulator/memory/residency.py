@@ -1,10 +1,16 @@
-"""Memory over the simulated time: what each device holds from when to when. ``peaks`` bounds it for any order of the tasks.
+"""Memory over simulated time: how much each device holds when. ``peaks`` is a bound of it for any order of the tasks.
 
 Held all the time: parameter shards, optimizer states, the buffers of gradients that are summed over devices, the whole batch and constants.
-A tile's outputs, what it saves, and the copies of its inputs live from its forward task to its own backward task and the last one (or
-transfer) that reads them; a fetched region from its first arrival to the last backward task of its consumers; a gradient on its way from
-the first task that gives a part of it to the backward task that takes it; what is sent until it has certainly left. While a tile's task
-runs, what its calls pass to each other is there as well. Not counted are copies that a library may make of what it sums.
+Held for a part of the step:
+
+- a tile's outputs, what it saves, and copies of its inputs: from its forward task to its backward task and the last task (or transfer)
+  that reads them;
+- a fetched region: from its first arrival to the last backward task of its consumers;
+- a gradient between operators: from the first task that makes a part of it to the backward task that takes it;
+- what is sent: until it has certainly left;
+- what a tile's calls pass to each other: while its task runs.
+
+Not counted are copies that a library may make of what it sums.
 """
 
 from __future__ import annotations
@@ -33,8 +39,8 @@ from soap.simulator.memory.transit import copied_to_send, is_remote, packed_by_s
 from soap.simulator.tasks import Schedule, TaskGraph
 
 ALLOWANCE = 0.045
-"""So much more may be held than at the simulated times: where nothing depends on it, tasks run in another order (a library lets go of what
-it has summed when its thread comes to it, segments run backward one after the other). As measured: ``docs/benchmarks.md``."""
+"""A device may hold this share more than simulated, because real tasks run in another order where no task depends on that: a library frees
+what it has summed when its thread gets to it, and segments run backward one after the other. Measured: ``docs/benchmarks.md``."""
 
 
 def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2) -> tuple[MemoryCurve, ...]:
@@ -55,20 +61,20 @@ def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int
 
 
 def expected_peaks(curves: Iterable[MemoryCurve], bounds: Iterable[MemoryUse]) -> tuple[int, ...]:
-    """Each device's peak, with an allowance for what is not simulated, but not above the bound for any order."""
+    """Each device's peak bytes plus ``ALLOWANCE``, but at most the bound for any order of the tasks."""
     pairs = zip(curves, bounds, strict=True)
     return tuple(min(bound.total, round((1 + ALLOWANCE) * curve.peak_bytes)) for curve, bound in pairs)
 
 
 class _Values:
-    """Writes down what is held but for gradients on their way."""
+    """Writes into a ledger how long everything is held except gradients between operators."""
 
     def __init__(self, spans: TaskSpans, ledger: Ledger) -> None:
         self.spans, self.ledger, self.plan = spans, ledger, spans.plan
         self.hold = ledger.hold
 
     def always(self, optimizer_states: int) -> None:
-        """Parameters, their states and gradients, and the whole batch."""
+        """Parameters, optimizer states, gradients that stay, and the whole batch."""
         graph = self.plan.graph
         given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
         batch = sum(box_bytes(self.plan, tensor.name, whole(tensor.shape)) for tensor in given) + graph.next_state_bytes
@@ -85,7 +91,7 @@ class _Values:
                 self.hold(device, min(begins, default=self.spans.end_ns), self.spans.end_ns, size)
 
     def synchronized(self) -> None:
-        """What devices have of parameters that others keep, and what they exchange to keep them in step."""
+        """What methods of synchronization hold (``SyncMethod.holds``): copies of what others own, and buffers."""
         for sync in self.plan.syncs:
             for own in method_for(sync).holds(self.plan, sync):
                 if own.since and own.since not in self.spans.named and not own.with_uses:
@@ -96,7 +102,7 @@ class _Values:
                 self.hold(own.device, begun, max(done, last), own.size_bytes)
 
     def values(self) -> None:
-        """What tiles make and keep, and their copies of parts of the batch."""
+        """Outputs of tiles, what they keep, and their copies of parts of the batch."""
         plan, graph, spans = self.plan, self.plan.graph, self.spans
         read = spans.read_until
         summed: dict[tuple[int, int], int] = {}
@@ -126,7 +132,7 @@ class _Values:
                 self.hold(device, start, end, box_bytes(plan, tensor, box))
 
     def assembled(self) -> None:
-        """Regions of parameters that are put together of several shards, or of rows."""
+        """Regions of parameters that are assembled from several shards, or from rows."""
         compact = compact_parameters(self.plan)
         copies: dict[tuple[int, str, Box], tuple[int, int, int]] = {}
         for tile, tensor, box, size in assembled_regions(self.plan):
@@ -138,7 +144,7 @@ class _Values:
             self.hold(self.plan.tiles[tile].device, start, end, size)
 
     def fetched(self) -> None:
-        """Regions that are put together or received, and what comes for them apart."""
+        """Fetched regions that are assembled or received, and pieces that are received in buffers of their own first."""
         plan, graph = self.plan, self.plan.graph
         apart = received_apart(plan)
         for number, fetch in enumerate(plan.fetches):
@@ -158,7 +164,7 @@ class _Values:
                     self.hold(fetch.device, self.spans.forward[tile][0], end, size)
 
     def summed(self) -> None:
-        """Sums of partial results, or the cells that are left of them."""
+        """Sums of partial results, or their cells."""
         plan = self.plan
         ends: dict[int, int] = {}
         readers: set[tuple[int, int]] = set()
@@ -181,14 +187,14 @@ class _Values:
                     self.hold(device, start, done, (len(boxes) - 1) * size, early=True)
 
     def _certainly_over(self, number: int, device: int, done_ns: int) -> int:
-        """Until when a device has a sum that it does not read: others may come to it later than simulated, but there is no gradient of it
-        before it is over."""
+        """How long a device may hold a sum that it does not read. Other devices may get to the sum later than simulated, but it is over
+        before its gradient arrives."""
         reduction = self.plan.reductions[number]
         own = [tile for tile in reduction.tiles if self.plan.tiles[tile].device == device]
         return max(done_ns, self.spans.back_at(own, self.ledger.arrived(device, done_ns)))
 
     def sent(self) -> None:
-        """What devices give away in the forward pass, and what is on its way out."""
+        """What devices send in the forward pass, until it has left."""
         plan = self.plan
         for message in plan.messages:
             part = message.parts[0]
@@ -206,8 +212,8 @@ class _Values:
                 self.ledger.send(source, span[0], self.ledger.arrived(source, span[1]), size)
 
     def updated(self, optimizer_states: int) -> None:
-        """What the optimizer makes for its step, which begins when all gradients are there, of partitions as well. On CPUs those of
-        ``soap-run`` make nothing."""
+        """What the optimizer takes for its step, which begins when all gradients are there, those of partitions included. On CPUs the
+        optimizers of ``soap-run`` take nothing."""
         spans: dict[int, Span] = {}
         for sync in self.plan.syncs:
             for part in method_for(sync).updates(self.plan, sync):

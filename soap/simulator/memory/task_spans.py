@@ -1,4 +1,4 @@
-"""When things happen in a simulated iteration: the tasks of tiles and transfers, and from when to when values and gradients are wanted."""
+"""Times in a simulated iteration: when the tasks of tiles and transfers run, and how long values and gradients are needed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ Span = tuple[int, int]
 
 
 class TaskSpans:
-    """``forward``, ``backward``: by tile. ``named``: by task. ``brought``, ``returned``: of the transfer of a part, and of its gradient.
-    ``segment``: tile -> the first tile of its segment. ``begun``: when a segment's backward pass begins."""
+    """Start and end of tasks, in nanoseconds.
+
+    ``forward``, ``backward``: by tile. ``named``: by task name. ``brought``, ``returned``: by part, of the transfer of the part and of its
+    gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
+    """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule) -> None:
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
@@ -40,7 +43,7 @@ class TaskSpans:
                 self.returned.update(dict.fromkeys(carrier.parts, back))
 
     def carriers(self) -> list[Message | Exchange]:
-        """All that brings parts from device to device."""
+        """All messages and exchanges."""
         return [*self.plan.messages, *self.plan.exchanges]
 
     def _pieces(self) -> Iterator[tuple[Part, int]]:
@@ -51,7 +54,7 @@ class TaskSpans:
 
     @cached_property
     def read_until(self) -> dict[int, int]:
-        """By holding, until when its value is there for others: to be read, and until its gradient is wanted."""
+        """Holding -> until when its value is held for its readers: until the last read, and until its gradient is needed."""
         found: dict[int, int] = {}
         for (number, place), holding in self._pieces():
             read = self._read(self.plan.fetches[number], (number, place))
@@ -59,7 +62,7 @@ class TaskSpans:
         return found
 
     def _read(self, fetch: Fetch, part: Part) -> int:
-        """When a holding has been read for the last time for a piece: by tasks here, by what puts it together, or by what sends it away."""
+        """The last time a holding is read for a piece: by local tasks, by the assembly of the region, or by the task that sends it."""
         brought = self.brought.get(part)
         if brought is not None:
             return brought[1]
@@ -68,7 +71,7 @@ class TaskSpans:
         return max(self.needed(tile, fetch.tensor) for tile, _ in fetch.consumers)
 
     def needed(self, number: int, tensor: str) -> int:
-        """Until when a tile needs its region of one of its operands: its backward task, if autograd keeps that."""
+        """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, else of its forward task."""
         tile = self.plan.tiles[number]
         op = self.plan.operator(tile)
         places = kept_places(self.plan.graph, op, tile.intervals)
@@ -77,12 +80,13 @@ class TaskSpans:
         return self.last(number) if kept else self.forward[number][1]
 
     def _answered(self, number: int, holding: int) -> int:
-        """Until when a holding waits for the gradient of a fetch that another segment reads: the start of its own one's backward pass."""
+        """Until when a holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass begins.
+        0 if it does not wait."""
         held, fetch = self.plan.holdings[holding], self.plan.fetches[number]
         readers = [tile for tile, _ in fetch.consumers if tile in self.backward]
         if not readers or not self.plan.graph.tensors[held.tensor].requires_grad:
             return 0
-        if held.reduction is not None and len(fetch.pieces) > 1:  # put together, it is no longer needed
+        if held.reduction is not None and len(fetch.pieces) > 1:  # it is not needed once the region is assembled
             return 0
         makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
         segments = {self.segment[tile] for tile in makers if self.plan.tiles[tile].device == held.device}
@@ -91,7 +95,7 @@ class TaskSpans:
         return min((self.begun.get(segment, 0) for segment in segments), default=0)
 
     def summed_from(self, reduction: Reduction) -> Span:
-        """When the devices of a reduction sum; where there is but one, when its last tile runs."""
+        """When the devices of a reduction sum; with a single device, when its last tile runs."""
         name = reduce_name(self.plan.graph.operators[reduction.operator], reduction)
         return self.named.get(name, max((self.forward[tile] for tile in reduction.tiles), key=lambda span: span[1]))
 
@@ -100,7 +104,7 @@ class TaskSpans:
         return self.backward.get(tile, self.forward[tile])[1]
 
     def wanted(self, holding: int) -> Span:
-        """When a holding's gradient is added up, and until when it is there."""
+        """(when a holding's gradient is added up, until when it is held)."""
         held = self.plan.holdings[holding]
         makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
         own = [tile for tile in makers if self.plan.tiles[tile].device == held.device and tile in self.backward]
@@ -115,19 +119,19 @@ class TaskSpans:
         return begun, end
 
     def back_at(self, tiles: Iterable[int], default: int) -> int:
-        """When the backward pass of the first of these tiles' segments begins, of those that have one; ``default`` if none has."""
+        """The earliest start of a backward pass among these tiles' segments; ``default`` if none of the tiles has a backward pass."""
         return min((self.begun[self.segment[tile]] for tile in tiles if tile in self.backward), default=default)
 
     def taken(self, number: int) -> int:
-        """When the last of those that take parts of a fetched region's gradient has had them."""
+        """When the last part of a fetched region's gradient has been taken."""
         fetch = self.plan.fetches[number]
         remote = [self.returned[number, k][0] for k in range(len(fetch.pieces)) if (number, k) in self.returned]
         local = [self.wanted(piece.holding)[0] for piece in fetch.pieces if not is_remote(self.plan, fetch, piece)]
         return max([*remote, *local], default=0)
 
     def _segments(self) -> list[int]:
-        """Tile -> the first tile of its segment: as the runtime cuts them, before what is received or summed is first read, and behind what
-        gets a gradient from elsewhere."""
+        """Tile -> the first tile of its segment. As in the runtime, a segment begins where something received or summed is first read, and
+        ends after a tile that gets a gradient from another device."""
         plan = self.plan
         first, current = [0] * len(plan.tiles), [-1] * plan.device_count
         reads: dict[int, list[int]] = {}
@@ -151,7 +155,7 @@ class TaskSpans:
         return first
 
     def _is_active(self, fetch: Fetch) -> bool:
-        """Whether a gradient of it is computed."""
+        """Whether a gradient of the fetched region is computed."""
         return self.plan.graph.tensors[fetch.tensor].requires_grad and any(tile in self.backward for tile, _ in fetch.consumers)
 
     def _name(self, carrier: Message | Exchange, *, gradient: bool) -> str:

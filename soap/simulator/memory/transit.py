@@ -1,4 +1,4 @@
-"""Memory of what a plan moves: regions that are received, copies of what is sent, and buffers of sums. A part of ``peaks``'s bound."""
+"""Memory of what a plan moves: regions received, copies to be sent, and buffers of sums. A part of the bound in ``peaks``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from soap.plan.syncs.buckets import gradient_bytes
 
 
 def fetched_bytes(plan: Plan) -> list[int]:
-    """Regions that are fetched, with what comes for them from elsewhere, unless that is received straight into its place.
+    """For each device, bytes of the regions that it fetches, and of the pieces that are not received straight into their place.
 
-    A region whose pieces are all here is put together for each tile that may do so in a segment of its own.
+    A region with only local pieces counts once per consumer, because each consumer may be in a segment of its own, which assembles it.
     """
     result = [0] * plan.device_count
     for number, k in received_apart(plan):
@@ -32,7 +32,7 @@ def fetched_bytes(plan: Plan) -> list[int]:
 
 
 def answered_from_afar(plan: Plan, fetches: Iterable[int], reductions: Iterable[int]) -> set[int]:
-    """Tiles to whose outputs, or partial results, gradients come from other devices. ``fetches``, ``reductions``: those with a gradient."""
+    """Tiles whose outputs, or partial results, get gradients from other devices. ``fetches``, ``reductions``: those with a gradient."""
     found: set[int] = set()
     for number in fetches:
         fetch = plan.fetches[number]
@@ -45,7 +45,7 @@ def answered_from_afar(plan: Plan, fetches: Iterable[int], reductions: Iterable[
 
 
 def received_apart(plan: Plan) -> set[Part]:
-    """Parts that are received first and then put in their place."""
+    """Parts that are received into a buffer of their own and then copied into their region."""
     alone = {part for message in plan.messages if len(message.parts) == 1 for part in message.parts}
     alone |= {part for exchange in plan.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
     found: set[Part] = set()
@@ -63,12 +63,12 @@ def is_remote(plan: Plan, fetch: Fetch, piece: Piece) -> bool:
 
 SENT_BYTES = 64 * 2**20
 SENT_TENSORS = 64
-"""So much, in so many messages, may be on its way out before the runtime waits for the oldest of it."""
+"""At most this many bytes, in this many tensors, may be on their way out; then the runtime waits for the oldest send."""
 
 
 class Send(NamedTuple):
-    """Something that a device sends from ``start_ns`` on: ``size`` bytes, of which it holds ``held`` for nothing else. That it has arrived
-    is known at ``answer_ns``."""
+    """A send of ``size`` bytes that starts at ``start_ns``. ``held``: bytes that the device holds only for this send. ``answer_ns``: when
+    the device knows that they have arrived."""
 
     start_ns: int
     answer_ns: int
@@ -77,8 +77,10 @@ class Send(NamedTuple):
 
 
 def send_spans(sends: Iterable[Send]) -> Iterator[tuple[int, int, int]]:
-    """(start, end, bytes) of what one device holds to send it: until it is answered, or until others push it out. As ``Communicator.keep``
-    does, but for what is over before."""
+    """(start, end, bytes) of what one device holds for its sends: each until its answer, or until later sends push it out.
+
+    The rule is that of ``Communicator.keep``, except that a send that has been answered leaves at once.
+    """
     queue: deque[Send] = deque()
     size = 0
     for send in sorted(sends):
@@ -97,8 +99,11 @@ def send_spans(sends: Iterable[Send]) -> Iterator[tuple[int, int, int]]:
 
 
 def packed_by_source(plan: Plan, exchange: Exchange) -> dict[int, int]:
-    """By device what it gives in an exchange, as one copy. One that receives for a single region gives itself what it has of that, if it
-    gives others of the same values and all then comes in one piece (``Arrivals``)."""
+    """Source device -> bytes that it copies to send them in an exchange.
+
+    A device also sends itself its own pieces if it receives for a single region, sends the same values to others, and all pieces then
+    arrive contiguously (``Arrivals``).
+    """
     given: dict[int, list[tuple[int, int]]] = {}
     shared: dict[int, set[int]] = {}
     for source, _, box, holding in remote_parts(plan, exchange.parts):
@@ -119,14 +124,14 @@ def packed_by_source(plan: Plan, exchange: Exchange) -> dict[int, int]:
 
 
 def lands_in_place(plan: Plan, fetch: Fetch) -> bool:
-    """Whether the pieces of a region lie one after the other in it."""
+    """Whether every piece of a region is contiguous in the region's memory."""
     origin = tuple(start for start, _ in fetch.box)
     boxes = [tuple((a - o, b - o) for (a, b), o in zip(piece.box, origin, strict=True)) for piece in fetch.pieces]
     return all(in_one_piece(box, lengths(fetch.box)) for box in boxes)
 
 
 def sent_bytes(plan: Plan) -> list[int]:
-    """What a device sends: copies of what it gives to each other one (a whole holding by itself needs none), and gradients."""
+    """For each device, bytes that it copies to send values (a whole holding sent alone needs no copy), and gradients that it sends."""
     result = [0] * plan.device_count
     carriers: list[Message | Exchange] = [*plan.messages, *plan.exchanges]
     for carrier in carriers:
@@ -138,7 +143,7 @@ def sent_bytes(plan: Plan) -> list[int]:
             if plan.graph.tensors[tensor].requires_grad:
                 result[target] += box_bytes(plan, tensor, box)
                 result[source] += box_bytes(plan, tensor, box) if len(told) > 1 else 0  # where several come back together
-    for exchange in plan.exchanges:  # to receive all in one piece, a device may send itself what it has
+    for exchange in plan.exchanges:  # to receive a region contiguously, a device may send itself its own pieces
         for number in {number for number, _ in exchange.parts}:
             fetch = plan.fetches[number]
             result[fetch.device] += sum(box_bytes(plan, fetch.tensor, piece.box) for piece in local_pieces(plan, fetch))
@@ -151,19 +156,19 @@ def sent_bytes(plan: Plan) -> list[int]:
 
 
 def told_parts(carrier: Message | Exchange) -> tuple[Part, ...]:
-    """The parts that a source gives one by one: of a broadcast, which all receive, the first."""
+    """The parts that a source sends one by one; for a broadcast only the first, because all devices receive that one."""
     return carrier.parts[:1] if isinstance(carrier, Exchange) and carrier.pattern is Pattern.BROADCAST else carrier.parts
 
 
 def copied_to_send(plan: Plan, parts: Sequence[Part]) -> Iterable[tuple[int, int]]:
-    """(device, bytes) of the copies that are made to send these parts together; a whole holding by itself needs none."""
+    """(device, bytes) of the copies that are made to send these parts together; a whole holding sent alone needs no copy."""
     for (number, _), (source, _, box, holding) in zip(parts, remote_parts(plan, parts), strict=True):
         if len(parts) > 1 or box != plan.holdings[holding].box:
             yield source, box_bytes(plan, plan.fetches[number].tensor, box)
 
 
 def largest_sum_bytes(plan: Plan) -> list[int]:
-    """The largest buffer that is summed over devices: the library may work on a copy."""
+    """For each device, bytes of the largest buffer that is summed over devices: the library may work on a copy of it."""
     largest = [0] * plan.device_count
     for device, size in _summed_buffers(plan):
         largest[device] = max(largest[device], size)
