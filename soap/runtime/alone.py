@@ -1,4 +1,4 @@
-"""One process that takes the same training step: the whole exported program, call by call, from the state that the ranks had."""
+"""The same training step in one process: runs the whole exported program, call by call, from the state that the ranks had."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Alone:
 def step_alone(
     trainer: Trainer, step: int, inputs: Sequence[torch.Tensor], before: Mapping[str, torch.Tensor], *, wide: bool = False
 ) -> Alone | None:
-    """One step's forward and backward in this process from the state ``before``. Needs no other rank, after the ranks' own step.
+    """Run one step's forward and backward pass in this process, from the state ``before``. Called after the ranks' own step; needs no other
+    rank.
 
-    ``wide``: in float64, whatever the trainer computes in; None if the model cannot be traced again for that.
+    ``wide``: compute in float64, whatever the trainer computes in. Returns None if the model cannot be traced again for that.
     """
     parts = micro_batches(inputs, trainer.model.input_names, trainer.accumulate)
     sized = [trainer.sizes.of(part) for part in parts]
@@ -52,7 +53,7 @@ def step_alone(
             (loss / len(parts)).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     for tensor in trainable.values():
-        if tensor.grad is not None and tensor.grad.is_sparse:  # of a table that asks for it; the ranks' are dense
+        if tensor.grad is not None and tensor.grad.is_sparse:  # of an embedding with sparse=True; the ranks' gradients are dense
             tensor.grad = tensor.grad.to_dense()
     if trainer.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(trainable.values(), trainer.clip_norm)

@@ -1,8 +1,8 @@
 """Checking a distributed run against one process: loss, every gradient, every parameter after the update, every buffer.
 
-Rank 0 runs the whole exported program from the same parameters and buffers before each step. What does not agree is a defect of a
-rule or of the runtime, or an optimizer whose update is not elementwise. Where an ill-conditioned gradient is mostly rounding, one process
-in float64 is the judge.
+Rank 0 runs the whole exported program from the same parameters and buffers as each step. A difference is a defect of a rule or of the
+runtime, or the optimizer's update is not elementwise. If an ill-conditioned gradient is mostly rounding, both results are compared with one
+process in float64.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from soap.runtime.updates.parts import trainable_shapes
 from soap.runtime.updates.schedules import Schedule
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Largest difference per tensor, relative to its largest element: rounding, amplified by a deep model's backward pass."""
+"""dtype -> the largest allowed difference of a tensor, relative to its largest element: rounding, amplified by a deep model's backward
+pass."""
 SMALL: Mapping[torch.dtype, float] = {torch.float64: 1e-4, torch.float32: 1e-2}
-"""Tensors whose largest element is below this share of the largest of their kind (loss, gradients, …) are compared with that share:
-the gradient of a bias in front of a normalization, for example, is zero but for rounding, which has the size of what cancels."""
+"""dtype -> share s. A tensor whose largest element is below s times the largest element of its kind (loss, gradients, …) is compared
+relative to that product instead. An example is the gradient of a bias in front of a normalization: it is zero but for rounding, and the
+rounding has the size of the terms that cancel."""
 SMALL_ELSE = 1e-1
-"""The same for all other types."""
+"""That share for all other dtypes."""
 
 
 ROUNDING_FACTOR = 2.0
-"""Where rounding exceeds the tolerance, both ways to compute are judged by float64: ours may be this much farther from it than one
-process's is."""
+"""If a difference exceeds the tolerance, both results are compared with float64: ours may be at most this many times as far from it as
+one process's."""
 WORST_ROUNDING = 0.1
-"""One process that is farther than this from its own float64 result judges nothing."""
+"""If one process is farther than this from its own float64 result, that comparison cannot excuse a difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """How far a tensor is off: ``error`` is max|a-b| / max(max|b|, small).
 
-    Where that exceeds the tolerance: ``from_float64`` and ``alone_from_float64``, how far the ranks and one process are off what one
-    process computes in float64; None if that is not known.
+    If that exceeds the tolerance, ``from_float64`` and ``alone_from_float64`` are the distances of the ranks' and of one process's result
+    from one process in float64; None if not known.
     """
 
     step: int
@@ -55,7 +57,7 @@ class Difference:
     alone_from_float64: float | None = None
 
     def agrees(self, tolerance: float) -> bool:
-        """Whether it is within the tolerance, or rounding that one process has as well."""
+        """Whether it is within the tolerance, or one process is off float64 by about as much."""
         if self.error <= tolerance:
             return True
         if self.from_float64 is None or self.alone_from_float64 is None or self.alone_from_float64 > WORST_ROUNDING:
@@ -65,7 +67,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check found. ``compared``: number of tensors over all steps. ``worst``: what does not agree before what does."""
+    """What a check found. ``compared``: number of tensors over all steps. ``worst``: the largest difference that does not agree, or else
+    the largest of all."""
 
     steps: int
     compared: int
@@ -74,7 +77,7 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Whether everything agrees within the tolerance, or as well as one process agrees with its own result in float64."""
+        """Whether everything agrees, see ``Difference.agrees``."""
         return self.worst.agrees(self.tolerance)
 
     def require(self) -> None:
@@ -88,7 +91,7 @@ class CheckResult:
 
 
 def in_float64(found: Difference) -> str:
-    """What float64 says of a difference, to be added to a line about it; empty if it was not asked."""
+    """The distances from float64, as a supplement to a line about a difference; empty if they are not known."""
     if found.from_float64 is None or found.alone_from_float64 is None:
         return ""
     return f" (from float64: {found.from_float64:.1e}, one process {found.alone_from_float64:.1e})"
@@ -101,9 +104,10 @@ def check(
     steps: int = 1,
     tolerance: float | None = None,
 ) -> CheckResult:
-    """Train ``steps`` steps on ``batch(0)``, … on all ranks, comparing each with one process. Equal result on all ranks.
+    """Train ``steps`` steps on ``batch(0)``, … on all ranks, and compare each with one process. The result is the same on all ranks.
 
-    ``optimizer``: what the trainer was made with; groups and schedule are the trainer's.
+    ``optimizer``: the one that the trainer was made with; groups and schedule are the trainer's. ``tolerance``: by default by dtype
+    (``TOLERANCES``).
     """
     reference = _Reference(trainer, optimizer, tolerance) if trainer.rank == 0 else None
     differences: list[Difference] = []
@@ -124,7 +128,7 @@ def check(
 
 
 class _Reference:
-    """Rank 0's own training in one process, set to the distributed state before each step."""
+    """Training in one process on rank 0, set to the distributed state before each step."""
 
     def __init__(self, trainer: Trainer, optimizer: Optimizers, tolerance: float | None) -> None:
         self.trainer, self.model = trainer, trainer.model
@@ -156,7 +160,7 @@ class _Reference:
         gradients: Mapping[str, torch.Tensor],
         after: Mapping[str, torch.Tensor],
     ) -> list[Difference]:
-        """One step in one process from the state ``before``; every tensor's difference from what the ranks made."""
+        """Run one step in one process from the state ``before``. Returns each tensor's difference from the ranks' result."""
         expected = step_alone(self.trainer, step, inputs, before)
         assert expected is not None
         with torch.no_grad():
@@ -170,7 +174,7 @@ class _Reference:
         return self._judged(step, found, ours, expected, step_alone(self.trainer, step, inputs, before, wide=True))
 
     def _computed(self, step: int, found: Alone, expected: Alone) -> list[Difference]:
-        """The differences of what forward and backward passes make."""
+        """The differences of loss, gradients and buffers."""
         return [
             Difference(step, "loss", self.model.graph.loss, _error(found.loss, expected.loss.cpu(), 0.0)),
             *_differences(step, "gradient of", found.gradients, expected.gradients, self.dtype),
@@ -181,7 +185,7 @@ class _Reference:
         return _differences(step, "updated parameter", after, {n: t.detach() for n, t in self.parameters.items()}, self.dtype)
 
     def _judged(self, step: int, found: Sequence[Difference], ours: Alone, alone: Alone, truth: Alone | None) -> list[Difference]:
-        """The differences that exceed the tolerance with their distances from float64."""
+        """The differences, with distances from float64 where they exceed the tolerance. ``truth``: one process in float64, or None."""
         if truth is None:
             return list(found)
         distances = [
@@ -194,14 +198,14 @@ class _Reference:
         ]
 
     def _update(self, loss: float, gradients: Mapping[str, torch.Tensor], looked_up: Mapping[str, torch.Tensor]) -> None:
-        """The optimizer on whole parameters, with the ranks' own gradients: where Adam divides rounding by rounding, both must agree."""
+        """Update whole parameters with the ranks' own gradients: Adam may divide rounding by rounding, and both sides must then agree."""
         found = {number: self.trainer.place(gradients[name]) for name, number in self._numbers.items() if name in gradients}
         self._updater.update(found, {}, looked_up)
         self._schedule.step(loss)
 
 
 def coarsest(trainer: Trainer) -> torch.dtype:
-    """The type with the largest rounding that the trainer computes in; float32 if it has no floating-point tensors."""
+    """The dtype with the largest rounding that the trainer computes in; float32 if it has no floating-point tensors."""
     kinds = {run_dtype(trainer.model.graph, name, trainer.dtype) for name in trainer.model.graph.tensors}
     known = [part_of(kind) for kind in kinds if part_of(kind) in TOLERANCES]
     return max(known, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
@@ -210,7 +214,7 @@ def coarsest(trainer: Trainer) -> torch.dtype:
 def _differences(
     step: int, kind: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> list[Difference]:
-    """One per expected tensor; a gradient that was not found counts as zero. ``dtype``: what was computed in."""
+    """One difference per expected tensor; a missing gradient counts as zero. ``dtype``: what was computed in."""
     scale = max((largest(tensor) for tensor in expected.values()), default=0.0)
     result = []
     for name, tensor in expected.items():
@@ -221,7 +225,7 @@ def _differences(
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """With 64 bits for each number, or for both parts of complex ones."""
+    """The tensor in float64, or complex128."""
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
@@ -235,12 +239,12 @@ def difference(
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value; 0 of nothing."""
+    """The largest absolute value; 0 if there are no elements."""
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
 def _error(mine: torch.Tensor, expected: torch.Tensor, small: float) -> float:
-    """Infinite if one is not finite where the other is."""
+    """max|a-b| / max(max|b|, small); infinite if one is not finite where the other is."""
     if expected.numel() == 0:
         return 0.0
     mine, expected = _wide(mine), _wide(expected)

@@ -1,12 +1,12 @@
-"""Eager PyTorch as the judge of an exported program: loss, every gradient and every buffer of one step of both, on the example batch.
+"""Comparing an exported program with eager PyTorch: loss, every gradient and every buffer of one step of both, on the example batch.
 
-``torch.export`` records the forward pass. What only a backward pass runs (``torch.autograd.Function``, hooks) is not in the file, and
-what Python decides by numbers of its own is fixed in it. Whoever has the module at hand can find that out: eager's step against the
-calls that SOAP executes, which finds defects of our reader as well.
+``torch.export`` records the forward pass only. Code that runs in the backward pass alone (``torch.autograd.Function``, hooks) is not in the
+file, and what Python decides by its own numbers is fixed in it. With the module at hand both show: we compare its eager step with the calls
+that SOAP executes. That also finds defects of our reader.
 
-*Random numbers.* Both draw from torch's generators, from one seed: the program makes the same calls in the same order, so that masks are
-equal although SOAP's tiles draw theirs otherwise (``rules.random``, held against ``reference_loss`` by ``check``). Where the order is
-not the same (a call that nobody reads), both are run again with each call's numbers a function of its kind and shapes alone.
+*Random numbers.* Both sides draw from torch's generators with one seed. The program makes the same calls in the same order, so masks are
+equal, although SOAP's tiles draw theirs differently (``rules.random``, which ``check`` compares with ``reference_loss``). If the order
+differs (a call whose result nobody reads), both run again, and each call's numbers depend on its kind and shapes alone.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from soap.tracing.naming import canonical_names
 from soap.tracing.record import ExportRecord
 
 SEED = 20_111
-"""Of both runs' random numbers."""
+"""Seed of both runs' random numbers."""
 NO_VALUES = "its module has no values (meta device)"
 NOT_FINITE = "the loss of its example batch was not finite"
 
 
 def eager_judge(example: Example) -> Judge | None:
-    """What compares the exported program of this module with it; None, with a warning, if the module or its inputs have no values."""
+    """A function that compares an exported program with this module. None, with a warning, if the module or its inputs have no values."""
     tensors = [*example.module.parameters(), *example.module.buffers(), *example.tensors()]
     if any(t.device.type == "meta" or isinstance(t, torch._subclasses.FakeTensor) for t in tensors):
         warnings.warn(f"the program is not compared with eager PyTorch: {NO_VALUES}", SoapWarning, stacklevel=2)
@@ -52,7 +52,7 @@ def eager_judge(example: Example) -> Judge | None:
 
 
 def compare_with_eager(example: Example, exported: ExportedProgram, model: ExecutableModel) -> ExportRecord:
-    """One step of the module and one of its program on the example batch. The module's state and torch's generators stay as they were.
+    """Compare one step of the module with one of its program on the example batch. The module's state and torch's generators do not change.
 
     Raises ModelError in one line, with the likely cause, if they differ by more than rounding, or if the module fails on its example.
     """
@@ -71,14 +71,14 @@ def compare_with_eager(example: Example, exported: ExportedProgram, model: Execu
 
 
 def _said(error: BaseException) -> str:
-    """Its class and, if it says something, what."""
+    """An error's class and its message, if it has one."""
     name, said = type(error).__name__, first_line(error)
     return name if said == name else f"{name}: {said}"
 
 
 @dataclass
 class _Step:
-    """What a step of eager PyTorch makes. ``gradients``: by canonical name, of what has one."""
+    """The results of a step of eager PyTorch. ``gradients``: canonical name -> gradient, of parameters that have one."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -122,8 +122,8 @@ class _Comparison:
         return [d for d in found if not d.agrees(self.tolerance)]
 
     def _found(self, drawing: Callable[[], AbstractContextManager[Any]]) -> list[Difference] | None:
-        """The differences in the order of the module's parameters; None if eager's loss is not finite. Gradients of the program are let
-        go of one by one, as the backward pass makes them, with eager's."""
+        """The differences, in the order of the module's parameters; None if eager's loss is not finite. To save memory, each pair of
+        gradients is compared and dropped as soon as the program's backward pass has made it."""
         with drawing():
             expected = eager_step(self.example, self.exported)
         if not bool(expected.loss.isfinite()):
@@ -139,7 +139,7 @@ class _Comparison:
         with drawing():
             loss, buffers = self._program_step(meet)
         result = [difference("loss", self.model.graph.loss, loss, expected.loss, self.dtype, 1.0)]
-        for name, tensor in list(expected.gradients.items()):  # the program gives these none
+        for name, tensor in list(expected.gradients.items()):  # parameters without gradient in the program
             meet(name, torch.zeros_like(tensor))
         result += [found[name] for name in self.canonical if name in found]
         moved = _scale(expected.buffers)
@@ -147,7 +147,7 @@ class _Comparison:
         return result
 
     def _program_step(self, meet: Callable[[str, torch.Tensor], None]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Loss and new buffers of the program's step. ``meet`` is given each gradient once."""
+        """Run the program's step. Returns loss and new buffers; calls ``meet(name, gradient)`` once for each gradient."""
         graph, model = self.model.graph, self.model
         leaves = {n: t.detach().requires_grad_(graph.tensors[n].requires_grad) for n, t in model.parameters.items()}
         for name, leaf in leaves.items():
@@ -169,12 +169,12 @@ class _Comparison:
         leaf.grad = None
 
     def _judged(self, wrong: Sequence[Difference]) -> list[Difference]:
-        """The same with their distances from eager PyTorch in float64, where the module can be copied in it."""
+        """The same differences, with distances from eager PyTorch in float64 if the module can be copied to it."""
         try:
             wide = self.example.widened()
-            with untouched(self.example.module):  # of which a copy may still know parts
+            with untouched(self.example.module):  # the copy may share parts with it
                 truth = eager_step(wide, self.exported) if wide is not None else None
-        except Exception:  # a module that computes in types of its own, or has no memory for a copy
+        except Exception:  # the module computes in dtypes of its own, or there is no memory for a copy
             truth = None
         if truth is None:
             return list(wrong)
@@ -212,14 +212,14 @@ class _Comparison:
 
 
 def _share(error: float) -> str:
-    """Relative to a tensor's size."""
+    """An error relative to a tensor's size, as text."""
     if not isfinite(error):
         return "all of its size: it is zero, or not finite, in one of the two only"
     return f"{error:.1%}" if 1e-3 <= error < 1e4 else f"{error:.1e} of its size"
 
 
 def eager_step(example: Example, exported: ExportedProgram) -> _Step:
-    """Loss, gradients and buffers of one step of the module itself, of which nothing stays in it."""
+    """Loss, gradients and buffers of one step of the module itself, which does not change it."""
     torch.manual_seed(SEED)
     module, canonical = example.module, canonical_names(exported.state_dict)
     with untouched(module, changed_parameters(exported)), torch.enable_grad():
@@ -236,14 +236,14 @@ def eager_step(example: Example, exported: ExportedProgram) -> _Step:
 
 
 def changed_parameters(exported: ExportedProgram) -> set[str]:
-    """State-dict names of what the forward pass itself changes in place (``embedding(max_norm=…)``)."""
+    """State-dict names of parameters that the forward pass itself changes in place (``embedding(max_norm=…)``)."""
     names = {s.arg.name: str(s.target) for s in exported.graph_signature.input_specs if s.kind is InputKind.PARAMETER}
     found = set()
     for node in exported.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
             continue
         root = node
-        while isinstance(root, torch.fx.Node) and root.args:  # views have what they look at as their first argument
+        while isinstance(root, torch.fx.Node) and root.args:  # a view's first argument is its base
             root = root.args[0]
         if isinstance(root, torch.fx.Node) and root.name in names:
             found.add(names[root.name])
@@ -251,7 +251,7 @@ def changed_parameters(exported: ExportedProgram) -> set[str]:
 
 
 class _ByShape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Random calls draw numbers that depend on their kind and the shapes of their operands alone, whatever was drawn before."""
+    """Makes the numbers of a random call depend on its kind and the shapes of its operands alone, not on earlier draws."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims"):
@@ -266,12 +266,12 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _scale(tensors: Mapping[str, torch.Tensor]) -> float:
-    """The largest finite element."""
+    """The largest finite element of all tensors."""
     sizes = (largest(tensor) for tensor in tensors.values())
     return max((size for size in sizes if isfinite(size)), default=0.0)
 
 
 def _coarsest(model: ExecutableModel) -> torch.dtype:
-    """The type with the largest rounding among the program's values; float32 if none is a floating-point type."""
+    """The dtype with the largest rounding among the program's values; float32 if none is a floating-point type."""
     known = {value.dtype for value in model.program.values.values()} & TOLERANCES.keys()
     return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

@@ -1,4 +1,4 @@
-"""Why a program does not train as its module does: what a module has that ``torch.export`` does not record, found by one more run."""
+"""Why a program does not train like its module: finds, by one more run, what the module has that ``torch.export`` does not record."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MOST_NAMED = 3
 
 
 def find_causes(example: Example, names: Sequence[str] | None) -> str:
-    """The likely causes in one line. ``names``: of the parameter whose gradient differs; None if something else does."""
+    """The likely causes in one line. ``names``: all names of the parameter whose gradient differs; None if something else differs."""
     try:
         if names is None and _draws_outside_torch(example):
             return FOREIGN
         hooks = _parameter_hooks(example.module, names or ())
         functions, tensor_hooks = _from_a_run(example, names)
-    except Exception:  # what is found out here is only said
+    except Exception:  # the cause only goes into a message: failing to find it must not hide that message
         return UNKNOWN
     hooks += tensor_hooks + _module_hooks(example.module)
     if not functions and not hooks:
@@ -43,7 +43,7 @@ def find_causes(example: Example, names: Sequence[str] | None) -> str:
 
 
 def _draws_outside_torch(example: Example) -> bool:
-    """Whether two runs with the same numbers from torch differ."""
+    """Whether two runs with the same seed of torch differ."""
     losses = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -75,7 +75,8 @@ def _module_hooks(module: nn.Module) -> list[str]:
 
 
 def _from_a_run(example: Example, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Functions and hooks of a forward pass: those that the parameter's gradient passes through before others."""
+    """(autograd.Functions, hooks on tensors) of a forward pass. If the gradient of the parameter passes through some of these functions,
+    only these are listed."""
     module = example.module
     with untouched(module), _noted_hooks() as hooks, torch.enable_grad():
         owners = _Owners(example)
@@ -93,17 +94,17 @@ def _from_a_run(example: Example, names: Sequence[str] | None) -> tuple[list[str
 
 
 class _Owners:
-    """In which module each node of the autograd graph was made: in the innermost one that runs when it is first seen."""
+    """The module that made each node of the autograd graph: the innermost one that was running when the node was first seen."""
 
     def __init__(self, example: Example) -> None:
-        self.nodes: dict[int, Any] = {}  # they stay alive, so that their numbers are theirs
+        self.nodes: dict[int, Any] = {}  # keeps them alive, so that their ids stay unique
         self.names: dict[int, str] = {}
         self._paths = {id(one): name for name, one in example.model.named_modules()}
         self._running = [type(example.model).__name__]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, all modules are followed."""
+        """Inside, hooks follow the calls of all modules."""
         handles = [nn_module.register_module_forward_pre_hook(self._before), nn_module.register_module_forward_hook(self._after)]
         try:
             yield
@@ -120,7 +121,7 @@ class _Owners:
         self._running.pop()
 
     def take(self, values: Any, name: str = "") -> None:
-        """What is new behind these values was made where we are, or by what has this name."""
+        """Note that the new nodes behind these values were made by the running module, or by ``name`` if it is given."""
         roots = [t.grad_fn for t in torch.utils._pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
         for node in _new_nodes(roots, self.nodes):
             self.names[id(node)] = name or self._running[-1]
@@ -136,7 +137,7 @@ def _is_custom(node: Any) -> bool:
 
 
 def _new_nodes(roots: Sequence[Any], kept: dict[int, Any]) -> list[Any]:
-    """Nodes of the autograd graph behind ``roots`` that are not in ``kept``, to which they are added."""
+    """Nodes of the autograd graph behind ``roots`` that are not in ``kept``; adds them to it."""
     found, waiting = [], [node for node in roots if node is not None]
     while waiting:
         node = waiting.pop()
@@ -149,14 +150,14 @@ def _new_nodes(roots: Sequence[Any], kept: dict[int, Any]) -> list[Any]:
 
 
 def _leaves(node: Any) -> set[int]:
-    """Of which tensors a node passes gradients on to."""
+    """Ids of the leaf tensors that a node passes gradients to."""
     reached: dict[int, Any] = {}
     return {id(leaf.variable) for leaf in _new_nodes([node], reached) if hasattr(leaf, "variable")}
 
 
 @contextmanager
 def _noted_hooks() -> Iterator[list[str]]:
-    """Hooks that are put on tensors inside, with the line that does so."""
+    """Descriptions of hooks that are registered on tensors inside, with the line that does so."""
     found: list[str] = []
     original: Callable[..., Any] = torch.Tensor.register_hook
 
@@ -178,6 +179,6 @@ def _place(frame: FrameType) -> str:
 
 
 def _defined(hook: Any) -> str:
-    """Where a hook is defined, as far as it says."""
+    """Where a hook is defined, if it has code that tells."""
     code = getattr(hook, "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if isinstance(code, CodeType) else ""

@@ -15,7 +15,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def micro_batches(inputs: Tensors, names: Sequence[str], most: int) -> list[Tensors]:
-    """A step's tensors, cut into its micro-batches: 1 to ``most``, one after the other."""
+    """Cut a step's tensors into its micro-batches: 1 to ``most``, one after the other. RuntimeFailure if the number does not fit."""
     if not names:
         return [inputs] * most
     count, rest = divmod(len(inputs), len(names))
@@ -26,12 +26,12 @@ def micro_batches(inputs: Tensors, names: Sequence[str], most: int) -> list[Tens
 
 
 def shapes_of(inputs: Tensors) -> tuple[tuple[int, ...], ...]:
-    """What tells batches of different sizes apart."""
+    """The shapes of the inputs: they tell batches of different sizes apart."""
     return tuple(tuple(tensor.shape) for tensor in inputs)
 
 
 def check_types(graph: OperatorGraph, names: Sequence[str], inputs: Tensors, dtype_of: Callable[[str], torch.dtype]) -> None:
-    """Tensors of the dtypes that the model was exported with, or of those that replace them."""
+    """RuntimeFailure unless the tensors have the dtypes that the model was exported with, or those that replace them."""
     for name, tensor in zip(names, inputs, strict=True):
         allowed = dict.fromkeys((graph.tensors[name].dtype, _name(dtype_of(name))))
         found = _name(tensor.dtype) if isinstance(tensor, torch.Tensor) else None
@@ -41,7 +41,7 @@ def check_types(graph: OperatorGraph, names: Sequence[str], inputs: Tensors, dty
 
 
 def other_shape(graph: OperatorGraph, names: Sequence[str], inputs: Tensors) -> str:
-    """One line about the first input that has not the shape that the model was traced with."""
+    """One line about the first input whose shape is not the one that the model was traced with; empty if there is none."""
     for name, tensor in zip(names, inputs, strict=True):
         expected = graph.tensors[name].shape
         if tuple(tensor.shape) != expected:
@@ -50,7 +50,8 @@ def other_shape(graph: OperatorGraph, names: Sequence[str], inputs: Tensors) -> 
 
 
 def compare_ranks(comm: Communicator, inputs: Tensors, check: Callable[[], None]) -> None:
-    """Raise RuntimeFailure on all ranks if one of them has another batch, or one that ``check`` refuses: they would train on silently."""
+    """Raise RuntimeFailure on all ranks if one of them has another batch, or one that ``check`` refuses: otherwise they would train on
+    different data in silence."""
     try:
         check()
         outcome = ("", _digest(inputs))
@@ -73,7 +74,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _digest(tensors: Tensors) -> str:
-    """What tells batches apart: dtype, shape and bytes of each tensor."""
+    """A hash of dtype, shape and bytes of each tensor."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(repr((tensor.dtype, tuple(tensor.shape))).encode())

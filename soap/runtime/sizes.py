@@ -1,4 +1,4 @@
-"""A trainer's programs, one per size of batch: the model's own from the start, others traced and compiled when they first come."""
+"""A trainer's programs, one per batch size: the model's own from the start, others traced and compiled when they first occur."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def run_dtype(graph: OperatorGraph, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """The type that a tensor of the graph has at run time: its own, or the one that replaces all floating-point types."""
+    """The dtype of a graph's tensor at run time: its own, or ``dtype`` in place of a floating-point one."""
     own: Any = getattr(torch, graph.tensors[name].dtype)
     assert isinstance(own, torch.dtype)
     return replaced(own, dtype)
@@ -38,7 +38,7 @@ def run_dtype(graph: OperatorGraph, name: str, dtype: torch.dtype | None) -> tor
 
 @dataclass(frozen=True)
 class SizedProgram:
-    """What executes steps on batches of one size. Parameters and gradients are the trainer's, whatever the size."""
+    """What executes steps on batches of one size. All sizes share the trainer's parameters and gradients."""
 
     trainer: Trainer
     model: TracedModel
@@ -48,7 +48,7 @@ class SizedProgram:
     unread: frozenset[str]
 
     def tensors(self, inputs: Tensors) -> dict[str, torch.Tensor]:
-        """Inputs, constants and the state that buffers hold by name, on this rank's device."""
+        """Inputs, constants and state (held in buffers) by name, on this rank's device."""
         state = {tensor: self.trainer.buffers[name] for tensor, name in self.model.state.items()}
         return {**self.constants, **state, **{n: self.trainer.place(t) for n, t in zip(self.model.input_names, inputs, strict=True)}}
 
@@ -60,7 +60,7 @@ class SizedProgram:
 
 
 class BatchSizes:
-    """Programs by the shapes of their inputs. ``gradients``: those that all of them add to."""
+    """The programs, by the shapes of their inputs. ``gradients``: shared by all of them."""
 
     def __init__(self, trainer: Trainer, topology: Topology) -> None:
         self.trainer, self._topology = trainer, topology
@@ -72,14 +72,14 @@ class BatchSizes:
         self.gradients = first.runner.gradients
 
     def check(self, parts: Sequence[Tensors]) -> None:
-        """Raise RuntimeFailure in one line if the model cannot be trained on these micro-batches. Needs no other rank."""
+        """Raise RuntimeFailure in one line if the model cannot be trained on these micro-batches. No other rank is needed."""
         model = self.trainer.model
         for part in parts:
             check_types(model.graph, model.input_names, part, partial(run_dtype, model.graph, dtype=self.trainer.dtype))
             self._model(part)
 
     def of(self, inputs: Tensors) -> SizedProgram:
-        """The program for a batch. When a size first comes, on all ranks at once."""
+        """The program for a batch. Called on all ranks at once when a size first occurs."""
         shapes = shapes_of(inputs)
         if shapes not in self._sizes:
             self._sizes[shapes] = self._compile(self._model(inputs))

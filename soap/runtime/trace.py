@@ -1,6 +1,6 @@
-"""Recording when each task really ran, under the names that the simulator uses.
+"""Recording when each task really ran, under the simulator's names.
 
-Times are nanoseconds since a barrier of all ranks, so that the ranks' clocks share an origin to within the barrier's skew.
+Times are nanoseconds since a barrier of all ranks: the ranks' clocks share an origin, up to the barrier's skew.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from soap.runtime.system import clock
 from soap.simulator.tasks import TaskKind
 
 WAITING_THREADS = 256
-"""Upper bound of communications watched at the same time; threads are started as needed."""
+"""The most communications that are watched at the same time; threads are started as needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One task as a rank saw it. For a communication: from when the rank joined it to when it had the result."""
+    """One task as a rank saw it. A communication lasts from when the rank joined it until it had the result."""
 
     rank: int
     name: str
@@ -37,12 +37,12 @@ Watch = Callable[[str, TaskKind, Pending], None]
 
 
 def watch_nothing(name: str, kind: TaskKind, pending: Pending) -> None:
-    """In steps that are not traced: it is named, for whoever asks what a rank waits for."""
+    """The ``Watch`` of steps that are not traced: it only names the communication, for messages about what a rank waits for."""
     pending.name = name
 
 
 class Recorder:
-    """Collects this rank's events. ``origin`` is set by ``align``."""
+    """Collects this rank's events. ``align`` sets the origin of time."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -58,7 +58,7 @@ class Recorder:
 
     @contextmanager
     def task(self, name: str, kind: TaskKind) -> Iterator[None]:
-        """Time what this rank computes itself."""
+        """Time what this rank computes inside."""
         start = clock.now_ns()
         yield
         self._synchronize()
@@ -82,7 +82,7 @@ class Recorder:
         pending.watch(submit)
 
     def close(self) -> list[Event]:
-        """All events of this rank, by start."""
+        """Wait for all watched communications. Returns this rank's events, ordered by start."""
         for future in self._watching:
             future.result()
         self._threads.shutdown()
@@ -97,10 +97,10 @@ class Recorder:
 
 
 def join_events(per_rank: Sequence[Sequence[Event]]) -> list[Event]:
-    """One event per task of what all ranks saw; updates and tiles stay as they are.
+    """Join the events of all ranks into one per task. Tiles and updates stay as they are.
 
-    A communication starts when the last of its ranks has joined and ends when the last one has the result; it is listed under the
-    highest rank that took part.
+    A communication starts when the last of its ranks has joined, and ends when the last one has the result. It is listed under the highest
+    rank that took part.
     """
     joined: dict[tuple[str, TaskKind], Event] = {}
     for event in (event for events in per_rank for event in events):

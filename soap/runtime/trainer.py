@@ -45,13 +45,14 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains a traced model by a plan; made on all ranks at once, with equal arguments.
+    """Trains a traced model by a plan. Made on all ranks at once, with equal arguments.
 
-    ``plan``: a plan, or (strategy, topology). ``order``: all tiles in the order in which they start, from the simulator; the graph's order
-    if None, and backward the other way round if that is not said. ``options``, or any of its fields by name: see ``TrainingOptions``; the
-    names count where both are given. Copies of a parameter start equal to their first device's, buffers equal to rank 0's.
+    ``plan``: a plan, or (strategy, topology). ``order``: all tiles in the order in which they start, from the simulator; None for the
+    graph's order. Without a backward order, the backward pass runs in reverse. ``options``: see ``TrainingOptions``; its fields may also be
+    given by name, and these win. Copies of a parameter start equal to the first device's copy, buffers equal to rank 0's.
 
-    Use as a context manager, or call ``close``, to leave the process group that it has opened.
+    RuntimeFailure in one line if the model, plan and options do not fit together. Use it as a context manager, or call ``close``, to leave
+    the process group that it has opened.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Trainer:
         self._refresh_copies()
 
     def _place_values(self, joined: Sequence[str], take_over: bool) -> None:
-        """This rank's parts of parameters, and its own copy of buffers, equal on all ranks that have them."""
+        """Load this rank's parts of parameters and its copy of the buffers; make them equal on all ranks that have them."""
         self.shards = ShardStore(self.plan, self.rank, joined)
         self.shards.load(self.model.parameters, self.device, self.dtype, share=take_over)
         if take_over:
@@ -99,7 +100,8 @@ class Trainer:
         self._first_buffers = {name: tensor.clone() for name, tensor in self.buffers.items() if name not in self.model.state.values()}
 
     def _prepare_updates(self, trained: Sequence[str]) -> None:
-        """The optimizer of this rank's parts, and what a step ends with. RuntimeFailure on all ranks alike if it does not fit the parts."""
+        """Make the optimizer of this rank's parts, the schedule and the end of a step. RuntimeFailure, the same on all ranks, if the
+        optimizer's factory treats parts of a parameter differently."""
         plan, self.parts = self.plan, parts_of(self.shards)
         self.optimizer = self.layout.optimizer({name: [p.tensor for p in self.parts.values() if p.parameter == name] for name in trained})
         found = self.comm.gather(other_options(self.layout, trainable_shapes(plan), self.parts, self.optimizer))
@@ -114,23 +116,23 @@ class Trainer:
     def step(self, *inputs: torch.Tensor) -> float:
         """One training iteration on a global batch, which every rank gets in full. Returns the loss, the same on all ranks.
 
-        With ``accumulate``, the tensors of several micro-batches, one after the other; the loss is the mean of theirs (a mean of means
-        where they count different numbers of tokens). A batch of another
-        size than the model's trains by the same strategy, if the model can be traced at that size.
+        With ``accumulate``, ``inputs`` are the tensors of several micro-batches, one after the other. The loss is the mean of theirs: a
+        mean of means if they count different numbers of tokens. A batch of another size than the model's trains by the same strategy, if
+        the model can be traced at that size. RuntimeFailure in one line for a batch that does not fit.
         """
         return self._iterate(inputs, None)
 
     def trace(self, *inputs: torch.Tensor) -> list[Event]:
-        """One training iteration in which every task (of the last micro-batch) is timed on its own; the events of all ranks, on all ranks.
+        """One training iteration in which every task of the last micro-batch is timed on its own. Returns all ranks' events, on all ranks.
 
-        Slower than ``step``: no tiles are joined into segments.
+        Slower than ``step``: every tile is a segment of its own.
         """
         recorder = Recorder(self.comm)
         self._iterate(inputs, recorder)
         return join_events(self.comm.gather(recorder.close()))
 
     def _iterate(self, inputs: Sequence[torch.Tensor], recorder: Recorder | None) -> float:
-        """All micro-batches of a step, the last one traced if there is a recorder, and the optimizer's update."""
+        """Run all micro-batches of a step and the update. A recorder traces the last micro-batch. Returns the loss."""
         HERE.enter(self.steps + 1)
         parts = micro_batches(inputs, self.model.input_names, self.accumulate)
         if not self._batch_compared:
@@ -158,7 +160,7 @@ class Trainer:
         return mean
 
     def rows_looked_up(self, step: int, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The rows of each sparse parameter that a step of this number looks up, ascending; needs no other rank."""
+        """Sparse parameter -> rows that the step with this number looks up, ascending. No other rank is needed."""
         found: dict[str, torch.Tensor] = {}
         for number, part in enumerate(micro_batches(inputs, self.model.input_names, self.accumulate)):
             sized = self.sizes.of(part)
@@ -167,7 +169,7 @@ class Trainer:
         return found
 
     def _forget_tables(self) -> None:
-        """Leave tables that servers keep to the servers: the model has room for none of their rows any more."""
+        """Free the model's values of sparse tables that servers own; they are replaced by meta tensors."""
         parameters = self.model.parameters
         assert isinstance(parameters, dict)
         for name in {sync.parameter for sync in self.plan.syncs if sync.contract.has_servers and sync.contract.by_rows}:
@@ -176,13 +178,14 @@ class Trainer:
                 parameters[name] = parameters[name].detach().to("meta")
 
     def _refresh_copies(self) -> None:
-        """Bring what servers keep to its readers when it was loaded: no traffic of a step."""
+        """Send loaded values from owners to readers. This does not count as traffic of a step."""
         counted = replace(self.comm.traffic)
         self.sizes.gradients.refresh()
         self.comm.traffic = counted
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Full gradients of the last step by canonical name, on rank 0 (empty elsewhere). Parameters without gradient are left out."""
+        """Full gradients of the last step by canonical name, on rank 0 (empty elsewhere); called on all ranks at once. Parameters without
+        gradient are left out."""
         wanted = sorted(self.plan.synchronized)
         full: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self.plan.shards[shard].parameter for shard in wanted):
@@ -191,14 +194,14 @@ class Trainer:
         return full if self.rank == 0 else {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters and buffers in full by the names of the user's model, on rank 0 (empty elsewhere).
+        """All parameters and buffers in full by the names of the user's model, on rank 0 (empty elsewhere); called on all ranks at once.
 
-        It has every entry of the exported model's state dict, and no other: the model itself can load it.
+        It has exactly the entries of the exported model's state dict, so the model itself can load it.
         """
         return {name: tensor for name, tensor in self.whole_state().items() if name not in self.model.transient}
 
     def whole_state(self) -> dict[str, torch.Tensor]:
-        """``state_dict`` with the buffers that are no entries of the model's."""
+        """``state_dict``, plus the buffers that the model's own state dict leaves out."""
         full: dict[str, torch.Tensor] = {}
         for name, tensor in (*self.model.parameters.items(), *self.model.unchanged.items()) if self.rank == 0 else ():
             if tensor.is_meta:
@@ -214,7 +217,7 @@ class Trainer:
         return full | {alias: full[name] for alias, name in self.plan.graph.aliases.items() if name in full}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take parameters and buffers from full tensors, given on every rank."""
+        """Load parameters and buffers from full tensors by name, given on every rank. RuntimeFailure if one is missing."""
         missing = [name for name in (*self.model.parameters, *self.buffers) if name not in state and name not in self.model.transient]
         if missing:
             raise RuntimeFailure(f"state lacks {missing[0]!r} (and {len(missing) - 1} more): expected every parameter and buffer by name")
@@ -226,18 +229,20 @@ class Trainer:
         self._warn_of_unchanged(state)
 
     def save(self, folder: str | Path, *, keep: int | None = None) -> Path:
-        """Write a checkpoint ``step-…`` into a folder, on all ranks at once; its path. See ``runtime.checkpoint.checkpoint``.
+        """Write a checkpoint ``step-…`` into a folder, on all ranks at once. Returns its path. See ``runtime.checkpoint.checkpoint``.
 
-        ``keep``: how many steps' checkpoints stay in the folder, this one included; None for all. Another one of the same step is replaced.
+        ``keep``: how many steps' checkpoints stay in the folder, this one included; None for all. An earlier checkpoint of the same step is
+        replaced. CheckpointError if it cannot be written.
         """
         from soap.runtime.checkpoint.checkpoint import save_checkpoint  # loads much of torch that training does not need
 
         return save_checkpoint(folder, self._training(), self.steps, self.seed, self._gather_buffers(), keep)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint, or the latest in a folder, on all ranks at once; whatever plan and number of ranks it was saved with.
+        """Go on from a checkpoint, or the latest in a folder; called on all ranks at once. It may come from any plan and number of ranks.
 
         Parameters, buffers, the optimizer's state and hyperparameters, ``steps`` and ``seed`` become those of the checkpoint.
+        CheckpointError if it is damaged or does not fit.
         """
         from soap.runtime.checkpoint.checkpoint import load_checkpoint
 
@@ -254,7 +259,7 @@ class Trainer:
         return replace(self.comm.traffic)
 
     def close(self) -> None:
-        """Leave the process group, if this trainer has opened it."""
+        """Leave the process group if this trainer has opened it."""
         self.comm.close()
         close_world(self.world)
 
@@ -271,7 +276,7 @@ class Trainer:
         return Training(self.model, self.plan, self.comm, self.shards, self.parts, self.optimizer, self.schedule, self.place, gradients)
 
     def _warn_of_unchanged(self, state: Mapping[str, torch.Tensor]) -> None:
-        """What the program only reads was fixed when it was imported."""
+        """Warn of loaded values that have no effect: what the program only reads keeps its exported value."""
         for name, tensor in self.model.unchanged.items():
             if name in state and not torch.equal(state[name].detach().to(tensor.device, tensor.dtype), tensor):
                 warnings.warn(
@@ -287,8 +292,8 @@ class Trainer:
             self._first_buffers[name].copy_(value)
 
     def _gather_buffers(self) -> dict[str, torch.Tensor]:
-        """Each element from the rank that has updated it: tiles change their own region of their rank's copy only. State is the same on
-        all."""
+        """Full buffers by name, on rank 0. Tiles change only their own region of their rank's copy, so each element is taken from a rank
+        that has changed it. State is the same on all ranks."""
         full: dict[str, torch.Tensor] = {}
         kept = set(self.model.state.values())
         for tag, (name, own) in enumerate(self.buffers.items()):
@@ -307,7 +312,7 @@ class Trainer:
         return full
 
     def _check_agreement(self) -> None:
-        """Ranks with different programs would wait for each other forever."""
+        """RuntimeFailure unless all ranks have the same program: otherwise they would wait for each other forever."""
         options = (self.dtype, self.accumulate, self.clip_norm)
         moved = (self.plan.messages, self.plan.exchanges, self.plan.syncs)
         text = repr((self.plan.graph.hash, self.program.order, moved, options))
@@ -317,15 +322,15 @@ class Trainer:
                 raise RuntimeFailure(f"rank {rank} has another model, strategy or order than rank 0; expected the same on all ranks")
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on this rank's device, in the type that is computed in."""
+        """A copy of the tensor on this rank's device, in the dtype that is computed in."""
         return self.place(tensor).clone(memory_format=torch.contiguous_format)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on this rank's device, in the type that is computed in; itself if it is so already."""
+        """The tensor on this rank's device, in the dtype that is computed in; the tensor itself if it is so already."""
         return tensor.resolve_conj().resolve_neg().to(self.device, replaced(tensor.dtype, self.dtype))
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type that a tensor of the graph is computed in."""
+        """The dtype that a tensor of the graph is computed in."""
         return run_dtype(self.plan.graph, name, self.dtype)
 
     def _home(self, name: str) -> torch.device:
@@ -334,7 +339,7 @@ class Trainer:
 
 
 def _refuse_impossible(model: TracedModel, options: TrainingOptions) -> None:
-    """RuntimeFailure if this model, or this machine, cannot be trained so."""
+    """RuntimeFailure if the options do not work with this model or on this machine."""
     if options.compiled and (missing := missing_compiler()):
         raise RuntimeFailure(f"compiled steps: expected what torch.compile needs, but there is {missing}; train without")
     dtype = options.dtype
@@ -345,7 +350,7 @@ def _refuse_impossible(model: TracedModel, options: TrainingOptions) -> None:
 def _plan_of(
     model: TracedModel, plan: Plan | tuple[Strategy, Topology], options: TrainingOptions
 ) -> tuple[Plan, Topology, DeviceKind]:
-    """The plan, what it runs on, and on what kind of devices. RuntimeFailure if it is another model's."""
+    """The plan, its topology and its kind of devices. RuntimeFailure if the plan is for another model."""
     device_kind, topology = options.device_kind, None
     if not isinstance(plan, Plan):
         strategy, topology = plan

@@ -1,4 +1,4 @@
-"""How a model is trained by a plan, as one value: for ``soap.Trainer``, ``soap.tune``, runners and the commands alike."""
+"""The options of training by a plan, as one value that ``soap.Trainer``, ``soap.tune``, runners and commands share."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ class TrainingKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """How to train. RuntimeFailure in one line where a value cannot be.
+    """How to train. RuntimeFailure in one line for an impossible value.
 
-    ``optimizer``: makes any torch optimizer from a list of tensors, the parts of parameters that a rank keeps; or pattern of names -> what
-    makes it. If its update is not elementwise (found by trying it, see ``soap.runtime.updates.trial``), the plan must keep its parameters
-    whole. ``groups``: from a parameter's name and whole shape to what is different for it, such as ``{"weight_decay": 0.0}``;
-    ``optimizer`` is then given torch's parameter groups. ``schedule``: makes a schedule of ``torch.optim.lr_scheduler`` from the optimizer;
-    it steps behind each update, with the loss if it asks for a metric. ``clip_norm``: scale gradients to at most this global norm.
-    ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are, whatever the optimizer does with zeros (see
-    ``row_update``).
+    ``optimizer``: a function that makes any torch optimizer from a list of tensors (the parts of parameters that a rank owns); or a mapping
+    from name patterns to such functions. If its update is not elementwise (found by trying it, see ``soap.runtime.updates.trial``), the
+    plan must keep its parameters whole. ``groups``: (parameter's name, whole shape) -> its options that differ, such as
+    ``{"weight_decay": 0.0}``; ``optimizer`` then gets torch's parameter groups. ``schedule``: a function that makes a schedule of
+    ``torch.optim.lr_scheduler`` from the optimizer. It steps after each update, with the loss if it takes a metric. ``clip_norm``: scale
+    gradients to at most this global norm. ``lazy_sparse``: rows of sparse parameters that a step does not look up stay as they are,
+    whatever the optimizer does with zero gradients (see ``row_update``).
 
-    ``accumulate``: micro-batches per step; loss and gradients are the mean over the micro-batches of each one's own: where a loss is a mean
-    over tokens that count, a micro-batch with few of them weighs as much as one with many. ``seed`` is that of dropout. ``dtype``: compute
-    in this floating-point type instead of the model's own. ``compiled``: by ``torch.compile``, which takes its time in the first step.
-    ``take_over``: train in the model's own memory where a rank keeps a parameter whole; ``model.parameters`` then follow the training, and
-    lose the values of sparse tables that servers keep.
+    ``accumulate``: micro-batches per step. Loss and gradients are the mean over the micro-batches: if a loss is itself a mean over tokens,
+    a micro-batch with few tokens weighs as much as one with many. ``seed``: of dropout. ``dtype``: compute in this floating-point type
+    instead of the model's own. ``compiled``: use ``torch.compile``, which makes the first step slow. ``take_over``: train in the model's
+    own memory where a rank keeps a parameter whole; ``model.parameters`` then follow the training, and lose the values of sparse tables on
+    servers.
 
-    ``backend``: ``gloo``, ``nccl``, or ``auto`` by the devices. ``device_kind``: of the ranks' devices; None: as the cluster's are.
-    ``timeout_s``: seconds after which ranks that do not answer are given up.
+    ``backend``: ``gloo``, ``nccl``, or ``auto`` (by the devices). ``device_kind``: kind of the ranks' devices; None: the cluster's.
+    ``timeout_s``: seconds to wait for ranks that do not answer.
     """
 
     optimizer: Optimizers = plain_sgd
@@ -78,7 +78,7 @@ class TrainingOptions:
         return Recipe(self.optimizer, self.groups, self.schedule)
 
     def with_changes(self, **changes: Unpack[TrainingKeywords]) -> TrainingOptions:
-        """The same but for these fields."""
+        """A copy with these fields changed."""
         return replace(self, **changes)
 
 

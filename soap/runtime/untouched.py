@@ -1,4 +1,4 @@
-"""Running a user's module without changing it: its values, gradients, plain attributes and all generators are afterwards what they were."""
+"""Running a user's module without changing it: values, gradients, plain attributes and random generators are restored afterwards."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-"""Attributes of a module that are dictionaries of their own."""
+"""Attributes of a module that are dictionaries; their entries are restored one by one."""
 
 
 @contextmanager
 def untouched(module: nn.Module, changed: Collection[str] = ()) -> Iterator[None]:
-    """Inside, the module has no gradients; afterwards it is as it was, whatever a step has done to it.
+    """Inside, the module has no gradients. Afterwards it is as it was, whatever a step has done to it.
 
-    ``changed``: parameters that the step changes itself. Those whose gradients are given to hooks at once, which may be an optimizer's,
-    count as changed, too. Others are not copied. What hooks do elsewhere stays.
+    ``changed``: names of parameters that the step changes itself. Parameters with hooks on accumulated gradients count as changed too: such
+    a hook may be an optimizer. Only these, and buffers, are copied. What hooks change elsewhere is not restored.
     """
     attributes = [(one, _attributes(one)) for one in module.modules()]
     parameters = dict(module.named_parameters())
@@ -35,7 +35,7 @@ def untouched(module: nn.Module, changed: Collection[str] = ()) -> Iterator[None
         for one, before in attributes:
             _set_attributes(one, before)
         with torch.no_grad():
-            for tensor, value in kept:  # batch norm changes its statistics without counting it as a version
+            for tensor, value in kept:  # compare values: batch norm changes its statistics without a new version
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
         for parameter, gradient in gradients:
@@ -61,7 +61,7 @@ def _set_attributes(module: nn.Module, before: dict[str, Any]) -> None:
 
 @contextmanager
 def same_generators(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Torch's, Python's and NumPy's generators go on afterwards as if nothing had been drawn. ``devices``: GPUs that draw."""
+    """Restore torch's, Python's and NumPy's generators afterwards, as if nothing had been drawn. ``devices``: GPUs that draw."""
     numpy = sys.modules.get("numpy")
     own, foreign = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:

@@ -1,1 +1,1 @@
-"""Checkpoints that any other plan can go on from."""
+"""Checkpoints that training by any other plan can resume from."""

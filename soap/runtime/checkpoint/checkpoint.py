@@ -1,9 +1,8 @@
-"""Checkpoints of a training under way: saved from the shards of one strategy, loaded into those of any other, on any number of ranks.
+"""Checkpoints: saved from the shards of one strategy, loaded into the shards of any other, on any number of ranks.
 
-Tensors are named as in the user's model: ``model.<parameter or buffer>``, ``optim.state.<parameter>.<key>`` and, of methods of
-synchronization that keep something, ``sync.state.<parameter>.<name>``; each as a tensor of the full shape, of which every rank writes and
-reads regions. Beside them a checkpoint has the step and the seed. These two are
-the whole state of random numbers: dropout's are a function of (seed, step, call).
+Tensors are named as in the user's model: ``model.<parameter or buffer>``, ``optim.state.<parameter>.<key>`` and, for methods of
+synchronization with a state, ``sync.state.<parameter>.<name>``. Each is stored in its full shape; ranks write and read regions of it. A
+checkpoint also holds the step and the seed. These two are the whole state of random numbers: dropout is a function of (seed, step, call).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Training:
-    """What a checkpoint has to know of a training on this rank. ``parts``: what the optimizer updates. ``place``: a tensor on this rank's
-    device, in the type computed in. ``gradients``: which know what methods of synchronization keep."""
+    """What checkpoints need to know of a training on this rank. ``parts``: what the optimizer updates. ``place``: moves a tensor to this
+    rank's device, in the dtype that is computed in. ``gradients``: give the state of the methods of synchronization."""
 
     model: TracedModel
     plan: Plan
@@ -56,7 +55,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint says beyond shards and optimizers. ``unchanged``: on rank 0, what training does not change, by name."""
+    """What a checkpoint holds beside shards and optimizer state. ``unchanged``: name -> tensor that training does not change, on rank 0."""
 
     step: int
     seed: int
@@ -67,9 +66,9 @@ class Loaded:
 def save_checkpoint(
     folder: str | Path, training: Training, step: int, seed: int, buffers: Mapping[str, torch.Tensor], keep: int | None = None
 ) -> Path:
-    """Save on all ranks at once; the new checkpoint's path. ``buffers``: in full, on rank 0.
+    """Save a checkpoint; called on all ranks at once. Returns its path. ``buffers``: in full, on rank 0.
 
-    Nothing is written if something cannot be kept.
+    CheckpointError, the same on all ranks, if some state cannot be kept (nothing is written then) or the folder cannot be written to.
     """
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep {keep}: expected at least 1, or None for all")
@@ -100,10 +99,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, torch.Tensor]) -> Loaded:
-    """Fill shards, and the optimizer's state, from a checkpoint or the latest in a folder; on all ranks at once.
+    """Fill shards and the optimizer's state from a checkpoint, or from the latest in a folder; called on all ranks at once.
 
-    ``buffers``: tensors like those that are wanted. Nothing is changed if the checkpoint does not fit or lacks something; if a file
-    turns out to be damaged inside, shards may be changed in part.
+    ``buffers``: tensors of the wanted names, shapes and dtypes. CheckpointError if the checkpoint does not fit or lacks something; nothing
+    is changed then. If a data file turns out to be damaged inside, some shards may have been changed already.
     """
     comm, plan, tensors = training.comm, training.plan, training.shards.tensors
     checkpoint, manifest = _together(comm, lambda: _read(path, training, buffers))
@@ -135,9 +134,9 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
 
 
 def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of a checkpoint, or of the latest in a folder, by the names of the user's model; in this process alone.
+    """All parameters and buffers of a checkpoint, or of the latest in a folder, by the names of the user's model.
 
-    The module that was exported can load it. No ranks are needed, and no pickle is read.
+    The exported module can load it. This process needs no other ranks, and reads no pickle. CheckpointError if the checkpoint is damaged.
     """
     checkpoint = resolve(path)
     manifest = read_manifest(checkpoint)
@@ -153,7 +152,8 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _regions_to_save(training: Training, known: state.Known, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
-    """Each shard's first device writes it. Rank 0 writes the rest: what no rank keeps, buffers, and single numbers of the optimizer."""
+    """The regions that this rank writes: shards whose first device it is. Rank 0 also writes what no rank owns, buffers, and the
+    optimizer's single numbers."""
     plan, rank = training.plan, training.comm.rank
     regions = []
     for number, tensor in training.shards.tensors.items():
@@ -184,7 +184,7 @@ def _state_to_save(part: Part, optimizer: torch.optim.Optimizer, known: state.Kn
 
 
 def _unread_regions(training: Training) -> list[Region]:
-    """What no tile reads of a frozen parameter has no shard: it is as it was exported."""
+    """Regions of frozen parameters that no tile reads. They have no shard, and still have their exported values."""
     boxes: dict[str, list[tuple[tuple[int, int], ...]]] = {}
     for shard in training.plan.shards:
         boxes.setdefault(shard.parameter, []).append(shard.box)
@@ -210,7 +210,8 @@ def _unchanged_to_read(training: Training, manifest: Manifest) -> dict[str, torc
 
 
 def _state_to_read(training: Training, manifest: Manifest) -> dict[tuple[int, str], Region]:
-    """Empty tensors for the optimizer's state of this rank's parts, by (part, key)."""
+    """(part, key) -> empty tensor for the optimizer's state of this rank's parts. CheckpointError if this plan cuts a parameter whose state
+    was saved for the whole."""
     optimizer = training.optimizer
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
     found = {}
@@ -234,7 +235,7 @@ def _state_to_read(training: Training, manifest: Manifest) -> dict[tuple[int, st
 
 
 def _read(path: str | Path, training: Training, buffers: Mapping[str, torch.Tensor]) -> tuple[Path, Manifest]:
-    """The checkpoint's manifest, if it fits to this training."""
+    """The checkpoint's path and manifest. CheckpointError if it does not fit this training."""
     checkpoint = resolve(path)
     manifest = read_manifest(checkpoint)
     _check_dtypes(checkpoint, manifest)
@@ -263,7 +264,7 @@ def _check_dtypes(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def _manifest(training: Training, step: int, seed: int, save_id: str, known: state.Known) -> Manifest:
-    """The manifest, but for where things are."""
+    """The manifest without the tensors' places."""
     model, graph = training.model, training.plan.graph
     aliases = {alias: name for alias, name in graph.aliases.items() if name in model.parameters or name in model.buffers}
     return Manifest(
@@ -287,7 +288,7 @@ def _require_visible(temporary: Path) -> None:
 
 
 def _together(comm: Communicator, action: Callable[[], T]) -> T:
-    """Do something on this rank; a failure on any rank is raised on all."""
+    """Do something on this rank. A CheckpointError on any rank is raised on all."""
     failure, result = "", []
     try:
         result.append(action())
@@ -300,7 +301,7 @@ def _together(comm: Communicator, action: Callable[[], T]) -> T:
 
 
 def _through_torch(folder: Path, action: Callable[[], object]) -> None:
-    """Torch tells all ranks of what failed on any; here it becomes one line."""
+    """Call torch's checkpoint library, which raises a failure of any rank on all ranks. Turns that into a CheckpointError in one line."""
     try:
         action()
     except CheckpointException as error:

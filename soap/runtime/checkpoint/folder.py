@@ -1,9 +1,8 @@
-"""Folders of checkpoints: a checkpoint is there as a whole or not at all, and killing a save at any moment leaves what was there.
+"""Folders of checkpoints. A checkpoint exists as a whole or not at all; killing a save at any moment leaves the earlier ones intact.
 
-A checkpoint is the folder ``step-00000012`` in a folder of the user's. It is written under a temporary name beside its place and
-renamed when all of it has reached the disk, so that every folder with a final name is complete. What a killed save has left
-behind is removed by the next save; what is to be removed gets a temporary name first. No torch here: commands look into folders
-before they start anything.
+A checkpoint is a folder such as ``step-00000012`` in the user's folder. It is written under a temporary name there, and renamed once all of
+it has reached the disk: so every folder with a final name is complete. The next save removes what a killed save has left. A checkpoint that
+is to be removed gets a temporary name first. No torch here: commands look into folders before they start anything.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _TEMPORARY = re.compile(r"\.step-\d{8,18}(?:-\d{1,9})?\.[0-9a-f]{16}\.tmp")
 
 
 class Complete(NamedTuple):
-    """A complete checkpoint. ``number`` counts those of one step: one that is saved again gets the next number, and replaces the first."""
+    """A complete checkpoint. ``number``: 0 for a step's first save, then 1, 2, …; a later save of a step replaces the earlier ones."""
 
     step: int
     number: int
@@ -48,7 +47,7 @@ def complete(folder: Path) -> list[Complete]:
 
 
 def resolve(path: str | Path) -> Path:
-    """The checkpoint that a path means: itself, or the latest complete one in it."""
+    """The checkpoint that a path stands for: the folder itself, or the latest complete one in it. CheckpointError if there is none."""
     path = Path(path)
     if (path / MANIFEST).is_file():
         return path
@@ -60,7 +59,7 @@ def resolve(path: str | Path) -> Path:
 
 
 def check_place(folder: str | Path, step: int) -> None:
-    """Raise CheckpointError if a checkpoint of this step could not be saved there: worth asking before long work. Makes the folder."""
+    """Raise CheckpointError if a checkpoint of this step could not be saved there. To be asked before long work. Creates the folder."""
     folder = Path(folder)
     latest = complete(folder)[-1:]
     if latest and latest[0].step > step:
@@ -76,7 +75,7 @@ def check_place(folder: str | Path, step: int) -> None:
 
 
 def begin(folder: str | Path, step: int) -> Path:
-    """A new temporary folder for a checkpoint of this step, with what killed saves have left removed."""
+    """Make a temporary folder for a checkpoint of this step, and remove what killed saves have left."""
     folder = Path(folder)
     check_place(folder, step)
     with _writing(folder):
@@ -89,7 +88,8 @@ def begin(folder: str | Path, step: int) -> Path:
 
 
 def publish(temporary: Path, step: int, keep: int | None) -> Path:
-    """Give a temporary folder that is written in full its final name, and remove all but the last ``keep`` steps' checkpoints."""
+    """Give a fully written temporary folder its final name, then remove the checkpoints of all but the last ``keep`` steps. Returns the
+    final path."""
     folder = temporary.parent
     with _writing(folder):
         number = max((entry.number + 1 for entry in complete(folder) if entry.step == step), default=0)
@@ -105,12 +105,12 @@ def publish(temporary: Path, step: int, keep: int | None) -> Path:
 
 
 def discard(temporary: Path) -> None:
-    """Remove a temporary folder; what cannot be removed now the next save removes."""
+    """Remove a temporary folder. What cannot be removed now is removed by the next save."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _superfluous(found: list[Complete], keep: int | None) -> list[Complete]:
-    """The earlier checkpoints of a step that was saved again, and those of all steps but the last ``keep``."""
+    """The checkpoints to remove: earlier ones of a step that was saved again, and those of all but the last ``keep`` steps."""
     last = {entry.step: entry for entry in found}
     kept = sorted(last)[-keep:] if keep is not None else sorted(last)
     return [entry for entry in found if entry.step not in kept or entry != last[entry.step]]
@@ -121,7 +121,7 @@ def _temporary(folder: Path, step: int) -> Path:
 
 
 def _synchronize(folder: Path) -> None:
-    """The folder's entries reach the disk, where the system can promise it."""
+    """Flush the folder's entries to the disk, where the system offers it."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -139,7 +139,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def unwritable(folder: Path, cause: Exception) -> CheckpointError:
-    """The error for a checkpoint that the system did not let us write."""
+    """The error for a checkpoint that could not be written."""
     return CheckpointError(
         f"cannot write a checkpoint to {str(folder)!r}: {reason(cause)}; earlier checkpoints are as they were: "
         "free space, or choose another folder"

@@ -1,7 +1,7 @@
-"""``soap.json`` of a checkpoint: what it holds, and where. Plain JSON that is checked on reading, so that no pickle need be read.
+"""The manifest of a checkpoint, ``soap.json``: what it holds, and where. Plain JSON that is checked on reading.
 
-Torch's own index of a checkpoint is a pickle, which could run code; it is written for other tools, and never read here. No torch in
-this module.
+Torch's own index of a checkpoint is a pickle, which could run code. It is written for other tools and never read here. No torch in this
+module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor by its chunks, which are disjoint and cover it. ``dtype``: torch's name without the prefix."""
+    """A stored tensor. Its ``chunks`` are disjoint and cover it. ``dtype``: torch's name without the prefix ``torch.``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,9 +44,9 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """What the optimizer knows of a parameter. ``options``: those of its group. ``regions``: names of the state that is split like the
-    parameter; ``scalars``: of single numbers that are tensors; ``values``: plain numbers; ``others``: names of tensors of other shapes, of
-    a parameter that is kept whole."""
+    """The optimizer's state of a parameter. ``options``: of its parameter group. ``regions``: names of tensors that are split like the
+    parameter. ``scalars``: names of tensors with a single number. ``values``: name -> plain number. ``others``: names of tensors of other
+    shapes, for parameters that are kept whole."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     regions: tuple[str, ...] = ()
@@ -57,8 +57,8 @@ class ParameterState:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint. ``aliases``: further names of tied parameters. ``optimizer``: name of its class, None without anything to train.
-    ``schedule``: see ``runtime.updates.schedules``. ``sync_states``: parameter -> names of what its method of synchronization keeps."""
+    """A checkpoint's contents. ``aliases``: further names of tied parameters. ``optimizer``: name of its class; None if nothing is trained.
+    ``schedule``: see ``runtime.updates.schedules``. ``sync_states``: parameter -> names of the state of its method of synchronization."""
 
     save_id: str
     step: int
@@ -75,7 +75,7 @@ class Manifest:
 
     @property
     def files(self) -> dict[str, int]:
-        """Data files and their sizes in bytes."""
+        """Data file -> its size in bytes."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:
@@ -83,7 +83,7 @@ class Manifest:
         return sizes
 
     def text(self) -> str:
-        """The file's content. What few checkpoints have is left out of the others, which older programs can then read."""
+        """The file's content. Rare entries are left out if they are empty, so that older programs can read the file."""
         content = asdict(self)
         for state in content["states"].values():
             if not state["others"]:
@@ -96,7 +96,7 @@ class Manifest:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there in full; CheckpointError in one line otherwise."""
+    """The manifest of a checkpoint. CheckpointError in one line if it is invalid, or if a data file is missing or has another size."""
     path = checkpoint / MANIFEST
     try:
         document = json.loads(read_text(path, what="checkpoint", error=CheckpointError))
@@ -115,22 +115,22 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def model_name(name: str) -> str:
-    """A parameter's or buffer's name among the tensors of a checkpoint."""
+    """The name of a parameter or buffer among a checkpoint's tensors."""
     return f"model.{name}"
 
 
 def state_name(parameter: str, key: str) -> str:
-    """The name of a part of the optimizer's state among the tensors of a checkpoint."""
+    """The name of a part of the optimizer's state among a checkpoint's tensors."""
     return f"optim.state.{parameter}.{key}"
 
 
 def sync_state_name(parameter: str, name: str) -> str:
-    """The name of what a method of synchronization keeps of a parameter among the tensors of a checkpoint."""
+    """The name of a method of synchronization's state of a parameter among a checkpoint's tensors."""
     return f"sync.state.{parameter}.{name}"
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """The error for a file that is not as it was written."""
+    """The error for a damaged file."""
     return CheckpointError(f"checkpoint file {str(path)!r} is damaged: {what}; take another checkpoint")
 
 
@@ -202,7 +202,7 @@ def _check_schema(path: Path, document: dict[str, Any]) -> None:
 
 
 def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
-    """The values of a document that is valid by the schema, with what the schema cannot say checked."""
+    """The manifest of a document that is valid by the schema. Checks what the schema cannot express."""
     tensors = {}
     for name, entry in document["tensors"].items():
         shape = tuple(int(size) for size in entry["shape"])
@@ -242,7 +242,7 @@ def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
 def _check_complete(
     path: Path, document: Mapping[str, Any], tensors: Mapping[str, StoredTensor], states: Mapping[str, ParameterState]
 ) -> None:
-    """Every parameter, buffer and state that is named has its tensor, in the right shape."""
+    """CheckpointError unless every named parameter, buffer and state has its tensor, in the right shape."""
     for name in (*document["parameters"], *document["buffers"], *document["aliases"].values()):
         if model_name(name) not in tensors:
             raise damaged(path, f"it lacks {name!r}")

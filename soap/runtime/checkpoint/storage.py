@@ -1,7 +1,7 @@
-"""Regions of named tensors to and from files, through the planners and storage layers of torch.distributed.checkpoint.
+"""Writing and reading regions of named tensors, through the planners and storage layers of torch.distributed.checkpoint.
 
-Files and index are those of that library's own writer, so that its tools read them. We read by the manifest, and each chunk with
-torch's weights-only unpickler. A chunk has at most ``CHUNK_BYTES``: whoever needs a part of it reads all of it.
+Files and index are those of that library's own writer, so its tools can read them. We read by our manifest, and each chunk with torch's
+weights-only unpickler. A chunk has at most ``CHUNK_BYTES``, because a rank that needs a part of a chunk reads all of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHUNK_BYTES = 32 * 2**20
 
 
 class Region(NamedTuple):
-    """A region of the tensor ``name`` of this ``shape``: the tensor that holds it, or takes it."""
+    """A region ``box`` of the tensor ``name`` of this whole ``shape``. ``tensor``: holds its values, or receives them."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Region(NamedTuple):
 
 
 def halved(box: Box, itemsize: int, limit_bytes: int = CHUNK_BYTES) -> list[Box]:
-    """The box in pieces of at most so many bytes, cut along its first dimensions, so that each lies in one piece of memory."""
+    """Cut a box into pieces of at most ``limit_bytes``, along its first dimensions, so that each piece is contiguous in memory."""
     dim = next((d for d, (start, stop) in enumerate(box) if stop - start > 1), None)
     if dim is None or volume(box) * itemsize <= limit_bytes:
         return [box]
@@ -61,7 +61,7 @@ def _offsets(box: Box) -> torch.Size:
 
 
 class RegionSavePlanner(DefaultSavePlanner):
-    """Writes this rank's regions."""
+    """Plans the writing of this rank's regions."""
 
     def __init__(self, regions: Sequence[Region], manifest: Manifest) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -70,7 +70,7 @@ class RegionSavePlanner(DefaultSavePlanner):
         self._data: dict[MetadataIndex, torch.Tensor] = {}
 
     def set_up_planner(self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
-        """The regions come from the constructor; the state dict is empty."""
+        """Nothing to do: the regions come from the constructor, and the state dict is empty."""
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
@@ -87,7 +87,7 @@ class RegionSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Torch's own, which checks that chunks are disjoint and cover their tensors; with the keys under which its tools nest tensors."""
+        """Torch's global plan, which checks that chunks are disjoint and cover their tensors, plus the nested keys that its tools use."""
         plans, metadata = super().create_global_plan(all_plans)
         paths: dict[str, tuple[str, ...]] = {name: ("model", name.removeprefix("model.")) for name in metadata.state_dict_metadata}
         paths.update({model_name(alias): ("model", alias) for alias in self._manifest.aliases})
@@ -101,7 +101,7 @@ class RegionSavePlanner(DefaultSavePlanner):
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Torch's writer, which writes our manifest as well (on rank 0) and knows tied parameters by all their names."""
+    """Torch's writer, which also writes our manifest (on rank 0), and lists tied parameters under all their names."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         super().__init__(folder)
@@ -109,11 +109,11 @@ class CheckpointWriter(FileSystemWriter):
         self._manifest = manifest
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path, which is a temporary one."""
+        """Leave out the path: it is temporary."""
         return StorageMeta(save_id=self._manifest.save_id)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        """As torch does, but what the system says of a failure is kept."""
+        """Write as torch does, but turn a failure of the system into our one-line error."""
         try:
             return super().write_data(plan, planner)
         except Exception as error:
@@ -123,7 +123,7 @@ class CheckpointWriter(FileSystemWriter):
             raise error if cause is None else unwritable(self._folder.parent, cause) from None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write manifest and index, once all ranks have written their chunks."""
+        """Write manifest and index after all ranks have written their chunks."""
         places = {result.index: result.storage_data for result in (result for own in results for result in own)}
         tensors = {name: _stored(name, entry, places) for name, entry in metadata.state_dict_metadata.items()}
         write_text_atomically(self._folder / MANIFEST, replace(self._manifest, tensors=tensors).text(), error=CheckpointError)
@@ -161,22 +161,22 @@ class CheckpointReader(StorageReader):
         """Nothing to forget."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Our planner reads by the manifest: torch's index is a pickle."""
+        """Return nothing: our planner reads by the manifest, as torch's index is a pickle."""
         return Metadata({})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All is set up."""
+        """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """The plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read each chunk once, for all who need parts of it."""
+        """Read each chunk once, and copy its parts to all regions that need them."""
         wanted: dict[MetadataIndex, list[ReadItem]] = {}
         for item in plan.items:
             wanted.setdefault(item.storage_index, []).append(item)
@@ -202,12 +202,12 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Readers are made for a folder."""
+        """False: readers are made for one folder."""
         return False
 
 
 class RegionLoadPlanner(DefaultLoadPlanner):
-    """Fills regions from the chunks that overlap them."""
+    """Plans the filling of regions from the chunks that overlap them."""
 
     def __init__(self, regions: Sequence[Region], manifest: Manifest) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -238,7 +238,7 @@ class RegionLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The part of the region's tensor that takes the data."""
+        """The part of the region's tensor that receives the data."""
         position = read_item.dest_index.index
         assert position is not None
         return self._regions[position].tensor.detach()[_slices(read_item.dest_offsets, read_item.lengths)]

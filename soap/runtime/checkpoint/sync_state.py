@@ -1,7 +1,7 @@
-"""What methods of synchronization keep from step to step (``RankSync.state``), by parameter: other plans can go on with it.
+"""The state that methods of synchronization keep from step to step (``RankSync.state``), saved by parameter so that other plans can use it.
 
-Each kept tensor is a region of one shaped like the parameter, as the optimizer's state is. A plan whose methods keep nothing of that
-name leaves it; one whose methods keep what a checkpoint lacks goes on from nothing.
+Each tensor is a region of one that has the parameter's shape, like the optimizer's state. A plan whose methods have no state of that name
+ignores it. A method whose state is missing in a checkpoint starts fresh.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from soap.runtime.sync.shards import ShardStore
 
 
 def kept_names(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Parameter -> names of what its methods keep of it."""
+    """Parameter -> names of the states that its methods keep."""
     found: dict[str, dict[str, None]] = {}
     for sync in plan.syncs:
         for number in sync.shards if sync.contract.state else ():
@@ -29,7 +29,8 @@ def kept_names(plan: Plan) -> dict[str, tuple[str, ...]]:
 def state_to_save(
     store: ShardStore, names: Mapping[str, tuple[str, ...]], kept: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> Iterator[Region]:
-    """From each shard's first device; zeros of shards of the same parameter of which nothing is kept. ``kept``: shard -> name -> tensor."""
+    """The regions that this rank saves: of shards whose first device it is. Shards without a state are saved as zeros. ``kept``: shard ->
+    name -> tensor."""
     plan = store.plan
     for number, tensor in store.tensors.items():
         shard = plan.shards[number]
@@ -41,7 +42,7 @@ def state_to_save(
 
 
 def state_to_read(store: ShardStore, manifest: Manifest) -> dict[tuple[int, str], Region]:
-    """Empty tensors for what this plan's methods keep of this rank's shards, as far as the checkpoint has it, by (shard, name)."""
+    """(shard, name) -> empty tensor for a state that this plan's methods keep of this rank's shards, if the checkpoint has it."""
     plan, found = store.plan, dict[tuple[int, str], Region]()
     for sync in plan.syncs:
         for number in sync.shards if sync.contract.state else ():

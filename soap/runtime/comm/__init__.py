@@ -1,1 +1,1 @@
-"""Ranks and what goes between them: launching, the world, redistribution, and telling the first cause of a failure."""
+"""Ranks and their communication: launching, the world, redistribution, and reporting the first cause of a failure."""

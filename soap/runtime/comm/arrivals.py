@@ -1,7 +1,7 @@
-"""Regions that a rank fetches from others: room for each, and what is on its way there.
+"""Regions that a rank fetches from others: memory for each, and the communication that fills it.
 
-A region is received straight into its place where what comes lies in one piece there (parts along dimension 0, in the order of the
-ranks); otherwise it comes into a buffer that is given up as soon as it has been copied to its place.
+Parts are received straight into the region if they are adjacent there (parts along dimension 0, in the order of the ranks). Otherwise they
+are received into a buffer, which is copied to the region and then dropped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from soap.runtime.comm.redistribute import Pending, cut
 from soap.runtime.step.state import StepState
 
 Held = Callable[[int], torch.Tensor]
-"""The value of a holding of this rank."""
+"""Holding of this rank -> its value."""
 
 
 class Arrivals:
-    """The fetches of this rank that are under way. ``take`` hands out a region, complete."""
+    """This rank's fetches under way. ``take`` waits for a region and returns it."""
 
     def __init__(self, state: StepState) -> None:
         self._state, self._plan = state, state.plan
@@ -56,7 +56,7 @@ class Arrivals:
         self._note(mine, pending)
 
     def take(self, fetch: int, held: Held) -> torch.Tensor:
-        """The region of a fetch, when all of it is there."""
+        """The region of a fetch, once it is complete."""
         for pending in self._pending.pop(fetch):
             pending.wait()
         if fetch not in self._filled:
@@ -76,7 +76,8 @@ class Arrivals:
     def _include_own(
         self, parts: Sequence[Part], there: set[int], given: list[torch.Tensor], expected: dict[int, list[torch.Tensor]], held: Held
     ) -> None:
-        """Give this rank its own pieces as well, if they are ``there`` and all that comes then lies in one piece in its place."""
+        """Send this rank's own pieces to itself in the same exchange. That is done only if they are ``there`` already and make the received
+        parts adjacent, so that no buffer is needed."""
         fetches = {fetch for fetch, _ in parts}
         if len(fetches) != 1:
             return

@@ -1,8 +1,8 @@
-"""What ranks that fail leave for the launcher, so that the first cause is told and not what came of it.
+"""Failure reports of ranks, from which the launcher finds the first cause instead of its aftermath.
 
-Each rank writes what has happened to it into a folder of the launch before its connections close, says whether it is of its own or only
-the end of another rank that it noticed, and stays for a moment, so that others can write as well. A rank that has waited in vain asks the
-others where they are: each has a thread that answers, even while the rank itself waits.
+Before a failing rank closes its connections, it writes a report into the launch's folder. The report says whether the error is the rank's
+own, or aftermath: it only noticed that another rank had ended. Then the rank stays for a moment, so that others can write their reports. A
+rank that has waited too long asks the others where they are; a thread in each rank answers, even while the rank itself waits.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 OWN_S = 0.3
-"""How long a rank with an error of its own stays, so that others with one of theirs, perhaps earlier, can say so."""
+"""How long a rank with an error of its own stays, so that ranks with an earlier one can report it."""
 AFTERMATH_S = 5.0
-"""How long a rank that noticed another's end waits for that one to say why."""
+"""How long a rank that noticed another's end waits for the other's report."""
 ANSWER_S = 1.0
 """How long a rank may take to say where it is."""
 MOST_PLACES = 8
-"""That are told of ranks that wait."""
+"""The most positions of waiting ranks in a message."""
 MOST_CHARACTERS = 1000
-"""Of a message."""
+"""The longest message."""
 
 _COMMUNICATION = ("gloo", "nccl", "tcpstore", "socket", "caused pair closure")
 _PEER_LEFT = (
@@ -64,7 +64,7 @@ _SOURCE = re.compile(r"\[\S*gloo\S*:\d+\] ")
 
 
 class Kind(IntEnum):
-    """What an error of a rank is, the more telling the smaller."""
+    """The kind of a rank's error. The smaller, the closer to the cause."""
 
     OWN = 0
     """Something went wrong in this rank."""
@@ -76,8 +76,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of its end. ``positions``: rank -> where it was, of itself and of others if it has asked them. ``time_ns``: by the
-    clock that all share. ``trace``: if people ask for tracebacks."""
+    """A rank's report of its end. ``positions``: rank -> where it was, for itself and for others that it has asked. ``time_ns``: by the
+    clock that all ranks share. ``trace``: the traceback if ``SOAP_DEBUG`` is set, else empty."""
 
     rank: int
     kind: Kind
@@ -88,7 +88,7 @@ class Report:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Whether an error is a rank's own, by it and by the errors in the course of which it was raised."""
+    """The kind of an error. An own error that was raised while a late or aftermath error was handled counts as the latter."""
     return max(_kind(one) for one in _chain(error))
 
 
@@ -101,23 +101,24 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _among(error: BaseException, others: Sequence[BaseException]) -> bool:
-    return any(error is other for other in others)  # what equals it is the error's own affair
+    return any(error is other for other in others)  # by identity: a user's class may define equality in any way
 
 
 def _kind(error: BaseException) -> Kind:
-    """Of one error by itself. Backends raise plain RuntimeErrors: nothing but their words tells, and a user may use some of them."""
+    """The kind of one error by itself. Backends raise plain RuntimeErrors, so only their wording tells; a user's own error may use some of
+    the same words."""
     if not (isinstance(error, dist.DistError) or type(error) is RuntimeError):
         return Kind.OWN
     text = _text(error).lower()
     if type(error) is RuntimeError and not any(mark in text for mark in _COMMUNICATION):
         return Kind.OWN
-    if any(mark in text for mark in _LATE):  # upon which backends close connections themselves
+    if any(mark in text for mark in _LATE):  # after a timeout backends close the connections themselves
         return Kind.LATE
     return Kind.AFTERMATH if any(mark in text for mark in _PEER_LEFT) else Kind.OWN
 
 
 def message_of(error: BaseException) -> str:
-    """An error in one line: what was raised on purpose as it is, others with their class and where the rank was."""
+    """An error in one line. A SoapError is told as it is, any other with its class and where the rank was."""
     if isinstance(error, SystemExit):
         return f"it ended itself by sys.exit({error.code!r}){_where(error)}"
     text = _short(_text(error))
@@ -130,7 +131,7 @@ def message_of(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """Where a rank was, unless that is told with the positions of all."""
+    """Where a rank was; empty if it is told together with the positions of all ranks."""
     told_apart = error.__traceback__ is None or kind_of(error) is Kind.LATE
     return "" if told_apart else f" ({position.describe(error.__traceback__)})"
 
@@ -138,24 +139,24 @@ def _where(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # a user's class that cannot tell
+    except Exception:  # a user's class whose __str__ fails
         return ""
 
 
 def _short(text: str) -> str:
-    """Without what libraries add on where they are themselves and what to do, in one line."""
+    """The text in one line, without the stack frames and advice that libraries append."""
     line = " ".join(_SOURCE.sub("", _NATIVE.split(text)[0]).split())
     return line if len(line) <= MOST_CHARACTERS else line[: MOST_CHARACTERS - 1] + "…"
 
 
 class Folder:
-    """Where the ranks of a launch leave what they have to say."""
+    """The folder of a launch, in which its ranks leave their reports."""
 
     def __init__(self, path: str | Path, ranks: int) -> None:
         self.path, self.ranks = Path(path), ranks
 
     def reports(self) -> list[Report]:
-        """What there is so far, the most telling first, and of those the earliest."""
+        """The reports so far: own errors first, then by time."""
         found = []
         for path in self.path.glob("report-*.json"):
             entry = json.loads(path.read_text(encoding="utf-8"))
@@ -164,13 +165,13 @@ class Folder:
         return sorted(found, key=lambda report: (report.kind, report.time_ns))
 
     def write(self, name: str, text: str) -> None:
-        """All of a file or nothing."""
+        """Write a file; readers see all of it or nothing."""
         half = self.path / f"{name}.{threading.get_ident()}.half"
         half.write_text(text, encoding="utf-8")
         half.replace(self.path / name)
 
     def ask(self, besides: int | None = None) -> dict[int, str]:
-        """Where each rank is (but ``besides``, which asks); of those that answer in time."""
+        """Rank -> where it is, for all ranks but ``besides`` (the asking one) that answer within ``ANSWER_S``."""
         asked = [rank for rank in range(self.ranks) if rank != besides and self._ask(rank)]
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline and not all((self.path / f"at-{rank}").exists() for rank in asked):
@@ -182,7 +183,7 @@ class Folder:
         return found
 
     def _ask(self, rank: int) -> bool:
-        """Whether the rank hears it."""
+        """Ask a rank; False if it does not listen."""
         with suppress(FileNotFoundError):
             (self.path / f"at-{rank}").unlink()
         try:
@@ -194,13 +195,13 @@ class Folder:
         return True
 
     def crash(self, rank: int) -> str:
-        """What a rank's interpreter wrote when a signal ended it, thread by thread; empty if nothing."""
+        """What faulthandler wrote when a signal ended a rank, thread by thread; empty if it wrote nothing."""
         with suppress(FileNotFoundError):
             return (self.path / f"crash-{rank}").read_text(encoding="utf-8", errors="replace")
         return ""
 
     def first_cause(self, failures: Mapping[int, ProcessFailure]) -> RuntimeFailure:
-        """What to tell people, in one line. ``failures``: of processes that the launcher has seen end, by rank."""
+        """The error for the user, in one line. ``failures``: rank -> how its process ended, as the launcher saw it."""
         reports = self.reports()
         said = {report.rank for report in reports}
         silent = [rank for rank in failures if rank not in said]
@@ -219,7 +220,7 @@ class Folder:
 
 
 def _failure(text: str, trace: str) -> RuntimeFailure:
-    """With the rank's own traceback, if people ask for tracebacks."""
+    """The error, with the rank's own traceback as a note if there is one."""
     failure = RuntimeFailure(text)
     if trace:
         failure.add_note(f"rank's own:\n{trace}")
@@ -227,7 +228,7 @@ def _failure(text: str, trace: str) -> RuntimeFailure:
 
 
 def _silent_end(exit_code: int, crash: str) -> str:
-    """Of a process that has written no report."""
+    """How a process ended that has written no report."""
     if exit_code >= 0:
         return f"it ended with exit code {exit_code} and did not say why"
     known = {number.value: number.name for number in signal.Signals}
@@ -239,7 +240,7 @@ def _silent_end(exit_code: int, crash: str) -> str:
 
 
 def told_positions(positions: Mapping[int, str], ranks: int) -> str:
-    """Where each rank is, those at one place together."""
+    """Where each rank is, in one line; ranks at the same place together."""
     together: dict[str, list[int]] = {}
     for rank in range(ranks):
         together.setdefault(positions.get(rank, "no answer"), []).append(rank)
@@ -249,21 +250,21 @@ def told_positions(positions: Mapping[int, str], ranks: int) -> str:
 
 
 class Desk:
-    """A rank's side of the folder. ``tell`` writes the first error that it is given, and again only what has nothing to do with that."""
+    """A rank's side of the folder. ``tell`` writes a report of the first error; later ones replace it only if they have another cause."""
 
     def __init__(self, folder: Folder, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self._told: BaseException | None = None
         self._crash = (folder.path / f"crash-{rank}").open("w", encoding="utf-8")
-        faulthandler.enable(self._crash)  # not to standard error, where it would be many lines
-        with suppress(AttributeError, OSError):  # where there are no named pipes, nobody is asked
+        faulthandler.enable(self._crash)  # into a file: on standard error it would be many lines
+        with suppress(AttributeError, OSError):  # without named pipes this rank cannot be asked
             path = folder.path / f"ask-{rank}"
             os.mkfifo(path)
-            pipe = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # for writing too: then it is open for whoever asks, and has no end
+            pipe = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # for writing too, so that a read blocks instead of meeting the end
             threading.Thread(target=self._answer, args=(pipe,), daemon=True).start()
 
     def tell(self, error: BaseException) -> Kind:
-        """Write what has happened; what kind of error it is."""
+        """Write a report of an error. Returns the error's kind."""
         kind = kind_of(error)
         if self._told is not None and _among(self._told, _chain(error)):
             return kind_of(self._told)
@@ -273,14 +274,14 @@ class Desk:
         report = Report(self.rank, kind, message_of(error), time.monotonic_ns(), positions, trace)
         self._write(report)
         if kind is Kind.LATE:
-            self._write(replace(report, positions={**positions, **self.folder.ask(besides=self.rank)}))  # asking takes a while
+            self._write(replace(report, positions={**positions, **self.folder.ask(besides=self.rank)}))  # again: asking takes a while
         return kind
 
     def _write(self, report: Report) -> None:
         self.folder.write(f"report-{self.rank}.json", json.dumps(asdict(report)))
 
     def stay(self, kind: Kind) -> None:
-        """Wait a moment: for the cause, or for others that know of an earlier one."""
+        """Wait a moment: after an aftermath for the report of the cause, otherwise for reports of earlier errors."""
         deadline = time.monotonic() + (AFTERMATH_S if kind is Kind.AFTERMATH else OWN_S)
         while time.monotonic() < deadline:
             kinds = [report.kind for report in self.folder.reports()]
@@ -289,9 +290,9 @@ class Desk:
             time.sleep(0.01)
 
     def _answer(self, pipe: int) -> None:
-        """Say where the rank is whenever somebody asks."""
+        """Answer where the rank is whenever it is asked."""
         while os.read(pipe, 1):
-            with suppress(Exception):  # the main thread goes on meanwhile, perhaps to another program; whoever asked can do without
+            with suppress(Exception):  # the main thread may change everything meanwhile; a missing answer does no harm
                 self.folder.write(f"at-{self.rank}", position.describe())
 
 
@@ -299,14 +300,14 @@ _desk: Desk | None = None
 
 
 def open_desk(folder: Folder, rank: int) -> Desk:
-    """Have this process be a rank whose end is told."""
+    """Make this process a rank that reports its end."""
     global _desk
     _desk = Desk(folder, rank)
     return _desk
 
 
 def tell_before_leaving() -> None:
-    """Called before connections are closed: if that is because of an error, it is written first, or others would be heard before."""
+    """Called before connections are closed. If an error is the reason, report it first: otherwise aftermath of others would come before."""
     error = sys.exception()
     if _desk is not None and error is not None:
         _desk.tell(error)

@@ -1,6 +1,6 @@
-"""Starting one process per device on this host through torchrun's launcher, and ending all of them whatever happens.
+"""Start one process per device on this host with torchrun's launcher, and end all of them whatever happens.
 
-Under ``torchrun`` (several hosts, or a user's own command line) nothing is started: this process is one of the ranks.
+Under ``torchrun`` (several hosts, or the user's own command line) nothing is started: this process is already one of the ranks.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ SHUTDOWN_S = 5
 START_S = 120
 """How long ranks may take to find each other."""
 PATIENCE_S = 10
-"""How long a signal waits for the ranks to be started, before it ends the launcher all the same."""
+"""How long a signal is held back while ranks are being started; after that it ends the launcher anyway."""
 AGAIN_S = 0.05
-"""After so long it is seen whether they have been."""
+"""After so long a held-back signal is sent again."""
 LAUNCHER_LOGS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
-"""Loggers of torch's launcher, which would tell failures with tracebacks of its own."""
+"""Loggers of torch's launcher, which would print tracebacks of their own."""
 LOCALHOST = "localhost"
-"""The launcher's address, unless ranks go to a place from where it has another."""
+"""The launcher's address, unless ``place`` moves ranks to where it has another one."""
 _STARTING = inspect.unwrap(LocalElasticAgent._start_workers).__code__
 
 
@@ -59,12 +59,14 @@ def launch(
     place: Callable[[int], None] | None = None,
     address: str = LOCALHOST,
 ) -> dict[int, Result]:
-    """Run ``entry(*args)`` in so many processes, or in this one if it already is a rank; rank -> what it returned.
+    """Run ``entry(*args)`` in ``processes`` processes, or in this one if it is a rank already. Returns rank -> what ``entry`` returned.
 
-    ``entry`` and ``args`` must be picklable, the entry a function at the top of a module. A rank that fails ends all; what
-    it said comes back as one line in a RuntimeFailure. Ctrl-C ends all ranks and raises KeyboardInterrupt. ``limit_s``: ranks that were
-    started here are ended after so long, which is a RuntimeFailure. ``place``, picklable: what a rank that is started here calls first,
-    with its number, to go where it belongs. ``address``: this process's, as the ranks there reach it.
+    ``entry`` and ``args`` must be picklable; ``entry`` is a function at the top of a module. ``limit_s``: time limit in seconds for ranks
+    that are started here. ``place`` (picklable): called first in each rank that is started here, with its number, to move it where it
+    belongs, such as an emulated host. ``address``: this process's address as those ranks reach it.
+
+    RuntimeFailure in one line if a rank fails (all ranks end then), or after the time limit. KeyboardInterrupt after Ctrl-C, which ends all
+    ranks; StoppedBySignal after other signals.
     """
     if under_launcher(os.environ):
         if world_size(os.environ) < processes:
@@ -74,7 +76,7 @@ def launch(
             )
         return {int(os.environ["RANK"]): _as_rank_of_another_launcher(entry, args)}
     threads = max(1, (os.cpu_count() or 1) // processes)
-    payload = pickle.dumps((entry, tuple(args), place))  # read by ranks where it is told if they cannot
+    payload = pickle.dumps((entry, tuple(args), place))  # ranks unpickle it where a failure is reported
     interrupted, late = threading.Event(), _Late()  # a signal may come before the contexts that set them are entered
     try:
         with (
@@ -100,8 +102,8 @@ def launch(
 
 
 def _config(processes: int, address: str) -> LaunchConfig:
-    """How torchrun's launcher starts the ranks; made where temporary files go to our own folder."""
-    options: dict[str, Any] = {"signals_to_handle": ""}  # ours are there
+    """The settings of torchrun's launcher. To be made while temporary files go to our own folder."""
+    options: dict[str, Any] = {"signals_to_handle": ""}  # we install our own handlers
     if "shutdown_timeout" in inspect.signature(LaunchConfig).parameters:  # not in torch 2.11
         options["shutdown_timeout"] = SHUTDOWN_S
     return LaunchConfig(
@@ -121,7 +123,7 @@ def _config(processes: int, address: str) -> LaunchConfig:
 
 
 def _rank_main(payload: bytes, threads: int, folder: Folder) -> Any:
-    """What a started process does. Ctrl-C and the launcher's signals end it at once, wherever it waits."""
+    """The main function of a started rank. Ctrl-C and the launcher's signals end it at once, wherever it waits."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     rank = int(os.environ["RANK"])
@@ -143,18 +145,18 @@ def _rank_main(payload: bytes, threads: int, folder: Folder) -> Any:
 
 
 class RankFailure(RuntimeError):
-    """How a rank ends whose error has been told."""
+    """Raised by a rank whose error has been reported."""
 
 
 def _end_soon() -> None:
-    """The launcher goes by the end of a process, so that must not wait for others: threads of a backend, a destructor."""
+    """End this process soon even if a backend's threads or a destructor hang: the launcher waits for its end."""
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(SHUTDOWN_S)
 
 
 def _as_rank_of_another_launcher(entry: Callable[..., Result], args: Sequence[Any]) -> Result:
-    """Where torchrun has started the ranks, each tells its own error; one that noticed another's end waits to be ended for that."""
+    """Run a rank that torchrun has started. Each rank tells its own error; a rank with an aftermath waits, so the cause is told first."""
     rank = os.environ["RANK"]
     try:
         return entry(*args)
@@ -170,11 +172,11 @@ def _as_rank_of_another_launcher(entry: Callable[..., Result], args: Sequence[An
 
 @contextmanager
 def _environment_for_ranks(threads: int) -> Iterator[None]:
-    """Settings that a process reads when it starts; the user's own are left alone."""
+    """Environment variables that processes read when they start. The user's own settings are left alone."""
     wanted = {"OMP_NUM_THREADS": str(threads)}
-    # After Ctrl-C the process that tidies up semaphores tells that it did. It is started with the first rank, and reads this.
+    # The process that cleans up semaphores would warn after Ctrl-C. It is started with the first rank and reads this.
     wanted["PYTHONWARNINGS"] = "ignore:resource_tracker"
-    wanted[NATIVE_LOG_LEVEL] = "ERROR"  # or torch warns that addresses have no names, of connections that end, of kernels that it lacks
+    wanted[NATIVE_LOG_LEVEL] = "ERROR"  # or torch warns of addresses without names, closed connections and missing kernels
     if sys.platform == "linux":
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this host, whose own name may not resolve
     added = [name for name in wanted if name not in os.environ]
@@ -191,11 +193,11 @@ def _environment_for_ranks(threads: int) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_for_launcher_alone(interrupted: threading.Event) -> Iterator[None]:
-    """Ranks are born with Ctrl-C blocked and keep it so: one that is still starting would print where it was.
+    """Ranks start with Ctrl-C blocked and keep it blocked: otherwise a rank that is still starting would print a traceback.
 
-    A thread takes Ctrl-C in the launcher's stead and ends the launcher by SIGTERM, which it hands on to the ranks. The event
-    tells that it was Ctrl-C. ``sigtimedwait`` only looks: one that waits returns, in CPython, as if the signal had come when the
-    process was stopped (Ctrl-Z) and goes on after its time.
+    A thread takes Ctrl-C for the launcher and sends the launcher SIGTERM, which it passes on to the ranks. ``interrupted`` is set to tell
+    Ctrl-C from other signals. ``sigtimedwait`` polls with a timeout of 0: with a longer one, CPython reports a signal that never came if
+    the process was stopped (Ctrl-Z) and continued after the timeout.
     """
     done = threading.Event()
     if not hasattr(signal, "sigtimedwait") or threading.current_thread() is not threading.main_thread():
@@ -209,7 +211,7 @@ def _interrupts_for_launcher_alone(interrupted: threading.Event) -> Iterator[Non
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
-    resource_tracker.ensure_running()  # or it is started with the first rank, and unblocks what is blocked here
+    resource_tracker.ensure_running()  # if it were started with the first rank, it would unblock what is blocked here
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
@@ -222,20 +224,20 @@ def _interrupts_for_launcher_alone(interrupted: threading.Event) -> Iterator[Non
 
 
 class _Late:
-    """Whether the time limit has ended the ranks: then where they were by that time."""
+    """``positions``: rank -> where it was when the time limit ended the ranks; None if it has not."""
 
     positions: Mapping[int, str] | None = None
 
 
 @contextmanager
 def _time_limit(limit_s: float | None, late: _Late, folder: Folder) -> Iterator[None]:
-    """Ends the launcher by SIGTERM, which it hands on to the ranks, when it has asked them where they are."""
+    """After the time limit, ask the ranks where they are, then end the launcher by SIGTERM, which it passes on to the ranks."""
 
     done = threading.Event()
 
     def end() -> None:
         positions = folder.ask()
-        if not done.is_set():  # it takes a while
+        if not done.is_set():  # asking takes a while: the ranks may have finished
             late.positions = positions
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -255,7 +257,7 @@ def _time_limit(limit_s: float | None, late: _Late, folder: Folder) -> Iterator[
 
 @contextmanager
 def _own_temporary_folder() -> Iterator[str]:
-    """The launcher leaves logs and error files where temporary files go: give it a folder that is removed."""
+    """The launcher leaves logs and error files among temporary files: give it a folder that is removed afterwards."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="soap-run-", ignore_cleanup_errors=True) as folder:
         tempfile.tempdir = folder
@@ -267,15 +269,15 @@ def _own_temporary_folder() -> Iterator[str]:
 
 @contextmanager
 def _signals_end_ranks() -> Iterator[None]:
-    """Signals raise SignalException, upon which torch's launcher ends the ranks, but not while it is starting them.
+    """Signals raise SignalException, so that torch's launcher ends the ranks; but not while it is starting them.
 
-    A rank whose start is broken off would print where it was; those that the launcher has not heard of yet would stay. So a signal that
-    comes then is sent again a little later, by a thread. Only the main thread has to do with signals.
+    If a start is interrupted, that rank prints a traceback, and ranks that the launcher has not noted yet keep running. So a signal that
+    comes then is held back and sent again a little later, by a thread. Nothing is done outside of the main thread: it alone gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    later: SimpleQueue[int | None] = SimpleQueue()  # a handler may put something there whatever it has interrupted
+    later: SimpleQueue[int | None] = SimpleQueue()  # its put is reentrant: safe in a signal handler
     first_s: float | None = None
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -307,7 +309,7 @@ def _signals_end_ranks() -> Iterator[None]:
 
 
 def _starts_ranks(frame: FrameType | None) -> bool:
-    """Whether torch's launcher is just starting ranks, and has not yet noted them all."""
+    """Whether torch's launcher is starting ranks just now, and has not noted all of them."""
     while frame is not None and frame.f_code is not _STARTING:
         frame = frame.f_back
     return frame is not None

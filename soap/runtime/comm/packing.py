@@ -1,4 +1,4 @@
-"""Several tensors as one piece of memory: what is sent together, and where it is received, without copies where it lies so already."""
+"""Several tensors as one piece of memory, for sending and receiving them together; without copies if they are adjacent already."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a type that backends know. Numbers that are only marked as conjugated or negated are written out first."""
+    """The tensor viewed as a dtype that backends know. Lazy conjugation and negation are resolved first."""
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8)
     return as_real(tensor) if tensor.is_complex() else tensor.resolve_neg()
 
 
 def are_adjacent(places: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors, one after the other, are one piece of memory."""
+    """Whether the tensors, in this order, form one contiguous piece of memory."""
     if len({place.untyped_storage().data_ptr() for place in places}) != 1 or not all(place.is_contiguous() for place in places):
         return False
     return all(place.data_ptr() + place.nbytes == other.data_ptr() for place, other in pairwise(places))
 
 
 def land(places: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """Where to receive what ``pack`` has made of such tensors: flat memory, and what brings it from there to its places.
+    """(flat memory that receives what ``pack`` made of such tensors, function that then copies it to its places).
 
-    If the places themselves lie one after the other, they are that memory.
+    If the places are adjacent, they are that memory themselves, and the function is None.
     """
     if are_adjacent(places):
         return places[0].as_strided((sum(place.numel() for place in places),), (1,)), None

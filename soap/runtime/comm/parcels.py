@@ -1,4 +1,4 @@
-"""Several tensors from each of some devices to each other, at once."""
+"""All-to-all of parcels: each device sends several tensors to each other device at once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from soap.runtime.comm.packing import land
 from soap.runtime.comm.redistribute import Communicator, Pending
 
 Parcels = dict[int, list[torch.Tensor]]
-"""What is sent to, or comes from, each device, one tensor after the other."""
+"""Device -> the tensors that are sent to it, or received from it, in order."""
 
 
 def start_exchange(comm: Communicator, devices: tuple[int, ...], parcels: Parcels, places: Parcels, blank: torch.Tensor) -> Pending:
-    """Start giving each of some devices its parcel, and receiving others into their places. Both may lack devices, and have not this one.
+    """Start sending ``parcels`` to the devices and receiving into ``places``. Both may leave out devices without tensors, and must leave
+    out this rank itself.
 
-    ``blank``: an empty tensor for those who receive nothing.
+    ``blank``: an empty tensor, whose dtype counts if this rank neither sends nor receives.
     """
     if len(devices) < 2:
         return Pending((), blank)
@@ -27,5 +28,5 @@ def start_exchange(comm: Communicator, devices: tuple[int, ...], parcels: Parcel
 
 
 def bytes_of(parcels: Parcels) -> int:
-    """Of all that is sent, or received."""
+    """Bytes of all tensors."""
     return sum(tensor.nbytes for own in parcels.values() for tensor in own)

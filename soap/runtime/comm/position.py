@@ -1,7 +1,6 @@
-"""Where a rank is just now: the task that it runs, what it waits for, or else a line of source. Asked for only when something goes wrong.
+"""Where a rank is right now: the task that it runs and what it waits for, or else a line of source. For error messages.
 
-What training notes of it are attributes of one object per process, a store each; everything else is worked out when somebody asks, by
-another thread while the rank itself waits.
+Training only sets attributes of one object per process. The rest is worked out when somebody asks, by another thread if the rank waits.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from types import FrameType, TracebackType
 
 PACKAGE = Path(__file__).parents[2]
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Where files lie that are neither ours nor the user's."""
+"""Folders with files that are neither ours nor the user's."""
 
 Line = tuple[str, int, str]
-"""A file, a line in it, and the function that it is in."""
+"""(file, line number, function)."""
 Call = tuple[str, int]
-"""An action's kind and subject (``actions``)."""
+"""(name of an action's kind, its subject), see ``actions``."""
 
 
 class Position:
-    """``step``: of the step under way, from 1 on; 0 between steps. ``call``: the action that runs, which ``name`` gives a task's name.
-    ``task``: the name of what runs behind all actions. ``waits``: what is being waited for, which may be known by its ``name``."""
+    """Where a process is. ``step``: number of the step under way, from 1 on; 0 between steps. ``call``: the action that runs. ``name``:
+    makes a task's name of an action. ``task``: the name of what runs after all actions. ``waits``: what it waits for, told by its
+    ``name`` if it has one."""
 
     __slots__ = ("call", "name", "step", "task", "waits")
 
@@ -34,7 +34,7 @@ class Position:
         self.enter(0)
 
     def enter(self, step: int) -> None:
-        """A step begins; 0: it is over."""
+        """Begin a step; 0: the step is over."""
         self.step = step
         self.call: Call | None = None
         self.task = ""
@@ -42,7 +42,7 @@ class Position:
 
     @property
     def text(self) -> str:
-        """The step, the task and what it waits for; empty if neither of these two is known."""
+        """Step, task and what it waits for, in one line; empty if neither task nor wait is known."""
         call, name, awaited = self.call, self.name, getattr(self.waits, "name", None)
         task = self.task if call is None or name is None else name(*call)
         step = f"step {self.step}" if self.step else ""
@@ -54,7 +54,7 @@ HERE = Position()
 
 
 def describe(trace: TracebackType | None = None) -> str:
-    """Where the process is, or was when an error was raised whose ``trace`` this is: its task, and the user's line if it is in one."""
+    """Where the process is, or where it was when the error with this ``trace`` was raised: its task, and the user's line if it runs one."""
     lines = list(_running()) if trace is None else list(_raised(trace))
     task, called = HERE.text, _called(lines)
     if task:
@@ -63,13 +63,13 @@ def describe(trace: TracebackType | None = None) -> str:
 
 
 def telling_line(lines: Sequence[Line]) -> str:
-    """Of lines that are being run, the innermost first: the user's, if ours have called it, else ours, else anybody's."""
+    """The most telling of the lines on a call stack, innermost first: the user's line that we called, else ours, else any."""
     ours = [line for line in lines if _is_ours(line)]
     return next((_shown(found[0]) for found in (_called(lines), ours, lines) if found), "nowhere")
 
 
 def _called(lines: Sequence[Line]) -> list[Line]:
-    """The user's lines that ours have called, the innermost first: what a program did before it called us says nothing."""
+    """The user's lines that our code has called, innermost first. Lines that called us say nothing."""
     ours = next((place for place, line in enumerate(lines) if _is_ours(line)), len(lines))
     return [line for line in lines[:ours] if not line[0].startswith((*LIBRARIES, "<"))]
 
@@ -84,7 +84,7 @@ def _shown(line: Line) -> str:
 
 
 def _running() -> Iterator[Line]:
-    """What the main thread runs, the innermost first."""
+    """The call stack of the main thread, innermost first."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_filename != __file__:
@@ -93,7 +93,7 @@ def _running() -> Iterator[Line]:
 
 
 def _raised(trace: TracebackType | None) -> Iterator[Line]:
-    """What an error came through, the innermost first."""
+    """The lines of a traceback, innermost first."""
     found = []
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -1,10 +1,10 @@
-"""Moving regions: messages, collectives over groups, and putting pieces together. One code path for gloo and NCCL.
+"""Moving regions: messages, collectives over groups, and assembling pieces. One code path for gloo and NCCL.
 
-Every call of a rank follows the program's global order, which all that take part share. NCCL matches messages by this order,
-gloo by tags as well. CUDA tensors under gloo travel through pinned host memory.
+Every rank calls in the program's global order. NCCL matches messages by this order, gloo by tags as well. CUDA tensors under gloo travel
+through pinned host memory.
 
-All-gather and reduce-scatter are all-to-alls: gloo's own reduce-scatter sends whole buffers around (more slowly than its all-reduce), its
-all-gather wants equal sizes and takes its steps one after the other. Equal runs add in equal order.
+All-gather and reduce-scatter are done as all-to-alls: gloo's own reduce-scatter sends whole buffers (slower than its all-reduce), and its
+all-gather needs equal sizes and runs its steps one after the other. Sums add in a fixed order, so that equal runs give equal bits.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from soap.runtime.system.gloo_threads import calm_gloo
 from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
 
 EXCHANGE_TAG = 2**30
-"""Apart from the numbers of messages and gradients."""
+"""Tag of all-to-alls, above the tags of messages and gradients."""
 
 
 @dataclass
 class Traffic:
-    """Payload bytes of this rank in training steps: pieces sent and received, of these received by exchanges, and sums over groups (the
-    size of the buffer, counted on every member; of those, sums of which each member has a cell).
+    """Payload bytes that this rank has moved in training steps.
 
-    Sent and received together, of what servers keep: values or rows that are pulled, gradients that are pushed, and both between a leader
-    and the other members of its host (handed); rows of gradients that readers give each other (gathered); for all of these, which rows
-    they are, and how many (index).
+    ``sent``, ``received``: pieces of activations and of their gradients; ``exchanged``: the part that exchanges received. ``reduced``: sums
+    over groups, by size of the buffer, counted on every member; ``scattered``: the part in which each member has a cell.
+    ``synchronized``: all-reduced gradients.
+
+    Sent and received together: ``pulled``: values or rows from servers; ``pushed``: gradients to servers; ``handed``: both between a leader
+    and the other members of its host; ``gathered``: row gradients that readers give each other; ``index``: row numbers and counts of these.
     """
 
     sent_bytes: int = 0
@@ -56,7 +58,7 @@ class Traffic:
 
 
 class Pending:
-    """A communication under way. ``wait`` blocks until its tensor may be used, and may be called again. ``name``: of its task, if known."""
+    """A communication under way. ``wait`` blocks until its tensor may be used; it may be called again. ``name``: of its task, if known."""
 
     def __init__(self, works: Sequence[dist.Work], tensor: torch.Tensor, finish: Callable[[], object] | None = None) -> None:
         self.tensor = tensor
@@ -66,12 +68,12 @@ class Pending:
         self._watched: Future[None] | None = None
 
     def then(self, step: Callable[[], None]) -> Pending:
-        """Do something more before the tensor may be used, when somebody first waits for it."""
+        """Add a step that runs at the first ``wait``, before the tensor may be used."""
         self._steps.append(step)
         return self
 
     def watch(self, submit: Callable[[Callable[[], None]], Future[None]]) -> None:
-        """Leave the waiting to another thread, which sees when it ends; ``wait`` then waits for that thread."""
+        """Let another thread wait and note the end; ``wait`` then waits for that thread."""
         self._watched = submit(self._wait_works)
 
     def wait(self) -> torch.Tensor:
@@ -84,19 +86,19 @@ class Pending:
                 clock.resume()
             else:
                 self._wait_works(clock.resume)
-            HERE.waits = None  # if this fails, it is where the rank was
+            HERE.waits = None  # not in a finally clause: after a failure it tells where the rank was
         steps, self._steps = self._steps, []
         for step in steps:
             step()
         return self.tensor
 
     def let_go(self) -> None:
-        """Wait, and hold the tensor no longer."""
+        """Wait, then drop the tensor."""
         self.tensor = self.wait().new_empty(0)
 
     @property
     def is_over(self) -> bool:
-        """Whether its tensor is no longer needed; messages under gloo cannot tell before they are waited for."""
+        """Whether its tensor is no longer needed. For messages under gloo that is unknown until they are waited for."""
         return all(work.is_completed() for work in self._works)
 
     def _wait_works(self, resume: Callable[[], None] = lambda: None) -> None:
@@ -109,7 +111,8 @@ class Pending:
 class Communicator:
     """This rank's connection to the others. Must be made by all ranks at once, with the same groups.
 
-    ``messages_apart``: whether one rank may start a collective before some message, or an exchange, and another rank behind that.
+    ``messages_apart``: whether collectives and messages have separate queues. Then one rank may start a collective before a message or an
+    exchange, and another rank after it.
     """
 
     def __init__(self, device: torch.device, groups: Iterable[Sequence[int]], timeout: timedelta) -> None:
@@ -118,7 +121,7 @@ class Communicator:
         self.device = device
         self.traffic = Traffic()
         self._nccl = dist.get_backend() == "nccl"
-        self.messages_apart = not self._nccl  # there they are in one queue, which must be the same on all ranks
+        self.messages_apart = not self._nccl  # NCCL has one queue for both, whose order must be the same on all ranks
         self._staged = device.type != "cpu" and not self._nccl
         self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self.world_size)): None}
@@ -147,14 +150,14 @@ class Communicator:
         return Pending(self._point_to_point(dist.irecv, wire, source, tag), buffer, finish)
 
     def all_reduce(self, tensor: torch.Tensor, devices: tuple[int, ...]) -> Pending:
-        """Start summing a contiguous tensor in place over the devices; with a single one there is nothing to do."""
+        """Start summing a contiguous tensor in place over the devices. A single device has nothing to do."""
         if len(devices) < 2:
             return Pending((), tensor)
         wire, finish = self._through_wire(plain(tensor))
         return Pending((_work(dist.all_reduce(wire, group=self._groups[devices], async_op=True)),), tensor, finish)
 
     def reduce(self, tensor: torch.Tensor, target: int, devices: tuple[int, ...]) -> Pending:
-        """Start summing a contiguous tensor over the devices; only the target's own becomes the sum, the others' are lost."""
+        """Start summing a contiguous tensor over the devices. The target's tensor becomes the sum; the others' values are lost."""
         wire, finish = self._through_wire(plain(tensor))
         pending = Pending((_work(dist.reduce(wire, target, group=self._groups[devices], async_op=True)),), tensor, finish)
         if self.rank != target:
@@ -170,9 +173,9 @@ class Communicator:
     def all_to_all(
         self, parcels: Sequence[Sequence[torch.Tensor]], buffer: torch.Tensor, sizes: Sequence[int], devices: tuple[int, ...]
     ) -> Pending:
-        """Start giving each device what is meant for it: ``parcels``, in the order of the devices, perhaps empty.
+        """Start an all-to-all. ``parcels``: tensors for each device, in the order of the devices; may be empty.
 
-        What comes lands in the flat ``buffer``, in the same order; ``sizes``: elements from each device. All have one dtype.
+        Received elements land in the flat ``buffer``, in the order of the devices; ``sizes``: how many come from each. One dtype for all.
         """
         content = [tensor for parcel in parcels for tensor in parcel]
         given = [sum(tensor.numel() for tensor in parcel) for parcel in parcels]
@@ -190,11 +193,11 @@ class Communicator:
     def _each_to_each(
         self, coming: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], devices: tuple[int, ...]
     ) -> tuple[list[dist.Work], list[dist.Work]]:
-        """An all-to-all of messages, of which all are expected before any is sent.
+        """An all-to-all of messages that posts all receives before any send.
 
-        gloo asks for a message on the connection on which it sends, behind what is on its way there: its own all-to-all sends before it
-        asks, so that a rank that comes late gets nothing until it has sent all of its own. On a 200 Mbit/s link that took twice as long.
-        The group's own methods: on a CPU what ``dist.isend`` adds to them takes as long as they do.
+        gloo requests a message on the same connection on which it sends, so the request queues behind data. Its own all-to-all sends first:
+        a late rank then receives nothing until it has sent everything, which took twice as long on a 200 Mbit/s link. We call the group's
+        own methods, because on a CPU the overhead of ``dist.isend`` doubles the time of the call.
         """
         place, group = devices.index(self.rank), self._groups[devices] or dist.group.WORLD
         assert group is not None
@@ -205,7 +208,7 @@ class Communicator:
         return received, sent
 
     def reduce_scatter(self, parts: Sequence[torch.Tensor], devices: tuple[int, ...]) -> Pending:
-        """Start summing over the devices, of which each gets one part: ``parts`` in the order of the devices."""
+        """Start a reduce-scatter: device i gets the sum of ``parts[i]``, in the order of the devices."""
         place = devices.index(self.rank)
         own = parts[place].clone(memory_format=torch.contiguous_format)
         others = [[] if i == place else [part] for i, part in enumerate(parts)]
@@ -221,12 +224,13 @@ class Communicator:
         return pending.then(add)
 
     def release(self, pending: Pending) -> None:
-        """Forget something sent of which is known that it has arrived."""
+        """Forget a sent message that is known to have arrived."""
         pending.wait()
         self._sends = deque(other for other in self._sends if other is not pending)
 
     def keep(self, pending: Pending) -> None:
-        """Remember what was sent until it has left. When it has become much, the oldest is waited for: its targets get to it without us."""
+        """Keep a sent tensor alive until it has left. If too many or too large ones are kept, wait for the oldest: its receivers do not
+        depend on this rank going on."""
         self._sends = deque(other for other in self._sends if not other.is_over)
         self._left = [other for other in self._left if not other.is_over]
         self._sends.append(pending)
@@ -234,20 +238,20 @@ class Communicator:
             self._sends.popleft().let_go()
 
     def leave(self, pending: Pending) -> None:
-        """Remember a sum that nobody reads here until it is over. It is not waited for in between: others may wait for us before they
-        come to it."""
+        """Keep a sum that nobody reads here until it is over. Never wait for it in between: other ranks may have to wait for us before they
+        join it."""
         self._left = [other for other in self._left if not other.is_over]
         self._left.append(pending)
 
     def finish_sends(self) -> None:
-        """Wait until everything that was sent has left, and for what nobody reads."""
+        """Wait until everything sent has left, and until all sums that nobody reads here are over."""
         while self._left:
             self._left.pop().let_go()
         while self._sends:
             self._sends.popleft().let_go()
 
     def close(self) -> None:
-        """Give up the groups; on all ranks at once. If that is because of an error, this is told first."""
+        """Destroy the groups; called on all ranks at once. If an error is the reason, it is reported first."""
         tell_before_leaving()
         for group in self._groups.values():
             if group is not None:
@@ -261,13 +265,13 @@ class Communicator:
             torch.cuda.synchronize(self.device)
 
     def gather(self, value: object) -> list[Any]:
-        """A small object of every rank, on every rank."""
+        """Exchange small objects: the list of every rank's ``value``, on every rank."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
     def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What can be sent of a contiguous tensor, now: itself, or a copy in host memory."""
+        """What to send for a contiguous tensor: itself, or a finished copy in host memory."""
         clock.catch_up()
         if not self._staged:
             return tensor
@@ -277,14 +281,14 @@ class Communicator:
         return staged
 
     def _from_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Where to receive a contiguous tensor, and what brings it from there to its place."""
+        """(where to receive a contiguous tensor, function that then copies it to its place; None if it is the place)."""
         if not self._staged:
             return tensor, None
         staged = _host_memory(tensor)
         return staged, partial(_copy, tensor, staged)
 
     def _through_wire(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """What a collective can change in place, and what brings the outcome to the tensor."""
+        """(what a collective changes in place, function that then copies the result to the tensor; None if it is the tensor)."""
         wire = self._to_wire(tensor)
         return wire, None if wire is tensor else partial(_copy, tensor, wire)
 
@@ -295,7 +299,7 @@ class Communicator:
 
 
 class _Assemble(torch.autograd.Function):
-    """Disjoint pieces that cover a box, as one tensor; the gradient is cut along the same lines."""
+    """Assemble disjoint pieces that cover a box into one tensor; the gradient is cut into the same pieces."""
 
     @staticmethod
     def forward(ctx: Any, box: Box, boxes: Sequence[Box], *pieces: torch.Tensor) -> torch.Tensor:
@@ -313,7 +317,7 @@ class _Assemble(torch.autograd.Function):
 
 
 def assemble(box: Box, boxes: Sequence[Box], pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor for ``box`` from pieces that hold ``boxes``; differentiable. A single piece that is the box is returned as it is."""
+    """One tensor for ``box`` from pieces with the boxes ``boxes``; differentiable. A single piece that is the box is returned as it is."""
     if len(boxes) == 1 and boxes[0] == box:
         return pieces[0]
     return cast(torch.Tensor, _Assemble.apply(box, tuple(boxes), *pieces))  # type: ignore[no-untyped-call]
@@ -329,7 +333,7 @@ def _host_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)  # of pinned memory: the allocator keeps it until the stream is there
+    target.copy_(source, non_blocking=True)  # the allocator keeps pinned memory alive until the stream has copied it
 
 
 def _work(work: dist.Work | None) -> dist.Work:

@@ -1,4 +1,4 @@
-"""The world of ranks: joining it, and choosing device and backend. A script under ``torchrun`` and our own launcher come here alike."""
+"""Joining the world of ranks, and choosing device and backend; the same for scripts under ``torchrun`` and for our own launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place among the ranks. ``opened``: this process has joined by ``open_world`` and leaves by ``close_world``."""
+    """This process's place among the ranks. ``opened``: ``open_world`` has joined the process group, and ``close_world`` leaves it."""
 
     rank: int
     size: int
@@ -36,7 +36,7 @@ class World:
 
 
 def choose_backend(backend: str, kind: DeviceKind, local_world_size: int) -> str:
-    """``auto`` is NCCL if every rank of this host has a GPU of its own, else gloo."""
+    """The backend: ``auto`` is NCCL if every rank of this host has a GPU of its own, else gloo. RuntimeFailure if it cannot work here."""
     if backend not in BACKENDS:
         raise RuntimeFailure(f"backend {backend!r}: expected one of {', '.join(BACKENDS)}")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -60,7 +60,7 @@ def choose_device(kind: DeviceKind, local_rank: int) -> torch.device:
 def open_world(device_count: int, kind: DeviceKind = "cpu", backend: str = "auto", timeout_s: float = TIMEOUT_S) -> World:
     """Join the ranks: those of an existing process group, those that the environment names, or this process alone.
 
-    From then on the process keeps memory that it frees (``malloc``)."""
+    RuntimeFailure if there are fewer processes than devices. From then on the process keeps memory that it frees (``system.malloc``)."""
     keep_freed_memory()
     timeout = timedelta(seconds=timeout_s)
     size = dist.get_world_size() if dist.is_initialized() else world_size(os.environ)
@@ -85,14 +85,14 @@ def open_world(device_count: int, kind: DeviceKind = "cpu", backend: str = "auto
 
 
 def close_world(world: World) -> None:
-    """Leave the ranks, if ``open_world`` joined them. If that is because of an error, this is told first."""
+    """Leave the ranks if ``open_world`` joined them. If an error is the reason, it is reported first."""
     tell_before_leaving()
     if world.opened and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def under_launcher(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun, or something that speaks like it, has started this process."""
+    """Whether torchrun, or a launcher with the same environment variables, has started this process."""
     return "RANK" in environment and "WORLD_SIZE" in environment
 
 

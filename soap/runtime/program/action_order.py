@@ -1,7 +1,7 @@
 """Actions in the order in which they can begin. Pure data, no torch.
 
-*Invariant*: an action comes behind all those that it waits for. Forward, each tile is followed by what it completes: what is sent, sums,
-and what is sent of sums. Backward, each segment, in its turn, is followed by what it completes: gradients that go back, then sums of these.
+*Invariant*: an action comes after all those that it waits for. Forward, each tile is followed by what it completes: messages, sums, then
+messages with parts of sums. Backward, each segment is followed by what it completes: gradients that are sent back, then sums of gradients.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from soap.runtime.program.forward_order import part_ready
 from soap.runtime.program.segments import Segment
 
 Entry = tuple[tuple[int, ...], Action]
-"""What is sorted by, from the place or turn on, and the action."""
+"""(sort key, action). The key begins with the place (forward) or turn (backward)."""
 
 
 def in_order(entries: Iterable[Entry]) -> Iterator[Action]:
-    """The actions by what they are to be sorted by."""
+    """The actions, sorted by their keys."""
     return (action for _, action in sorted(entries, key=lambda entry: entry[0]))
 
 
 def forward_entries(plan: Plan, places: Sequence[int]) -> Iterator[Entry]:
-    """Each tile, then what it sends, then the sums that it completes and what is sent of them."""
+    """Each tile, then what it sends, then the sums that it completes, then what is sent of these sums."""
     for tile, place in enumerate(places):
         yield (place, 0, 0), Action(ActionKind.TILE, tile, (plan.tiles[tile].device,))
     for number, message in enumerate(plan.messages):
@@ -46,7 +46,7 @@ def backward_entries(
     segment_of: Mapping[int, int],
     turns: Sequence[int],
 ) -> Iterator[Entry]:
-    """Segments in their turns; behind each the gradients that it completes: sent back, summed over a group."""
+    """Segments in their turns, each followed by the gradients that it completes: first those sent back, then sums over a group."""
     for number, segment in enumerate(segments):
         if any(tile in activity.tiles for tile in segment.tiles):
             yield (turns[number], 0, 0), Action(ActionKind.SEGMENT, number, (segment.device,))
@@ -71,13 +71,13 @@ def backward_entries(
 
 
 def _is_sum(plan: Plan, parts: Sequence[Part]) -> int:
-    """How many stages later parts of sums are there than those of tiles."""
+    """The number of stages that parts of sums come after parts of tiles."""
     fetch, piece = parts[0]
     return 0 if plan.holdings[plan.fetches[fetch].pieces[piece].holding].reduction is None else 3
 
 
 def _returned(index: PlanIndex, complete: Mapping[int, int]) -> dict[Carrier, int]:
-    """Turn of the segment with which the last gradient of a message or exchange is complete; those without gradients are left out."""
+    """Message or exchange -> turn of the segment that completes its last gradient; those without gradients are left out."""
     found: dict[Carrier, int] = {}
     for key, carrier in index.moves.items():
         turns = [complete[fetch] for fetch, _ in carrier.parts if fetch in complete]

@@ -1,4 +1,4 @@
-"""What ranks do in a step. Pure data, no torch. Positions are those in a plan and in its ``program.Program``."""
+"""The actions of ranks in a step. Pure data, no torch. Subjects are positions in a plan or in its ``program.Program``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 
 class ActionKind(Enum):
-    """What a rank does; the subject of an action is a position in the tuple named here."""
+    """What a rank does. The subject of an action is a position in the tuple named here."""
 
     TILE = auto()
     """Run the forward pass of ``plan.tiles[subject]``."""
@@ -21,7 +21,7 @@ class ActionKind(Enum):
     REDUCE_NUMBERS = auto()
     """Sum the partial results of several reductions, ``number_sums[subject]``, at once."""
     LOSS = auto()
-    """Tell the loss to every rank, if some can not know it; it is in ``plan.holdings[subject]``."""
+    """Broadcast the loss, which is in ``plan.holdings[subject]``, unless every rank knows it already."""
     SEGMENT = auto()
     """Run the backward pass of ``segments[subject]``."""
     RETURN = auto()
@@ -31,19 +31,19 @@ class ActionKind(Enum):
     REDUCE_GRADIENT = auto()
     """Sum the gradients of ``plan.reductions[subject]``."""
     ASK = auto()
-    """Tell owners which rows are looked up, for all of ``plan.syncs`` that want to know (no subject)."""
+    """Send requests for rows to owners, for all of ``plan.syncs`` by rows at once (no subject)."""
     BRING = auto()
-    """Bring values of ``plan.syncs[subject]`` from owners to leaders."""
+    """Send values of ``plan.syncs[subject]`` from owners to leaders."""
     HAND_ON = auto()
-    """Bring values of ``plan.syncs[subject]`` from leaders to the other members."""
+    """Send values of ``plan.syncs[subject]`` from leaders to the other members."""
     COLLECT = auto()
-    """Bring gradients of ``plan.syncs[subject]`` from members to their leaders."""
+    """Send gradients of ``plan.syncs[subject]`` from members to their leaders."""
     SYNC = auto()
-    """Bring gradients of ``plan.syncs[subject]`` to the owners."""
+    """Send gradients of ``plan.syncs[subject]`` to the owners."""
 
 
 LAST_ONLY = frozenset((ActionKind.COLLECT, ActionKind.SYNC))
-"""Actions of a step's last micro-batch alone."""
+"""Kinds that only a step's last micro-batch runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +56,5 @@ class Action:
 
 
 def part_of(actions: Iterable[Action], rank: int) -> list[Action]:
-    """The actions in which a rank takes part, in order."""
+    """The actions that a rank takes part in, in order."""
     return [action for action in actions if action.devices is None or rank in action.devices]

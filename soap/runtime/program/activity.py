@@ -1,7 +1,7 @@
-"""What hangs together in a plan, and where gradients flow in it. Pure data, no torch.
+"""Look-up tables of a plan, and where gradients flow in it. Pure data, no torch.
 
-A tile is *active* if it has a backward pass: a gradient reaches one of its outputs. Everything follows from the plan alone, so that all
-ranks agree on who sends which gradient to whom without asking each other. The simulator's lowering follows the same rules.
+A tile is *active* if it has a backward pass: a gradient reaches one of its outputs. Everything follows from the plan alone, so all ranks
+agree on who sends which gradient to whom without talking to each other. The simulator's lowering follows the same rules.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Literal
 from soap.plan.plan import Exchange, Message, Plan, local_pieces, remote_parts
 
 ValueKey = tuple[Literal["holding", "fetch"], int]
-"""What a rank computes with, besides parameters: a holding or a fetch of its own, by its position in the plan."""
+"""A value that a rank computes with, besides parameters: a holding or a fetch of its own, by its position in the plan."""
 
 Carrier = tuple[Literal["message", "exchange"], int]
-"""What brings parts of fetches, by its position in the plan."""
+"""A message or exchange that brings parts of fetches, by its position in the plan."""
 
 
 class PlanIndex:
     """Look-up tables of a plan.
 
-    ``fetch_of``: (tile, input) -> fetch. ``direct``: tile -> [(output, holding)] of what it leaves on its device without a reduction.
+    ``fetch_of``: (tile, input) -> fetch. ``direct``: tile -> [(output, holding)] for outputs that stay on its device without a reduction.
     ``partial``: (tile, output) -> the reduction that it contributes to. ``reduced``: (reduction, device) -> holding.
-    ``fetches_from``: holding -> the fetches that take a piece of it. ``carriers``: fetch -> the messages and exchanges that bring parts of
-    it; fetches of what is all on their device are missing. ``carriers_from``: holding -> the messages and exchanges that take parts of
-    it. ``moves``: these messages and exchanges themselves.
+    ``fetches_from``: holding -> fetches that take a piece of it. ``carriers``: fetch -> messages and exchanges that bring parts of it;
+    fetches without parts from elsewhere are missing. ``carriers_from``: holding -> messages and exchanges that take parts of it.
+    ``moves``: carrier -> the message or exchange itself.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -60,7 +60,8 @@ class PlanIndex:
 
 @dataclass
 class Activity:
-    """Which parts of a plan carry gradients. ``seeds``: tiles of whose outputs (or partial results) the gradient is known at once."""
+    """The parts of a plan that carry gradients, by position. ``seeds``: tiles whose outputs have a known gradient, where the backward pass
+    begins."""
 
     tiles: set[int] = field(default_factory=set)
     fetches: set[int] = field(default_factory=set)
@@ -70,7 +71,7 @@ class Activity:
 
 
 def find_activity(plan: Plan, index: PlanIndex, seeds: Iterable[str]) -> Activity:
-    """Follow the gradients back to the inputs from replica 0 of these tensors: the loss, or what it is a sum of."""
+    """Follow gradients backward from replica 0 of the tensors ``seeds``: the loss, or the numbers that enter the loss epilogue."""
     graph, found = plan.graph, Activity()
     first = {graph.producers[name][0] for name in seeds if name in graph.producers and graph.tensors[name].requires_grad}
     found.seeds = {i for i, tile in enumerate(plan.tiles) if tile.operator in first and tile.replica == 0}
@@ -105,8 +106,8 @@ def _reached(tile: int, plan: Plan, index: PlanIndex, found: Activity) -> bool:
 
 
 def count_takers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int]:
-    """How many take parts of the gradient that is left on a rank's own fetch, if a part of it comes from elsewhere: each message and
-    exchange that brought one, and once each holding of its own rank."""
+    """How often parts of the gradient of a rank's fetch are taken, for fetches with parts from elsewhere: once by each message and exchange
+    that brought a part, and once for each holding of this rank that it reads."""
     counts: dict[ValueKey, int] = {}
     for number, carriers in index.carriers.items():
         if plan.fetches[number].device == rank:
@@ -115,9 +116,9 @@ def count_takers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int]
 
 
 def count_readers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int]:
-    """How often the forward pass of a rank reads what it holds and fetches.
+    """How often the forward pass of a rank reads each of its holdings and fetches.
 
-    A fetch is read by each of its consumers. A holding is read by each message and exchange that takes a piece of it, and once by each
+    Each consumer of a fetch reads it once. A holding is read once by each message and exchange that takes a piece of it, and once by each
     fetch of its own rank.
     """
     counts: dict[ValueKey, int] = {}

@@ -1,8 +1,8 @@
-"""In which order segments run backward. Pure data, no torch.
+"""The order in which segments run backward. Pure data, no torch.
 
-A segment runs backward when all gradients are there that come to it from elsewhere. Which of several goes first makes no difference to
-the outcome, but to who waits for whom: so they go in the order in which the simulation began their tiles' backward passes. Without one, the
-last to start goes first.
+A segment can run backward once all gradients from elsewhere have arrived. If several can run, the choice changes only who waits for whom,
+not the result. They run in the order in which the simulation began their tiles' backward passes; without a simulation, the segment that
+started last goes first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from soap.runtime.program.activity import Activity, PlanIndex
 def backward_turns(
     plan: Plan, index: PlanIndex, activity: Activity, segment_of: Mapping[int, int], starts: Sequence[int], order: Sequence[int]
 ) -> list[int]:
-    """Segment -> its turn, from 0 on. ``starts``: of segments, in the order of the tiles' forward passes. ``order``: tiles as their
-    backward passes begin, or nothing."""
+    """Segment -> its turn, from 0 on. ``starts``: segment -> place of its first tile in the forward order. ``order``: tiles by the start of
+    their backward passes; empty if unknown."""
     unknown = len(order)
     places = {tile: place for place, tile in enumerate(order)}
     first = [unknown] * len(starts)
@@ -45,14 +45,14 @@ def backward_turns(
             waiting[after] -= 1
             if not waiting[after]:
                 heapq.heappush(ready, entry(after))
-    assert turn == len(starts), "segments wait for each other"  # by decreasing start they do not
+    assert turn == len(starts), "segments wait for each other"  # decreasing start is always a possible order
     return turns
 
 
 def _needs(
     plan: Plan, index: PlanIndex, activity: Activity, segment_of: Mapping[int, int], segments: int
 ) -> Iterator[tuple[int, int]]:
-    """(what comes before, what needs a gradient of it): segments, then what brings gradients back, then sums, by number."""
+    """(node, node that needs its gradient). Nodes are numbered: segments, then messages and exchanges, then reductions."""
     carried = {part: segments + i for i, carrier in enumerate(index.moves.values()) for part in carrier.parts}
     sums = segments + len(index.moves)
 

@@ -1,7 +1,7 @@
 """The loss epilogue in the order of actions. Pure data, no torch.
 
-*Invariant*: no action before the backward pass waits for a number that only the epilogue reads; what the epilogue needs is summed, sent and
-computed behind the backward pass, in the order that it had. (``soap.runtime.step.loss_epilogue`` finds a model's epilogue.)
+*Invariant*: no action before the end of the backward pass waits for a number that only the epilogue reads. The epilogue's own tiles and
+messages run after the backward pass, in their original order. (``soap.runtime.step.loss_epilogue`` finds a model's epilogue.)
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from soap.runtime.program.actions import Action, ActionKind
 
 @dataclass(frozen=True)
 class LossEpilogue:
-    """``operators``: positions of those that run when the backward pass is over. ``seeds``: tensor -> the loss's gradient by it, where the
-    backward pass begins."""
+    """``operators``: positions of those that run after the backward pass. ``seeds``: tensor -> the loss's gradient by it; the backward pass
+    begins at these tensors."""
 
     operators: frozenset[int]
     seeds: Mapping[str, float]
 
 
 def no_epilogue(graph: OperatorGraph) -> LossEpilogue:
-    """The backward pass begins with the loss."""
+    """An empty epilogue: the backward pass begins at the loss."""
     return LossEpilogue(frozenset(), {graph.loss: 1.0})
 
 
 def usable_epilogue(plan: Plan, epilogue: LossEpilogue | None) -> LossEpilogue:
-    """The epilogue, unless it is left where it is: for one device, which waits for nobody, or if a message has something of it and
-    something else."""
+    """The epilogue, or an empty one if it stays where it is: on a single device, which waits for nobody, or if a message mixes its tensors
+    with others."""
     if epilogue is None or plan.device_count == 1:
         return no_epilogue(plan.graph)
     closing = closing_tensors(plan, epilogue)
@@ -40,14 +40,15 @@ def usable_epilogue(plan: Plan, epilogue: LossEpilogue | None) -> LossEpilogue:
 
 
 def closing_tensors(plan: Plan, epilogue: LossEpilogue) -> set[str]:
-    """Tensors that are summed and sent when the backward pass is over."""
+    """Tensors that the epilogue makes, and those that enter it: only the epilogue reads them."""
     made = {out.tensor for position in epilogue.operators for out in plan.graph.operators[position].outputs}
     return made | (set(epilogue.seeds) if epilogue.operators else set())
 
 
 @dataclass(frozen=True)
 class Parted:
-    """``before``: actions of the forward pass. ``sums``: those that only the epilogue reads. ``behind``: the epilogue's own."""
+    """``before``: actions of the forward pass. ``sums``: reductions that only the epilogue reads. ``behind``: the epilogue's own actions,
+    which run after the backward pass."""
 
     before: list[Action]
     sums: list[Action]
@@ -55,7 +56,7 @@ class Parted:
 
 
 def set_apart(plan: Plan, epilogue: LossEpilogue, actions: Iterable[Action]) -> Parted:
-    """Part the actions of the forward pass, each of the three in the order that they have."""
+    """Split the actions of the forward pass into these three lists; each keeps its order."""
     closing = closing_tensors(plan, epilogue)
     parted = Parted([], [], [])
     for action in actions:

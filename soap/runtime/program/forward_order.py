@@ -1,10 +1,10 @@
-"""In which order tiles run forward. Pure data, no torch.
+"""The order in which tiles run forward. Pure data, no torch.
 
-Each rule takes a topological order of all tiles and gives one. They are applied one after the other by ``forward_order``:
+Each rule takes a topological order of all tiles and returns one. ``forward_order`` applies them one after the other:
 
-- ``model_order_if_nothing_travels``: where no order makes anybody wait, the model's own.
-- ``sources_late``: what waits for nothing runs right before its first reader.
-- ``epilogue_last``: the loss epilogue runs behind everything else.
+- ``model_order_if_nothing_travels``: if no order makes any device wait, the model's own order is taken.
+- ``sources_late``: a tile without inputs from other tiles runs right before its first reader.
+- ``epilogue_last``: the loss epilogue runs after everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from soap.simulator.tasks import ExecutionOrder
 
 
 def forward_order(plan: Plan, index: PlanIndex, order: ExecutionOrder, epilogue: LossEpilogue) -> ExecutionOrder:
-    """The order in which a program runs tiles. Raises RuntimeFailure if ``order`` is no topological order of all tiles forward."""
+    """The order in which a program runs tiles. Raises RuntimeFailure if ``order.forward`` is no topological order of all tiles."""
     _check(plan, index, order.forward)
     order = model_order_if_nothing_travels(plan, order, epilogue)
     forward = sources_late(plan, index, order.forward)
@@ -27,8 +27,8 @@ def forward_order(plan: Plan, index: PlanIndex, order: ExecutionOrder, epilogue:
 
 
 def model_order_if_nothing_travels(plan: Plan, order: ExecutionOrder, epilogue: LossEpilogue) -> ExecutionOrder:
-    """*Invariant*: if nothing but the loss and gradients goes from device to device, no order of the tiles makes anybody wait, and tiles
-    run in the model's own: it completes gradients, and lets their sums begin, the soonest."""
+    """*Invariant*: if only the loss and gradients travel between devices, no order of the tiles makes any device wait. Then tiles run in
+    the model's own order, which completes gradients, and starts their sums, the earliest."""
     ends = closing_tensors(plan, epilogue) | {plan.graph.loss}
     sums = {plan.graph.operators[r.operator].outputs[r.output].tensor for r in plan.reductions if len(r.devices) > 1}
     parts = [part for message in plan.messages for part in message.parts] + [part for exchange in plan.exchanges for part in exchange.parts]
@@ -37,8 +37,8 @@ def model_order_if_nothing_travels(plan: Plan, order: ExecutionOrder, epilogue: 
 
 
 def sources_late(plan: Plan, index: PlanIndex, order: Sequence[int]) -> tuple[int, ...]:
-    """*Invariant*: tiles that wait for no other, such as look-ups, come right before the first that reads them, if all that do are on
-    their device. The backward pass goes the other way round: their gradients, which may have a long way to go, are there soon."""
+    """*Invariant*: a tile that waits for no other, such as a sparse lookup, comes right before its first reader if all readers are on its
+    device. The backward pass runs in reverse: so its gradient, which may have far to travel, is complete early."""
     places = places_of(order)
     readers: dict[int, list[int]] = {}
     tied = {tile for tile, _ in index.fetch_of}
@@ -52,7 +52,7 @@ def sources_late(plan: Plan, index: PlanIndex, order: Sequence[int]) -> tuple[in
 
 
 def epilogue_last(plan: Plan, order: Sequence[int], epilogue: LossEpilogue) -> tuple[int, ...]:
-    """*Invariant*: tiles of the loss epilogue come behind all others, and each of the two keeps its order."""
+    """*Invariant*: tiles of the loss epilogue come after all others. Each of the two groups keeps its order."""
     return tuple(sorted(order, key=lambda tile: plan.tiles[tile].operator in epilogue.operators))
 
 
@@ -65,12 +65,12 @@ def places_of(order: Sequence[int]) -> list[int]:
 
 
 def part_ready(plan: Plan, part: Part, places: Sequence[int]) -> int:
-    """Place of the tile after which a part can be sent."""
+    """Place of the last tile that must run before a part can be sent."""
     return _ready(plan, plan.fetches[part[0]].pieces[part[1]].holding, places)
 
 
 def _ready(plan: Plan, holding: int, places: Sequence[int]) -> int:
-    """Place of the tile after which a holding can exist."""
+    """Place of the last tile that must run before a holding exists."""
     held = plan.holdings[holding]
     tiles = (held.tile,) if held.reduction is None else plan.reductions[held.reduction].tiles
     return max(places[tile] for tile in tiles)
@@ -82,7 +82,7 @@ def _check(plan: Plan, index: PlanIndex, order: Sequence[int]) -> None:
         raise RuntimeFailure(f"order of {len(order)} tiles: expected each of the plan's {len(plan.tiles)} tiles once; compute it anew")
     places = places_of(order)
     ready = [max(_ready(plan, piece.holding, places) for piece in fetch.pieces) for fetch in plan.fetches]
-    for exchange in plan.exchanges:  # all of it is there at once
+    for exchange in plan.exchanges:  # all its parts arrive at once
         latest = max(part_ready(plan, part, places) for part in exchange.parts)
         for fetch, _ in exchange.parts:
             ready[fetch] = max(ready[fetch], latest)

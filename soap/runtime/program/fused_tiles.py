@@ -1,8 +1,8 @@
-"""Tiles that ``torch.compile`` makes one function of.
+"""Tiles that ``torch.compile`` turns into one function.
 
-A unit is a run of tiles that a rank computes one right after the other, in one segment, with nothing sent in between and no random numbers
-or running statistics inside. Its tiles are traced into one flat program of ATen calls, the same that the model itself consists of, and
-that program is compiled when the unit first runs. In data parallelism without dropout a unit is the rank's whole model.
+A unit is a run of consecutive tiles of a rank in one segment, with no communication in between and no random numbers or running statistics
+inside. Its tiles are traced into one flat program of ATen calls, like the model itself. That program is compiled when the unit first runs.
+In data parallelism without dropout, a unit is the rank's whole model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from soap.tracing.model import TileContext, TracedModel
 Outputs = Sequence[torch.Tensor | None]
 """A tile's outputs; None for those that only other tiles of the unit read."""
 Given = Callable[[int, int], torch.Tensor]
-"""An operand of a tile, by its place, from outside the unit."""
+"""(tile, place of the operand) -> its value, from outside the unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An input that another tile of the unit makes: its place in the unit, its output, and the holding's and the input's regions."""
+    """An input that another tile of the unit makes. ``tile``: that tile's place in the unit. ``output``: which of its outputs. ``holding``:
+    where the plan holds it. ``piece``: (fetch, piece) that the input reads of it."""
 
     tile: int
     output: int
@@ -38,7 +39,7 @@ class Made:
 
 
 class Unit:
-    """Some consecutive tiles of a rank, as one function of what comes from outside."""
+    """Consecutive tiles of a rank as one function of what comes from outside."""
 
     def __init__(self, program: Program, model: TracedModel, tiles: Sequence[int]) -> None:
         self.program, self.model, self.tiles = program, model, tuple(tiles)
@@ -48,7 +49,7 @@ class Unit:
         self._function: Callable[..., Sequence[torch.Tensor]] | None = None
 
     def run(self, given_input: Given, given_parameter: Given) -> list[Outputs]:
-        """The outputs of all tiles, in their order."""
+        """The outputs of all tiles, in the order of the tiles."""
         outside: dict[Hashable, torch.Tensor] = {}
         for tile, inputs in zip(self.tiles, self._inputs, strict=True):
             for k, source in enumerate(inputs):
@@ -103,14 +104,14 @@ def _runs(program: Program, model: TracedModel, rank: int) -> Iterator[list[int]
 
 
 def _is_pure(program: Program, model: TracedModel, tile: int) -> bool:
-    """Whether a tile is a function of its operands alone, of the same shapes in every step."""
+    """Whether a tile depends on its operands alone and has the same shapes in every step."""
     own = program.plan.tiles[tile]
     is_there = own.size > 0 and all(volume(box) > 0 for box in (*own.inputs, *own.parameters, *own.outputs))
     return is_there and tile not in program.looking_up and model.is_pure(own.operator)
 
 
 def _belongs(program: Program, tiles: Sequence[int], tile: int) -> bool:
-    """Whether a tile can join a unit: of one segment with it, and what it takes from the unit comes in one piece."""
+    """Whether a tile can join a unit: it is in the same segment, and each input that it takes from the unit is a single piece."""
     active = program.activity.tiles
     if program.segment_of[tile] != program.segment_of[tiles[0]] or (tile in active) != (tiles[0] in active):
         return False
@@ -125,7 +126,7 @@ def _belongs(program: Program, tiles: Sequence[int], tile: int) -> bool:
 
 
 def _sources(program: Program, tiles: Sequence[int], tile: int) -> list[Made | None]:
-    """For each input of a tile, where in the unit it is made; None: it comes from outside."""
+    """For each input of a tile, where in the unit it is made; None if it comes from outside."""
     plan, found = program.plan, list[Made | None]()
     for k, operand in enumerate(plan.operator(plan.tiles[tile]).inputs):
         source: Made | None = None
@@ -152,7 +153,7 @@ def _wanted(program: Program, tiles: Sequence[int], tile: int) -> list[bool]:
 
 
 def _distinct(outside: dict[Hashable, torch.Tensor]) -> tuple[list[torch.Tensor], dict[Hashable, int]]:
-    """Each tensor once, and where each operand is found among them. Views of one tensor count as different ones."""
+    """The distinct tensors, and operand -> its place among them. Different views of one tensor count as distinct."""
     tensors: list[torch.Tensor] = []
     known: dict[int, int] = {}
     places: dict[Hashable, int] = {}
@@ -165,7 +166,7 @@ def _distinct(outside: dict[Hashable, torch.Tensor]) -> tuple[list[torch.Tensor]
 
 
 def missing_compiler() -> str | None:
-    """What ``torch.compile`` lacks on this machine; None if nothing."""
+    """What ``torch.compile`` lacks on this machine; None if it lacks nothing."""
     if torch.cuda.is_available() or any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")):
         return None
     return "no C++ compiler on PATH"

@@ -1,8 +1,8 @@
-"""Sums of single numbers, which are made together. Pure data, no torch.
+"""Summing single numbers together. Pure data, no torch.
 
-*Invariant*: reductions of one number each that have the same devices and the same type are one action, the last of the forward pass: nobody
-reads them before the backward pass is over. If one such sum gives every device each number that enters the loss epilogue, every device
-knows the loss from it.
+*Invariant*: reductions of one number each with the same devices and dtype become one action at the end of the forward pass: nothing reads
+them before the backward pass is over. If one such sum gives every device all numbers that enter the loss epilogue, every device can compute
+the loss from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NumberSums = tuple[tuple[int, ...], ...]
 
 
 def sum_together(plan: Plan, sums: Iterable[Action]) -> tuple[NumberSums, list[Action]]:
-    """Which of these reductions are summed together, and the actions that do it."""
+    """The groups of reductions that are summed together, and one action for each group."""
     found: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for action in sums:
         reduction = plan.reductions[action.subject]
@@ -30,7 +30,7 @@ def sum_together(plan: Plan, sums: Iterable[Action]) -> tuple[NumberSums, list[A
 
 
 def everyone_knows(plan: Plan, epilogue: LossEpilogue, number_sums: Sequence[Sequence[int]]) -> bool:
-    """Whether one sum over all devices has each number that enters the epilogue, once."""
+    """Whether a single sum over all devices has every number that enters the epilogue, each once."""
     if not epilogue.operators or len(number_sums) != 1:
         return False
     found = [reduced_tensor(plan, plan.reductions[number]) for number in number_sums[0]]

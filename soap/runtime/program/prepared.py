@@ -1,4 +1,4 @@
-"""A rank's tiles made ready to run: where each operand comes from and what becomes of each output is worked out once, not in every step."""
+"""A rank's tiles made ready to run. Where each operand comes from and where each output goes is worked out once, not in every step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from soap.runtime.sync.shards import Region, ShardStore
 from soap.tracing.types import partial_dtype
 
 Part = tuple[slice, ...] | None
-"""What to cut of a tensor; None: all of it."""
+"""The part to cut from a tensor; None for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a fetch takes of a holding."""
+    """The part of a holding that a fetch takes."""
 
     holding: int
     box: Box
@@ -33,10 +33,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A fetch of this rank. ``carried``: parts of it come from elsewhere. ``holdings``: those of this rank that it reads, each once.
-
-    ``key``: what it is called where values are kept. ``sole``: the holding of which it is the whole, and nothing else; None if it has to be
-    cut or put together.
+    """A fetch of this rank. ``key``: its key in the ``ValueStore``. ``carried``: parts of it come from elsewhere. ``holdings``: this rank's
+    holdings that it reads, each once. ``sole``: the holding that it equals; None if it has to be cut or assembled.
     """
 
     number: int
@@ -51,9 +49,9 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a tile's input comes from: a fetch, or else a graph input or constant that every rank has in full (``part`` of ``tensor``).
+    """Where a tile's input comes from: a fetch; or, if that is None, ``part`` of a graph input or constant that every rank has in full.
 
-    ``empty``: there is nothing to read.
+    ``empty``: the region has no elements.
     """
 
     tensor: str
@@ -65,7 +63,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A tile's parameter region. ``sole``: the piece that it is, if it is just one. ``place``: equal regions have the same."""
+    """A tile's parameter region. ``sole``: the piece that it equals; None if it has to be assembled. ``place``: its number among the
+    rank's distinct regions."""
 
     tensor: str
     region: Region
@@ -76,9 +75,10 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class RowsRead:
-    """A tile's parameter region (``place``: position of the parameter) of which it has just the rows that it looks up.
+    """A tile's parameter region that it reads by a sparse lookup. ``place``: position of the parameter among the operator's.
 
-    ``syncs``: of its pieces those of which rows travel, and their positions in ``Plan.syncs``. ``sole``: the one that it is all of.
+    ``syncs``: piece -> position in ``Plan.syncs``, for pieces that are synchronized by rows. ``sole``: the synchronization of the only
+    piece, if the region equals it.
     """
 
     place: int
@@ -91,9 +91,9 @@ class RowsRead:
 class Held:
     """An output that stays on this device as a holding.
 
-    ``read``: by a tile of this rank, or the rank sends it. ``kept``: it outlives its segment, as a leaf that takes a gradient if it
-    ``takes_gradient``. ``late``: it is read when the backward pass is over. ``answered``: its gradient comes from outside of its segment,
-    or is known (``seed``).
+    ``read``: a tile of this rank reads it, or the rank sends it. ``kept``: it outlives its segment as a leaf. ``takes_gradient``: that leaf
+    requires a gradient. ``late``: it is read after the backward pass. ``answered``: its gradient comes from outside of its segment, or is
+    the constant ``seed``.
     """
 
     output: int
@@ -118,10 +118,10 @@ class Summand:
 
 @dataclass(slots=True)
 class PreparedTile:
-    """One tile of this rank. ``empty``: there is nothing to compute. ``made``: shape and dtype of each output. ``rows``: those of
-    its parameters of which it only has rows.
+    """One tile of this rank. ``empty``: it has no samples to compute. ``made``: expected shape and dtype of each output. ``rows``:
+    parameters that it reads by sparse lookups. ``leaves``: the fetches that it reads.
 
-    ``checked``: its outputs have once been seen to be so.
+    ``checked``: shapes and dtypes of its outputs have been checked once.
     """
 
     number: int
@@ -142,7 +142,7 @@ class PreparedTile:
 
 
 class PreparedTiles:
-    """All tiles of a rank, by number, for one program. ``readers``, ``takers``: see ``Program``. ``fetches``: the rank's own, by number."""
+    """All tiles of a rank in one program, by number. ``readers``, ``takers``: see ``Program``. ``fetches``: the rank's own, by number."""
 
     def __init__(self, program: Program, shards: ShardStore, rank: int, dtype_of: Callable[[str], torch.dtype]) -> None:
         self._program, self._plan = program, program.plan

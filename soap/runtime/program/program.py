@@ -1,15 +1,15 @@
 """The program: what every rank does, in one global order that is the same everywhere. Pure data, no torch.
 
 ``compile_program`` turns a plan and an order of its tiles into two lists of actions, forward and backward. Each rank executes its own
-part of both lists; an action waits only for actions before it in the list, so that no two ranks can wait for each other in a
-cycle, whatever the backend.
+part of both lists. An action waits only for actions before it in the list, so ranks cannot wait for each other in a cycle, whatever the
+backend.
 
-*Segments.* Consecutive tiles of a rank form one autograd graph as long as nothing has to be received or summed for them, nor a gradient
-received. Segments can run backward by decreasing start.
+*Segments.* Consecutive tiles of a rank form one autograd graph until something has to be received or summed for the next tile, or a
+gradient has to be received. Segments can run backward by decreasing start.
 
-What decides on the order, each in a module of its own with what it holds to: ``epilogue`` (what runs behind the backward pass),
-``forward_order`` (tiles), ``segments``, ``backward_order`` (their turns), ``action_order`` (what follows on tiles and segments) and
-``number_sums``. What synchronizes parameters stands here.
+Each of these modules decides on one part of the order, and states its invariant: ``epilogue`` (what runs after the backward pass),
+``forward_order`` (tiles), ``segments``, ``backward_order`` (turns of segments), ``action_order`` (what follows tiles and segments),
+``number_sums`` and ``sync_actions`` (keeping parameters in step).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from soap.simulator.tasks import ExecutionOrder
 
 @dataclass(frozen=True)
 class Program:
-    """A plan together with the order of everything. Positions in the tuples are the subjects of actions."""
+    """A plan with the order of all actions. Positions in its tuples are the subjects of actions."""
 
     plan: Plan
     index: PlanIndex
@@ -45,23 +45,23 @@ class Program:
     segment_of: dict[int, int]
     """Tile -> its segment."""
     kept: frozenset[int]
-    """Holdings that a tile of another segment or device reads, and the loss: their values outlive their segment."""
+    """Holdings whose values outlive their segment: another segment or device reads them. The loss is among them."""
     answered: frozenset[int]
-    """Holdings to which a gradient comes from another segment or device."""
+    """Holdings that get a gradient from another segment or device."""
     idle_shards: tuple[int, ...]
     """Shards whose gradient is zero."""
     losses: dict[int, int]
-    """Device -> the holding in which it has the loss, if it has it: that of replica 0."""
+    """Device -> the holding in which it has the loss (replica 0); devices without the loss are missing."""
     seeds: Mapping[str, float]
-    """Tensor -> the loss's gradient by it, where the backward pass begins."""
+    """Tensor -> the loss's gradient by it; the backward pass begins at these tensors."""
     number_sums: NumberSums
-    """Reductions that are summed together, as the forward pass ends."""
+    """Reductions that are summed together at the end of the forward pass."""
     known: bool
-    """Whether every rank knows the loss from the first of ``number_sums``, by ``seeds``. Then the loss epilogue is not run."""
+    """Whether every rank can compute the loss from the first of ``number_sums`` and ``seeds``. Then the loss epilogue is not run."""
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
     after_update: tuple[Action, ...]
-    """Behind the optimizer's update, and whenever values were loaded."""
+    """Actions after the optimizer's update, and after values were loaded."""
 
     @cached_property
     def looking_up(self) -> frozenset[int]:
@@ -69,18 +69,18 @@ class Program:
         return frozenset(tile for sync in self.plan.syncs if sync.contract.by_rows for tile, _ in sync.uses)
 
     def readers(self, rank: int) -> dict[ValueKey, int]:
-        """How often the forward pass of a rank reads each value that it keeps, in the sense of ``count_readers``; the loss once more."""
+        """How often the forward pass of a rank reads each value, as ``count_readers`` counts; the loss counts once more."""
         counts = count_readers(self.plan, self.index, rank)
         if rank in self.losses:
             counts["holding", self.losses[rank]] = counts.get(("holding", self.losses[rank]), 0) + 1
         return counts
 
     def takers(self, rank: int) -> dict[ValueKey, int]:
-        """How many take parts of the gradients on a rank's fetches, in the sense of ``count_takers``."""
+        """How often parts of the gradients of a rank's fetches are taken, as ``count_takers`` counts."""
         return count_takers(self.plan, self.index, rank)
 
     def device_groups(self) -> list[tuple[int, ...]]:
-        """Distinct sets of devices that sum or exchange something together, in one order for all ranks."""
+        """The distinct sets of devices that sum or exchange something together, in an order that is the same on all ranks."""
         sets = {r.devices for r in self.plan.reductions} | {s.devices for s in self.plan.shards} | {e.devices for e in self.plan.exchanges}
         return sorted(devices for devices in sets | groups(self.plan) if len(devices) > 1)
 
@@ -92,11 +92,11 @@ def compile_program(
     single_tiles: bool = False,
     epilogue: LossEpilogue | None = None,
 ) -> Program:
-    """The program of a plan. ``order``: all tiles, topologically; the plan's own order if None. Backward they go the other way round if it
-    does not say how.
+    """The program of a plan. Raises RuntimeFailure if ``order`` is no topological order of all tiles.
 
-    ``single_tiles`` makes every tile a segment of its own, so that each task can be timed.
-    ``epilogue``: what may run when the backward pass is over; left where it is if nothing has to be summed or sent for it.
+    ``order``: all tiles in a topological order; None for the plan's own. If it says nothing of the backward pass, that runs in reverse.
+    ``single_tiles``: make every tile a segment of its own, so that each task can be timed.
+    ``epilogue``: what may run after the backward pass (see ``usable_epilogue``).
     """
     if not isinstance(order, ExecutionOrder):
         order = ExecutionOrder(tuple(range(len(plan.tiles)) if order is None else order))

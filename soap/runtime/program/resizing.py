@@ -1,7 +1,7 @@
-"""The plan of a strategy for batches of another size: the same degrees on the same devices over the same parameter shards.
+"""The plan of a strategy for batches of another size: same degrees, same devices, same parameter shards. Pure data, no torch.
 
-Intervals are balanced anew, and tiles beyond the number of samples are empty. A batch of one sample has no dimension to split:
-of the tiles that shared it, the first ones compute it. Pure data, no torch.
+Intervals are balanced anew, and tiles beyond the number of samples are empty. A batch of one sample has no dimension to split: the first
+of the tiles that shared that dimension compute it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def resized_program(program: Program, graph: OperatorGraph, topology: Topology) 
         try:
             return compile_program(plan, program.order)
         except RuntimeFailure:
-            pass  # other intervals may depend on each other in other ways: then the graph's order
+            pass  # at this size tiles may depend on each other differently: fall back to the graph's order
     return compile_program(plan)
 
 
 def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
-    """See the module's docstring. Of the old plan all stays that does not follow from the size of the batch: who keeps which shard, and how
-    each parameter is synchronized. Raises RuntimeFailure as ``resized_program``."""
+    """The plan at another batch size (see the module's docstring). What does not depend on the batch size stays: who owns which shard, and
+    how each parameter is synchronized. Raises RuntimeFailure as ``resized_program``."""
     places = [plan.graph.index[_namesake(op, plan.graph.operators)] for op in graph.operators]
     configs = {}
     for op, place in zip(graph.operators, places, strict=True):
@@ -104,14 +104,14 @@ def _fits(old: Factor, new: Factor) -> bool:
 
 
 def _uses_of(sync: ShardSync, shards: Sequence[Shard]) -> tuple[tuple[int, int], ...]:
-    """Of a region that servers own every partition has all uses; else shards have their own."""
+    """The uses of a synchronization. On servers each partition lists all uses of the region; else each shard lists its own."""
     own = sync.shards[:1] if sync.contract.has_servers else sync.shards
     return tuple(use for number in own for use in shards[number].uses)
 
 
 def _with_uses(old: Plan, plan: Plan) -> tuple[Shard, ...]:
-    """The old shards with the new plan's uses. Raises RuntimeFailure if a tile needs what its device neither keeps nor gets from
-    a server."""
+    """The old shards with the new plan's uses. Raises RuntimeFailure if a tile needs a region that its device neither owns nor gets from a
+    server."""
     shards = old.shards
     readers = {number: sync.readers for sync in old.syncs for number in sync.shards}
     of_parameter: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Where a rank's tiles are cut into segments, each one autograd graph. Pure data, no torch.
+"""Cutting a rank's tiles into segments; each is one autograd graph. Pure data, no torch.
 
-*Invariants*: all that a segment receives, or that is summed for it, is there before its first tile: whatever it depends on was computed by
-segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment: no other tile waits for
-that gradient. Tiles of the loss epilogue share no segment with others.
+*Invariants*: everything that a segment receives, or that is summed for it, is complete before its first tile, because it comes from
+segments that start earlier. A tile whose gradient comes from elsewhere (*answered*) is the last of its segment, so that no other tile waits
+for that gradient. Tiles of the loss epilogue share no segment with others.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Segment:
 def cut_segments(
     plan: Plan, index: PlanIndex, order: Sequence[int], *, single_tiles: bool, epilogue: Set[int], answered: Set[int]
 ) -> tuple[Segment, ...]:
-    """Cut each device's tiles into segments. ``epilogue``: operators, by position. ``answered``: tiles. ``single_tiles``: each tile is a
-    segment."""
+    """Cut each device's tiles into segments. ``epilogue``: positions of its operators. ``answered``: tiles whose gradient comes from
+    elsewhere. ``single_tiles``: each tile is a segment."""
     started: set[int] = set()
     segments: list[tuple[int, int, list[int]]] = []
     current: dict[int, list[int]] = {}
@@ -44,27 +44,27 @@ def cut_segments(
 
 
 def read_elsewhere(plan: Plan, segment_of: Mapping[int, int]) -> Iterator[int]:
-    """Holdings with a consumer outside their tile's segment."""
+    """Holdings that a tile outside of their own segment reads."""
     for fetch in plan.fetches:
         yield from _from_outside(plan, segment_of, fetch, {segment_of[tile] for tile, _ in fetch.consumers})
 
 
 def answered_elsewhere(plan: Plan, segment_of: Mapping[int, int], activity: Activity) -> Iterator[int]:
-    """Holdings to which a gradient comes from outside of their tile's segment."""
+    """Holdings that get a gradient from outside of their own segment."""
     for number in activity.fetches:
         fetch = plan.fetches[number]
         yield from _from_outside(plan, segment_of, fetch, {segment_of[tile] for tile, _ in fetch.consumers if tile in activity.tiles})
 
 
 def _from_outside(plan: Plan, segment_of: Mapping[int, int], fetch: Fetch, readers: Set[int]) -> Iterator[int]:
-    """Holdings of a fetch that any of these segments reads and did not make."""
+    """Holdings of a fetch that any of these segments reads but did not make."""
     for piece in fetch.pieces:
         if readers - {segment_of[plan.holdings[piece.holding].tile]}:
             yield piece.holding
 
 
 def _begins(plan: Plan, index: PlanIndex, tile: int, started: set[int]) -> bool:
-    """Whether the tile is the first to need something that is received or summed; notes all its fetches as started."""
+    """Whether the tile is the first to need something that is received or summed. Adds all its fetches to ``started``."""
     begins = False
     for k in range(len(plan.tiles[tile].inputs)):
         number = index.fetch_of.get((tile, k))

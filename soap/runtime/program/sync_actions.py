@@ -1,7 +1,7 @@
-"""What ranks do to keep parameters in step, as the methods of ``Plan.syncs`` say. Pure data.
+"""The actions that keep parameters in step, as the methods of ``Plan.syncs`` ask for. Pure data.
 
-All ranks have one order. Second exchanges of a phase come behind all first ones of it: they wait for these, so that no two ranks wait for
-each other.
+All ranks share one order. The second exchanges of a phase wait for its first ones. So all first exchanges come before all second ones, and
+no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from soap.runtime.sync.row_requests import asking_devices
 from soap.runtime.sync.seam import rank_sync
 
 Entry = tuple[tuple[int, ...], Action]
-"""An action and its place in the order."""
+"""(sort key, action)."""
 FIRST_STAGE = 4
-"""Behind a segment, what goes to other segments has stages below this."""
+"""First stage of synchronization after a segment; messages to other segments have lower stages."""
 
 
 def before_forward(plan: Plan) -> Iterator[Action]:
-    """Which rows are wanted, then values from owners, then what hosts hand on."""
+    """Requests for rows, then values from owners to leaders, then from leaders to members."""
     wanted = [(i, sync, rank_sync(sync.contract).before_forward(sync)) for i, sync in enumerate(plan.syncs)]
     if any(ActionKind.ASK in kinds for *_, kinds in wanted):
         yield Action(ActionKind.ASK, 0, asking_devices(plan))
@@ -29,7 +29,7 @@ def before_forward(plan: Plan) -> Iterator[Action]:
 
 
 def after_update(plan: Plan) -> tuple[Action, ...]:
-    """Values from owners, then what hosts hand on."""
+    """Values from owners to leaders, then from leaders to members."""
     wanted = [(i, sync, rank_sync(sync.contract).after_update(sync)) for i, sync in enumerate(plan.syncs)]
     kinds = (ActionKind.BRING, ActionKind.HAND_ON)
     return tuple(Action(kind, i, plan.members(sync)) for kind in kinds for i, sync, own in wanted if kind in own)
@@ -38,7 +38,7 @@ def after_update(plan: Plan) -> tuple[Action, ...]:
 def after_backward(
     plan: Plan, active: Set[int], segment_of: Mapping[int, int], turns: Sequence[int], places: Sequence[int]
 ) -> Iterator[Entry]:
-    """Behind the segment with which all ``active`` tiles that use it have had their backward pass."""
+    """Exchanges of gradients, each after the segment that completes its gradient: the last one with an ``active`` tile that uses it."""
     for number, sync in enumerate(plan.syncs):
         tiles = [tile for tile, _ in sync.uses if tile in active]
         turn = max((turns[segment_of[tile]] for tile in tiles), default=len(turns))
@@ -48,12 +48,12 @@ def after_backward(
 
 
 def groups(plan: Plan) -> set[tuple[int, ...]]:
-    """Sets of devices that exchange something for it."""
+    """The sets of devices that exchange something to keep parameters in step."""
     return {asking_devices(plan), *(plan.members(sync) for sync in plan.syncs)}
 
 
 def task_name(plan: Plan, kind: ActionKind, subject: int) -> str:
-    """The task that such an action is a part of."""
+    """The name of the task that such an action belongs to."""
     if kind is ActionKind.ASK:
         return ASK_NAME
     sync = plan.syncs[subject]

@@ -1,4 +1,4 @@
-"""Which exchanges of gradients may start while the backward pass of a segment goes on (``step.early_start`` starts them). Pure data."""
+"""Which exchanges of gradients may start while the backward pass of a segment still runs (``step.early_start``). Pure data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from soap.runtime.sync.seam import rank_sync
 
 
 def sync_schedule(program: Program, rank: int, early: bool = True, *, messages_apart: bool = False) -> SyncSchedule:
-    """When a rank's gradients are complete, by one program. ``early`` False leaves every exchange to its own action.
-    ``messages_apart``: see ``Communicator``."""
+    """When a rank's gradients are complete in one program. ``early`` False: every exchange waits for its own action. ``messages_apart``:
+    see ``Communicator``."""
     actions = part_of(program.backward, rank)
     waiting = {action.subject for action in actions if action.kind in LAST_ONLY}
     contributions = {number: _contributions(program, rank, program.plan.syncs[number]) for number in waiting}
@@ -21,7 +21,8 @@ def sync_schedule(program: Program, rank: int, early: bool = True, *, messages_a
 
 
 def _contributions(program: Program, rank: int, sync: ShardSync) -> int:
-    """How often a segment's backward pass on this rank may give one of its leaves a gradient: shards, or a region that servers own."""
+    """How many gradients this rank's segments contribute to a synchronization: one per segment and leaf. Leaves are the shards, or the
+    whole region if servers own it."""
     leaves = [sync.uses] if sync.contract.has_servers else [program.plan.shards[i].uses for i in sync.shards]
     return sum(len({program.segment_of[tile] for tile in _active(program, rank, uses)}) for uses in leaves)
 
@@ -31,7 +32,8 @@ def _active(program: Program, rank: int, uses: Sequence[tuple[int, int]]) -> Ite
 
 
 def _followers(plan: Plan, actions: Sequence[Action], messages_apart: bool) -> dict[int, tuple[Key, ...]]:
-    """Segment -> what a rank starts right behind it, waiting for nobody, and passing nothing that has to come before."""
+    """Segment -> the exchanges that a rank may start right after it, because they wait for nothing else and overtake nothing that must come
+    first."""
     collected = {action.subject for action in actions if action.kind is ActionKind.COLLECT}
 
     def starts(action: Action) -> bool:
@@ -52,12 +54,12 @@ def _followers(plan: Plan, actions: Sequence[Action], messages_apart: bool) -> d
 
 
 def _is_collective(plan: Plan, action: Action) -> bool:
-    """Whether messages can be passed by it."""
+    """Whether an action may overtake messages."""
     return action.kind is ActionKind.SYNC and rank_sync(plan.syncs[action.subject].contract).collective
 
 
 def _is_of_messages(plan: Plan, action: Action) -> bool:
-    """Whether gradients of activations are returned by messages from device to device alone."""
+    """Whether an action returns gradients of activations by point-to-point messages alone."""
     match action.kind:
         case ActionKind.RETURN:
             return True

@@ -1,4 +1,4 @@
-"""The names of tasks, as the simulator has them, of what ranks do in a step. For messages: nothing here runs while all goes well."""
+"""The simulator's task names for the actions of a step. They are for error messages: nothing here runs while all goes well."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.program import Program
 
 GRADIENTS = (ActionKind.RETURN, ActionKind.RETURN_EXCHANGE, ActionKind.REDUCE_GRADIENT)
-"""Kinds whose tasks are the transposes of others'."""
+"""Kinds that move gradients: their tasks are the transposes of forward ones."""
 
 
 def task_name(program: Program, kind: str, subject: int) -> str:
-    """The task that an action, by the name of its kind, is or begins."""
+    """The name of the task that an action is, or begins with. ``kind``: name of an ``ActionKind``."""
     plan, back = program.plan, ActionKind[kind] in GRADIENTS
     match ActionKind[kind]:
         case ActionKind.TILE:

@@ -1,7 +1,7 @@
-"""The backward pass of one step on one rank: its segments in the program's order, with gradients that come from and go elsewhere.
+"""The backward pass of one step on one rank: it runs segments in the program's order and exchanges gradients with other ranks.
 
-Where gradients flow is decided by the program: a rank that has none to give sends zeros. Contributions are added in the program's
-order, never in that of arrival, so that equal runs give equal bits.
+The program decides where gradients flow: a rank that has none sends zeros. Contributions are added in the program's order, never in the
+order of arrival, so that equal runs give equal bits.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class BackwardPass:
         self._waiting: dict[int, int] = {}
 
     def run_segment(self, number: int) -> None:
-        """Run a segment backward and hand the gradients of its inputs on."""
+        """Run a segment backward, from its outputs to its inputs."""
         outputs, gradients = [], []
         for output in self.state.outputs.pop(number, ()):
             gradient = self._gradient(output)
             if gradient is not None and output.tensor.requires_grad:
                 outputs.append(output.tensor)
                 gradients.append(gradient)
-            del gradient, output  # the lists have them alone
+            del gradient, output  # only the lists hold them now
         if not outputs:
             return
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
@@ -59,7 +59,7 @@ class BackwardPass:
             torch.autograd.backward(root)
 
     def return_message(self, number: int) -> None:
-        """Send a message's gradients back, or receive them."""
+        """Send the gradients of a message back to its source, or receive them there."""
         message = self.plan.messages[number]
         parts = self._active(message.parts)
         tag, name = len(self.plan.messages) + number, message_name(self.plan, message, gradient=True)
@@ -70,7 +70,7 @@ class BackwardPass:
         room = [self._room(part) for part in parts]
         pending = self.state.receive([place for _, _, place in room], message.target, tag, name)
         self._expect(room, pending)
-        self.state.comm.release(self.state.sent.pop(number))  # the answer shows that it has arrived
+        self.state.comm.release(self.state.sent.pop(number))  # this answer proves that the message has arrived
 
     def return_exchange(self, number: int) -> None:
         """Take part in the transpose of an exchange."""
@@ -93,7 +93,7 @@ class BackwardPass:
         self._done_with(part for part in parts if self.plan.fetches[part[0]].device == self.state.rank)
 
     def _sum_at_source(self, exchange: Exchange, name: str) -> None:
-        """The transpose of a broadcast; a rank without gradient adds zeros."""
+        """The transpose of a broadcast: a sum at the source. A rank without gradient adds zeros."""
         source, _, box, holding = remote_parts(self.plan, exchange.parts)[0]
         if self.state.rank == source:
             room = self.state.zeros(box, exchange.tensor)
@@ -105,7 +105,7 @@ class BackwardPass:
         self._done_with(self._active(own))
 
     def reduce_gradient(self, number: int) -> None:
-        """Bring what the group's members have of a sum's gradient together: cells side by side, or whole ones added up."""
+        """Combine the group's gradients of a sum: gather the members' cells, or add up whole gradients."""
         reduction, tensor = self.plan.reductions[number], self.state.reduced_tensor(number)
         holding = self.program.index.reduced.get((number, self.state.rank))
         own = None if holding is None else self._collect(holding)
@@ -114,7 +114,7 @@ class BackwardPass:
             place = reduction.devices.index(self.state.rank)
             own = self.state.zeros(reduction.cells[place] if reduction.cells else reduction.box, tensor)
         elif len(reduction.devices) > 1 and not reduction.cells:
-            own = own.clone(memory_format=torch.contiguous_format)  # summed in place, and autograd's may be part of another gradient
+            own = own.clone(memory_format=torch.contiguous_format)  # it is summed in place, and may share memory with another gradient
         if reduction.cells:
             self._reduced[number] = self.state.gather_cells(own, self.state.empty(reduction.box, tensor), reduction, name)
         else:
@@ -122,20 +122,20 @@ class BackwardPass:
         self._waiting[number] = sum(self.plan.tiles[tile].device == self.state.rank for tile in reduction.tiles)
 
     def _gradient(self, output: Output) -> torch.Tensor | None:
-        """What comes from outside for one output of a segment; None stands for zeros."""
+        """The gradient that one output of a segment gets from outside; None stands for zeros."""
         if output.holding is not None:
             total = self._collect(output.holding)
         else:
             assert output.reduction is not None
             total = self._sum_gradient(output.reduction)
-            total = None if total is None else total.to(output.tensor.dtype)  # that of partial results
+            total = None if total is None else total.to(output.tensor.dtype)  # partial results may have a wider type
         if output.seed is None:
             return total
         one = torch.full_like(output.tensor, self.state.share * output.seed)
         return one if total is None else total + one
 
     def _sum_gradient(self, reduction: int) -> torch.Tensor | None:
-        """The gradient of a sum, for one of this rank's tiles."""
+        """The gradient of a sum, for one of this rank's tiles; it is dropped after the last of them. None stands for zeros."""
         pending = self._reduced.get(reduction)
         if pending is None:
             return None
@@ -145,13 +145,13 @@ class BackwardPass:
         return pending.wait()
 
     def _collect(self, holding: int) -> torch.Tensor | None:
-        """All gradients for a holding: from this rank's own segments, from what else it was fetched with, then from other ranks."""
+        """Add up all gradients for a holding: from this rank's segments, from mixed fetches (see ``_parts_of``), then from other ranks."""
         held = self.plan.holdings[holding]
         total = self.state.values.gradient(("holding", holding))
-        self.state.values.taken(("holding", holding))  # its value is needed no longer
+        self.state.values.taken(("holding", holding))  # its value is not needed any more
         parts = self._parts_of(holding)
         returned = self._returning.pop(holding, ())
-        if parts or returned:  # added in place, but autograd's own may be part of another gradient: what passes through views is not copied
+        if parts or returned:  # they are added in place: copy first, as autograd's tensor may share memory with another gradient
             total = self.state.zeros(held.box, held.tensor) if total is None else total.clone(memory_format=torch.contiguous_format)
         for part in parts:
             assert total is not None
@@ -165,7 +165,7 @@ class BackwardPass:
         return total
 
     def _parts_of(self, holding: int) -> list[Part]:
-        """The parts of a holding that lie in this rank's own regions together with parts from elsewhere."""
+        """The parts of a holding in this rank's mixed fetches: regions that also have parts from other ranks."""
         index, fetches = self.program.index, self.plan.fetches
         found = [f for f in index.fetches_from[holding] if f in index.carriers and fetches[f].device == self.state.rank]
         return self._active((f, k) for f in found for k, piece in enumerate(fetches[f].pieces) if piece.holding == holding)
@@ -174,19 +174,19 @@ class BackwardPass:
         return [part for part in parts if part[0] in self.program.activity.fetches]
 
     def _part_gradient(self, part: Part) -> torch.Tensor:
-        """What this rank has computed of the gradient of a part that it has fetched."""
+        """This rank's gradient of a part that it has fetched."""
         fetch = self.plan.fetches[part[0]]
         box = fetch.pieces[part[1]].box
         gradient = self.state.values.gradient(("fetch", part[0]))
         return self.state.zeros(box, fetch.tensor) if gradient is None else cut(gradient, fetch.box, box)
 
     def _done_with(self, parts: Iterable[Part]) -> None:
-        """One of those that take gradients of these fetches has had them; after the last one they go, with the values."""
+        """Note that one taker has used the gradients of these fetches. After the last taker, gradients and values are dropped."""
         for fetch in {fetch for fetch, _ in parts}:
             self.state.values.taken(("fetch", fetch))
 
     def _room(self, part: Part) -> Room:
-        """Where to receive the gradient of a part of a holding of this rank."""
+        """Allocate the tensor that receives the gradient of a part of this rank's holding."""
         fetch = self.plan.fetches[part[0]]
         piece = fetch.pieces[part[1]]
         return piece.holding, piece.box, self.state.empty(piece.box, fetch.tensor)

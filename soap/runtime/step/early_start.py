@@ -1,8 +1,9 @@
-"""Starting exchanges of gradients while the backward pass of a segment goes on.
+"""Early start: exchanging gradients while the backward pass of a segment still runs.
 
-A segment's gradients are complete one by one. What a rank would start right behind the segment, and what waits for nobody, starts as soon
-as its gradient is there; in the order of the program, which all ranks share. Where messages are no collectives, a sum may also start before
-the gradients of activations that the segment sends back. ``docs/architecture.md`` draws the control flow.
+A segment's gradients become complete one by one. An exchange that would follow right after the segment, and that waits for nothing else,
+starts as soon as its own gradient is complete. Exchanges start in the program's order, which all ranks share. Under gloo, messages and
+collectives have separate queues: there a sum may also start before the segment's own messages. ``docs/architecture.md`` draws the control
+flow.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Key = tuple[ActionKind, int]
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """When a rank's gradients are complete, by one program (``sync_schedule``).
+    """When a rank's gradients are complete in one program (made by ``sync_schedule``).
 
-    ``contributions``: synchronization -> how often a segment's backward pass may give it a gradient before its first exchange. ``follow``:
-    segment -> exchanges that are started right behind it.
+    ``contributions``: synchronization -> how many gradients segments contribute before its first exchange may start. ``follow``: segment ->
+    exchanges that start right after it, in order.
     """
 
     contributions: Mapping[int, int]
@@ -32,9 +33,8 @@ class SyncSchedule:
 
 
 class EarlyStart:
-    """Starts exchanges while a segment's backward pass goes on: each as soon as its gradient is complete, in the order of the program,
-    which all ranks share. Its own action finds an exchange started. ``start``: a method that starts one; its object is not kept alive.
-    ``is_open``: whether a micro-batch is under way."""
+    """Starts each exchange as soon as its gradient is complete, in the program's order. When the program reaches the exchange's own action,
+    it has started already. ``start``: the bound method that starts an exchange (held weakly). ``is_open``: True during a micro-batch."""
 
     def __init__(self, start: Callable[[ActionKind, int], object]) -> None:
         self._start = weakref.WeakMethod(start)
@@ -45,7 +45,7 @@ class EarlyStart:
 
     @contextmanager
     def step(self, schedule: SyncSchedule, part: MicroBatch) -> Iterator[None]:
-        """A micro-batch; only in the last one anything is started, and outside of steps nothing."""
+        """The time of one micro-batch. Exchanges start early in a step's last micro-batch only, and never outside of steps."""
         self._follow = schedule.follow if part.last else {}
         self._missing = dict(schedule.contributions)
         self.is_open = True
@@ -57,18 +57,18 @@ class EarlyStart:
 
     @contextmanager
     def segment(self, number: int) -> Iterator[None]:
-        """The backward pass of a segment."""
+        """The time of a segment's backward pass."""
         self._startable = list(self._follow.get(number, ()))
         yield
         self._startable = []
 
     def arrived(self, number: int) -> None:
-        """A segment has given its part of the gradient of a synchronization."""
+        """Note that a segment has contributed to the gradient of a synchronization, and start what is complete."""
         if number not in self._missing:
-            return  # a backward pass of somebody else's
+            return  # the user's own backward pass, outside of a step
         self._missing[number] -= 1
         while self._startable and self._missing[self._startable[0][1]] == 0:
             kind, subject = self._startable.pop(0)
             start = self._start()
-            assert start is not None  # its object has called
+            assert start is not None  # its object is calling us
             start(kind, subject)

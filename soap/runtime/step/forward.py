@@ -1,7 +1,7 @@
-"""The forward pass of one step on one rank: its tiles, what they need from elsewhere, and what others need of them.
+"""The forward pass of one step on one rank: it computes tiles, receives what they read, and sends what other ranks read of them.
 
-Inside a segment, tiles are linked by autograd. What comes from outside (an earlier segment, another rank, a sum over a group) enters
-as a detached leaf. Values are let go as soon as their last reader on this rank has had them; what the backward pass needs, autograd keeps.
+Inside a segment, autograd links the tiles. What comes from outside (an earlier segment, another rank, a sum over a group) enters as a
+detached leaf. A value is dropped after its last reader on this rank; autograd keeps what the backward pass needs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ForwardPass:
                 self._computed.update(zip(unit.tiles, unit.run(self._unit_input, self._unit_parameter), strict=True))
             if tile.number in self._computed:
                 return self._computed.pop(tile.number)
-        if tile.empty:  # fewer samples than tiles: nothing, or nothing to be added to a sum
+        if tile.empty:  # fewer samples than tiles: an empty output, or zeros for a sum
             return [torch.zeros(shape, dtype=dtype, device=self.state.comm.device) for shape, dtype in tile.made]
         if tile.rows:
             return self._on_rows(tile)
@@ -98,7 +98,7 @@ class ForwardPass:
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
 
     def _on_rows(self, tile: PreparedTile) -> Outputs:
-        """Compute a tile that looks rows up."""
+        """Compute a tile with a sparse lookup."""
         inputs = [self._input(source) for source in tile.inputs]
         given = {own.place: rows_for(tile.number, own, self._asked, self._by_rows, self.shards) for own in tile.rows}
         parameters = [given[k][0] if k in given else self._parameter(parameter) for k, parameter in enumerate(tile.parameters)]
@@ -107,7 +107,7 @@ class ForwardPass:
             return self.model.run_on_rows(tile.tile, inputs, parameters, rows, self.context)
 
     def ask(self, _: int) -> None:
-        """Tell which rows this rank's tiles look up."""
+        """Send requests for the rows that this rank's tiles look up."""
         requests = self._sync_context.requests
         with self.state.task(ASK_NAME, TaskKind.SYNC) if requests.asks_others else nullcontext():
             self._asked = self._look_ups.asked(self.model, self.tensors, self.context)
@@ -131,7 +131,7 @@ class ForwardPass:
         self._leave_holdings({holding for source, _, _, holding in parts if source == self.state.rank})
 
     def reduce(self, number: int) -> None:
-        """Sum this rank's partial results, then those of the group."""
+        """Sum this rank's partial results, then begin to sum over the group."""
         reduction, total = self.plan.reductions[number], self._own_sum(number)
         name = reduce_name(self.state.graph.operators[reduction.operator], reduction)
         state = self.state
@@ -144,7 +144,7 @@ class ForwardPass:
             state.comm.leave(pending)
 
     def reduce_numbers(self, together: int) -> None:
-        """Sum several reductions of one number each at once."""
+        """Begin several reductions of one number each as a single sum."""
         numbers = self.program.number_sums[together]
         reduction = self.plan.reductions[numbers[0]]
         totals = torch.stack([self._own_number(number) for number in numbers])
@@ -159,7 +159,7 @@ class ForwardPass:
             self._round(self._reducing[number], number)
 
     def _round(self, pending: Pending, number: int) -> None:
-        """Bring a sum of partial results, when it is there, to the type that it has for its readers."""
+        """Once a sum of partial results is complete, convert it to the dtype that its readers expect."""
         dtype = self.state.dtype_of(self.state.reduced_tensor(number))
         if pending.tensor.dtype != dtype:
 
@@ -185,7 +185,7 @@ class ForwardPass:
         return [self._partials.pop((tile, reduction.output)) for tile in own]
 
     def tell_loss(self, holding: int) -> None:
-        """Bring the loss to every rank: from the holding's device, unless all know it already."""
+        """Make the loss known to every rank: broadcast it from the holding's device unless all ranks know it already."""
         if self.program.known:
             return
         own = self.program.losses.get(self.state.rank)
@@ -201,18 +201,18 @@ class ForwardPass:
         self._loss = lambda: float(telling.wait())
 
     def loss_value(self) -> float:
-        """The loss, once it is here: the later it is asked for, the less anybody waits."""
+        """The loss. Waits until it is here: ask late."""
         return self._loss()
 
     def release(self) -> None:
-        """Let go of what the last segment has used."""
+        """Drop what the last segment has used."""
         self._forget_segment()
 
     def _forget_segment(self) -> None:
         self._attached, self._fetched, self._regions = {}, {}, {}
 
     def _keep_held(self, tile: PreparedTile, outputs: Outputs) -> None:
-        """Put a tile's outputs where their consumers look for them, and note those whose gradients will come from outside."""
+        """Store a tile's outputs for their readers, and note those whose gradients will come from outside of the segment."""
         for held in tile.held:
             tensor = outputs[held.output]
             if tensor is None:
@@ -267,7 +267,7 @@ class ForwardPass:
         return self._fetched[fetch.number]
 
     def _arrived(self, fetch: Fetched) -> torch.Tensor:
-        """A region of which a part lies elsewhere: a leaf as a whole."""
+        """A region with parts from other ranks: one leaf for the whole region."""
         values, key = self.state.values, fetch.key
         if key not in values:
             region = self._arrivals.take(fetch.number, self._held)
@@ -277,12 +277,12 @@ class ForwardPass:
         return values[key]
 
     def _piece(self, piece: Piece) -> torch.Tensor:
-        """One piece of a fetch: attached if this segment made it, else of a leaf."""
+        """One piece of a fetch: linked by autograd if this segment made it, else cut from a leaf."""
         attached = self._attached.get(piece.holding)
         return _cut(self._holding_leaf(piece.holding) if attached is None else attached, piece.part)
 
     def _holding_leaf(self, holding: int) -> torch.Tensor:
-        """The leaf of a holding that another segment has made, or that was summed."""
+        """The leaf of a holding that comes from another segment or from a sum."""
         values = self.state.values
         key: ValueKey = ("holding", holding)
         if key not in values:
@@ -294,7 +294,7 @@ class ForwardPass:
         return self.state.graph.tensors[self.plan.holdings[holding].tensor].requires_grad
 
     def _leave_fetch(self, fetch: Fetched) -> None:
-        """One of a fetch's consumers has had it."""
+        """Note that one consumer has read a fetch; after the last one, drop it."""
         if not self.state.values.leave(fetch.key):
             return
         self._fetched.pop(fetch.number, None)
@@ -302,7 +302,7 @@ class ForwardPass:
             self._leave_holdings(fetch.holdings)
 
     def _leave_holdings(self, holdings: Iterable[int]) -> None:
-        """A reader has had these holdings of this rank, each named once."""
+        """Note that one reader has read these holdings of this rank, each named once; drop those that it was the last reader of."""
         for holding in holdings:
             if self.state.values.leave(("holding", holding)):
                 self._attached.pop(holding, None)
@@ -311,7 +311,7 @@ class ForwardPass:
                     self._reducing.pop(reduction)
 
     def _parameter(self, parameter: Parameter) -> torch.Tensor:
-        """A parameter region of a tile, assembled once per segment."""
+        """A tile's parameter region, assembled once per segment."""
         if parameter.sole is not None:
             return self.shards.leaves[parameter.sole]
         region = self._regions.get(parameter.place)

@@ -1,4 +1,4 @@
-"""All gradients of a rank's shards, and what keeps parameters in step, however each is synchronized."""
+"""All gradients of a rank's shards, and its part in every synchronization, whatever the methods."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from soap.runtime.trace import Watch, watch_nothing
 
 
 class Gradients:
-    """One object serves all programs of a trainer, whose plans have the same shards and synchronizations. ``by_rows``: those of which tiles
-    read rows, by position in the plan. ``early``: starts exchanges within segments.
+    """The gradients of one rank. One object serves all programs of a trainer: their plans have the same shards and synchronizations.
 
-    After a step's last micro-batch, and ``add_up``, ``dense`` and ``rows`` are complete, by shard that this rank owns.
+    ``by_rows``: position in ``Plan.syncs`` -> the method, for synchronizations by rows. ``early``: starts exchanges within segments.
+    ``dense``, ``rows``: owned shard -> its gradient, complete after a step's last micro-batch and ``add_up``.
     """
 
     def __init__(self, program: Program, shards: ShardStore, comm: Communicator, dtype_of: Callable[[str], torch.dtype]) -> None:
@@ -52,7 +52,7 @@ class Gradients:
 
     @contextmanager
     def step(self, schedule: SyncSchedule, part: MicroBatch = WHOLE_STEP, watch: Watch = watch_nothing) -> Iterator[None]:
-        """One forward and backward pass. What an earlier step has left is forgotten; behind the last micro-batch gradients are complete."""
+        """The time of one micro-batch. The first one drops the last step's gradients; after the last one the gradients are complete."""
         if part.first:
             self.dense, self.rows = {}, {}
             if self._asks:
@@ -66,22 +66,22 @@ class Gradients:
             method.end(part)
 
     def bring(self, number: int) -> None:
-        """Begin to bring values to who reads them."""
+        """Begin to send values from owners to leaders."""
         self._of[number].bring(number)
 
     def hand_on(self, number: int) -> None:
-        """The same within hosts."""
+        """Begin to send values from leaders to the other members of their hosts."""
         self._of[number].hand_on(number)
 
     def start(self, kind: ActionKind, number: int) -> None:
-        """Begin an exchange of gradients, unless that has begun already in this micro-batch."""
+        """Start an exchange of gradients unless it has started already in this micro-batch."""
         if (kind, number) not in self._started:
             self._started.add((kind, number))
             method = self._of[number]
             (method.collect if kind is ActionKind.COLLECT else method.synchronize)(number)
 
     def refresh(self, watch: Watch = watch_nothing) -> None:
-        """Bring what was updated, or loaded, to readers that keep copies of what others own."""
+        """Send values that were updated or loaded to readers that keep copies of them. Waits until all have arrived."""
         if not self._after_update:
             return
         for method in self._methods:
@@ -93,7 +93,7 @@ class Gradients:
         self.context.comm.finish_sends()
 
     def add_up(self, shards: Collection[int] | None = None) -> None:
-        """Sum what readers have given to this rank, for several of its shards at once: for these, or all for which it was not done yet."""
+        """Add up the readers' gradients for these shards of this rank; None: for all that were not added up yet."""
         known = self.dense.keys() | self.rows.keys()
         for method in self._methods:
             self._note(method.gradients([i for i in method.shards if i not in known and (shards is None or i in shards)]))
@@ -108,15 +108,15 @@ class Gradients:
                 self.dense[shard] = gradient
 
     def whole(self, plan: Plan) -> dict[int, torch.Tensor]:
-        """All of them by shard, with zeros for rows that have none."""
+        """Shard -> dense gradient, with zeros for rows without gradient."""
         boxes = {number: plan.shards[number].box[0] for number in self.rows}
         return {**self.dense, **{i: own.dense(boxes[i][0], boxes[i][1] - boxes[i][0]) for i, own in self.rows.items()}}
 
     def state(self) -> dict[int, Mapping[str, torch.Tensor]]:
-        """What methods keep from step to step beside the optimizer, by shard that this rank owns; on all ranks at once."""
+        """Owned shard -> the state that methods keep from step to step, by name; called on all ranks at once."""
         return {shard: own for method in self._methods for shard, own in method.state().items()}
 
     def restore(self, state: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Go on from such a state; on all ranks at once."""
+        """Go on from such a state; called on all ranks at once."""
         for method in self._methods:
             method.restore({shard: state[shard] for shard in method.shards if shard in state})

@@ -1,8 +1,8 @@
-"""The epilogue of a loss: operators that only add up and scale numbers, such as the losses of several parts of a sequence.
+"""The loss epilogue: the last operators of a model if they only add up and scale numbers, such as the losses of parts of a sequence.
 
-The gradient of the loss by what enters it does not depend on any value. So the backward pass can begin there, with constants, before
-these numbers have been summed over the devices: no rank waits for another between forward and backward pass. The epilogue itself, and the
-sums that it reads, run when the backward pass is over.
+The loss is linear in the numbers that enter the epilogue, so its gradient by them is constant. The backward pass can therefore begin there,
+before the numbers have been summed over the devices: no rank waits for another between forward and backward pass. The sums go on meanwhile;
+the epilogue itself runs after the backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from soap.tracing.model import TileContext, TracedModel
 
 
 def find_epilogue(model: TracedModel) -> LossEpilogue:
-    """The longest epilogue of a model's loss."""
+    """The longest loss epilogue of a model."""
     graph = model.graph
     found: set[int] = set()
     for position in range(len(graph.operators) - 1, -1, -1):
@@ -41,7 +41,7 @@ def _adds_numbers(graph: OperatorGraph, position: int) -> bool:
 
 
 def _coefficients(model: TracedModel, operators: list[int], entering: list[str]) -> dict[str, float]:
-    """The gradients, from a run of the epilogue on zeros."""
+    """Tensor that enters the epilogue -> the loss's gradient by it, found by running the epilogue on zeros."""
     graph = model.graph
     leaves = {name: torch.zeros(graph.tensors[name].shape, dtype=torch.float64, requires_grad=True) for name in entering}
     values: dict[str, torch.Tensor] = dict(leaves)

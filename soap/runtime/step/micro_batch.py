@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Which part of a step a batch is: of all ``count`` micro-batches, the one with this number.
+    """Micro-batch ``number``, from 0 on, of the ``count`` in a step.
 
-    Gradients are added up over them, synchronized with the last, and are those of the mean of their losses.
+    Gradients are added up over a step's micro-batches and synchronized with the last one: they belong to the mean of the losses.
     """
 
     number: int = 0
@@ -17,12 +17,12 @@ class MicroBatch:
 
     @property
     def first(self) -> bool:
-        """Whether gradients begin with it."""
+        """Whether it is the step's first: gradients start from nothing."""
         return self.number == 0
 
     @property
     def last(self) -> bool:
-        """Whether gradients are complete behind it."""
+        """Whether it is the step's last: gradients are complete after it."""
         return self.number == self.count - 1
 
 

@@ -20,8 +20,8 @@ from soap.simulator.tasks import TaskKind
 
 
 class Output(NamedTuple):
-    """A tensor of a segment whose gradient comes from outside: one that is held, or a partial result. ``seed``: what of its
-    gradient is known from the start: 1 if it is the loss."""
+    """A segment's output whose gradient comes from outside: a ``holding``, or a partial result of a ``reduction``. ``seed``: the constant
+    that is added to its gradient, such as 1 for the loss; None if there is none."""
 
     tensor: torch.Tensor
     holding: int | None
@@ -30,11 +30,11 @@ class Output(NamedTuple):
 
 
 class StepState:
-    """The values of one step that outlive their segment, and the services that both passes use.
+    """The values of one step that outlive their segment, and the communication that both passes use.
 
-    ``values``: detached inputs of segments, as long as they are read, and those on which autograd leaves gradients until these are taken.
-    ``outputs``: segment -> what its backward pass starts from. ``sent``: messages on their way. ``share``: the gradient of the loss, less
-    than 1 where the losses of several micro-batches are averaged.
+    ``values``: detached inputs of segments, until their last reader, and until their gradients are taken if they get any. ``outputs``:
+    segment -> the tensors that its backward pass starts from. ``sent``: messages on their way. ``share``: the gradient of this
+    micro-batch's loss, 1 / number of micro-batches.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StepState:
         return self.comm.rank
 
     def empty(self, box: Box, tensor: str) -> torch.Tensor:
-        """Room for a region of a tensor."""
+        """An uninitialized region of a tensor."""
         return torch.empty(lengths(box), dtype=self.dtype_of(tensor), device=self.comm.device)
 
     def zeros(self, box: Box, tensor: str) -> torch.Tensor:
@@ -67,18 +67,18 @@ class StepState:
         return self.empty(box, tensor).zero_()
 
     def reduced_tensor(self, reduction: int) -> str:
-        """The tensor that a reduction makes a part of."""
+        """The name of the tensor that a reduction computes a part of."""
         return reduced_tensor(self.plan, self.plan.reductions[reduction])
 
     def send(self, tensors: Sequence[torch.Tensor], target: int, tag: int, name: str) -> Pending:
-        """Start sending tensors as one message, under the name of a task."""
+        """Start sending tensors as one message. ``name``: of its task."""
         pending = self.comm.send(pack(tensors), target, tag)
         self.comm.traffic.sent_bytes += _bytes(tensors)
         self.watch(name, TaskKind.TRANSFER, pending)
         return pending
 
     def receive(self, places: Sequence[torch.Tensor], source: int, tag: int, name: str) -> Pending:
-        """Start receiving a message into its places, under the name of a task."""
+        """Start receiving a message into ``places``. ``name``: of its task."""
         buffer, finish = land(places)
         pending = self.comm.receive(buffer, source, tag)
         self.comm.traffic.received_bytes += _bytes(places)
@@ -93,9 +93,9 @@ class StepState:
         devices: tuple[int, ...],
         name: str,
     ) -> Pending:
-        """Start giving parts of a tensor to each of the devices and receiving others into their places, under the name of a task.
+        """Start an all-to-all of parts of a tensor: send ``parcels[i]`` to device i of ``devices``, receive from it into ``places[i]``.
 
-        Both are in the order of the devices; what this rank gives itself does not count as traffic.
+        ``name``: of its task. What this rank gives itself does not count as traffic.
         """
         expected = [place for own in places for place in own]
         buffer, finish = land(expected) if expected else (self.empty(((0, 0),), tensor), None)
@@ -114,7 +114,7 @@ class StepState:
         self.watch(name, TaskKind.EXCHANGE, pending)
 
     def hear(self, place: torch.Tensor, source: int, devices: tuple[int, ...], name: str) -> Pending:
-        """Start receiving a broadcast into its place."""
+        """Start receiving a broadcast into ``place``."""
         buffer, finish = land([place])
         pending = self.comm.broadcast(buffer, source, devices)
         self._count_exchange(0, place.nbytes)
@@ -122,7 +122,7 @@ class StepState:
         return pending if finish is None else pending.then(finish)
 
     def sum_at(self, tensor: torch.Tensor, target: int, devices: tuple[int, ...], name: str) -> Pending:
-        """Start summing a contiguous tensor at one device, whose own is zero; the others' are lost."""
+        """Start summing a contiguous tensor at the target device, whose own tensor is zero; the other ranks' tensors are overwritten."""
         pending = self.comm.reduce(tensor, target, devices)
         at_target = self.rank == target
         self._count_exchange(0 if at_target else tensor.nbytes, (len(devices) - 1) * tensor.nbytes if at_target else 0)
@@ -136,7 +136,7 @@ class StepState:
         traffic.exchanged_bytes += received_bytes
 
     def sum_over(self, tensor: torch.Tensor, devices: tuple[int, ...], name: str) -> Pending:
-        """Start summing a tensor of this rank in place over the devices, under the name of a task; nothing to do for one device."""
+        """Start summing a tensor of this rank in place over the devices. ``name``: of its task. One device alone has nothing to do."""
         pending = self.comm.all_reduce(tensor, devices)
         if len(devices) > 1:
             self.comm.traffic.reduced_bytes += tensor.nbytes
@@ -144,7 +144,7 @@ class StepState:
         return pending
 
     def scatter_sum(self, tensor: torch.Tensor, reduction: Reduction, name: str) -> Pending:
-        """Start summing a tensor over the devices of a reduction, of which each gets its cell."""
+        """Start a reduce-scatter over the devices of a reduction: each device gets the sum of its own cell."""
         parts = [cut(tensor, reduction.box, cell) for cell in reduction.cells]
         pending = self.comm.reduce_scatter(parts, reduction.devices)
         self._count_scatter(tensor)
@@ -152,7 +152,7 @@ class StepState:
         return pending
 
     def gather_cells(self, own: torch.Tensor, whole: torch.Tensor, reduction: Reduction, name: str) -> Pending:
-        """Start bringing the cells of a reduction together in ``whole`` on each of its devices; ``own`` is this rank's."""
+        """Start an all-gather of a reduction's cells into ``whole`` on each of its devices. ``own``: this rank's cell."""
         places = [cut(whole, reduction.box, cell) for cell in reduction.cells]
         buffer, finish = land([place for place in places if place.numel()])
         pending = self.comm.all_to_all([[own]] * len(places), buffer, [place.numel() for place in places], reduction.devices)
@@ -171,11 +171,11 @@ class StepState:
         return self._recorder is not None
 
     def task(self, name: str, kind: TaskKind) -> AbstractContextManager[None]:
-        """Times what is computed inside, if this step is traced."""
+        """Time what is computed inside, if this step is traced."""
         return nullcontext() if self._recorder is None else self._recorder.task(name, kind)
 
     def watch(self, name: str, kind: TaskKind, pending: Pending) -> None:
-        """Names a communication, and times it if this step is traced."""
+        """Name a communication, and time it if this step is traced."""
         pending.name = name
         if self._recorder is not None:
             self._recorder.watch(name, kind, pending)

@@ -28,9 +28,10 @@ from soap.tracing.model import TileContext, TracedModel
 
 
 class StepRunner:
-    """Executes a program on one rank, again and again. After a step's last micro-batch, ``gradients`` holds the complete gradients.
+    """Executes a program on one rank, step after step. After a step's last micro-batch, ``gradients`` holds the complete gradients.
 
-    ``gradients``: those of another runner with the same shards, if both work for the same steps. ``compiled``: by ``torch.compile``.
+    ``gradients``: another runner's, if both have the same shards and work on the same steps. ``compiled``: fuse tiles by ``torch.compile``.
+    ``recorder``: times every task.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class StepRunner:
         context: TileContext,
         part: MicroBatch = WHOLE_STEP,
     ) -> Callable[[], float]:
-        """Forward and backward on full ``tensors`` (inputs and constants by name). Returns what gives the loss, when it is
-        wanted: the parameters can be updated meanwhile."""
+        """Run forward and backward pass on full ``tensors`` (inputs and constants by name). Returns a function that waits for the loss, so
+        that the parameters can be updated meanwhile."""
         values = ValueStore(self._prepared.readers, self._prepared.takers)
         state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, 1.0 / part.count)
         gradients = self.gradients
@@ -80,12 +81,12 @@ class StepRunner:
                 HERE.call = call
                 handlers[call[0]](call[1])
             HERE.call = None
-            self.comm.finish_sends()  # while gradients are being summed
+            self.comm.finish_sends()  # gradients are still being summed meanwhile
         return forward.loss_value
 
 
 def _calls(actions: Sequence[Action], rank: int) -> list[tuple[str, int]]:
-    """The rank's actions by the names of their kinds: enum members are slow keys."""
+    """The rank's actions as (name of the kind, subject): enum members are slow dictionary keys."""
     return [(action.kind.name, action.subject) for action in part_of(actions, rank)]
 
 

@@ -1,4 +1,4 @@
-"""What follows a step's last backward pass: sums at those who keep shards, clipping, the update, and values back to their readers."""
+"""The end of a step, after the last backward pass: owners add up gradients, clip them, update, and send values to the readers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from soap.simulator.tasks import TaskKind
 
 
 class StepEnd:
-    """On one rank, whose optimizer has these ``parts``. ``clip_norm``: the largest norm of all gradients together, or None."""
+    """The end of a step on one rank. ``parts``: what its optimizer updates. ``clip_norm``: the largest global norm of the gradients; None:
+    no clipping. ``lazy``: see ``row_update``."""
 
     def __init__(
         self,
@@ -37,7 +38,8 @@ class StepEnd:
         self._updater = Updater(optimizer, tensors, {number: (part.parameter, part.box) for number, part in parts.items()}, lazy)
 
     def run(self, looked_up: Mapping[str, torch.Tensor], recorder: Recorder | None) -> float | None:
-        """Update everything; the gradients' norm before it was clipped, if it is. ``looked_up``: see ``Updater.update``."""
+        """Update all parameters. Returns the gradients' norm before clipping; None without clipping. ``looked_up``: as for
+        ``Updater.update``."""
         gradients, norm = self.gradients, None
         HERE.task = self._name
         done = set() if recorder is None else self._serve(recorder)
@@ -54,8 +56,8 @@ class StepEnd:
         return norm
 
     def _serve(self, recorder: Recorder) -> set[int]:
-        """Add up and update what this rank keeps as a server, each partition as a task of its own; those that were updated. What is to be
-        clipped is updated later."""
+        """In a traced step, add up and update each partition that this rank serves as a task of its own. Returns the updated shards. With
+        clipping none is updated here: the norm is not known yet."""
         updated = set[int]()
         for sync in self.plan.syncs:
             for number, shard in enumerate(sync.shards if sync.contract.has_servers else ()):

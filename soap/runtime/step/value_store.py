@@ -1,4 +1,4 @@
-"""The values of one step on one rank that outlive their segment: each goes with the last that is to have it."""
+"""The values of one step on one rank that outlive their segment. Each is dropped after its last use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from soap.runtime.program.activity import ValueKey
 
 
 class ValueStore:
-    """Leaves: detached tensors that segments begin with. Autograd leaves gradients on those that require one.
+    """Leaves: detached tensors that segments start from. Autograd leaves gradients on those that require one.
 
-    ``readers``: how many read a value in the forward pass. After the last one it goes, unless it waits for a gradient. ``takers``: how many
-    then take parts of the gradient, one where nothing is said. After the last one value and gradient go.
+    ``readers``: how often the forward pass reads each value. After the last reader it is dropped, unless it waits for a gradient.
+    ``takers``: how often its gradient is then taken (default 1). After the last taker, value and gradient are dropped.
     """
 
     def __init__(self, readers: Mapping[ValueKey, int], takers: Mapping[ValueKey, int]) -> None:
@@ -37,7 +37,7 @@ class ValueStore:
         return key in self._readers
 
     def leave(self, key: ValueKey) -> bool:
-        """A reader has had the value, whether it lies here or elsewhere; True if it was the last one."""
+        """Note that a reader has read the value, whether it is stored here or not. True if it was the last reader."""
         left = self._readers[key] = self._readers[key] - 1
         if left:
             return False
@@ -47,12 +47,12 @@ class ValueStore:
         return True
 
     def gradient(self, key: ValueKey) -> torch.Tensor | None:
-        """What autograd has left on a value; None stands for zeros."""
+        """The gradient that autograd has left on a value; None stands for zeros."""
         leaf = self._leaves.get(key)
         return None if leaf is None else leaf.grad
 
     def taken(self, key: ValueKey) -> None:
-        """A taker has had what it needs of the gradient."""
+        """Note that a taker has used the gradient; drop the value after the last one."""
         left = self._takers[key] = self._takers.get(key, 1) - 1
         if left == 0:
             self._leaves.pop(key, None)

@@ -1,8 +1,8 @@
-"""All-reduces of gradients: buffers, one per synchronization, that live for the whole training.
+"""All-reduces of gradients: one buffer per synchronization, which lives for the whole training.
 
-Gradients of shards that several devices keep are views of the buffers. Autograd leaves what a segment contributes on the shards, whence
-a hook brings it here as soon as it is there, while it is in the processor's cache. What a single device keeps stays where autograd adds it
-up.
+The gradients of shards that several devices own are views of the buffers. Autograd leaves a segment's contribution on the shard, in
+``.grad``. A hook moves it into the buffer at once, while it is still in the processor's cache. The gradient of a shard that one device owns
+stays where autograd adds it up.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from soap.runtime.trace import Watch
 
 
 class BucketedSum(RankSync):
-    """Inside a step, backward passes through the shards give their gradients to this object; there is one of it for the shards.
+    """Collects and sums the gradients of all-reduced shards. Only one object may exist for the shards: it hooks into their backward passes.
 
-    ``buffers``: by synchronization in which something is summed, its shards' gradients one after the other.
+    ``buffers``: synchronization with several readers -> its shards' gradients, flat, one after the other.
     """
 
     collective: ClassVar[bool] = True
@@ -55,7 +55,7 @@ class BucketedSum(RankSync):
             self._hook(i, number)
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
-        """The optimizer's update has read ``.grad``, and has left it there."""
+        """Drop ``.grad`` before the first micro-batch: the last update has used it, but did not clear it."""
         super().begin(part, watch)
         if part.first:
             self._fresh = set(self._places)
@@ -72,12 +72,12 @@ class BucketedSum(RankSync):
         self._pending.append(self.named(ActionKind.SYNC, number, self.start_sum(number, self.buffers[number])))
 
     def start_sum(self, number: int, buffer: torch.Tensor) -> Pending:
-        """Begin summing a buffer, of this synchronization, in place."""
+        """Begin summing a buffer of this synchronization in place."""
         self.comm.traffic.synchronized_bytes += buffer.nbytes
         return self.comm.all_reduce(buffer, self.syncs[number].readers)
 
     def end(self, part: MicroBatch) -> None:
-        """Behind the last micro-batch gradients are complete."""
+        """Wait for the sums. After the last micro-batch the gradients are complete."""
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
@@ -87,24 +87,24 @@ class BucketedSum(RankSync):
             gradient = self._tensors[shard].grad
             if gradient is None:
                 self._gradients[shard] = torch.zeros_like(self._tensors[shard], requires_grad=False)
-            else:  # optimizers take complex numbers for pairs in memory, and cannot where these are only marked as conjugated
+            else:  # optimizers read complex numbers as pairs in memory; that fails on numbers that are only marked as conjugated
                 self._gradients[shard] = gradient.resolve_conj().resolve_neg()
 
     @property
     def shards(self) -> Iterable[int]:
-        """All that take part own what they read."""
+        """Every device that takes part owns all shards that it reads."""
         return (*self._places, *self._alone)
 
     def gradient(self, shard: int) -> Gradient:
-        """The sum, which is there already."""
+        """The sum, which is complete already."""
         return self._gradients[shard]
 
     def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
-        """Without threads."""
+        """The sums, which are complete already: no threads are needed."""
         return {shard: self._gradients[shard] for shard in shards}
 
     def _hook(self, shard: int, number: int) -> None:
-        """Have autograd's contributions to a shard brought to its place, one segment's after the other's."""
+        """Register a hook that moves autograd's contributions to a shard into the buffer, one segment after the other."""
         reference = weakref.ref(self)  # a tensor's hooks live as long as it does
 
         def take(tensor: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ class BucketedSum(RankSync):
         self._tensors[shard].register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def _fill(self, shard: int) -> None:
-        """A shard to which nothing flowed on this rank contributes zeros."""
+        """Zero the place of a shard that got no gradient on this rank."""
         if shard in self._fresh:
             self._fresh.discard(shard)
             self._places[shard].zero_()

@@ -1,4 +1,4 @@
-"""The look-ups of a rank: which tiles read rows of which regions, which rows these are, and tables of just these rows for the tiles."""
+"""The sparse lookups of a rank: which tiles read rows of which regions, which rows, and compact tables of these rows for the tiles."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Asked = dict[tuple[int, int], torch.Tensor]
 
 
 class LookUps:
-    """All of a rank's, by one program."""
+    """All sparse lookups of a rank in one program."""
 
     def __init__(self, prepared: PreparedTiles, plan: Plan, rank: int) -> None:
         self._reads = [(tile, own) for tile in prepared.tiles.values() if not tile.empty for own in tile.rows]
         self._boxes = {i: sync.box for i, sync in enumerate(plan.syncs) if sync.contract.by_rows and rank in sync.readers}
 
     def asked(self, model: TracedModel, tensors: Mapping[str, torch.Tensor], context: TileContext) -> Asked:
-        """What each tile asks for of its own part of a parameter. ``tensors``: full inputs and constants by name."""
+        """The rows that each tile looks up in its own part of a parameter. ``tensors``: full inputs and constants by name."""
         found: Asked = {}
         for tile, own in self._reads:
             inputs = [_known(tile, place, tensors) for place in range(len(tile.inputs))]
@@ -37,7 +37,7 @@ class LookUps:
         return found
 
     def by_sync(self, asked: Asked, device: torch.device) -> dict[int, torch.Tensor]:
-        """All rows that are looked up of each synchronization by rows that this rank reads."""
+        """Synchronization by rows that this rank reads -> all rows that its tiles look up, ascending."""
         parts: dict[int, list[torch.Tensor]] = {number: [] for number in self._boxes}
         for tile, own in self._reads:
             for number in own.syncs.values():
@@ -50,7 +50,7 @@ class LookUps:
 def note_rows(
     found: dict[str, torch.Tensor], names: Iterable[str], model: TracedModel, tensors: Mapping[str, torch.Tensor], context: TileContext
 ) -> None:
-    """Add the rows of these sparse parameters that a whole batch looks up, whoever does, to those found before; ascending."""
+    """Add to ``found`` the rows of these sparse parameters that the whole batch looks up, on any rank; ascending."""
     graph = model.graph
     for name in names:
         rows = [found[name]] if name in found else []
@@ -67,8 +67,8 @@ def note_rows(
 def rows_for(
     number: int, own: RowsRead, asked: Asked, syncs: Mapping[int, RowSync], shards: ShardStore
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a tile reads of a sparse parameter: some rows, one below the other, and which they are, ascending. ``syncs``: by position in the
-    plan."""
+    """The compact table that a tile reads of a sparse parameter, shape (rows, ...), and the row numbers, ascending. ``syncs``: by position
+    in the plan."""
     if own.sole is not None:
         return syncs[own.sole].leaf(own.sole), syncs[own.sole].rows(own.sole)
     rows, region = asked[number, own.place], own.region
@@ -85,7 +85,7 @@ def rows_for(
 
 
 def _known(tile: PreparedTile, place: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """An input of a tile, if it is there before a step begins."""
+    """An input of a tile if it is known before the step begins, else None."""
     source = tile.inputs[place]
     if source.fetch is not None or source.empty:
         return None
@@ -93,6 +93,6 @@ def _known(tile: PreparedTile, place: int, tensors: Mapping[str, torch.Tensor]) 
 
 
 def _within(rows: torch.Tensor, box: Box) -> torch.Tensor:
-    """Those of ascending rows that lie in a region."""
+    """The part of some ascending rows that lies in a region."""
     first, stop = torch.searchsorted(rows, torch.tensor(box[0], dtype=rows.dtype, device=rows.device)).tolist()
     return rows[first:stop]

@@ -1,6 +1,6 @@
-"""Dense parameters that servers own: readers push gradients of their copies, servers add them up, and values come back after the update.
+"""Dense parameters on servers: readers push the gradients of their copies, servers add these up, and readers pull the updated values.
 
-Each partition of a region is a shard of its server. With aggregation within hosts the readers of a host push and pull through their leader.
+Each partition of a region is a shard of its server. With local aggregation, the readers of a host push and pull through their leader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from soap.runtime.trace import Watch
 
 
 class DenseServing(RankSync):
-    """Of the regions that this rank reads, or owns parts of as a server. A reader's copy is a leaf of the ``ShardStore``."""
+    """A rank's part as reader and as server of dense regions. A reader's copy is a leaf of the ``ShardStore``."""
 
     gives: ClassVar[str] = "push"
 
@@ -36,21 +36,21 @@ class DenseServing(RankSync):
         self._given: dict[int, dict[int, torch.Tensor]] = {}
         self._leaves = {i: self.store.leaves[piece_read(self.plan, i)] for i, roles in self._roles.items() if self.rank in roles.readers}
         early = context.early
-        for number, leaf in self._leaves.items():  # the object of a hook is not kept alive by it: a leaf's hooks live as long as the leaf
+        for number, leaf in self._leaves.items():  # the hook must not hold this object: it lives as long as the leaf
             leaf.register_post_accumulate_grad_hook(lambda _, number=number: early.arrived(number))  # type: ignore[no-untyped-call]
 
     @classmethod
     def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """Values come back to all readers."""
+        """Readers pull the updated values."""
         return (ActionKind.BRING, ActionKind.HAND_ON) if sync.aggregated else (ActionKind.BRING,)
 
     @property
     def shards(self) -> Iterable[int]:
-        """The partitions that this rank keeps."""
+        """The partitions that this rank owns."""
         return self._owned
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
-        """Gradients begin with the first micro-batch."""
+        """Drop the last step's gradients before the first micro-batch."""
         super().begin(part, watch)
         if part.first:
             self._given.clear()
@@ -58,7 +58,7 @@ class DenseServing(RankSync):
                 leaf.grad = None
 
     def collect(self, number: int) -> None:
-        """Send the leader this rank's gradient, or begin to receive those of the other members."""
+        """As a member, send this rank's gradient to the leader. As a leader, begin to receive the other members' gradients."""
         roles = self._roles[number]
         parcels: Parcels = {}
         places: Parcels = {}
@@ -71,7 +71,7 @@ class DenseServing(RankSync):
         self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def synchronize(self, number: int) -> None:
-        """Send servers their partitions of the gradient, or begin to receive them."""
+        """As a leader, send each server its partition of the gradient. As a server, begin to receive them."""
         roles, box = self._roles[number], self.syncs[number].box
         parcels: Parcels = {}
         places: Parcels = {}
@@ -93,18 +93,18 @@ class DenseServing(RankSync):
         self.comm.traffic.pushed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def end(self, part: MicroBatch) -> None:
-        """Behind the last micro-batch all gradients are there."""
+        """Wait for all messages. After the last micro-batch the gradients are complete."""
         for pending in (*self._pushing, *(pending for pending, _ in self._collecting.values())):
             pending.wait()
         self._pushing.clear()
         self._collecting.clear()
 
     def gradient(self, shard: int) -> torch.Tensor:
-        """In the order of the readers' devices."""
+        """The sum of a partition's gradients, in the order of the readers' devices."""
         return _sum([part for _, part in sorted(self._given[shard].items(), key=lambda item: item[0])])
 
     def bring(self, number: int) -> None:
-        """Send leaders the values of this server's partitions, or begin to receive them."""
+        """As a server, send leaders the values of this rank's partitions. As a leader, begin to receive them."""
         roles, box = self._roles[number], self.syncs[number].box
         parcels: Parcels = {}
         places: Parcels = {}
@@ -120,7 +120,7 @@ class DenseServing(RankSync):
         self.comm.traffic.pulled_bytes += bytes_of(parcels) + bytes_of(places)
 
     def hand_on(self, number: int) -> None:
-        """Send the other members the values that this leader has, or begin to receive them."""
+        """As a leader, send the pulled values to the other members. As a member, begin to receive them."""
         roles = self._roles[number]
         self._arriving[number].wait()
         parcels: Parcels = {}
@@ -133,18 +133,18 @@ class DenseServing(RankSync):
         self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def arrived(self) -> None:
-        """All values."""
+        """Wait for all pulled values."""
         for pending in self._arriving.values():
             pending.wait()
         self._arriving.clear()
 
     def _own_gradient(self, number: int) -> torch.Tensor:
-        """This rank's own; zeros if nothing has flowed here."""
+        """This rank's own gradient; zeros if its backward pass did not reach the parameter."""
         leaf = self._leaves[number]
         return torch.zeros_like(leaf, requires_grad=False) if leaf.grad is None else leaf.grad.contiguous()
 
     def _total(self, number: int) -> torch.Tensor:
-        """The gradient of all members, added up in their order."""
+        """The sum of all members' gradients, in the order of the members."""
         own = self._own_gradient(number)
         if number not in self._collecting:
             return own
@@ -159,7 +159,7 @@ class DenseServing(RankSync):
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """A tensor of its own."""
+    """The sum in the given order, as a new tensor."""
     first, *others = parts
     total = first.clone(memory_format=torch.contiguous_format)
     for part in others:

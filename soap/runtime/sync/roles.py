@@ -1,7 +1,7 @@
 """Who does what in a synchronization. Pure data, no torch.
 
-*Members* are the readers. Each deals with the others through its *leader*: itself, or the first reader of its host. Leaders deal with
-*owners*, which keep the shards: servers their partitions, or every reader a copy of the whole.
+*Members* are the readers. Each member talks to the owners through its *leader*: itself, or the first reader of its host. *Owners* hold
+the shards: each server its partitions, or every reader a copy of the whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from soap.plan.plan import Plan, ShardSync
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """``readers``: ascending, and for each its ``leaders``. ``parts``: (shard, device that owns it), in order of the shards."""
+    """``readers``: devices, ascending. ``leaders``: the leader of each reader, in the same order. ``parts``: (shard, device that owns it),
+    in the order of the shards."""
 
     readers: tuple[int, ...]
     leaders: tuple[int, ...]
@@ -31,11 +32,11 @@ class Roles:
         return tuple(sorted({*self.readers, *(owner for _, owner in self.parts)}))
 
     def leader(self, reader: int) -> int:
-        """The device through which a reader deals with the others."""
+        """The device that talks to the owners for a reader."""
         return self.leaders[self.readers.index(reader)]
 
     def members(self, leader: int) -> tuple[int, ...]:
-        """The readers for which a device speaks, itself included if it is one."""
+        """The readers that a leader talks to the owners for, itself included."""
         return tuple(reader for reader, own in zip(self.readers, self.leaders, strict=True) if own == leader)
 
     def owned_by(self, device: int) -> list[int]:
@@ -44,16 +45,17 @@ class Roles:
 
 
 def roles_of(plan: Plan, sync: ShardSync) -> Roles:
-    """Those of a synchronization."""
+    """The roles of all devices in a synchronization."""
     return Roles(sync.readers, sync.leaders, tuple((i, device) for i in sync.shards for device in plan.shards[i].devices))
 
 
 def pieces(plan: Plan) -> list[Box]:
-    """What tiles' parameter regions consist of: shards by their number in the plan, then what each synchronization's readers read."""
+    """Boxes of the pieces that parameter regions of tiles consist of: first all shards of the plan, then the region of each
+    synchronization, in the order of ``Plan.syncs``."""
     return [*(shard.box for shard in plan.shards), *(sync.box for sync in plan.syncs)]
 
 
 def piece_read(plan: Plan, number: int) -> int:
-    """The piece that tiles read of a synchronization's region: the region if servers own it in parts, else its first shard."""
+    """The piece that tiles read for a synchronization: its whole region if servers own it in partitions, else its first shard."""
     sync = plan.syncs[number]
     return len(plan.shards) + number if sync.contract.has_servers else sync.shards[0]

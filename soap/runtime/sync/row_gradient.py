@@ -9,26 +9,26 @@ import torch
 
 
 class RowGradient(NamedTuple):
-    """``rows``: different row numbers, ascending. ``values``: their gradients, one below the other."""
+    """The gradient of some rows. ``rows``: distinct row numbers, ascending, int64. ``values``: their gradients, shape (rows, ...)."""
 
     rows: torch.Tensor
     values: torch.Tensor
 
     def dense(self, first: int, count: int) -> torch.Tensor:
-        """The gradient of ``count`` rows from ``first`` on: zeros for those that are not here."""
+        """The gradient of the rows ``first`` to ``first + count``, with zeros for rows that are missing here."""
         whole = self.values.new_zeros((count, *self.values.shape[1:]))
         whole[self.rows - first] = self.values
         return whole
 
     @staticmethod
     def of(gradient: torch.Tensor, rows: torch.Tensor, first: int) -> RowGradient:
-        """Those of ascending ``rows`` that a dense gradient has, which begins with row ``first``."""
+        """The gradients of ascending ``rows``, taken from a dense gradient whose first row has number ``first``; others are left out."""
         there = rows[(rows >= first) & (rows < first + len(gradient))]
         return RowGradient(there, gradient.index_select(0, there - first))
 
 
 def add_up(parts: Sequence[RowGradient]) -> RowGradient:
-    """The sum of one or more gradients of rows, in their order: equal parts give equal bits."""
+    """The sum of one or more row gradients, added in the given order: equal parts give equal bits."""
     if len(parts) == 1:
         return parts[0]
     rows: torch.Tensor = torch.unique(torch.cat([part.rows for part in parts]))
@@ -39,7 +39,7 @@ def add_up(parts: Sequence[RowGradient]) -> RowGradient:
 
 
 def common_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All rows that occur, each once, ascending."""
+    """The union of one or more lists of rows, ascending."""
     if len(rows) == 1:
         return rows[0]
     found: torch.Tensor = torch.unique(torch.cat(list(rows)))

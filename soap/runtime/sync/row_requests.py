@@ -1,7 +1,7 @@
-"""Which rows of sparse parameters are wanted: told at the beginning of every (micro-)batch, for all synchronizations by rows at once.
+"""Requests for rows of sparse parameters, sent at the beginning of every micro-batch for all synchronizations by rows at once.
 
-Members tell their leaders which rows they look up, then leaders tell each owner which rows of its shards they want, how many first. Whoever
-has nothing to ask takes part with nothing.
+Members tell their leaders which rows they look up. Then each leader tells each owner which rows of its shards it wants. Counts travel
+before the rows. A rank without requests sends empty lists.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from soap.runtime.sync.roles import roles_of
 from soap.runtime.sync.row_gradient import common_rows
 
 Lists = dict[int, list[tuple[int, int]]]
-"""By device what it is told about, or tells about: (synchronization, shard)."""
+"""Device -> the (synchronization, shard) pairs whose rows it sends or receives."""
 
 
 @dataclass
 class Wanted:
-    """Rows of one region, as this rank knows of them. ``rows``: what its own tiles look up in this micro-batch. As a leader: ``members``:
-    what others asked it for, by micro-batch; ``spoken``: all that it asks for, cut by shard (``cuts``). As an owner: ``asked``: shard ->
-    leader -> rows, by micro-batch."""
+    """The requested rows of one region, as this rank knows them.
+
+    ``rows``: what its own tiles look up in this micro-batch. As a leader, ``members``: member -> its rows, one entry per micro-batch;
+    ``spoken``: the union that the leader requests; ``cuts``: shard -> (start, end) of its rows in ``spoken``. As an owner, ``asked``:
+    shard -> leader -> rows, one entry per micro-batch.
+    """
 
     rows: torch.Tensor
     members: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -35,13 +38,13 @@ class Wanted:
     asked: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
 
     def spoken_for(self, shard: int) -> torch.Tensor:
-        """The rows of a shard that this rank asks for."""
+        """The rows of a shard that this leader requests."""
         assert self.spoken is not None
         return self.spoken[slice(*self.cuts[shard])]
 
 
 class RowRequests:
-    """A rank's part. ``wanted``: by synchronization. ``asks_others``: whether this rank tells others which rows it looks up, or is told."""
+    """One rank's requests. ``wanted``: synchronization -> requested rows. ``asks_others``: True if it exchanges requests with others."""
 
     def __init__(self, plan: Plan, comm: Communicator) -> None:
         self._comm, self._rank = comm, comm.rank
@@ -61,11 +64,11 @@ class RowRequests:
         self.asks_others = any(own for lists in told for device, own in lists.items() if device != self._rank)
 
     def forget(self) -> None:
-        """A step begins."""
+        """Drop all requests, as a step begins."""
         self.wanted = {number: Wanted(self.no_rows) for number in self.roles}
 
     def ask(self, rows: Mapping[int, torch.Tensor]) -> None:
-        """Tell owners which ``rows`` (by synchronization) this rank's tiles look up, and learn what is wanted here."""
+        """Send this rank's requests, ``rows`` by synchronization, and receive those of the others."""
         for number, looked_up in rows.items():
             self.wanted[number].rows = looked_up
         if self._aggregated:
@@ -81,7 +84,7 @@ class RowRequests:
                 self.wanted[number].asked.setdefault(shard, {}).setdefault(leader, []).append(asked)
 
     def cut(self, number: int, rows: torch.Tensor) -> dict[int, tuple[int, int]]:
-        """Where the rows of each shard lie among ascending ones of a region."""
+        """Shard -> (start, end) of its rows among ascending ``rows`` of a region."""
         shards = dict.fromkeys(shard for shard, _ in self.roles[number].parts)
         if len(shards) == 1:
             return dict.fromkeys(shards, (0, len(rows)))
@@ -89,22 +92,22 @@ class RowRequests:
         return dict(zip(shards, pairwise(edges), strict=True))
 
     def _ask_leaders(self) -> None:
-        """Tell leaders what their members look up."""
+        """Send members' rows to their leaders."""
         lists = {leader: [self.wanted[number].rows for number in numbers] for leader, numbers in self._to_leader.items()}
         for member, found in self._give_lists(lists, {member: len(own) for member, own in self._from_member.items()}).items():
             for number, rows in zip(self._from_member[member], found, strict=True):
                 self.wanted[number].members.setdefault(member, []).append(rows)
 
     def _shared(self, member: int, leader: int) -> list[int]:
-        """The regions for which a device speaks for another one."""
+        """The synchronizations in which ``leader`` is the leader of another device, ``member``."""
         return [number for number, roles in self.roles.items() if member != leader and member in roles.members(leader)]
 
     def _lists(self, leader: int, owner: int) -> list[tuple[int, int]]:
-        """What a leader tells an owner about: (synchronization, shard)."""
+        """The (synchronization, shard) pairs whose rows a leader requests from an owner."""
         return [(number, shard) for number, roles in self.roles.items() if leader in roles.speakers for shard in roles.owned_by(owner)]
 
     def _give_lists(self, lists: Parcels, expected: Mapping[int, int]) -> Parcels:
-        """Give each device some lists of rows, and receive as many as expected; those for this rank itself stay."""
+        """Send each device its lists of rows, and receive as many lists as expected. This rank's lists for itself are passed through."""
         given = {device: own for device, own in lists.items() if device != self._rank and own}
         lengths = {device: [self._numbers([len(rows) for rows in own])] for device, own in given.items()}
         others = {device: count for device, count in expected.items() if device != self._rank and count}
@@ -128,5 +131,5 @@ class RowRequests:
 
 
 def asking_devices(plan: Plan) -> tuple[int, ...]:
-    """All that take part in telling which rows are wanted, ascending; none if no rows travel."""
+    """All devices that exchange requests for rows, ascending; empty if no parameter is synchronized by rows."""
     return tuple(sorted({device for sync in plan.syncs if sync.contract.by_rows for device in plan.members(sync)}))

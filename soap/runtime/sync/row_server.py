@@ -1,4 +1,4 @@
-"""Sparse parameters that servers own: readers pull the rows that a micro-batch looks up, and push gradients of these."""
+"""Sparse parameters on servers: readers pull the rows that a micro-batch looks up, and push the gradients of these rows."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from soap.runtime.sync.sparse_rows import RowSync
 
 
 class RowServing(RowSync):
-    """Owners answer at once, so that nobody who waits for rows waits for long."""
+    """Rows on servers. Owners answer requests at once, so that readers do not wait long."""
 
     gives: ClassVar[str] = "push"
 
     @classmethod
     def before_forward(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """Rows are asked for, and come."""
+        """Request rows, then pull them."""
         found = (*super().before_forward(sync), ActionKind.BRING)
         return (*found, ActionKind.HAND_ON) if sync.aggregated else found
 
     def bring(self, number: int) -> None:
-        """Send the rows that were asked for, and begin to receive those that this rank has asked for."""
+        """As an owner, send the requested rows. As a leader, begin to receive the rows that this rank has requested."""
         wanted, leader, owner = self.requests.wanted[number], self.leaders.get(number), self.owners.get(number)
         parcels: Parcels = {}
         for shard in owner.shards if owner is not None else ():
@@ -43,7 +43,7 @@ class RowServing(RowSync):
         self.comm.traffic.pulled_bytes += bytes_of(parcels) + bytes_of(places)
 
     def hand_on(self, number: int) -> None:
-        """Send the other members their rows, or begin to receive this rank's from its leader."""
+        """As a leader, send the other members their rows. As a member, begin to receive this rank's rows."""
         roles, wanted = self.requests.roles[number], self.requests.wanted[number]
         own, leader = self.members.get(number), self.leaders.get(number)
         parcels: Parcels = {}
@@ -58,7 +58,7 @@ class RowServing(RowSync):
         self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def values(self, number: int) -> torch.Tensor:
-        """From this rank's servers, or its leader."""
+        """The rows that this rank looks up: pulled by itself if it is a leader, else received from its leader."""
         leader = self.leaders.get(number)
         return self.members[number].received() if leader is None else leader.values(self.requests.wanted[number], self.rows(number))
 

@@ -1,8 +1,8 @@
-"""Updates of tables of which a step has gradients of some rows: any torch optimizer with an elementwise update, on these rows alone.
+"""Updating only the rows of a table that have gradients, with any torch optimizer whose update is elementwise.
 
-*Exact* (the default): where a zero gradient changes neither a row nor its state, the rows without gradient are left out; otherwise the
-gradient is made dense, on the device that keeps the shard. *Lazy*: rows that a step does not look up, and their state, stay as they are,
-whatever the optimizer; what counts steps goes on for all.
+*Exact* (the default): rows without gradient are skipped if a zero gradient changes neither a row nor its state; otherwise the owner of the
+shard makes the gradient dense. *Lazy*: rows that a step does not look up keep their values and state, whatever the optimizer; step counters
+still advance for the whole table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class _Compact:
-    """Rows of a shard that are updated: their numbers in it, their values, and their state as it was."""
+    """The rows of a shard that are updated. ``at``: their positions in the shard. ``values``, ``state``: before the update."""
 
     shard: torch.Tensor
     at: torch.Tensor
@@ -34,8 +34,8 @@ class _Compact:
 
 
 class Updater:
-    """Updates tensors by a user's optimizer, which knows them all. ``tensors``: by number, with the part of which parameter each is
-    (``parts``). ``optimizer`` None: there is nothing to train."""
+    """Updates tensors with the user's optimizer, which has all of them as parameters. ``tensors``: by number. ``parts``: number ->
+    (parameter, region) of the tensor. ``optimizer`` is None if this rank has nothing to train."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer | None, tensors: Mapping[int, torch.Tensor], parts: Mapping[int, tuple[str, Box]], lazy: bool
@@ -49,8 +49,11 @@ class Updater:
         looked_up: Mapping[str, torch.Tensor],
         only: Collection[int] | None = None,
     ) -> None:
-        """One step, or the part of it that updates ``only`` these tensors. Gradients by number; which rows the step has looked up of
-        parameters with dense gradients, if that is known and matters (lazy)."""
+        """One optimizer step, or the part of it for the tensors in ``only``.
+
+        ``dense``, ``rows``: gradients by number of the tensor. ``looked_up``: parameter with a dense gradient -> rows that the step has
+        looked up; lazy updates alone need it.
+        """
         for number, tensor in self.tensors.items():
             tensor.grad = dense.get(number) if only is None or number in only else None
         if self.optimizer is None:
@@ -79,7 +82,7 @@ class Updater:
 
     @contextmanager
     def _compacted(self, optimizer: torch.optim.Optimizer, gradients: Mapping[int, RowGradient]) -> Iterator[None]:
-        """Inside, the optimizer has tensors of some rows, with their state, in place of their shards."""
+        """Inside, the optimizer sees compact tensors of the updated rows, with their state, instead of the shards."""
         compacts = parallel(lambda number: self._compact(optimizer, number, gradients[number]), tuple(gradients))
         instead = {id(own.shard): own.values for own in compacts}
         before = [group["params"] for group in optimizer.param_groups]
@@ -110,14 +113,14 @@ class Updater:
 
 
 def spares_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether a zero gradient changes neither a row nor its state: known of some optimizers, assumed of no other."""
+    """True if a zero gradient changes neither a row nor its state. That is known of some optimizers, and assumed of no other."""
     if type(optimizer) is torch.optim.SGD:
         return bool(group["momentum"] == 0 and group["weight_decay"] == 0)
     return type(optimizer) is torch.optim.Adagrad and bool(group["weight_decay"] == 0)
 
 
 def parallel(work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
-    """The work on all items, by so many threads as torch may use."""
+    """Do the work on all items, with as many threads as torch may use."""
     threads = min(len(items), torch.get_num_threads())
     if threads < 2:
         return [work(item) for item in items]
@@ -126,7 +129,7 @@ def parallel(work: Callable[[Item], T], items: Sequence[Item]) -> list[T]:
 
 
 def _put_back(updated: tuple[_Compact, dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
-    """Bring rows and their new state back to the shard and its state; the latter."""
+    """Copy updated rows and their new state back into the shard and its state. Returns the shard's state."""
     own, state, before = updated
     result: dict[str, Any] = {}
     with torch.no_grad():

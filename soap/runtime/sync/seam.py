@@ -1,8 +1,8 @@
 """The seam between a step and the methods that synchronize parameters: one rank's part of a method, and how it is found.
 
-A method says which exchanges each of its synchronizations needs in which phase of a step, starts them when the program comes to them (or
-earlier, see ``early_start``), and has the gradients of the shards that this rank owns when a step's last micro-batch is over. Programs and
-steps walk over ``Plan.syncs`` and ask, never for a method's name.
+A method does three things. It says which exchanges each synchronization needs in which phase of a step. It starts them when the program
+reaches them (or earlier, see ``early_start``). After a step's last micro-batch it has the gradients of the shards that this rank owns.
+Programs and steps walk over ``Plan.syncs`` and never ask for a method's name.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from soap.simulator.tasks import TaskKind
 from soap.strategy.methods import METHODS, Contract
 
 Gradient = torch.Tensor | RowGradient
-"""Of a shard: of all of it, or of some rows."""
+"""Gradient of a shard: of all of it, or of some rows."""
 
 
 @dataclass(frozen=True)
 class SyncContext:
-    """What all methods of a rank work with. ``dtype_of``: the type that a tensor of the graph is computed in."""
+    """What all methods of a rank share. ``dtype_of``: tensor of the graph -> the dtype that it is computed in."""
 
     plan: Plan
     comm: Communicator
@@ -45,19 +45,22 @@ class SyncContext:
 
     @cached_property
     def requests(self) -> RowRequests:
-        """Which rows are looked up in all synchronizations by rows, whatever their method."""
+        """The requests for rows; all synchronizations by rows share them, whatever their method."""
         return RowRequests(self.plan, self.comm)
 
 
 class RankSync(ABC):
     """One rank's part in all synchronizations of a method. ``syncs``: those in which it takes part, by position in ``Plan.syncs``.
 
-    For each micro-batch ``begin``, then what ``before_forward`` names, then ``end``; before that in a step's last one what
-    ``after_backward`` names, each once. Then the ``gradients`` of the shards that this rank owns are there. After the update, and whenever
-    shards were loaded, what ``after_update`` names, then ``arrived``.
+    The order of calls in a step:
 
-    ``collective``: what ``synchronize`` starts is one collective; with gloo such a one may pass messages (``Communicator.messages_apart``).
-    ``gives``, ``brings``: the verbs of its tasks' names.
+    1. For each micro-batch: ``begin``, the actions that ``before_forward`` names, ``end``.
+    2. In the last micro-batch, before ``end``: the actions that ``after_backward`` names, each once.
+    3. Then ``gradients`` of the shards that this rank owns.
+    4. After the update, and whenever shards were loaded: the actions that ``after_update`` names, then ``arrived``.
+
+    ``collective``: ``synchronize`` starts a single collective, which may overtake messages under gloo (``Communicator.messages_apart``).
+    ``gives``, ``brings``: the verbs in its tasks' names.
     """
 
     collective: ClassVar[bool] = False
@@ -71,7 +74,7 @@ class RankSync(ABC):
 
     @classmethod
     def before_forward(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """ASK, BRING and HAND_ON, as far as values have to be brought for each micro-batch."""
+        """Those of ASK, BRING and HAND_ON that every micro-batch needs."""
         return ()
 
     @classmethod
@@ -83,40 +86,40 @@ class RankSync(ABC):
 
     @classmethod
     def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """BRING and HAND_ON, if readers keep copies of what others own."""
+        """BRING and HAND_ON if readers keep copies of shards that others own."""
         return ()
 
     @classmethod
     def task_name(cls, sync: ShardSync, kind: ActionKind) -> str:
-        """The simulator's task that an exchange is a part of."""
+        """The name of the simulator's task that an exchange belongs to."""
         return sync_name(sync, cls.brings if kind in (ActionKind.BRING, ActionKind.HAND_ON) else cls.gives)
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
-        """Before a micro-batch; what an earlier step has left is forgotten before the first. ``watch``: for what is started."""
+        """Called before each micro-batch. The first one of a step drops what the last step left. ``watch``: times what is started."""
         self.watch = watch
 
     def bring(self, number: int) -> None:
-        """Begin to bring values from owners to leaders."""
+        """Begin to send values from owners to leaders."""
         raise NotImplementedError
 
     def hand_on(self, number: int) -> None:
-        """Begin to bring values from leaders to the other members."""
+        """Begin to send values from leaders to the other members."""
         raise NotImplementedError
 
     def collect(self, number: int) -> None:
-        """Begin to bring gradients from members to their leaders."""
+        """Begin to send gradients from members to their leaders."""
         raise NotImplementedError
 
     @abstractmethod
     def synchronize(self, number: int) -> None:
-        """Begin to bring the gradients to the owners, who add them up."""
+        """Begin to send gradients to the owners, which add them up."""
 
     @abstractmethod
     def end(self, part: MicroBatch) -> None:
-        """Behind a micro-batch: wait for all that was begun."""
+        """Called after each micro-batch: wait for everything that was started."""
 
     def arrived(self) -> None:  # noqa: B027 - most bring nothing
-        """Wait for values that were brought after an update."""
+        """Wait for the values that were sent after an update."""
 
     @property
     @abstractmethod
@@ -125,36 +128,36 @@ class RankSync(ABC):
 
     @abstractmethod
     def gradient(self, shard: int) -> Gradient:
-        """What all readers give for a shard that this rank owns, added up in one order: equal runs give equal bits."""
+        """The sum of all readers' gradients for a shard that this rank owns, in a fixed order: equal runs give equal bits."""
 
     def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
         """The same for several shards at once."""
         return dict(zip(shards, parallel(self.gradient, shards), strict=True))
 
     def state(self) -> Mapping[int, Mapping[str, torch.Tensor]]:
-        """What a checkpoint holds of it beside the optimizer's state (``Contract.state``): by shard that this rank owns, tensors of its
-        shape by name, the same on all owners. Asked for on all ranks at once, so it may sum what ranks have of their own."""
+        """The method's own state for checkpoints (``Contract.state``): owned shard -> name -> tensor of the shard's shape, the same on all
+        owners. Called on all ranks at once, so it may sum the ranks' own parts."""
         return {}
 
     def restore(self, state: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Go on from such a state, perhaps another plan's; on all ranks at once. Without one a method goes on from nothing."""
+        """Go on from such a state, perhaps of another plan; called on all ranks at once. A shard without saved state starts fresh."""
         assert not state, f"{self.plan.syncs[next(iter(self.syncs))].contract.name} keeps no state"
 
     def named(self, kind: ActionKind, number: int, pending: Pending) -> Pending:
-        """An exchange among several devices under the name of its task, timed if this step is traced."""
+        """Give an exchange the name of its task, and time it if this step is traced."""
         self.watch(self.task_name(self.plan.syncs[number], kind), TaskKind.SYNC, pending)
         return pending
 
 
 def rank_sync(contract: Contract) -> type[RankSync]:
-    """A rank's part of a method: ``METHOD`` of its module."""
+    """The class of a rank's part of a method: ``METHOD`` in the method's module."""
     method: type[RankSync] = import_module(f"soap.runtime.sync.{contract.name}").METHOD
     assert issubclass(method, RankSync)
     return method
 
 
 def ranks_part(context: SyncContext) -> dict[int, RankSync]:
-    """By synchronization in which this rank takes part, what does it; one object for all of a method."""
+    """Synchronization in which this rank takes part -> the object that does it. All synchronizations of a method share one object."""
     plan, found = context.plan, dict[int, RankSync]()
     mine = {i: sync for i, sync in enumerate(plan.syncs) if context.comm.rank in plan.members(sync)}
     for contract in METHODS:

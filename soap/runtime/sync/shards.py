@@ -1,6 +1,7 @@
-"""This rank's parameter shards: one leaf tensor each, and the regions that tiles need of them.
+"""This rank's parameter shards: one leaf tensor each, and the regions of them that tiles need.
 
-Of a dense region that servers keep, readers have a copy, which is a leaf as well; a server that reads it has its partitions in the copy.
+Readers of a dense region that servers own have a copy of it, which is a leaf too. If a server is also a reader, its partitions are views of
+its copy.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class Region(NamedTuple):
 
 
 class ShardStore:
-    """The shards that a rank keeps. ``tensors``: shard -> leaf tensor, in plan order; what is trainable requires a gradient.
+    """The shards that a rank owns. ``tensors``: shard -> leaf tensor, in plan order; trainable ones require a gradient.
 
-    ``leaves``: piece -> leaf tensor that tiles read: shards that tiles of this rank need whole, and copies of dense regions that servers
-    keep. ``boxes``: of all pieces. ``joined``: parameter -> tensor of all of it, of whose memory its shards are views; of ``whole``.
+    ``leaves``: piece (see ``roles.pieces``) -> leaf tensor that tiles read: the rank's shards, and its copies of dense regions on servers.
+    ``boxes``: piece -> box. ``joined``: parameter in ``whole`` -> one tensor of the whole parameter; its shards are views of it.
     """
 
     def __init__(self, plan: Plan, rank: int, whole: Sequence[str] = ()) -> None:
@@ -51,10 +52,10 @@ class ShardStore:
     def load(
         self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None, share: bool = False
     ) -> None:
-        """Take this rank's regions of full parameters; in place where shards exist already, so that optimizers keep them.
+        """Copy this rank's regions out of full parameters. Existing shards are filled in place, so that optimizers keep them.
 
-        ``share``: a shard that is a whole parameter uses the parameter's own memory, where device and dtype are the same.
-        Copies of what servers keep have no values yet, but for this rank's own partitions.
+        ``share``: a shard that is a whole parameter uses the parameter's own memory if device and dtype are the same.
+        Copies of regions on servers get no values here, except this rank's own partitions. RuntimeFailure for a meta tensor.
         """
         copied = {} if self.leaves else self._make_copies(parameters, device, dtype) | self._join(parameters, device, dtype)
         for number, shard in enumerate(self.plan.shards):
@@ -81,13 +82,13 @@ class ShardStore:
         self.leaves = {**self.tensors, **self.leaves}
 
     def share_with(self, other: ShardStore) -> None:
-        """Have the tensors of a store whose plan has the same shards."""
+        """Use the tensors of another store, whose plan has the same shards."""
         self.tensors, self.leaves, self.joined = other.tensors, other.leaves, other.joined
 
     def _make_copies(
         self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
     ) -> dict[int, torch.Tensor]:
-        """Room for the dense regions that servers keep and this rank reads; the places of its own partitions in it."""
+        """Allocate this rank's copies of dense regions on servers. Returns shard -> view, for the partitions that this rank owns itself."""
         mine: dict[int, torch.Tensor] = {}
         for number, own in enumerate(self.plan.syncs):
             if not own.contract.has_servers or own.contract.by_rows or self.rank not in own.readers:
@@ -100,7 +101,7 @@ class ShardStore:
         return mine
 
     def _join(self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
-        """Room for what is kept whole in several shards; the places of these in it."""
+        """Allocate one tensor for each parameter that is kept whole in several shards. Returns shard -> view of it."""
         places: dict[int, torch.Tensor] = {}
         for number, shard in enumerate(self.plan.shards):
             if self.rank in shard.devices and shard.parameter in self._whole:
@@ -112,7 +113,7 @@ class ShardStore:
         return places
 
     def agree(self, comm: Communicator) -> None:
-        """Make all copies of a shard equal to the one of its first device."""
+        """Make all copies of a shard equal to the copy on its first device."""
         for number, shard in enumerate(self.plan.shards):
             if number in self.tensors and len(shard.devices) > 1:
                 own = self.tensors[number].detach()
@@ -122,7 +123,7 @@ class ShardStore:
                     own.copy_(sent)
 
     def region(self, tile: int, place: int) -> Region:
-        """What a tile needs for its parameter operand ``place``."""
+        """The region that a tile needs for its parameter operand number ``place``."""
         return Region(self.plan.tiles[tile].parameters[place], tuple(self._regions.get((tile, place), ())))
 
     def is_one(self, region: Region) -> bool:
@@ -135,16 +136,16 @@ class ShardStore:
 
 
 def _kind(full: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The type that a parameter is kept in."""
+    """The dtype that a parameter is kept in."""
     return replaced(full.dtype, dtype)
 
 
 def gather_regions(
     comm: Communicator, plan: Plan, values: Mapping[int, torch.Tensor], wanted: Sequence[int], full: dict[str, torch.Tensor]
 ) -> None:
-    """Bring shard-wise values together: rank 0 writes them into ``full`` (parameter -> whole tensor); the others send theirs.
+    """Gather values of shards on rank 0, which writes them into ``full`` (parameter -> whole tensor). The other ranks send theirs.
 
-    ``wanted``: the same shards in the same order on all ranks. Each comes from the first of its devices.
+    ``wanted``: shards, in the same order on all ranks. The first device of each shard sends it.
     """
     for tag, number in enumerate(wanted):
         shard = plan.shards[number]

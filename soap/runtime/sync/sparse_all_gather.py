@@ -1,4 +1,4 @@
-"""Sparse all-gather: readers all own a copy, and give each other the gradients of the rows that they have looked up."""
+"""Sparse all-gather: every reader owns a copy of the table and sends all others the gradients of the rows that it has looked up."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from soap.runtime.sync.sparse_rows import RowSync
 
 
 class GatheredRows(RowSync):
-    """Each member is its own leader, and an owner. It looks rows up in its copy."""
+    """Each member is its own leader and an owner. It looks rows up in its own copy."""
 
     gives: ClassVar[str] = "gather"
 
     def values(self, number: int) -> torch.Tensor:
-        """From this rank's copy."""
+        """The rows that this rank looks up, from its own copy."""
         (shard,) = self.syncs[number].shards
         start, _ = self.plan.shards[shard].box[0]
         return self.store.tensors[shard].detach().index_select(0, self.rows(number) - start)
 
     def count_given(self, moved_bytes: int) -> None:
-        """Rows that readers give each other."""
+        """Count the row gradients as gathered."""
         self.comm.traffic.gathered_bytes += moved_bytes
 
 

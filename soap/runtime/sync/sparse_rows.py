@@ -1,9 +1,10 @@
-"""Rows of sparse parameters on their way: the rows themselves, and their gradients. What all methods by rows have in common.
+"""What all methods that synchronize by rows share: moving rows of sparse parameters, and their gradients.
 
-Tiles look rows up in a *compact* table, one row per index that is looked up, whose gradient therefore has one row per index as well. When
-it is complete it goes to the owners, which know the indices (``row_requests``), and add up what comes from the leaders in the order of
-their devices. A rank may be three things to a region: a *member*, whose tiles look rows up, a *leader*, which deals with the owners for
-members, and an *owner* of shards. Each exchange is one all-to-all, in which a rank takes all its parts at once, perhaps with nothing.
+Tiles look rows up in a *compact table*, which has one row per distinct index; so has its gradient. The complete gradient goes to the
+owners. They know the indices already (``row_requests``) and add up the leaders' gradients in the order of the devices.
+
+A rank may have three roles for a region: a *member*, whose tiles look rows up; a *leader*, which talks to the owners for its members; an
+*owner* of shards. Each exchange is one all-to-all, in which a rank plays all its roles at once. A rank with nothing to send takes part too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from soap.runtime.trace import Watch
 
 
 class Member:
-    """A rank whose tiles look rows up. ``blank``: no rows. ``leaf``: the rows of this micro-batch as tiles read them. ``gradient``: of all
-    micro-batches so far."""
+    """A rank whose tiles look rows up. ``blank``: an empty table, shape (0, ...). ``leaf``: the compact table of this micro-batch.
+    ``gradient``: the sum over the micro-batches so far."""
 
     def __init__(self, blank: torch.Tensor) -> None:
         self.blank = blank
@@ -37,18 +38,18 @@ class Member:
         self._compact = blank
 
     def make_room(self, wanted: Wanted) -> list[torch.Tensor]:
-        """Where a leader's rows are received."""
+        """Allocate the compact table, into which the leader's rows are received."""
         self._compact = _room(self.blank, len(wanted.rows))
         return [self._compact]
 
     def received(self) -> torch.Tensor:
-        """What the leader has sent."""
+        """The compact table, once the leader's rows are here."""
         assert self.arriving is not None
         self.arriving.wait()
         return self._compact
 
     def take_gradient(self, wanted: Wanted, no_rows: torch.Tensor) -> None:
-        """Add what autograd has left of this micro-batch, once; zeros if nothing has flowed."""
+        """Add the gradient of this micro-batch; zeros if the backward pass did not reach the table. A second call does nothing."""
         if wanted.rows is no_rows:
             return
         leaf, self.leaf = self.leaf, None
@@ -68,7 +69,7 @@ class Member:
 
 
 class Leader:
-    """A rank that deals with owners, for members of which it may be one. ``arriving``: the rows that it has asked for."""
+    """A rank that talks to the owners for its members, of which it is one. ``arriving``: the rows that it has requested."""
 
     def __init__(self, rank: int, roles: Roles, blank: torch.Tensor) -> None:
         self._rank, self._roles, self._blank = rank, roles, blank
@@ -79,14 +80,14 @@ class Leader:
         self._collected: dict[int, RowGradient] = {}
 
     def place(self, wanted: Wanted, shard: int) -> torch.Tensor:
-        """Where the rows of a shard belong that this rank has asked for."""
+        """Where the requested rows of a shard are received."""
         assert wanted.spoken is not None
         if self._pulled is None:
             self._pulled = _room(self._blank, len(wanted.spoken))
         return self._pulled[slice(*wanted.cuts[shard])]
 
     def places(self, wanted: Wanted) -> Parcels:
-        """The same of all shards that others own, by owner."""
+        """Owner -> where the requested rows of its shards are received; other owners alone."""
         found: Parcels = {}
         for shard, owner in self._roles.parts:
             if owner != self._rank:
@@ -94,24 +95,24 @@ class Leader:
         return found
 
     def values(self, wanted: Wanted, rows: torch.Tensor) -> torch.Tensor:
-        """Some of the rows that were asked for, when they are here."""
+        """Some of the requested rows, once they are here."""
         assert self.arriving is not None and self._pulled is not None and wanted.spoken is not None
         self.arriving.wait()
         return self._pulled if len(rows) == len(wanted.spoken) else self._pulled.index_select(0, torch.searchsorted(wanted.spoken, rows))
 
     def handed(self, wanted: Wanted) -> Parcels:
-        """The other members' rows."""
+        """Other member -> the rows that it has requested."""
         return {member: [self.values(wanted, wanted.members[member][-1])] for member in self._others}
 
     def make_room(self, wanted: Wanted) -> Parcels:
-        """Where the other members' gradients are received."""
+        """Other member -> where its gradient is received."""
         for member in self._others:
             rows = common_rows(wanted.members[member])
             self._collected[member] = RowGradient(rows, _room(self._blank, len(rows)))
         return {member: [self._collected[member].values] for member in self._others}
 
     def total(self, own: Member) -> RowGradient:
-        """The gradient of all members, added up in their order."""
+        """The sum of all members' gradients, in the order of the members."""
         if self.collecting is not None:
             self.collecting.wait()
         parts = []
@@ -130,7 +131,7 @@ class Leader:
 
 
 class Owner:
-    """A rank that keeps shards. ``given``: shard -> leader -> gradient."""
+    """A rank that owns shards. ``given``: shard -> leader -> gradient."""
 
     def __init__(self, rank: int, roles: Roles, blank: torch.Tensor) -> None:
         self._rank, self._blank = rank, blank
@@ -138,11 +139,11 @@ class Owner:
         self.given: dict[int, dict[int, RowGradient]] = {}
 
     def give(self, shard: int, leader: int, gradient: RowGradient) -> None:
-        """What a leader gives."""
+        """Note a leader's gradient for a shard."""
         self.given.setdefault(shard, {})[leader] = gradient
 
     def make_room(self, wanted: Wanted) -> Parcels:
-        """Where the gradients of what others have asked for are received."""
+        """Leader -> where its gradients are received, one tensor for each shard that it has requested rows of."""
         found: Parcels = {}
         for shard in self.shards:
             for leader, asked in wanted.asked[shard].items():
@@ -154,13 +155,13 @@ class Owner:
         return found
 
     def gradient(self, shard: int) -> RowGradient:
-        """Added up in the order of the leaders' devices."""
+        """The sum of all leaders' gradients, in the order of their devices."""
         given = self.given[shard]
         return add_up([given[leader] for leader in sorted(given)])
 
 
 class RowSync(RankSync):
-    """A rank's part in synchronizations by rows; what is pulled, and what tiles read, is its methods' own."""
+    """A rank's part in synchronizations by rows. Subclasses say where the rows come from (``values``)."""
 
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
         super().__init__(context, syncs)
@@ -177,7 +178,7 @@ class RowSync(RankSync):
         self.under_way: list[Pending] = []
 
     def _take_roles(self) -> None:
-        """New ones, which know nothing of an earlier step."""
+        """Make fresh members, leaders and owners, as a step begins."""
         for number, blank in self._blanks.items():
             roles = self.requests.roles[number]
             if self.rank in roles.readers:
@@ -189,22 +190,22 @@ class RowSync(RankSync):
 
     @classmethod
     def before_forward(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """Who owns rows must know which are wanted."""
+        """Owners must know which rows are requested."""
         return (ActionKind.ASK,)
 
     @classmethod
     def after_backward(cls, plan: Plan, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """Also where nothing travels: the owner is told what to add up."""
+        """SYNC even if nothing travels: it also hands the gradients to this rank's own part as an owner."""
         return (ActionKind.COLLECT, ActionKind.SYNC) if sync.aggregated else (ActionKind.SYNC,)
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
-        """Gradients begin with the first micro-batch."""
+        """Start afresh with the first micro-batch."""
         super().begin(part, watch)
         if part.first:
             self._take_roles()
 
     def leaf(self, number: int) -> torch.Tensor:
-        """The rows that this rank's tiles look up, one below the other, as a leaf that takes a gradient."""
+        """The compact table of the rows that this rank's tiles look up: a leaf that takes a gradient."""
         member, early = self.members[number], self.context.early
         if member.leaf is None:
             member.leaf = self.values(number).detach().requires_grad_()
@@ -212,15 +213,15 @@ class RowSync(RankSync):
         return member.leaf
 
     def rows(self, number: int) -> torch.Tensor:
-        """Which these are, ascending."""
+        """The row numbers of the compact table, ascending."""
         return self.requests.wanted[number].rows
 
     def values(self, number: int) -> torch.Tensor:
-        """These rows, when they are here."""
+        """The values of the compact table, once they are here."""
         raise NotImplementedError
 
     def collect(self, number: int) -> None:
-        """Send the leader this rank's gradient, or begin to receive those of the other members."""
+        """As a member, send this rank's gradient to the leader. As a leader, begin to receive the other members' gradients."""
         roles, wanted = self.requests.roles[number], self.requests.wanted[number]
         parcels: Parcels = {}
         places: Parcels = {}
@@ -239,7 +240,7 @@ class RowSync(RankSync):
         self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
 
     def synchronize(self, number: int) -> None:
-        """Send owners the gradient of what this rank has asked for, and begin to receive what others give."""
+        """As a leader, send owners the gradients of the requested rows. As an owner, begin to receive them."""
         roles, wanted = self.requests.roles[number], self.requests.wanted[number]
         own, leader, owner = self.members.get(number), self.leaders.get(number), self.owners.get(number)
         parcels: Parcels = {}
@@ -260,11 +261,11 @@ class RowSync(RankSync):
         self.count_given(bytes_of(parcels) + bytes_of(places))
 
     def count_given(self, moved_bytes: int) -> None:
-        """Traffic of gradients."""
+        """Count the traffic of gradients."""
         self.comm.traffic.pushed_bytes += moved_bytes
 
     def end(self, part: MicroBatch) -> None:
-        """Behind the last micro-batch all gradients are there."""
+        """Wait for all messages. After the last micro-batch the gradients are complete."""
         for number, member in self.members.items():
             member.take_gradient(self.requests.wanted[number], self.requests.no_rows)
             member.end()
@@ -277,11 +278,11 @@ class RowSync(RankSync):
 
     @property
     def shards(self) -> Iterable[int]:
-        """Those of all owners' parts that are this rank's."""
+        """The shards that this rank owns."""
         return self._owner_of
 
     def gradient(self, shard: int) -> RowGradient:
-        """In the order of the leaders' devices."""
+        """The sum of all leaders' gradients for a shard, in the order of their devices."""
         return self.owners[self._owner_of[shard]].gradient(shard)
 
     def _move(self, kind: ActionKind, number: int, parcels: Parcels, places: Parcels) -> Pending:

@@ -1,1 +1,1 @@
-"""What the process asks of its operating system: memory, threads, clocks."""
+"""Settings of the operating system for this process: memory, threads, clocks."""

@@ -1,7 +1,7 @@
-"""The clock of the calling thread's device: this machine's, unless somebody has installed another (``soap.emulation.virtual_clock``).
+"""The clock of the calling thread's device: this machine's, unless another one is installed (``soap.emulation.virtual_clock``).
 
-Whoever communicates calls ``catch_up`` before and ``resume`` after having waited, so that a device that is slower than this machine's
-cores can be slower; on the machine's own clock both do nothing.
+Code calls ``catch_up`` before it communicates, and ``resume`` after it has waited. So an emulated device can be slower than this machine's
+cores. On the machine's own clock both do nothing.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """This machine's."""
+    """This machine's clock; emulation overrides it."""
 
     def now_ns(self) -> int:
-        """When the device has computed what the thread has, by the clock ``time.perf_counter_ns``: later than now by what has not taken
-        effect yet, earlier where others have had the core. Does not sleep: who has slept computes more slowly."""
+        """The time at which the device has finished what the thread has computed, on the clock ``time.perf_counter_ns``. It is later than
+        now by delays that have not taken effect yet, and earlier if other processes have had the core. Does not sleep: after a sleep a core
+        computes more slowly."""
         return time.perf_counter_ns()
 
     def busy_ns(self) -> int | None:
-        """How long the device has computed; None where nobody counts."""
+        """How long the device has computed; None if that is not counted."""
         return None
 
     def catch_up(self) -> None:
-        """Before something that others notice."""
+        """Called before anything that other ranks notice."""
 
     def resume(self) -> None:
-        """After waiting for others."""
+        """Called after waiting for other ranks."""
 
     def go_on(self) -> None:
-        """What the thread has done since it last caught up was not its device's work."""
+        """Do not count what the thread has done since it last caught up as work of its device."""
 
 
 _clock = Clock()
 
 
 def install(clock: Clock | None) -> None:
-    """From now on this is the process's clock; None: this machine's."""
+    """Make this the process's clock from now on; None: this machine's."""
     global _clock
     _clock = Clock() if clock is None else clock
 
@@ -64,7 +65,7 @@ def resume() -> None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """What is done within this context is no work of the device: it takes as long as it takes here."""
+    """Inside, work does not count as the device's: it takes as long as it takes on this machine."""
     own = _clock
     own.catch_up()
     install(None)

@@ -1,1 +1,1 @@
-"""Optimizers: recipes, states, schedules and clipping, apart from how a plan cuts parameters."""
+"""Optimizers: recipes, state, schedules and clipping, whatever way a plan cuts parameters."""

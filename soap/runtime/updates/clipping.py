@@ -17,7 +17,7 @@ EPSILON = 1e-6
 def clip(comm: Communicator, plan: Plan, gradients: Mapping[int, torch.Tensor], largest: float) -> float:
     """Scale this rank's complete gradients (by shard) in place so that the norm over all parameters is at most ``largest``.
 
-    Returns the norm before. Each shard counts once, on the first of its devices, however many keep a copy.
+    Returns the norm before clipping, the same on all ranks. Each shard counts once, on its first device, however many own a copy.
     """
     own = [plain(gradient) for shard, gradient in gradients.items() if plan.shards[shard].devices[0] == comm.rank]
     squared = torch.zeros(1, dtype=torch.float64, device=comm.device)

@@ -1,6 +1,6 @@
-"""How parameters are updated: which optimizer has which of them, with which options; apart from how a plan cuts them.
+"""How parameters are updated: which optimizer has which parameters, with which options, whatever way a plan cuts them.
 
-The command line's own optimizers stand here as well; what is measured of updates is measured of these.
+The optimizers of the command line are here too; ``soap-profile`` measures the updates of these.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from soap.runtime.updates.several import Several
 OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """Makes an optimizer from the tensors of one rank's shards; with ``GroupOptions``, from torch's parameter groups of them."""
 Optimizers = OptimizerFactory | Mapping[str, OptimizerFactory]
-"""One for all parameters, or pattern of names (``fnmatch``) -> optimizer of those that no earlier pattern names."""
+"""One factory for all parameters, or pattern of names (``fnmatch``) -> factory; the first pattern that matches counts."""
 GroupOptions = Callable[[str, tuple[int, ...]], Mapping[str, Any]]
-"""From a parameter's canonical name and whole shape: what is to be different for it, such as ``{"weight_decay": 0.0}``."""
+"""(parameter's canonical name, whole shape) -> the options that differ for it, such as ``{"weight_decay": 0.0}``."""
 ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 """Makes a schedule of an optimizer's options."""
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,23 +33,23 @@ def plain_sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 def adam(tensors: Sequence[torch.Tensor], lr: float, **options: Any) -> torch.optim.Adam:
-    """On CPUs in one pass over each tensor: torch's usual way goes over them in several calls, which take four times as long, fourteen
-    times where gradients have always been zero (as those of rows that nobody looks up), and make two tensors of the largest one's size."""
+    """Adam that is fused on CPUs: one pass over each tensor. Torch's default makes several passes. These take four times as long (fourteen
+    times if gradients have always been zero, as for rows that are never looked up) and allocate two tensors of the largest one's size."""
     return torch.optim.Adam(tensors, lr=lr, **_in_one_pass(tensors, options))
 
 
 def adamw(tensors: Sequence[torch.Tensor], lr: float, **options: Any) -> torch.optim.AdamW:
-    """In one pass as well."""
+    """AdamW that is fused on CPUs, see ``adam``."""
     return torch.optim.AdamW(tensors, lr=lr, **_in_one_pass(tensors, options))
 
 
 def sgd(tensors: Sequence[torch.Tensor], lr: float, **options: Any) -> torch.optim.SGD:
-    """Torch's."""
+    """Torch's SGD."""
     return torch.optim.SGD(tensors, lr=lr, **options)
 
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {"sgd": sgd, "adam": adam, "adamw": adamw}
-"""By name: makes one of tensors or parameter groups, with a learning rate and torch's further options."""
+"""Name -> function that makes the optimizer from tensors or parameter groups, a learning rate, and torch's further options."""
 
 
 def _in_one_pass(tensors: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,14 +61,15 @@ def _in_one_pass(tensors: Sequence[Any], options: Mapping[str, Any]) -> dict[str
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a user says of updates. ``schedule``: steps once per update, behind it."""
+    """The user's choice of optimizers, options and schedule. ``schedule``: steps once after each update."""
 
     optimizer: Optimizers = plain_sgd
     groups: GroupOptions | None = None
     schedule: ScheduleFactory | None = None
 
     def layout(self, parameters: Shapes) -> Layout:
-        """Where each parameter belongs. It depends on names and whole shapes alone, and so is the same on all ranks, for all plans."""
+        """Which optimizer and group each parameter belongs to. It depends on names and whole shapes alone, so it is the same on all ranks
+        and for all plans. RuntimeFailure if a parameter has no optimizer, or ``groups`` returns no options."""
         choices = self.optimizer.items() if isinstance(self.optimizer, Mapping) else [("*", self.optimizer)]
         names: dict[str, list[str]] = {pattern: [] for pattern, _ in choices}
         for name in parameters:
@@ -102,7 +103,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters, by name, with equal options."""
+    """Names of parameters with equal options."""
 
     options: Mapping[str, Any]
     names: tuple[str, ...]
@@ -110,7 +111,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Member:
-    """An optimizer and the groups that it has."""
+    """An optimizer's factory and its groups."""
 
     make: OptimizerFactory
     groups: tuple[Group, ...]
@@ -118,21 +119,21 @@ class Member:
 
 @dataclass(frozen=True)
 class Layout:
-    """All optimizers of a training, with their parameters."""
+    """All optimizers of a training, with the names of their parameters."""
 
     members: tuple[Member, ...]
     schedule: ScheduleFactory | None = None
 
     def optimizer(self, tensors: Mapping[str, Sequence[torch.Tensor]]) -> torch.optim.Optimizer | None:
-        """For those tensors that a rank keeps, by their parameters' names; None without any. Groups that are empty here are there too,
-        so that all ranks have the same ones."""
+        """The optimizer of a rank's tensors (parameter's name -> tensors); None if it has no tensors. Groups that are empty on this rank
+        are kept, so that all ranks have the same groups."""
         if not any(tensors.values()):
             return None
         made = [member.make(self._arguments(member, tensors)) for member in self.members]
         return made[0] if len(made) == 1 else Several(made)
 
     def group_count(self, member: Member) -> int:
-        """How many parameter groups a member has that was made with groups of options; else what its factory makes of one list."""
+        """The number of parameter groups of a member: one for each of its groups, or 1 if none has options."""
         return 1 if all(not group.options for group in member.groups) else len(member.groups)
 
     def _arguments(self, member: Member, tensors: Mapping[str, Sequence[torch.Tensor]]) -> list[Any]:
@@ -143,5 +144,5 @@ class Layout:
 
 
 def recorded_name(optimizer: torch.optim.Optimizer) -> str:
-    """What messages and checkpoints call an optimizer."""
+    """The name of an optimizer in messages and checkpoints."""
     return optimizer.name if isinstance(optimizer, Several) else type(optimizer).__name__

@@ -1,7 +1,7 @@
-"""What a rank's optimizer updates: its shards, or whole parameters where an update needs them so.
+"""What a rank's optimizer updates: its shards, or whole parameters if the update is not elementwise.
 
-A parameter that the rank keeps whole, but in several shards (operators that read parts of it), is one tensor for such an optimizer, and
-its shards are views of that.
+A rank may own all shards of a parameter (several, because operators read parts of it). For such an optimizer they are then views of one
+tensor, which is updated as a whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from soap.runtime.updates.trial import Scope, Tried
 
 @dataclass(frozen=True)
 class Part:
-    """A region of a parameter of this shape, that is updated at once. ``shards``: those that it consists of (positions in the plan)."""
+    """A region ``box`` of a parameter of this whole ``shape`` that is updated at once. ``shards``: what it consists of (positions in the
+    plan)."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -39,7 +40,7 @@ class Part:
 
 
 def trainable_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Of all parameters that are trained, by name, in the graph's order."""
+    """Trainable parameter -> its whole shape, in the graph's order."""
     return {tensor.name: tensor.shape for tensor in plan.graph.parameters if tensor.requires_grad}
 
 
@@ -58,7 +59,7 @@ def require_possible(plan: Plan, tried: Tried, lazy_sparse: bool) -> None:
 
 
 def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
-    """All of a parameter's shards are kept by the same devices, and servers have it in one."""
+    """RuntimeFailure unless all of a parameter's shards are on the same devices; on servers it must be a single partition."""
     served = {plan.shards[number].parameter for number in plan.on_servers}
     if len(shards) > 1 and shards[0].parameter in served:
         raise RuntimeFailure(
@@ -78,7 +79,7 @@ def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
 
 
 def _require_together(plan: Plan, tried: Tried) -> None:
-    """A device that keeps some of the parameters that are coupled keeps all of all."""
+    """RuntimeFailure if a device owns some of the coupled parameters but not all of every one."""
     shards = [(shard.parameter, shard.devices) for shard in plan.shards if shard.trainable and shard.parameter in tried.coupled]
     for device in range(plan.device_count):
         apart = [name for name, devices in shards if device not in devices]
@@ -90,7 +91,7 @@ def _require_together(plan: Plan, tried: Tried) -> None:
 
 
 def joined_names(plan: Plan, tried: Tried) -> tuple[str, ...]:
-    """Parameters that are updated as a whole and consist of several shards."""
+    """Parameters that are updated as a whole but consist of several shards."""
     counts: dict[str, int] = {}
     for shard in plan.shards:
         if shard.trainable:
@@ -99,7 +100,7 @@ def joined_names(plan: Plan, tried: Tried) -> tuple[str, ...]:
 
 
 def parts_of(store: ShardStore) -> dict[int, Part]:
-    """What this rank's optimizer updates, by the number of the first shard, in the order of the graph's parameters."""
+    """Number of the first shard -> part that this rank's optimizer updates, in the order of the graph's parameters."""
     plan, found = store.plan, dict[int, Part]()
     for number, tensor in store.tensors.items():
         shard = plan.shards[number]
@@ -115,18 +116,18 @@ def parts_of(store: ShardStore) -> dict[int, Part]:
 
 
 def other_options(layout: Layout, shapes: Shapes, parts: Mapping[int, Part], optimizer: torch.optim.Optimizer | None) -> str:
-    """One line about a part of a parameter that a factory gives other options than it would give to the whole one, as factories do that
-    choose by size or position; empty if there is none, or if it cannot be told."""
+    """One line about a part of a parameter that gets other options than the whole parameter would, because the factory chooses by size or
+    position. Empty if there is none, or if that cannot be found out."""
     if optimizer is None:
         return ""
     like = next(iter(parts.values())).tensor
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):  # room for none of them
+        with FakeTensorMode(allow_non_fake_inputs=True):  # whole parameters without memory
             whole_ones = {
                 name: [torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=True)] for name, shape in shapes.items()
             }
             expected = _options_of(layout.optimizer(whole_ones))
-    except Exception:  # a factory that looks at values, say
+    except Exception:  # the factory may look at values, for example
         return ""
     found = _options_of(optimizer)
     for part in parts.values():
@@ -140,7 +141,7 @@ def other_options(layout: Layout, shapes: Shapes, parts: Mapping[int, Part], opt
 
 
 def _options_of(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
-    """By identity of tensors. Values of tensors among them are not looked at."""
+    """id of a tensor -> its options as text. Options that are tensors are left out."""
     found = {}
     for group in optimizer.param_groups if optimizer is not None else ():
         options = {key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)}
@@ -151,7 +152,7 @@ def _options_of(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
 def merged(
     plan: Plan, parts: Mapping[int, Part], dense: Mapping[int, torch.Tensor], rows: Mapping[int, RowGradient]
 ) -> tuple[dict[int, torch.Tensor], dict[int, RowGradient]]:
-    """Gradients of parts from those of shards, both by number."""
+    """Gradients of parts, (dense, rows), made from gradients of shards. Both are by number of the first shard."""
     dense, rows = dict(dense), dict(rows)
     for number, part in parts.items():
         if part.shards == (number,):

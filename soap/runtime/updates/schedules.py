@@ -1,7 +1,7 @@
-"""Schedules of learning rates and the like, stepped once per update, and what checkpoints keep of them.
+"""Schedules of learning rates and other options, stepped once per update, and their state in checkpoints.
 
-Their state is kept as plain JSON: numbers, texts and lists as they are, and what JSON does not have (tuples, counters, mappings of
-numbers) with its kind, so that nothing of a checkpoint is unpickled.
+The state is saved as plain JSON, so that loading unpickles nothing. Values that JSON does not have (tuples, counters, mappings with number
+keys) are saved with their kind.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from soap.errors import CheckpointError, RuntimeFailure
 from soap.runtime.updates.optimizers import ScheduleFactory, recorded_name
 
 _KIND = "soap:kind"
-"""Marks what JSON does not have."""
+"""Key that marks a value that JSON does not have."""
 Record = Mapping[str, Any]
-"""``name`` of a schedule's class, and its ``state``."""
+"""``name`` of a schedule's class and its ``state``."""
 
 
 class Schedule:
@@ -32,7 +32,7 @@ class Schedule:
 
     @staticmethod
     def of(make: ScheduleFactory | None, optimizer: torch.optim.Optimizer | None) -> Schedule:
-        """What the factory makes; nothing on a rank that has nothing to train. RuntimeFailure in one line if it cannot be made."""
+        """The schedule that the factory makes; an empty one on a rank that has nothing to train. RuntimeFailure in one line if it fails."""
         if make is None or optimizer is None:
             return Schedule(None, None)
         try:
@@ -45,17 +45,17 @@ class Schedule:
         return Schedule(own, type(own).__name__)
 
     def step(self, loss: float) -> None:
-        """An update was made; ``loss`` is for those that ask for a metric. RuntimeFailure in one line if it cannot go on."""
+        """Step after an update. ``loss``: given to schedules that take a metric. RuntimeFailure in one line if the schedule fails."""
         if self._own is None:
             return
         try:
             self._own.step(*((loss,) if self._takes_loss else ()))
-        except Exception as error:  # such as one that is at its end
+        except Exception as error:  # for example, the schedule is at its end
             told = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise RuntimeFailure(f"schedule {self.name} cannot make a step: {told}; change its options, or train for fewer steps") from None
 
     def record(self) -> Record | None:
-        """What a checkpoint keeps; None if there is nothing here. CheckpointError if some of it cannot be kept."""
+        """What a checkpoint saves; None without a schedule. CheckpointError if some of the state cannot be saved."""
         return None if self._own is None else {"name": self.name, "state": _plain(self._own.state_dict(), type(self._own).__name__)}
 
     def restore(self, found: Record) -> None:
@@ -74,7 +74,7 @@ class Schedule:
 
 
 def joined(records: list[Record | None]) -> Record | None:
-    """The record of all ranks that have one; CheckpointError if they differ."""
+    """The one record of all ranks, None if no rank has one. CheckpointError if they differ."""
     known = [record for record in records if record is not None]
     if any(repr(record) != repr(known[0]) for record in known):
         raise CheckpointError("the schedule's state differs between ranks; make groups by names (groups=), which are the same on all ranks")
@@ -82,7 +82,7 @@ def joined(records: list[Record | None]) -> Record | None:
 
 
 def require_same(names: list[str | None], found: Record | None, checkpoint: str) -> None:
-    """CheckpointError unless the ranks, of those that have one, have the same kind of schedule as the checkpoint."""
+    """CheckpointError unless the ranks have the same kind of schedule as the checkpoint. ``names``: by rank; None without a schedule."""
     own = next((name for name in names if name is not None), None)
     theirs = None if found is None else found["name"]
     if own != theirs:

@@ -1,4 +1,4 @@
-"""Several optimizers as one: matrices by Muon, say, and the rest by AdamW."""
+"""Several optimizers as one, for example Muon for matrices and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Several(torch.optim.Optimizer):
-    """Has the parameter groups and the state of all its ``members``, which share them with it."""
+    """An optimizer that shares the parameter groups and the state of all its ``members``."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         self.members: tuple[torch.optim.Optimizer, ...] = ()
@@ -21,18 +21,18 @@ class Several(torch.optim.Optimizer):
 
     @property
     def name(self) -> str:
-        """The names of all."""
+        """The members' class names, joined by ``+``."""
         return "+".join(type(member).__name__ for member in self.members)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step of each. ``closure`` is not supported, as gradients are there already."""
+        """One step of each member. ``closure`` is not supported: gradients exist already."""
         assert closure is None
         for member in self.members:
             member.step()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Members get their part of what was loaded."""
+        """Give members their part of the loaded state."""
         super().__setstate__(state)
         counts = [len(member.param_groups) for member in self.members]
         self._share(counts)

@@ -1,8 +1,8 @@
-"""What an optimizer knows, by parameter name: apart from how parameters are split, so that other plans can go on with it.
+"""An optimizer's state by parameter name, whatever way parameters are split, so that other plans can go on with it.
 
-Every rank's optimizer has the state of its own parts of parameters (``updates.parts``). State shaped like the part is a region of a tensor
-shaped like the parameter. Numbers, such as Adam's step, must be the same for all parts and are kept once per parameter. Tensors of other
-shapes (factors, matrices) are kept of parameters that are not cut. Anything else cannot be kept.
+Each rank's optimizer has the state of its own parts of parameters (``updates.parts``). State with the part's shape is a region of a tensor
+with the parameter's shape. Numbers, such as Adam's step, must be the same for all parts and are saved once per parameter. Tensors of other
+shapes (factors, matrices) are saved if the parameter is not cut. Anything else cannot be saved.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from soap.runtime.updates.optimizers import recorded_name
 from soap.runtime.updates.parts import Part
 
 _LOCAL_OPTIONS = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
-"""Entries of a parameter group that say how the update is computed here, not what it is."""
+"""Options of a parameter group that say how this rank computes the update, not what the update is. They are not saved."""
 
 
 @dataclass
 class Known:
-    """The state of some parameters. ``dtypes``: of regions and scalars, by (parameter, key); ``scalars``: values by (parameter, key)."""
+    """The state of some parameters. ``optimizer``: its name. ``dtypes``: (parameter, key) -> dtype of a tensor. ``scalars``: (parameter,
+    key) -> value."""
 
     optimizer: str | None = None
     states: dict[str, ParameterState] = field(default_factory=dict)
@@ -33,7 +34,7 @@ class Known:
 
 
 def known_here(parts: Mapping[int, Part], optimizer: torch.optim.Optimizer | None) -> Known:
-    """What this rank's optimizer knows; CheckpointError if some of it cannot be kept."""
+    """The state of this rank's optimizer. CheckpointError if some of it cannot be saved."""
     if optimizer is None:
         return Known()
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -43,7 +44,7 @@ def known_here(parts: Mapping[int, Part], optimizer: torch.optim.Optimizer | Non
 
 
 def join(parts: Iterable[Known]) -> Known:
-    """One of all parts, which must agree; CheckpointError if they do not."""
+    """Join the states of all parts. CheckpointError if they do not agree."""
     result = Known()
     for part in parts:
         if part.optimizer is not None and result.optimizer not in (None, part.optimizer):
@@ -61,7 +62,7 @@ def join(parts: Iterable[Known]) -> Known:
 
 
 def _known_of(part: Part, group: Mapping[str, Any], state: Mapping[Any, Any]) -> Known:
-    """What is known of one part."""
+    """The state of one part."""
     name, tensor = part.parameter, part.tensor
     regions, others = list[str](), list[str]()
     result = Known()
@@ -92,7 +93,7 @@ def _known_of(part: Part, group: Mapping[str, Any], state: Mapping[Any, Any]) ->
 
 
 def _options(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters as JSON has them."""
+    """A group's hyperparameters as JSON values."""
     result = {}
     for key, value in group.items():
         if key not in _LOCAL_OPTIONS:
@@ -123,7 +124,7 @@ def restore(
     states: Mapping[str, ParameterState],
     found: Mapping[tuple[int, str], torch.Tensor],
 ) -> None:
-    """Give an optimizer its state. ``found``: the tensors read for it, by (part, key). Other parameters are as if never updated."""
+    """Load an optimizer's state. ``found``: (part, key) -> tensor from the checkpoint. Parameters without ``states`` start fresh."""
     if optimizer is None:
         return
     number_of = {id(part.tensor): number for number, part in parts.items()}
@@ -155,7 +156,7 @@ def _agree(options: dict[str, Any], own: Mapping[str, Any], name: str) -> None:
 
 
 def _like(current: Any, value: Any) -> Any:
-    """A saved option in the type that the optimizer has it in."""
+    """A saved option in the type that the optimizer uses for it."""
     if isinstance(current, torch.Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(value, list) and (current is None or isinstance(current, tuple)) else value

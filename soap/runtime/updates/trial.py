@@ -1,10 +1,10 @@
-"""What an optimizer's update of an element depends on, found by trying it: on that element's own gradients, on its whole tensor, or more.
+"""Finding by trial what an optimizer's update of an element depends on: the element's own gradients, its whole tensor, or other tensors.
 
-An update that is *elementwise* is right on any part of a parameter. Others, such as Muon's, need the whole parameter on one rank; and some
-need all parameters at once. A small tensor of each kind of parameter (optimizer, group, number of dimensions) is updated by itself, in
-two parts along each dimension, and beside the others, with the same gradients in float64 over some steps, and the outcomes are compared.
-Torch's own elementwise optimizers are known, and make one step that shows whether they take their options. What changes only after
-more steps than are tried, or only for tensors that are larger than those tried, is not seen.
+An *elementwise* update is right on any part of a parameter. Others, such as Muon's, need the whole parameter on one rank, and some need all
+parameters at once. The trial takes a small tensor of each kind of parameter (optimizer, group, number of dimensions). It updates the tensor
+by itself, in two parts along each dimension, and together with the others, with the same gradients in float64 over some steps. Then it
+compares the results. Torch's own elementwise optimizers are known: they make a single step, which shows whether they accept their options.
+The trial misses effects that show only after more steps, or only on larger tensors.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop")
 )
-"""Known to be so whatever their options; not their subclasses, nor those with hooks."""
+"""Optimizers that are known to be elementwise whatever their options. Subclasses, and instances with hooks, are tried."""
 MEASURED: frozenset[type] = frozenset((torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW))
-"""Those that ``upkeep_timing`` times, and AdamW, which does what Adam does."""
+"""Optimizers whose updates ``upkeep_timing`` measures, and AdamW, which computes like Adam."""
 STEPS = 24
-"""Enough for what is done every ten steps, as preconditioners are."""
+"""Steps of a trial: enough for work that is done every ten steps, such as updating a preconditioner."""
 LARGE_STEPS = 6
 LARGE = (136, 130)
-"""Factored statistics are often kept of tensors of at least 128 by 128 elements only."""
+"""Shape of a large tensor: many optimizers factor their statistics only from 128 by 128 elements on."""
 LEAST_DENSE_STATES = 2
-"""``soap.profiles.roofline`` takes optimizers with fewer to be SGD or Adagrad."""
+"""``soap.profiles.roofline`` takes an optimizer with fewer states to be SGD or Adagrad."""
 TOLERANCE = 1e-9
-"""Largest difference relative to the largest change: kernels round differently at the end of a vector."""
+"""Largest allowed difference, relative to the largest change: kernels round differently at the end of a vector."""
 
 
 class Scope(IntEnum):
@@ -51,8 +51,8 @@ class Scope(IntEnum):
 
 @dataclass(frozen=True)
 class Tried:
-    """What was found. ``scopes``: by trainable parameter. ``states``: tensors of a parameter's size that are kept of one, at most.
-    ``spares_rows``: a zero gradient changes nothing. ``measured``: ``soap-profile`` measures updates of such ones."""
+    """The result of a trial. ``scopes``: trainable parameter -> scope of its update. ``states``: the most tensors of a parameter's size
+    that are kept for one. ``spares_rows``: a zero gradient changes nothing. ``measured``: ``soap-profile`` measures its updates."""
 
     name: str
     scopes: Mapping[str, Scope]
@@ -72,14 +72,14 @@ class Tried:
 
 
 def try_optimizer(layout: Layout, parameters: Shapes, device: torch.device | None = None) -> Tried:
-    """Try it on kinds of parameters of these shapes. RuntimeFailure in one line if it cannot be made or make a step, or if its steps
-    need more than gradients, or are not the same twice."""
+    """Try an optimizer on the kinds of parameters of these shapes. RuntimeFailure in one line if it cannot be made, cannot make a step,
+    needs more than gradients for it, or updates differently each time."""
     return _Trial(layout, parameters, device or torch.device("cpu")).found()
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Parameters of one group with equally many dimensions; ``name``: the first of them."""
+    """Parameters of one group with the same number of dimensions. ``name``: the first of them."""
 
     name: str
     dims: int
@@ -113,7 +113,7 @@ class _Trial:
         return Tried(recorded_name(optimizer), {name: by_name[name] for name in self.parameters}, states, spares, measured)
 
     def _scopes(self, optimizer: str) -> dict[str, Scope]:
-        """By kind's name."""
+        """Name of a kind -> scope of its update."""
         small = {kind.name: _small(kind.dims) for kind in self.kinds}
         together = self._run({}, {k.name for k in self.kinds}, STEPS)
         found = {}
@@ -137,13 +137,13 @@ class _Trial:
         return self._run({kind.name: [self._start(kind, shape)]}, {kind.name}, steps)[kind.name][0]
 
     def _depends_on_a_twin(self, kind: _Kind, alone: torch.Tensor) -> bool:
-        """Whether another tensor of its kind, with other gradients, changes its update."""
+        """Whether another tensor of the same kind, with other gradients, changes the update."""
         tensors = [self._start(kind, _small(kind.dims)), 2 * self._start(kind, _small(kind.dims))]
         both = self._run({kind.name: tensors}, {kind.name}, STEPS)[kind.name]
         return _differ(both[0], alone, self._start(kind, _small(kind.dims)))
 
     def _depends_on_its_tensor(self, kind: _Kind, shape: tuple[int, ...], steps: int) -> bool:
-        """Whether parts of it, each by an optimizer of its own, are updated otherwise than the whole."""
+        """Whether parts of a tensor, each with its own optimizer, are updated differently from the whole."""
         start = self._start(kind, shape)
         whole = self._alone(kind, shape, steps)
         for dim, size in enumerate(shape):
@@ -167,8 +167,8 @@ class _Trial:
         shape: tuple[int, ...] | None = None,
         cut: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: gradient,
     ) -> dict[str, list[torch.Tensor]]:
-        """The tensors after some steps by an optimizer of its own, which knows a tensor of each kind and has gradients of ``updated``.
-        ``shape``: of the gradient of which each is a part (``cut``)."""
+        """The tensors after some steps of a new optimizer, which has a tensor of each kind and gets gradients for the kinds in ``updated``.
+        ``shape``: of the gradients before they are ``cut``; None: the tensors' own."""
         own = {k.name: list(tensors.get(k.name, [self._start(k, _small(k.dims))])) for k in self.kinds}
         own = {name: [t.detach().clone().contiguous().requires_grad_() for t in some] for name, some in own.items()}
         optimizer = self._made(own)
@@ -187,7 +187,7 @@ class _Trial:
         return _drawn(shape, kind.name).to(self.device)
 
     def _gradient(self, kind: _Kind, shape: tuple[int, ...], step: int, number: int) -> torch.Tensor:
-        """Small and large ones; half of the elements zero in some."""
+        """Gradients of different sizes over the steps; in some, half of the elements are zero."""
         drawn = 10.0 ** (step % 5 - 2) * _drawn(shape, f"{kind.name} {step} {number}")
         return (drawn.clamp(min=0.0) if step % 4 == 3 else drawn).to(self.device)
 
@@ -206,7 +206,7 @@ class _Trial:
             ) from None
 
     def _first_made(self) -> torch.optim.Optimizer:
-        """The optimizer of a tensor of each kind, without gradients; whatever is wrong with the factory shows here."""
+        """The optimizer of one tensor of each kind, without gradients. RuntimeFailure in one line if the factory fails."""
         try:
             return self._tried(self.kinds)
         except SoapError:
@@ -223,7 +223,7 @@ class _Trial:
         return self._made({kind.name: [self._start(kind, _small(kind.dims)).requires_grad_()] for kind in kinds})
 
     def _refused(self) -> tuple[_Kind, Exception] | None:
-        """The first kind of which no optimizer can be made, and why."""
+        """The first kind of parameter for which no optimizer can be made, and the error; None if each kind by itself works."""
         for kind in self.kinds:
             try:
                 self._tried([kind])
@@ -232,7 +232,7 @@ class _Trial:
         return None
 
     def _check_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """LBFGS, for one, computes the loss again and again."""
+        """RuntimeFailure if a step needs a closure that computes the loss again, as LBFGS does."""
         for member in getattr(optimizer, "members", (optimizer,)):
             closure = inspect.signature(type(member).step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
@@ -243,8 +243,8 @@ class _Trial:
 
 
 def optimizer_states(tried: Tried, *, sparse: bool) -> int:
-    """As predictions count them: tensors of a parameter's size. For models with ``sparse`` parameters, an optimizer that changes rows
-    without gradient counts as Adam at least, which does so, too: that is how cost models know it (``updates_rows_alone``)."""
+    """The number of states, tensors of a parameter's size, that predictions count. For models with ``sparse`` parameters, an optimizer that
+    changes rows without gradient counts at least as many as Adam: from that, cost models know that it does (``updates_rows_alone``)."""
     return tried.states if tried.spares_rows or not sparse else max(tried.states, LEAST_DENSE_STATES)
 
 
@@ -255,7 +255,7 @@ def _is_known(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _states_of(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> int:
-    """Of a scalar's states nothing says whether they would grow with it."""
+    """The number of states with the tensor's shape. A scalar counts none: its states need not grow with a parameter."""
     kept = optimizer.state.get(tensor, {}).values() if tensor.dim() else ()
     return sum(isinstance(own, torch.Tensor) and own.shape == tensor.shape for own in kept)
 
@@ -273,13 +273,13 @@ def _large(dims: int) -> tuple[int, ...]:
 
 
 def _drawn(shape: tuple[int, ...], text: str) -> torch.Tensor:
-    """The same numbers for the same text, whatever the process."""
+    """Random numbers that depend on shape and text alone, not on the process."""
     seed = sum((place + 1) * byte for place, byte in enumerate(text.encode()))
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor, start: torch.Tensor) -> bool:
-    """Whether two outcomes differ by more than rounding."""
+    """Whether two results differ by more than rounding."""
     if torch.equal(one, other):
         return False
     change, difference = float((other - start).abs().max()), float((one - other).abs().max())

@@ -1,4 +1,4 @@
-"""Configurations that a move may propose, and with what probability (compiled). The counterpart of ``search.space``."""
+"""The configurations that a move may propose, and their probabilities (compiled). The counterpart of ``search.space``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ FIRST_LISTED = 1 + CANDIDATES
 
 @compiled
 def uniform(X: ChainTables) -> float:
-    """In (0, 1]."""
+    """A random number in (0, 1]."""
     return float((draw(X.at, RANDOM) >> 10) + 1) / 9007199254740992.0
 
 
 @compiled
 def below(X: ChainTables, count: int):  # type: ignore[no-untyped-def]
-    """One of so many numbers."""
+    """A random whole number from 0 to ``count`` - 1."""
     return draw(X.at, RANDOM) % count
 
 
 @compiled
 def find_place(Q: GridTables, X: ChainTables, grid: int, first: int) -> int:
-    """Which structured placement of a grid the devices ``c_dev[first:]`` are; -1 if none."""
+    """The number of the structured placement of a grid that the devices ``c_dev[first:]`` are; -1 if they are none."""
     tiles, places = Q.tiles[grid], Q.places[grid]
     at = Q.place_ptr[places]
     for number in range(Q.place_count[places]):
@@ -42,7 +42,7 @@ def find_place(Q: GridTables, X: ChainTables, grid: int, first: int) -> int:
 
 @compiled
 def log_weight(Q: GridTables, X: ChainTables, op: int, grid: int, first: int) -> float:
-    """Logarithm of the weight of an operator's configuration on distinct devices."""
+    """Logarithm of the weight of an operator's configuration. Its devices, ``c_dev[first:]``, must be distinct."""
     if find_place(Q, X, grid, first) >= 0:
         return 0.0
     allowed = True
@@ -53,7 +53,7 @@ def log_weight(Q: GridTables, X: ChainTables, op: int, grid: int, first: int) ->
 
 @compiled
 def take_current(Z: SearchTables, C: State, op: int) -> None:
-    """The current configuration becomes candidate 0; ``c_log`` is ``NO_WEIGHT`` if it lies outside of the space."""
+    """Make the current configuration candidate 0. Its ``c_log`` is ``NO_WEIGHT`` if it lies outside of the space."""
     Q, X = Z.grids, Z.chain
     X.c_grid[0], X.c_log[0] = X.grid[op], NO_WEIGHT
     if X.grid[op] >= 0:
@@ -64,7 +64,7 @@ def take_current(Z: SearchTables, C: State, op: int) -> None:
 
 @compiled
 def choose(X, inside):  # type: ignore[no-untyped-def]
-    """One of the candidates 0 (if it is ``inside``) to ``CANDIDATES`` in proportion to exp(``c_weight``)."""
+    """Draw one of the candidates 1 to ``CANDIDATES``, and 0 if it is ``inside`` the space, in proportion to exp(``c_weight``)."""
     first = 0 if inside else 1
     most, total = X.c_weight[first], 0.0
     for slot in range(first, CANDIDATES + 1):
@@ -82,7 +82,7 @@ def choose(X, inside):  # type: ignore[no-untyped-def]
 
 @compiled
 def draw_structured(Q: GridTables, X: ChainTables, op: int, slot: int) -> None:
-    """One of the structured configurations, uniformly."""
+    """Draw a structured configuration uniformly, into a slot."""
     space = Q.space[op]
     number = below(X, Q.structured[space])
     low, high = Q.grid_ptr[space], Q.grid_ptr[space + 1]
@@ -97,7 +97,7 @@ def draw_structured(Q: GridTables, X: ChainTables, op: int, slot: int) -> None:
 
 @compiled
 def put_place(Q: GridTables, X: ChainTables, slot: int, grid: int, place: int) -> None:
-    """A structured configuration."""
+    """Write a structured configuration, a grid and its placement number, into a slot."""
     tiles, first = Q.tiles[grid], slot * len(X.order)
     at = Q.place_ptr[Q.places[grid]] + place * tiles
     for tile in range(tiles):
@@ -107,7 +107,7 @@ def put_place(Q: GridTables, X: ChainTables, slot: int, grid: int, place: int) -
 
 @compiled
 def draw_any(Q: GridTables, X: ChainTables, op: int, slot: int) -> None:
-    """A configuration in proportion to its weight."""
+    """Draw a configuration in proportion to its weight, into a slot."""
     space = Q.space[op]
     mass = uniform(X) * Q.mass[space]
     if mass <= Q.structured[space]:
@@ -149,7 +149,7 @@ def same(Q: GridTables, X: ChainTables, a: int, b: int) -> bool:
 
 @compiled
 def log_density(Q: GridTables, X: ChainTables, op: int, listed: int, slot: int, share: float) -> float:
-    """Logarithm of the probability with which ``draw_candidate`` gives a candidate, if so many are listed."""
+    """Logarithm of the probability that ``draw_candidate`` draws this candidate, with ``listed`` suggestions."""
     drawn = exp(X.c_log[slot]) / Q.mass[Q.space[op]]
     if listed == 0:
         return log(drawn)
@@ -161,7 +161,8 @@ def log_density(Q: GridTables, X: ChainTables, op: int, listed: int, slot: int, 
 
 @compiled
 def draw_candidate(Q: GridTables, X: ChainTables, op: int, listed: int, slot: int, share: float) -> None:
-    """One that is listed, uniformly, with probability ``share`` (if any is), or any."""
+    """Draw a candidate into a slot: with probability ``share`` one of the ``listed`` suggestions uniformly (if there are any), else any
+    configuration by its weight."""
     if listed > 0 and uniform(X) <= share:
         chosen = FIRST_LISTED + below(X, listed)
         for tile in range(Q.tiles[X.c_grid[chosen]]):

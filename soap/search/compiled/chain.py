@@ -1,8 +1,8 @@
-"""A Metropolis-Hastings chain over strategies, in one compiled loop (compiled).
+"""A Metropolis-Hastings chain over strategies, in one compiled loop.
 
-The number that decides is drawn before the simulation: with the current cost c it turns the acceptance probability
-min(1, exp(log_ratio + beta * (c - c*) / c_start)) into the bound c* <= c + (log_ratio - ln u) * c_start / beta, with which the
-simulation may give up early. The decision is the same either way. ``search.metropolis`` is the same kernel in plain Python.
+The random number u that decides on acceptance is drawn before the simulation. With the current cost c and the proposal's cost c*, it turns
+the acceptance probability min(1, exp(log_ratio + beta * (c - c*) / c_start)) into the bound c* <= c + (log_ratio - ln u) * c_start / beta.
+The simulation stops as soon as it exceeds the bound; the decision stays the same. ``search.metropolis`` is the same kernel in plain Python.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
 from soap.simulator.compiled.world import World
 
 DONE, MUST_ASK = 0, 1
-"""What ``advance`` returns: all steps are done, or Python is to say whether the proposal fits into memory."""
+"""What ``advance`` returns: all steps are done, or Python must decide whether the proposal fits into memory."""
 
 MOST_IDLE = 1000
-"""Moves without effect in a row after which there is nothing left to do."""
+"""After so many moves without effect in a row, the chain ends: nothing is left to propose."""
 
 
 @entry
@@ -59,16 +59,16 @@ def advance(
     focus: float,
     memory: bool,
 ) -> int:
-    """Go on until ``steps`` proposals are logged (moves without effect are none), or ``MOST_IDLE`` moves in a row had no effect.
+    """Go on until ``steps`` proposals are logged (moves without effect do not count), or ``MOST_IDLE`` moves in a row had no effect.
 
-    What is lacking raises, with all as it was before the step (after ``take_back``). ``memory``: of what would be accepted, Python must
-    be asked for what the bounds of ``M`` leave open."""
+    Missing data (a variant, a price) raises; after ``take_back`` everything is as before the step. ``memory``: check whether accepted
+    proposals fit into memory. If the bounds of ``M`` cannot tell, Python decides (``MUST_ASK``)."""
     C = W.state
     Q, X = Z.grids, Z.chain
     at = X.at
     idle = 0
     while at[LOGGED] < steps and idle < MOST_IDLE:
-        at[RANDOM] = at[BEFORE]  # if something was lacking, it has gone on
+        at[RANDOM] = at[BEFORE]  # a step that is tried again draws the same numbers
         P, T = (B, A) if at[SWAPPED] else (A, B)
         move = _draw_move(X)
         decision = log(uniform(X))
@@ -109,7 +109,7 @@ def advance(
 
 @compiled
 def _evaluate(W, P, T, E, X, threshold):  # type: ignore[no-untyped-def]
-    """Cost of the proposal, or STOPPED if it is over the threshold."""
+    """Cost of the proposal in ns, or STOPPED if it exceeds the threshold."""
     if threshold <= 0:
         return STOPPED
     bound = int(threshold) if threshold < NO_BOUND else NO_BOUND
@@ -146,7 +146,7 @@ def _log(X, E, move, cost, accepted):  # type: ignore[no-untyped-def]
 
 @compiled
 def _note(Q, X, E):  # type: ignore[no-untyped-def]
-    """Where the operators of an accepted edit are now."""
+    """Note the new grids of the operators of an accepted edit."""
     for i in range(E.count[OPERATORS]):
         op = E.operator[i]
         copy(X.c_dev, 0, E.dev, E.dev_ptr[i], E.dev_ptr[i + 1])
@@ -167,7 +167,7 @@ def _keep_best(C, X):  # type: ignore[no-untyped-def]
 
 @entry
 def begin_chain(W: World, Z: SearchTables, cost: int) -> None:
-    """The strategy that the engine holds is where the chain stands; its grids are in ``grid``."""
+    """Start, or go on, from the strategy that the engine holds, of this cost in ns. Its grids are in ``grid`` already."""
     C = W.state
     Q, X = Z.grids, Z.chain
     for op in range(len(X.grid) - 1):

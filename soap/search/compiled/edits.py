@@ -1,4 +1,4 @@
-"""What a move puts into the edit (compiled)."""
+"""Writing a move's proposal into the edit (compiled)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from soap.simulator.compiled.change import OPERATORS
 from soap.simulator.compiled.jit import compiled
 
 UNKNOWN = "a variant is not known yet"
-"""What compiled code raises when it needs one; which one is in ``ChainTables.at``."""
+"""The message that compiled code raises when a variant is missing. ``ChainTables.at`` says which one."""
 
 NO_EFFECT = 1e300
-"""Instead of a log_ratio: nothing is proposed."""
+"""Returned instead of a log_ratio if a move proposes nothing."""
 
 
 @compiled
 def add(Q, X, E, op, grid, devices, first):  # type: ignore[no-untyped-def]
-    """One more operator, on ``devices[first:]``."""
+    """Add an operator to the edit: its new grid, on ``devices[first:]``."""
     n = E.count[OPERATORS]
     variant = X.variant[Q.estimate_ptr[op] + grid - Q.grid_ptr[Q.space[op]]]
     if variant < 0:

@@ -1,6 +1,6 @@
-"""Rough times of configurations, by which proposals are weighed before they are simulated.
+"""Rough times of configurations, which weigh proposals before any simulation.
 
-What an estimate gets wrong costs proposals, not correctness: the chain's acceptance puts it right (``moves``).
+A wrong estimate wastes proposals but does not bias the chain: the acceptance probability corrects for it (``moves``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from soap.strategy.config import OpConfig
 
 
 def rough_ns(graph: OperatorGraph, position: int, grids: Sequence[Grid], topology: Topology, costs: CostModel) -> Floats:
-    """By grid, ns: both passes of the largest tile of an operator, and an all-reduce of each parameter over the copies of its shards, over
-    the slowest link. Neither placements nor neighbours matter."""
+    """Rough time of each grid of an operator, ns, shape (grids,): forward and backward pass of the largest tile, plus an all-reduce of each
+    parameter over the copies of its shards, on the slowest link. Placements and neighbours are ignored."""
     op = graph.operators[position]
     kind = topology.devices[0].type
     (whole,) = tiles_of(graph, position, OpConfig((1,) * len(op.factors), (0,)))

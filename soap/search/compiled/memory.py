@@ -1,4 +1,4 @@
-"""What a compiled chain keeps: where it stands, what it has seen, and room for the candidates of a move."""
+"""The arrays of a compiled chain: its state, its log, and room for the candidates of a move."""
 
 from __future__ import annotations
 
@@ -12,39 +12,43 @@ MOVES = ("redraw", "place", "swap", "informed", "group", "segment", "run", "sync
 REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT, RUN, SYNC = range(len(MOVES))
 
 STEP, RANDOM, SWAPPED, COST, START, BEST, LOGGED, PENDING, WANTED_OPERATOR, WANTED_GRID, PLAYED, ESTIMATES, BEFORE = range(13)
-"""Places in ``ChainTables.at``: steps done; the generator's state (``BEFORE``: at the end of the last step); whether the engine's trials
-have changed places; current cost; the cost that beta is relative to; best cost; proposals in the log; whether a step waits for an answer
-about memory; the operator and the grid of which no variant is known; tasks played; estimates made."""
+"""Places in ``ChainTables.at``. ``STEP``: steps done. ``RANDOM``: state of the random generator. ``BEFORE``: that state at the end of the
+last step. ``SWAPPED``: 1 if the engine's two trials have changed places. ``COST``: current cost, ns. ``START``: the cost that beta is
+relative to, ns. ``BEST``: best cost, ns. ``LOGGED``: proposals in the log. ``PENDING``: whether a step waits for an answer about memory.
+``WANTED_OPERATOR``, ``WANTED_GRID``: the variant that is missing. ``PLAYED``: tasks simulated. ``ESTIMATES``: estimates made."""
 
 NOTHING, ASKED, GRANTED, REFUSED = range(4)
 """Values of ``at[PENDING]``."""
 
 CANDIDATES = 8
-"""Candidates of an informed move, of a group's or of a run's."""
+"""Candidates that an informed, group or run move draws beside the current configuration."""
 
 LONGEST_RUN = 8
-"""Operators of a run at most."""
+"""The most operators in a run."""
 
 MOST_LISTED = 96
-"""Configurations that an operator's neighbours and references suggest, at most; what is more is left out."""
+"""The most suggestions that an operator gets from its neighbours and from reference strategies; further ones are left out."""
 
 
 class ChainTables(NamedTuple):
-    """``grid``: by operator, its current one (-1: outside of the space); ``structured``: whether it is placed so. ``variant``: as
-    ``GridTables.estimate``, -1 where none is made yet. ``weight``: of the moves. ``proposed``, ``accepted``, ``idle`` (without effect):
-    by move. ``gained``: by move, ns by which what was accepted has improved the chain's best. ``best_…``: the best strategy, as in
-    ``State`` (``best_sync``: by parameter).
+    """The arrays of one chain.
 
-    The log, per evaluated proposal: ``log_move``, ``log_operator`` (first one; -1 - parameter if that is what changes), ``log_count``,
-    ``log_cost`` (-1: over the bound), ``log_accepted``.
+    By operator: ``grid``, its current grid (-1: outside of the space); ``structured``, 1 if its placement is structured. ``variant``: by
+    operator and grid, in the order of ``GridTables.estimate``; -1 if not made yet. By move: ``weight``, how often it is drawn;
+    ``proposed``, ``accepted``, ``idle`` (draws without effect); ``gained``, ns by which its accepted proposals have improved the chain's
+    best cost. ``best_…``: the best strategy, as in ``State`` (``best_sync``: by parameter).
 
-    Candidates: slot k has ``c_grid[k]``, devices ``c_dev[k * devices:]``, ``c_log`` (logarithm of its weight). Slot 0 is the current
-    configuration, 1 to ``CANDIDATES`` what a move has drawn, then what neighbours and references suggest. ``edited``: grids of the edit's
-    operators. ``where``, ``stamp``: by device, for estimates. ``order``: devices, for drawing some.
+    The log, one entry per evaluated proposal: ``log_move``, ``log_operator`` (the first operator; -1 - parameter if a parameter changes),
+    ``log_count`` (operators), ``log_cost`` (ns; -1 if over the bound), ``log_accepted``.
 
-    A run (``compiled.runs``): operators ``r_op``, each but the first one grown from that at place ``r_from`` of the run, its own edge
-    ``r_edge`` leading there; ``r_place``: by operator, its place in the run (-1: none). Candidate k gives the one at place i the grid
-    ``r_grid[k * LONGEST_RUN + i]`` on ``r_dev[(k * LONGEST_RUN + i) * devices:]``.
+    Candidates: slot k has the grid ``c_grid[k]``, the devices ``c_dev[k * devices:]`` and ``c_log[k]``, the logarithm of its weight. Slot 0
+    is the current configuration. Slots 1 to ``CANDIDATES`` are drawn by the move. Further slots are suggestions of neighbours and reference
+    strategies. ``edited``: grids of the edit's operators. ``where``, ``stamp``: by device, scratch memory of estimates. ``order``: devices,
+    scratch memory for drawing distinct ones.
+
+    A run (``compiled.runs``): its operators ``r_op``. The operator at place i was reached from the one at place ``r_from[i]``, and
+    ``r_edge[i]`` is its own edge back to that. ``r_place``: by operator, its place in the run (-1: not in it). Candidate k gives the
+    operator at place i the grid ``r_grid[k * LONGEST_RUN + i]`` on the devices ``r_dev[(k * LONGEST_RUN + i) * devices:]``.
     """
 
     at: Longs
@@ -83,7 +87,8 @@ class ChainTables(NamedTuple):
 
 
 def make_chain(operators: int, parameters: int, devices: int, configurations: int, tiles: int, log: int) -> ChainTables:
-    """``configurations``: length of ``GridTables.estimate``; ``tiles``: room for those of any strategy; ``log``: proposals at most."""
+    """Allocate the arrays of a chain. ``configurations``: length of ``GridTables.estimate``. ``tiles``: the most tiles of any strategy.
+    ``log``: the most proposals."""
     slots = 1 + CANDIDATES + MOST_LISTED
     sizes = {"at": 16, "variant": configurations, "best_dev_ptr": operators + 1, "best_dev": tiles, "best_sync": parameters}
     sizes |= {"c_dev": slots * devices}

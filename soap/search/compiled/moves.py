@@ -1,26 +1,26 @@
 """The moves of the compiled chain, and why each of them keeps detailed balance.
 
-The target and the reference measure are those of ``search.metropolis`` and ``search.space``. ``log_ratio`` is the logarithm of
-weight(S*) q(S | S*) / (weight(S) q(S* | S)), as in ``search.proposals``; the operator (device, segment) is drawn uniformly from what does
-not depend on the state.
+S is the current state, S* the proposed one. The target and the reference measure are those of ``search.metropolis`` and ``search.space``.
+``log_ratio`` is the logarithm of weight(S*) q(S | S*) / (weight(S) q(S* | S)), as in ``search.proposals``. Each move draws its operator
+(device, segment, parameter) uniformly from a set that does not depend on the state.
 
-- ``redraw``: one operator, a configuration in proportion to its weight: log_ratio = 0.
-- ``place``: one operator, same grid, another structured placement, uniformly: symmetric.
-- ``swap``: one operator, two devices change places: an involution, so log_ratio is that of the weights alone.
-- ``informed``: one operator. Its configuration S and m others, drawn from a distribution d that does not depend on S, make a set, of which
-  one is chosen in proportion to w = exp(-focus * rough cost beside the neighbours). Whoever goes from S* back to S draws S where
-  S* was drawn, and has the same set (Tjelmeland, *Using all Metropolis-Hastings proposals to estimate mean values*, 2004); so
+- ``redraw``: one operator gets a configuration drawn in proportion to its weight: log_ratio = 0.
+- ``place``: one operator keeps its grid and gets another structured placement, drawn uniformly: symmetric.
+- ``swap``: one operator exchanges two devices. The move is its own inverse, so log_ratio holds the weights alone.
+- ``informed``: one operator. Its configuration S and m others, drawn from a distribution d that does not depend on S, form a set. One of
+  them is chosen in proportion to w = exp(-focus * rough cost beside the neighbours). The way back, from S* to S, draws S in the place of S*
+  and so forms the same set (Tjelmeland, *Using all Metropolis-Hastings proposals to estimate mean values*, 2004). Hence
   log_ratio = log weight(S*) / weight(S) + log d(S) w(S) / (d(S*) w(S*)). Choosing S itself costs no simulation.
-- ``group``: all layers that equal the drawn operator and are configured alike get another structured configuration, chosen like that from
-  uniform draws, by rough costs without neighbours (which are the same for all of the group). No effect if another layer has the
-  chosen configuration already: the way back would move it too.
-- ``run`` (``compiled.runs``): which connected operators is drawn without a look at their configurations. Given that, it is ``informed`` for
-  all of them together: d(S) is the product of the probabilities along the run, each given the operator that it grew from, w(S) is of the
-  rough cost of all of them; log_ratio is the same. d(S) > 0 everywhere in the space.
-- ``segment``: if a segment is configured as one of its alternatives, it takes another one, uniformly: symmetric but for the weights.
-- ``sync`` (``compiled.syncs``): one parameter, another way of synchronizing it, uniformly: symmetric.
+- ``group``: all layers that equal the drawn operator, and are configured like it, get another structured configuration. It is chosen in the
+  same way from uniform draws, by rough costs without neighbours (which are the same for the whole group). No effect if another layer of the
+  group has the chosen configuration already: the way back would move that layer too.
+- ``run`` (``compiled.runs``): the run of connected operators is drawn without regard to their configurations. Then the move is ``informed``
+  for all of them together: d(S) is the product of the probabilities along the run, each given the operator that it was reached from; w(S)
+  uses the rough cost of the whole run; log_ratio has the same form. d(S) > 0 everywhere in the space.
+- ``segment``: a segment that is configured as one of its alternatives takes another one, drawn uniformly: symmetric but for the weights.
+- ``sync`` (``compiled.syncs``): one parameter gets another method of synchronization, drawn uniformly: symmetric.
 
-A state outside of the space (weight 0) is never proposed; the way out of it is free (log_ratio = 0).
+A state outside of the space (weight 0) is never proposed. A move out of it counts as symmetric (log_ratio = 0).
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.world import World
 
 LISTED_SHARE = 0.5
-"""Part of an informed move's candidates that are suggested by neighbours and references."""
+"""Share of an informed move's candidates that are drawn from the suggestions of neighbours and reference strategies."""
 
 
 @compiled
 def propose(W: World, Z: SearchTables, E: Edit, move: int, focus: float) -> float:
-    """Draw a proposal into the edit; its log_ratio, or ``NO_EFFECT``. ``focus``: per ns of rough cost."""
+    """Draw a proposal into the edit. Returns its log_ratio, or ``NO_EFFECT``. ``focus``: how strongly rough costs weigh, per ns."""
     C = W.state
     Q, X = Z.grids, Z.chain
     E.count[OPERATORS] = E.count[PARAMETERS] = 0
@@ -85,7 +85,7 @@ def propose(W: World, Z: SearchTables, E: Edit, move: int, focus: float) -> floa
 
 @compiled
 def _single(Q, X, E, op, log_ratio):  # type: ignore[no-untyped-def]
-    """Candidate 1 for one operator."""
+    """Propose candidate 1 for one operator."""
     if same(Q, X, 0, 1):
         return NO_EFFECT
     add(Q, X, E, op, X.c_grid[1], X.c_dev, len(X.order))
@@ -158,7 +158,7 @@ def _group(Z, C, E, op, focus):  # type: ignore[no-untyped-def]
 
 @compiled
 def _has(Z, C, op, slot):  # type: ignore[no-untyped-def]
-    """Whether an operator is configured like a candidate."""
+    """Whether an operator has the configuration of a candidate."""
     Q, X = Z.grids, Z.chain
     grid = X.c_grid[slot]
     equal = X.grid[op] == grid

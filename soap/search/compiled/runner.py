@@ -44,7 +44,8 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
 
 
 class Counts(NamedTuple):
-    """Of one move: proposals that were evaluated, accepted ones, draws without effect, and ns by which the chain's best became better."""
+    """Counts of one move. ``proposed``: proposals that were evaluated. ``idle``: draws without effect. ``gained_ns``: improvement of the
+    chain's best cost."""
 
     proposed: int
     accepted: int
@@ -53,8 +54,8 @@ class Counts(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """One evaluated proposal. ``cost_ns``: None if it is over the bound, and so was refused before its cost was known.
-    ``operator``: the first one; -1 - parameter if that is what changes."""
+    """One evaluated proposal. ``operator``: the first changed operator, by position; -1 - parameter if a parameter changes. ``operators``:
+    how many change. ``cost_ns``: None if the simulation stopped at the bound, which refuses the proposal before its cost is known."""
 
     move: str
     operator: int
@@ -67,7 +68,7 @@ class CompiledSpace:
     """A space as arrays, for any number of chains."""
 
     def __init__(self, space: Space, topology: Topology, costs: CostModel, optimizer_states: int = 2) -> None:
-        """``optimizer_states``: as ``simulator.memory.peaks`` has them."""
+        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``."""
         self.space, self.topology, self.costs, self.optimizer_states = space, topology, costs, optimizer_states
         self.grids = grid_tables(space, topology, costs)
         self._kept = (self.grids, neighbour_tables(space), group_tables(space))
@@ -77,21 +78,21 @@ class CompiledSpace:
         self.has_syncs = len(self.grids.sync_parameter) > 0
 
     def number(self, position: int, grid: Grid) -> int:
-        """Of an operator's grid; -1 if its space has none such."""
+        """The number of an operator's grid; -1 if its space does not have it."""
         own = self.space.operators[position]
         known = own.numbers.get(grid)
         return -1 if known is None else int(self.grids.grid_ptr[self.grids.space[position]]) + known
 
     def grid(self, position: int, number: int) -> Grid:
-        """The grid of that number."""
+        """The grid of an operator with this number."""
         return self.space.operators[position].grids[number - int(self.grids.grid_ptr[self.grids.space[position]])]
 
 
 class CompiledChain:
-    """One chain. Equal seeds give equal chains, whatever else runs beside them."""
+    """One chain. Equal seeds give equal chains, whatever other chains run."""
 
     def __init__(self, space: CompiledSpace, strategy: Strategy, *, seed: int, proposals: int, start_ns: int | None = None) -> None:
-        """``proposals``: how many there can be at most. ``start_ns``: the cost that beta is relative to, by default the strategy's."""
+        """``proposals``: the most that the log can hold. ``start_ns``: the cost that beta is relative to; by default the strategy's."""
         self._space = space
         graph = space.space.graph
         self.engine = Engine(graph, space.topology, space.costs)
@@ -112,7 +113,7 @@ class CompiledChain:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """How often each move is drawn, in proportion. Moves that can have no effect have none."""
+        """Relative frequency of each move; 0 for moves that cannot have an effect."""
         return dict(zip(MOVES, self.arrays.weight.tolist(), strict=False))
 
     @weights.setter
@@ -123,7 +124,7 @@ class CompiledChain:
 
     def move_to(self, strategy: Strategy) -> None:
         """Go on from another strategy."""
-        self.arrays.at[SWAPPED] = 0  # what is loaded goes into the first trial
+        self.arrays.at[SWAPPED] = 0  # the engine loads into its first trial
         self.engine.load(strategy)
         cost_ns = self.engine.simulate()
         for position, op in enumerate(self._space.space.graph.operators):
@@ -133,9 +134,12 @@ class CompiledChain:
         begin_chain(self.engine.world, self.handle, cost_ns)
 
     def run(self, proposals: int, *, beta: float, focus: float, fits: Callable[[Strategy], bool] | None = None) -> int:
-        """Go on until so many proposals are evaluated, or nothing has an effect any more; how many have been, in all. ``beta``: as in
-        ``search.metropolis``. ``focus``: how strongly candidates are weighed by rough costs, per start cost; 0 not at all. ``fits``: what
-        says whether a strategy that is about to be accepted fits into memory, where a bound does not; None if all do."""
+        """Go on until ``proposals`` are evaluated in all, or no move has an effect any more. Returns how many are evaluated in all.
+
+        ``beta``: as in ``search.metropolis``. ``focus``: how strongly rough costs weigh candidates, per start cost; 0: not at all.
+        ``fits``: decides whether a strategy fits into memory before it is accepted; asked only if the memory bounds cannot tell. None:
+        every strategy fits.
+        """
         if len(self._space.space.movable) == 0 and not self._space.has_syncs:
             return self.proposals
         at = self.arrays.at
@@ -171,7 +175,7 @@ class CompiledChain:
         at[SWAPPED] = 0
 
     def _edited(self) -> Strategy:
-        """What is proposed."""
+        """The proposed strategy."""
         E, graph = self.engine.edit, self._space.space.graph
         operators, parameters = {}, {}
         for i in range(int(E.count[OPERATORS])):
@@ -184,38 +188,38 @@ class CompiledChain:
 
     @property
     def proposals(self) -> int:
-        """Evaluated so far."""
+        """Proposals evaluated so far."""
         return int(self.arrays.at[LOGGED])
 
     @property
     def start_ns(self) -> int:
-        """What beta is relative to."""
+        """The cost that beta is relative to."""
         return int(self.arrays.at[START])
 
     @property
     def cost_ns(self) -> int:
-        """Of the strategy where the chain stands."""
+        """Cost of the current strategy."""
         return int(self.arrays.at[COST])
 
     @property
     def best_ns(self) -> int:
-        """The least cost so far."""
+        """The lowest cost so far."""
         return int(self.arrays.at[BEST])
 
     @property
     def played_tasks(self) -> int:
-        """Tasks that were simulated."""
+        """Number of tasks simulated so far."""
         return int(self.arrays.at[PLAYED])
 
     @property
     def strategy(self) -> Strategy:
-        """Where the chain stands."""
+        """The current strategy."""
         self._settle()
         return self.engine.strategy
 
     @property
     def best(self) -> Strategy:
-        """The strategy of least cost so far."""
+        """The strategy of the lowest cost so far."""
         X, found = self.arrays, {}
         for position, op in enumerate(self._space.space.graph.operators):
             devices = X.best_dev[X.best_dev_ptr[position] : X.best_dev_ptr[position + 1]]
@@ -224,7 +228,7 @@ class CompiledChain:
 
     @property
     def moves(self) -> Mapping[str, Counts]:
-        """By move."""
+        """Move -> its counts."""
         X = self.arrays
         columns = (X.proposed, X.accepted, X.idle, X.gained)
         return {move: Counts(*(int(column[i]) for column in columns)) for i, move in enumerate(MOVES)}

@@ -1,11 +1,11 @@
-"""A move that gives a connected run of operators new configurations at once, each aligned with the one before (compiled).
+"""The move that reconfigures a run of connected operators at once, each aligned with the one before (compiled).
 
-The run is drawn without a look at the configurations: from one operator it grows along random edges. In half of all cases that one is a
-source, which keeps its configuration and spreads it. Each candidate beside the current one configures all of the run, in the order in
-which it grew: a first operator that is no source by weight, each other one mostly as the operator that it grew from suggests
-(``suggestions``), most of all with the shared dimensions split alike. The probability of that is known, for the current configurations
-as well, and does not depend on them. One candidate is chosen in proportion to exp(-focus * rough cost), with transfers inside of the
-run and to its surroundings.
+A run grows from one operator along random edges, without regard to configurations. In half of all draws the first operator is a *source*:
+it keeps its configuration and spreads it along the run. Each candidate configures the whole run, in the order in which it grew. A first
+operator that is no source is drawn by weight. Every other operator mostly takes what the operator that it was reached from suggests
+(``suggestions``), preferably with the shared dimensions split alike. The probability of a candidate, and of the current configurations, is
+known and does not depend on the current ones. One candidate is chosen in proportion to exp(-focus * rough cost), which includes transfers
+inside the run and to its surroundings.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.world import World
 
 FOLLOWING_SHARE = 0.7
-"""How often an operator of a run takes the first suggestion of the one that it grew from, which is to split alike what they share."""
+"""Probability that an operator of a run takes the first suggestion of the operator that it was reached from: split shared dimensions
+alike."""
 LISTED_SHARE = 0.7
-"""How often, else, it takes any of the suggestions; else it is configured on its own."""
+"""If not: probability that it takes any of the suggestions. Otherwise it is configured by weight."""
 
 MOST_DRAWS = LONGEST_RUN * LONGEST_RUN
-"""Edges that are looked at for a run, at most: some lead back into it."""
+"""The most edges that are tried for a run: some lead back into it."""
 
 
 @compiled
@@ -65,7 +66,7 @@ def propose_run(W: World, Z: SearchTables, E: Edit, focus: float) -> float:
 
 @compiled
 def _grow(Z):  # type: ignore[no-untyped-def]
-    """Draw a run, into ``r_op``, ``r_from``, ``r_edge`` and ``r_place``; its length."""
+    """Draw a run into ``r_op``, ``r_from``, ``r_edge`` and ``r_place``. Returns its length."""
     Q, N, X = Z.grids, Z.neighbours, Z.chain
     wanted, length = 2 + below(X, LONGEST_RUN - 1), 1
     X.r_op[0] = Q.movable[below(X, len(Q.movable))]
@@ -87,7 +88,7 @@ def _grow(Z):  # type: ignore[no-untyped-def]
 
 @compiled
 def _take_run(Z, C, length):  # type: ignore[no-untyped-def]
-    """The current configurations become candidate 0; whether all of them are inside of the space."""
+    """Make the current configurations candidate 0. Returns whether all of them are inside of the space."""
     X = Z.chain
     for i in range(length):
         op = X.r_op[i]
@@ -100,7 +101,7 @@ def _take_run(Z, C, length):  # type: ignore[no-untyped-def]
 
 @compiled
 def _draw_run(Z, length, candidate, source):  # type: ignore[no-untyped-def]
-    """Configure all of the run but the first ``source`` operators."""
+    """Draw a candidate: configure the run. ``source``: 1 if the first operator keeps its configuration, else 0."""
     Q, X = Z.grids, Z.chain
     for i in range(length):
         if i < source:
@@ -118,14 +119,14 @@ def _draw_run(Z, length, candidate, source):  # type: ignore[no-untyped-def]
 
 @compiled
 def _take_listed(Q, X, slot):  # type: ignore[no-untyped-def]
-    """The first one that is listed, into a slot."""
+    """Copy the first suggestion into a slot."""
     X.c_grid[slot], first = X.c_grid[FIRST_LISTED], FIRST_LISTED * len(X.order)
     copy(X.c_dev, slot * len(X.order), X.c_dev, first, first + Q.tiles[X.c_grid[FIRST_LISTED]])
 
 
 @compiled
 def _list(Z, candidate, i):  # type: ignore[no-untyped-def]
-    """List what a candidate suggests to the operator at place ``i``; how many."""
+    """List what a candidate suggests to the operator at place ``i``. Returns how many suggestions there are."""
     X = Z.chain
     if i == 0:
         return 0
@@ -135,7 +136,7 @@ def _list(Z, candidate, i):  # type: ignore[no-untyped-def]
 
 @compiled
 def _bring(Q, X, candidate, i, slot):  # type: ignore[no-untyped-def]
-    """What a candidate gives the operator at place ``i``, into a slot."""
+    """Copy a candidate's configuration of the operator at place ``i`` into a slot."""
     row, first = candidate * LONGEST_RUN + i, slot * len(X.order)
     X.c_grid[slot] = X.r_grid[row]
     copy(X.c_dev, first, X.r_dev, row * len(X.order), row * len(X.order) + Q.tiles[X.r_grid[row]])
@@ -144,7 +145,7 @@ def _bring(Q, X, candidate, i, slot):  # type: ignore[no-untyped-def]
 
 @compiled
 def _log_run(Z, length, candidate, source):  # type: ignore[no-untyped-def]
-    """Logarithm of the probability of drawing a candidate over its weight."""
+    """Logarithm of: probability of drawing a candidate, divided by its weight."""
     Q, X = Z.grids, Z.chain
     found = 0.0
     for i in range(source, length):
@@ -171,7 +172,7 @@ def _rough_run_ns(W, Z, length, candidate):  # type: ignore[no-untyped-def]
             if other < 0 and X.grid[neighbour] >= 0:
                 at = C.dev_ptr[neighbour]
                 found += edge_ns(Z, K, op, edge, X.r_grid[row], X.r_dev, row * len(X.order), X.grid[neighbour], C.dev, at)
-            elif other >= 0 and N.reads[edge]:  # an edge inside once, by who reads
+            elif other >= 0 and N.reads[edge]:  # count an edge inside the run once, at its reader
                 theirs = candidate * LONGEST_RUN + other
                 at = theirs * len(X.order)
                 found += edge_ns(Z, K, op, edge, X.r_grid[row], X.r_dev, row * len(X.order), X.r_grid[theirs], X.r_dev, at)

@@ -1,4 +1,4 @@
-"""Segments: operators that belong together (a layer, a kind, the whole model), and how reference strategies configure them."""
+"""Segments of a space: operators that belong together (a layer, a kind, the whole model), and how reference strategies configure them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from soap.strategy.config import OpConfig
 
 _NUMBER = re.compile(r"\d+")
 LONGEST = 512
-"""Operators of a segment at most: what changes more is a strategy of its own."""
+"""The most operators in a segment: changing more amounts to another strategy."""
 
 
 class Segment(NamedTuple):
-    """Operators (positions, ascending) and the different ways in which reference strategies configure all of them, inside of the space."""
+    """``operators``: positions, ascending. ``alternatives``: the distinct ways in which reference strategies configure all of them, as far
+    as these lie inside of the space."""
 
     operators: tuple[int, ...]
     alternatives: tuple[tuple[OpConfig, ...], ...]

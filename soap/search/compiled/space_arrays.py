@@ -1,6 +1,6 @@
-"""What the compiled chain knows of its space: grids and placements, neighbours and references, groups and segments, as arrays.
+"""The space of a compiled chain as arrays: grids and placements, neighbours and references, groups and segments.
 
-``x_ptr``, ``x`` are lists, as in ``simulator.compiled.graph_arrays``.
+``x_ptr``, ``x`` hold one list per item, as in ``simulator.compiled.graph_arrays``: item i has ``x[x_ptr[i]:x_ptr[i + 1]]``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ NO_WEIGHT = -1e300
 
 
 class GridTables(NamedTuple):
-    """Configurations. Grids are numbered over all different operator spaces.
+    """The configurations. Operators with equal spaces share one; grids are numbered over all distinct spaces.
 
-    ``movable``: operators with a choice. ``space``: by operator.
+    ``movable``: operators with a choice of configurations. ``space``: operator -> space.
 
-    By space: grids ``grid_ptr[s]:grid_ptr[s + 1]``, ``structured`` (number of structured configurations), ``mass`` (weight of all
-    configurations), ``lookup`` (a table of its grids, by ``grid_key``; ``lookup_ptr``, ``lookup_mask``), ``device`` (a list of those that
-    may be used), ``permitted[s * device count + device]``.
+    By space s: its grids are ``grid_ptr[s]`` to ``grid_ptr[s + 1]``; ``structured``: number of structured configurations; ``mass``: weight
+    of all configurations; ``lookup``: a hash table of its grids by ``grid_key`` (``lookup_ptr``, ``lookup_mask``); ``device``: list of the
+    devices that may be used; ``permitted[s * device count + device]``: 1 if that device may be used.
 
-    By grid: ``before`` (structured configurations of its space's grids before it), ``replicas``, ``tiles``, ``degree`` (a list), ``places``
-    (which set of placements), ``shuffled`` (mass of the shuffled placements of its space's grids up to it), ``shuffled_log`` (logarithm
-    of the weight of one of its own).
+    By grid: ``before``: number of structured configurations of earlier grids of its space; ``replicas``; ``tiles``; ``degree``: list of
+    degrees; ``places``: its set of placements; ``shuffled``: mass of the shuffled placements of its space's grids up to and with it;
+    ``shuffled_log``: logarithm of the weight of one of its shuffled placements.
 
-    A set of placements: ``place_count`` lists of as many devices as tiles, from ``place[place_ptr[set]]`` on.
-    ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: ns, as ``estimates.rough_ns``. ``size``: of the factors of an operator (1 where
-    it cannot be split). ``sync_parameter``: parameters with a choice of how they are synchronized, ``sync_choice`` (``sync_codes``).
+    By set of placements: ``place_count`` lists of one device per tile, from ``place[place_ptr[set]]`` on.
+
+    ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: rough time, ns (``estimates.rough_ns``). ``size``: list of an operator's factor
+    sizes (1 if it cannot be split). ``sync_parameter``: parameters with a choice of methods; ``sync_choice``: list of their codes
+    (``syncs.codes``).
     """
 
     movable: Ints
@@ -78,9 +80,12 @@ class GridTables(NamedTuple):
 
 
 class NeighbourTables(NamedTuple):
-    """What surrounds an operator. ``edge``: ``neighbour``, ``reads`` (whether the operator reads it), ``bytes`` of what is handed over, and
-    pairs of factors that follow the same dimension (``theirs``, ``mine``). ``reference``: the different configurations (``grid``, list
-    ``dev``, ``log_weight``) that reference strategies give an operator, inside of its space."""
+    """What surrounds each operator.
+
+    By edge (a list per operator): ``neighbour``; ``reads``: 1 if the operator reads the neighbour's output; ``bytes`` that are handed over;
+    list of pairs of factors that follow the same dimension (``theirs``, ``mine``). By reference (a list per operator): a distinct
+    configuration that a reference strategy gives the operator, inside of its space (``grid``, list ``dev``, ``log_weight``).
+    """
 
     edge_ptr: Ints
     neighbour: Ints
@@ -97,9 +102,12 @@ class NeighbourTables(NamedTuple):
 
 
 class GroupTables(NamedTuple):
-    """What changes together. ``group``: which group of equal layers an operator is in (-1: none), ``member``: a group's operators. Segment
-    s: its operators ``segment[segment_ptr[s]:segment_ptr[s + 1]]``, and from ``choice[choice_ptr[s]]`` to ``choice[choice_ptr[s + 1]]``
-    its alternatives, each a reference (number in ``NeighbourTables``) of each of the operators."""
+    """Operators that change together.
+
+    ``group``: operator -> its group of equal layers (-1: none). ``member``: list of a group's operators. ``segment``: list of a segment's
+    operators. ``choice``: list of a segment's alternatives, one after the other; each names one reference (its number in
+    ``NeighbourTables``) per operator of the segment.
+    """
 
     group: Ints
     member_ptr: Ints
@@ -111,8 +119,8 @@ class GroupTables(NamedTuple):
 
 
 class SearchTables(NamedTuple):
-    """What the moves of one chain read and write: the space, and the chain itself. Compiled functions read from it what they use, each
-    under one letter: ``Q, N, M, X = Z.grids, Z.neighbours, Z.groups, Z.chain``."""
+    """What the moves of one chain read and write: the space and the chain itself. Compiled functions give each table one letter:
+    ``Q, N, M, X = Z.grids, Z.neighbours, Z.groups, Z.chain``."""
 
     grids: GridTables
     neighbours: NeighbourTables
@@ -121,7 +129,7 @@ class SearchTables(NamedTuple):
 
 
 def grid_tables(space: Space, topology: Topology, costs: CostModel) -> GridTables:
-    """The configurations of a space."""
+    """The configurations of a space as arrays."""
     graph = space.graph
     spaces = list(dict.fromkeys(space.operators))
     pairs = [(own, grid) for own in spaces for grid in own.grids]
@@ -172,7 +180,7 @@ def _shuffled_log(own: OperatorSpace, grid: Grid) -> float:
 
 
 def grid_key(grid: Iterable[int]) -> int:
-    """Where a grid is looked for first."""
+    """Hash of a grid."""
     key = 0
     for length in grid:
         key = (key * 31 + length) & 0x3FFFFFFF
@@ -197,7 +205,7 @@ def _lookup(spaces: Sequence[OperatorSpace]) -> tuple[Longs, list[int], Ints]:
 
 
 def neighbour_tables(space: Space) -> NeighbourTables:
-    """What surrounds the operators of a space."""
+    """What surrounds the operators of a space, as arrays."""
     edges = [edge for position in range(len(space.graph.operators)) for edge in _edges(space, position)]
     numbers = _grid_numbers(space)
     references = _references(space)
@@ -229,7 +237,7 @@ def _grid_numbers(space: Space) -> dict[OperatorSpace, dict[Grid, int]]:
 
 
 def _edges(space: Space, position: int) -> list[tuple[int, bool, float, tuple[tuple[int, int], ...]]]:
-    """(neighbour, whether it is read, bytes, pairs of factors), in the order of ``Space.edges``."""
+    """(neighbour, whether the operator reads it, bytes, pairs of factors) of each edge, in the order of ``Space.edges``."""
     graph = space.graph
     op, found = graph.operators[position], []
     for edge in space.edges[position]:
@@ -250,7 +258,7 @@ def _references(space: Space) -> list[list[OpConfig]]:
 
 
 def group_tables(space: Space) -> GroupTables:
-    """What changes together in a space."""
+    """The groups and segments of a space as arrays."""
     group = np.full(len(space.graph.operators), -1)
     for number, members in enumerate(space.groups):
         group[list(members)] = number
@@ -273,7 +281,7 @@ def group_tables(space: Space) -> GroupTables:
 
 
 def _pack(kind: type[Tables], **values: Any) -> Tables:
-    """Tables of these values, as arrays of what the fields are."""
+    """A table of these values, as arrays of the dtypes that its fields are annotated with."""
     kinds = {"Longs": np.int64, "Floats": np.float64, "Ints": np.int32}
     types = {name: next(kinds[own] for own in kinds if own in str(annotation)) for name, annotation in kind.__annotations__.items()}
     arrays = {name: np.ascontiguousarray(own, types[name]) for name, own in values.items()}

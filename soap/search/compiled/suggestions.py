@@ -1,4 +1,5 @@
-"""Configurations that an operator's neighbours and reference strategies suggest (compiled). The counterpart of ``search.alignment``."""
+"""Suggestions: configurations that fit an operator's neighbours, or that reference strategies give it (compiled). The counterpart of
+``search.alignment``."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from soap.simulator.compiled.state import State
 
 @compiled
 def list_candidates(Z: SearchTables, C: State, op: int) -> int:
-    """What references give an operator, and what follows from its neighbours; how many. The operator's own configuration has no part in
-    it: that is what the move's detailed balance rests on."""
+    """List what references give an operator, and what its neighbours suggest. Returns how many. The list must not depend on the operator's
+    own configuration: the move's detailed balance rests on that."""
     N, X = Z.neighbours, Z.chain
     n = list_references(Z, op)
     for edge in range(N.edge_ptr[op], N.edge_ptr[op + 1]):
@@ -24,7 +25,7 @@ def list_candidates(Z: SearchTables, C: State, op: int) -> int:
 
 @compiled
 def list_references(Z: SearchTables, op: int) -> int:
-    """What references give an operator; how many."""
+    """List what references give an operator. Returns how many."""
     Q, N, X = Z.grids, Z.neighbours, Z.chain
     n = 0
     for reference in range(N.reference_ptr[op], N.reference_ptr[op + 1]):
@@ -40,7 +41,8 @@ def list_references(Z: SearchTables, op: int) -> int:
 
 @compiled
 def list_aligned(Z, op, edge, source, devices, first, n):  # type: ignore[no-untyped-def]
-    """``alignment.aligned_with`` a neighbour of grid ``source`` on ``devices[first:]``, after ``n`` others; how many in all."""
+    """List ``alignment.aligned_with`` of a neighbour with grid ``source`` on ``devices[first:]``, behind ``n`` suggestions. Returns the new
+    number of suggestions."""
     Q, N = Z.grids, Z.neighbours
     tiles, sizes, factors = Q.tiles[source], Q.size_ptr[op], Q.size_ptr[op + 1] - Q.size_ptr[op]
     shared, fits = 1, True
@@ -73,8 +75,8 @@ def _is_shared(Q, N, edge, source, factor):  # type: ignore[no-untyped-def]
 
 @compiled
 def _find_grid(Q, N, op, edge, source, replicas, extra, length):  # type: ignore[no-untyped-def]
-    """The grid with so many replicas, the neighbour's degrees where they are shared (``edge`` >= 0) and ``length`` parts of the factor
-    ``extra``; -1 if the space has none."""
+    """The grid with these ``replicas``, the neighbour's degrees for shared factors (if ``edge`` >= 0) and ``length`` parts of the factor
+    ``extra``; -1 if the space does not have it."""
     space, factors = Q.space[op], Q.size_ptr[op + 1] - Q.size_ptr[op]
     key = replicas
     for factor in range(factors):
@@ -106,7 +108,8 @@ def _degree(Q, N, edge, source, factor, extra, length):  # type: ignore[no-untyp
 
 @compiled
 def _follow(Z, op, edge, source, devices, start, rest, extra, n):  # type: ignore[no-untyped-def]
-    """``alignment._follow``; ``rest``: cells of the neighbour's other axes that are followed (1: they are dropped)."""
+    """``alignment._follow``. ``rest``: how many cells of the neighbour's other axes are kept; 1 drops them. Returns the new number of
+    suggestions."""
     Q, N, X = Z.grids, Z.neighbours, Z.chain
     neighbour = N.neighbour[edge]
     grid = _find_grid(Q, N, op, edge, source, rest if extra < 0 else 1, extra, rest)
@@ -124,7 +127,7 @@ def _follow(Z, op, edge, source, devices, start, rest, extra, n):  # type: ignor
                 other = cell
         if extra < 0:
             other = left  # the replica
-        for axis in range(theirs, -1, -1):  # of the neighbour, the last one first; 0: its replicas
+        for axis in range(theirs, -1, -1):  # the neighbour's axes, last one first; 0: its replicas
             length = Q.replicas[source] if axis == 0 else Q.degree[Q.degree_ptr[source] + axis - 1]
             mine = _follower(Q, N, edge, source, axis - 1)
             if mine >= 0:
@@ -139,7 +142,7 @@ def _follow(Z, op, edge, source, devices, start, rest, extra, n):  # type: ignor
 
 @compiled
 def _follower(Q, N, edge, source, theirs):  # type: ignore[no-untyped-def]
-    """The own factor that follows a factor of the neighbour which is split; -1 if none does."""
+    """The operator's own factor that follows a split factor of the neighbour; -1 if there is none."""
     mine = -1
     if theirs >= 0 and Q.degree[Q.degree_ptr[source] + theirs] > 1:
         for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
@@ -158,7 +161,7 @@ def _cell(Q, grid, axes, tile, factor):  # type: ignore[no-untyped-def]
 
 @compiled
 def _single_axis(Z, op, devices, start, tiles, factor, n):  # type: ignore[no-untyped-def]
-    """All of the neighbour's devices for one factor (-1: for replicas)."""
+    """Suggest all of the neighbour's devices for one factor (-1: for replicas). Returns the new number of suggestions."""
     Q, N, X = Z.grids, Z.neighbours, Z.chain
     grid = _find_grid(Q, N, op, -1, 0, tiles if factor < 0 else 1, factor, tiles)
     if grid < 0 or n >= MOST_LISTED:
@@ -171,7 +174,7 @@ def _single_axis(Z, op, devices, start, tiles, factor, n):  # type: ignore[no-un
 
 @compiled
 def _keep(Q, X, op, grid, n):  # type: ignore[no-untyped-def]
-    """Only what has some weight."""
+    """Keep the suggestion if it has a weight. Returns the new number of suggestions."""
     slot = FIRST_LISTED + n
     X.c_grid[slot] = grid
     X.c_log[slot] = log_weight(Q, X, op, grid, slot * len(X.order))

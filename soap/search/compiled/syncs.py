@@ -12,8 +12,8 @@ from soap.simulator.compiled.state import State
 
 @compiled
 def propose_sync(Z: SearchTables, C: State, E: Edit) -> float:
-    """One parameter, another of the ways that are allowed, both uniformly: symmetric. A parameter that is synchronized in a way that is not
-    allowed leaves it for good."""
+    """Give one parameter another allowed method, both drawn uniformly: symmetric. A disallowed method is replaced and never proposed
+    again."""
     Q, X = Z.grids, Z.chain
     if len(Q.sync_parameter) == 0:
         return NO_EFFECT

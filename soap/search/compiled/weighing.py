@@ -1,4 +1,4 @@
-"""How long a candidate would roughly take beside its neighbours (compiled): ``estimates.rough_ns``, and what edges hand over."""
+"""Rough cost of a candidate beside its neighbours (compiled): ``estimates.rough_ns`` plus transfers along edges."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def own_ns(Q: GridTables, op: int, grid: int) -> float:
-    """Without neighbours."""
+    """Rough cost of an operator's grid without neighbours, ns."""
     return Q.estimate[Q.estimate_ptr[op] + grid - Q.grid_ptr[Q.space[op]]]
 
 
 @compiled
 def rough_cost_ns(W: World, Z: SearchTables, op: int, slot: int) -> float:
-    """Of a candidate, given the neighbours' configurations."""
+    """Rough cost of a candidate, given the neighbours' configurations, ns."""
     K, C = W.cluster, W.state
     Q, N, X = Z.grids, Z.neighbours, Z.chain
     found = own_ns(Q, op, X.c_grid[slot])
@@ -30,10 +30,10 @@ def rough_cost_ns(W: World, Z: SearchTables, op: int, slot: int) -> float:
 
 @compiled
 def edge_ns(Z, K, op, edge, mine, own, own_at, theirs, other, other_at):  # type: ignore[no-untyped-def]
-    """Twice (there and back) what the device that waits longest has to be sent. ``mine``: the operator's grid, on ``own[own_at:]``;
-    ``theirs``: the neighbour's, on ``other[other_at:]``."""
+    """Time of the transfers along an edge, ns: twice (forward and backward) that of the device that waits longest. ``mine``: the operator's
+    grid, on ``own[own_at:]``; ``theirs``: the neighbour's, on ``other[other_at:]``."""
     Q, N, X = Z.grids, Z.neighbours, Z.chain
-    X.at[ESTIMATES] += 1  # what is marked is not any more
+    X.at[ESTIMATES] += 1  # earlier stamps no longer count
     neighbour, reads = N.neighbour[edge], N.reads[edge]
     reader, writer = (mine, theirs) if reads else (theirs, mine)
     for tile in range(Q.tiles[writer]):
@@ -64,13 +64,13 @@ def _device(own, own_at, other, other_at, mine, tile):  # type: ignore[no-untype
 
 @compiled
 def _parts(Q, N, grid, pair, mine):  # type: ignore[no-untyped-def]
-    """Into how many parts a grid cuts the dimension of a pair."""
+    """The number of parts into which a grid cuts the dimension of a pair."""
     return Q.degree[Q.degree_ptr[grid] + (N.mine[pair] if mine else N.theirs[pair])]
 
 
 @compiled
 def _overlap(Q, N, op, neighbour, edge, reader, writer, reads, tile, other):  # type: ignore[no-untyped-def]
-    """How much of what is handed over both a tile that reads and one that is read have to do with."""
+    """The share of the data on an edge that a reading tile needs and a writing tile has."""
     share = 1.0
     read_by, read_from = (op, neighbour) if reads else (neighbour, op)
     for pair in range(N.pair_ptr[edge], N.pair_ptr[edge + 1]):
