@@ -36,13 +36,11 @@ from soap.simulator.compiled.walking import Walk, make_choices
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.task_ids import UNNUMBERED, unnumbered
-from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
+from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config
 
 Result = TypeVar("Result")
 Handles = tuple[World, Trial, Trial, Edit]
 """What compiled functions need for a change: the world, the trial of the held strategy, a second trial to fill, and the edit."""
-
-NO_SYNCS: Mapping[str, SyncConfig] = {}
 
 ROOM = 4
 """The arrays are this many times as large as a newly loaded strategy needs, so that accepted changes find room."""
@@ -135,7 +133,7 @@ class Engine:
         return self.propose_changes({}, {parameter: sync}, at_most_ns=at_most_ns)
 
     def propose_changes(
-        self, operators: Mapping[str, OpConfig], parameters: Mapping[str, SyncConfig] = NO_SYNCS, *, at_most_ns: int = NO_BOUND
+        self, operators: Mapping[str, OpConfig], parameters: Mapping[str, SyncConfig] = NOTHING, *, at_most_ns: int = NO_BOUND
     ) -> int | None:
         """``propose`` with other configurations of any number of operators and other synchronizations of parameters, all at once."""
         positions = [self.graph.index[name] for name in operators]
