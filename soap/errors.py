@@ -54,7 +54,7 @@ class RuntimeFailure(SoapError):
 
 
 class StoppedBySignal(RuntimeFailure):
-    """Something else than Ctrl-C ended a distributed run. ``number``: the signal."""
+    """A signal other than Ctrl-C ended a distributed run. ``number``: of the signal."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -66,11 +66,11 @@ class CheckpointError(RuntimeFailure):
 
 
 class SoapWarning(UserWarning):
-    """Something is legal but probably not what was meant, or will be slow; said once, in one line."""
+    """Warns of something that is legal but probably unintended, or slow; shown once, in one line."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its class if it says nothing."""
+    """The first line of an error's message; its class name if there is no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

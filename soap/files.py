@@ -1,7 +1,7 @@
-"""Files as people meet them: read with a one-line error, written whole or not at all.
+"""Reading files with one-line errors, and writing them as a whole or not at all.
 
-A file is written beside its target under a temporary name and then renamed, so that a reader never sees half of it and an interrupted
-command leaves the old file.
+A file is written beside its target under a temporary name and then renamed. So a reader never sees half of it, and an interrupted command
+leaves the old file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_text(path: str | Path, *, what: str = "file", error: type[SoapError] = 
 
 
 def check_writable(path: str | Path, *, error: type[SoapError] = SoapError) -> None:
-    """Raise ``error`` now if a file could not be written there later: worth asking before long work. Leaves nothing behind."""
+    """Raise ``error`` if a file could not be written there. To be asked before long work. Leaves nothing behind."""
     path = Path(path)
     try:
         _refuse_non_files(path)
@@ -45,17 +45,17 @@ def check_writable(path: str | Path, *, error: type[SoapError] = SoapError) -> N
 
 
 def write_text_atomically(path: str | Path, text: str, *, error: type[SoapError] = SoapError) -> None:
-    """Write UTF-8 text (line ends as given) to ``path``, or raise ``error`` in one line and leave what was there."""
+    """Write UTF-8 text (line ends as given) to ``path``. If that fails, raise ``error`` in one line; the old file stays."""
     write_bytes_atomically(path, text.encode("utf-8"), error=error)
 
 
 def write_bytes_atomically(path: str | Path, data: bytes, *, error: type[SoapError] = SoapError) -> None:
-    """Write bytes to ``path``, or raise ``error`` in one line and leave what was there. The folder must exist."""
+    """Write bytes to ``path``. If that fails, raise ``error`` in one line; the old file stays. The folder must exist."""
     path = Path(path)
     temporary = None
     try:
         _refuse_non_files(path)
-        target = Path(os.path.realpath(path))  # through a link to its target, as an ordinary write would go
+        target = Path(os.path.realpath(path))  # follow links, as an ordinary write does
         descriptor, temporary = _open_beside(target)
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
@@ -74,7 +74,7 @@ def write_bytes_atomically(path: str | Path, data: bytes, *, error: type[SoapErr
 
 
 def _open_beside(path: Path) -> tuple[int, str]:
-    """A new file in the folder of ``path``; unlike tempfile's, with the permissions that any new file of this user gets."""
+    """Open a new temporary file in the folder of ``path``. Unlike tempfile's, it has the permissions of any new file of this user."""
     target = Path(os.path.realpath(path))
     temporary = str(target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}.tmp"))
     return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), temporary
@@ -86,7 +86,7 @@ def _refuse_non_files(path: Path) -> None:
     if path.exists():
         if not path.is_file():
             raise OSError(None, "it is no ordinary file")
-        if not os.access(path, os.W_OK):  # renaming would replace a file that its owner protected
+        if not os.access(path, os.W_OK):  # renaming would replace a file that its owner has protected
             raise PermissionError(None, "it is read-only")
 
 
@@ -98,7 +98,7 @@ def _unwritable(path: Path, cause: Exception, error: type[SoapError]) -> SoapErr
 
 
 def reason(cause: Exception) -> str:
-    """What the system says of a file, in the words of our messages."""
+    """The system's reason why a file operation failed, worded for our messages."""
     if isinstance(cause, IsADirectoryError):
         return "it is a folder"
     text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)

@@ -1,8 +1,7 @@
 """Quantities with units, as people write them in ``cluster.yaml``: text to base units and back.
 
-Base units: bytes, bytes per second, seconds, FLOP per second. Bits and bytes are told apart by writing ``bit`` or ``B``; decimal
-prefixes (k, M, G, T, P) count 1000, binary ones (Ki, Mi, Gi, Ti) 1024. A prefix must be written as it is here, so that ``m`` is never
-taken for ``M``.
+Base units: bytes, bytes per second, seconds, FLOP per second. Bits are written ``bit``, bytes ``B``. Decimal prefixes (k, M, G, T, P) stand
+for powers of 1000, binary ones (Ki, Mi, Gi, Ti, Pi) for powers of 1024. Case matters, so that ``m`` is never taken for ``M``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from soap.errors import TopologyError
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(.*?)\s*", re.ASCII)
 _LONGEST = 80
-"""Characters of a quantity: numbers are exact fractions here, and must not grow without bound."""
+"""The most characters of a quantity: numbers become exact fractions, which must not grow without bound."""
 _MOST = 1e24
 
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
@@ -114,7 +113,7 @@ def format_count(number: float, unit: str = "") -> str:
 
 
 def _scaled(value: float, steps: list[tuple[str, float]], smallest: str, base: float = 1.0) -> str:
-    """``value`` in the largest unit in which it is at least 1; what three digits would round up to 1000 moves to the next unit."""
+    """``value`` in the largest unit in which it is at least 1. A value that three digits would round up to 1000 moves to the next unit."""
     for unit, factor in steps:
         if abs(value) >= factor * 0.9995:
             return f"{_three_digits(value / factor)} {unit}"
@@ -149,7 +148,8 @@ def exact_flops(flops_per_second: float) -> str:
 
 
 def _exact(value: float, units: Units) -> str:
-    """The shortest number of at least 1 that reads back exactly, in the largest such unit; the base unit always does."""
+    """The shortest number of at least 1 that reads back exactly; of equally short ones the one in the largest unit. The base unit always
+    reads back exactly."""
     exact = []
     for unit, factor in units.items():
         short = f"{float(value / factor):.10g}"

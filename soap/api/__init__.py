@@ -1,7 +1,7 @@
-"""The composition root: the public verbs, and the one package that knows all the parts.
+"""The public functions, and the composition root: the one package that knows all parts.
 
-A model may be given as what ``load`` returns, as an ``OperatorGraph``, or as text for ``load``; a cluster as a ``Topology`` or as text for
-``load_cluster``. Torch is imported by the verbs that need it, when they are called.
+A model may be what ``load`` returns, an ``OperatorGraph``, or text for ``load``. A cluster may be a ``Topology`` or text for
+``load_cluster``. Functions that need torch import it when they are called.
 """
 
 from __future__ import annotations

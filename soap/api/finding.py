@@ -1,4 +1,4 @@
-"""The search, with everything that it needs to know."""
+"""``find``: the search with the costs, links and starts that it needs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ def find(
 ) -> SearchOutcome:
     """Search for the strategy with the shortest predicted iteration: ``soap.find(model, cluster, soap.SearchOptions(budget=500))``.
 
-    ``progress``: a bar on stderr, if that is a terminal. ``improved``: is told each new best cost in ns, when it is found. ``stopped``:
-    asked now and then; once it is true, the search ends as by Ctrl-C, with the best so far (``result.interrupted``).
-    Nothing is measured or run. Equal arguments give equal results, on any number of cores, unless ``seconds`` end the search.
+    ``progress``: show a bar on stderr if that is a terminal. ``improved``: called with each new best cost in ns. ``stopped``: asked now and
+    then; once it returns True, the search ends as by Ctrl-C, with the best so far (``result.interrupted``).
+
+    Nothing is measured or run. Equal arguments give equal results, on any number of cores, unless ``seconds`` ends the search. SoapError in
+    one line if model, cluster or options cannot be used; InfeasibleError if no strategy fits into memory.
     """
     simulator = simulator_for(
         model, cluster, optimizer_states=options.optimizer_states, costs=options.costs, measured_updates=options.measured_updates
     )
-    from soap.simulator.incremental import IncrementalSimulator  # numba takes a second to import: only for who searches
+    from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second: do it for searches only
 
     evaluator = IncrementalSimulator(simulator)
     if progress and not evaluator.begins_at_once():
@@ -55,7 +57,7 @@ def find(
 
 
 def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:
-    """The start that a dynamic programme finds, if it is asked for, or nothing is and it takes seconds."""
+    """Name -> start that dynamic programming finds. It is made if it is asked for; by default, if that takes seconds at most."""
     from soap.search.dynamic import MAX_PAIRS, dynamic_strategy, pair_count
     from soap.search.space import build_space
 

@@ -1,4 +1,4 @@
-"""Models and clusters: what a user has, made into what is planned with."""
+"""Models and clusters: exporting, loading and converting what users give."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def export(
     verify: bool = True,
     imports: Sequence[str] = (),
 ) -> None:
-    """Write a module in training mode, called with these arguments, to a ``.pt2`` whose only output is the scalar loss.
+    """Export a module in training mode, called with these arguments, to a ``.pt2`` file whose only output is the scalar loss.
 
-    ``loss`` makes the scalar from the module's output where that is something else, e.g. ``lambda output: output.loss``.
-    ``dynamic_batch``: the file can be trained on batches of any size (a last one that is smaller), of dimension 0 of the inputs or, as a
-    mapping, of other dimensions by input name.
-    ``verify``: one step of the module in eager PyTorch and one of its program are compared first, in loss, gradients and buffers, and what
-    differs is refused: a file holds no backward code of its own (``torch.autograd.Function``, hooks). The module stays as it was. This
-    takes two training steps and the memory for one with all gradients.
-    ``imports``: the modules that define the model's custom operators (``torch.library``), which commands then need by ``--import``.
-    ModelError in one line for an operator outside of ATen if there are none.
+    ``loss``: makes the scalar from the module's output if that is something else, e.g. ``lambda output: output.loss``.
+    ``dynamic_batch``: the file can be trained on batches of any size, such as a smaller last one. True: the samples are in dimension 0 of
+    the inputs; a mapping gives other dimensions by input name.
+    ``verify``: first compare one step of the module in eager PyTorch with one step of its program, in loss, gradients and buffers. A
+    difference is refused: a file holds no backward code of the module's own (``torch.autograd.Function``, hooks). The module does not
+    change. This takes two training steps, and the memory of one with all gradients.
+    ``imports``: modules that define the model's custom operators (``torch.library``). Commands then need them by ``--import``.
+
+    ModelError in one line if the module cannot be exported, differs from its program, or has operators outside of ATen without ``imports``.
     """
     from soap.runtime.eager import NO_VALUES, eager_judge
     from soap.tracing.example import Example
@@ -66,12 +67,14 @@ def load(
     batch_norm: str = "global",
     imports: Sequence[str] = (),
 ) -> TracedModel:
-    """The model of a ``.pt2`` file or of the zoo (``zoo:NAME[:SIZE][@BATCH]``), as a graph of operators that can be computed tile by tile.
+    """Load a model from a ``.pt2`` file or the zoo (``zoo:NAME[:SIZE][@BATCH]``): a graph of operators that can be computed tile by tile.
 
-    ``plan_only``: without memory for its weights. ``batch_dims``: input name -> dimension of the samples, where it is not 0. ``dtype``:
-    replaces the floating-point type, for example ``float64`` for checks. ``autocast="bfloat16"``: with the casts of ``torch.autocast``.
-    ``batch_norm``: ``global`` normalises by the whole batch, ``local`` each tile by its own part of it. Strategies hold for models that
-    were loaded with the same ``batch_norm``. ``imports``: modules that define custom operators of the model, imported first.
+    ``plan_only``: allocate no memory for its weights. ``batch_dims``: input name -> dimension of the samples, if it is not 0. ``dtype``:
+    replaces the floating-point type, for example ``float64`` for checks. ``autocast="bfloat16"``: use the casts of ``torch.autocast``.
+    ``batch_norm``: ``global`` normalises by the whole batch, ``local`` each tile by its own part of it. A strategy is valid only for models
+    that were loaded with the same ``batch_norm``. ``imports``: modules that define custom operators of the model, imported first.
+
+    ModelError in one line if the model cannot be read or planned.
     """
     from soap.tracing.load import load_model
 
@@ -83,10 +86,10 @@ def load(
 
 
 def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any]]) -> OperatorGraph:
-    """The model's graph, for ``soap.search`` and the like, with its sparse parameters' touched rows counted on batches of the user's data.
+    """The model's graph, for ``soap.find`` and the like, with the touched rows of sparse parameters counted on batches of the user's data.
 
-    ``batches``: each a sequence of tensors in the order of the model's inputs. Without this, they are counted on the example inputs, unless
-    those always look up the same row. ModelError if no batch has the shapes of the model's inputs.
+    ``batches``: each a sequence of tensors in the order of the model's inputs. Without this function, rows are counted on the example
+    inputs, unless these always look up the same row. ModelError if no batch has the shapes of the model's inputs.
     """
     from soap.tracing import row_counting
     from soap.tracing.execute import ExecutableModel
@@ -98,7 +101,8 @@ def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any
 
 
 def load_cluster(spec: str | Path) -> Topology:
-    """The cluster of a YAML file or a preset; ``local:N`` and ``emulated:HxD@RATE`` are this machine, measured once and then remembered."""
+    """Load a cluster from a YAML file or a preset. ``local:N`` and ``emulated:HxD@RATE`` stand for this machine, which is measured once;
+    the result is remembered. TopologyError in one line if the description is wrong."""
     topology = yaml_file.load_cluster(spec)
     if isinstance(spec, str) and topology.name == spec and family(spec) is not None:
         from soap.measure.this_machine import measured_topology
@@ -108,7 +112,7 @@ def load_cluster(spec: str | Path) -> Topology:
 
 
 def graph_of(model: Model) -> OperatorGraph:
-    """The graph of a model, in whichever of these ways it is given."""
+    """The graph of a model, however it is given."""
     if isinstance(model, OperatorGraph):
         return model
     if isinstance(model, (str, Path)):
@@ -117,5 +121,5 @@ def graph_of(model: Model) -> OperatorGraph:
 
 
 def topology_of(cluster: Cluster) -> Topology:
-    """The cluster, if need be read from its file or made of its name."""
+    """The cluster, read from its file or made from its name if need be."""
     return cluster if isinstance(cluster, Topology) else load_cluster(cluster)

@@ -1,4 +1,4 @@
-"""What a search has found, and which plan of it counts."""
+"""The outcome of a search, and which of its plans is kept."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A strategy that was run for real. ``measured_ns``: median of its turns, per iteration. ``allowed``: whether it obeys the
-    search's constraints. ``gain``: over data parallelism, in turns of their own, if it was the fastest in those before."""
+    """A strategy that was run for real. ``measured_ns``: time per iteration, median of its turns. ``allowed``: whether it obeys the
+    search's constraints. ``gain``: over data parallelism, measured in further turns of these two alone; only for the fastest strategy."""
 
     name: str
     strategy: Strategy
@@ -40,20 +40,20 @@ class Run:
     gain: Gain | None = None
 
 LEAST_MEASURED = 1.02
-"""What a measured gain must exceed: a machine differs by as much from one hour to the next."""
+"""A measured gain must exceed this factor: a machine's speed varies by as much from one hour to the next."""
 
 
 def least_measured(run: Run, usual: Run) -> float:
-    """What a run's gain over data parallelism must exceed with confidence before it replaces it. A plan that is predicted to be slower
-    has to win by as much as it is predicted to lose: then what was measured may be due to what else the machine did."""
+    """The factor that a run's gain over data parallelism must exceed with confidence to replace it. A plan that is predicted to be slower
+    by some factor must win by that factor: otherwise the measured gain may come from other work on the machine."""
     return max(LEAST_MEASURED, run.predicted_ns / max(1, usual.predicted_ns))
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Whether what was found may replace data parallelism by its prediction alone. ``gain``: how many times as fast it is predicted to
-    be. ``margin``: what it must exceed for that. ``shares``: parts of the predicted compute time by where they come from; ``links``: how
-    links were measured, None if they were not."""
+    """Whether the plan found may replace data parallelism by its prediction alone. ``gain``: how many times as fast it is predicted to be.
+    ``margin``: the factor that the gain must exceed. ``found_ns``: its predicted time. ``shares``: source of costs -> its share of the
+    predicted compute time. ``links``: how links were measured; None if they were not."""
 
     gain: float
     margin: float
@@ -63,18 +63,18 @@ class Guard:
 
     @property
     def keeps_data_parallelism(self) -> bool:
-        """Because the gain is within the errors of predictions."""
+        """True if the gain does not exceed the margin."""
         return self.gain <= self.margin
 
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """What a search found, with what it was found for, so that it can be saved and looked at.
+    """What a search found, together with its model and cluster, so that it can be saved and inspected.
 
-    ``strategy`` is the one that ``runs``, what of it was run for real, have shown to be the fastest; if nothing was run, the one predicted
-    to be fastest (``result.strategy``), or data parallelism if that gains no more than ``margin`` over it (``guard``). ``margin``: 1 takes
-    whatever is predicted to be faster, None what such predictions are known to err by (``soap.profiles.margins``).
-    ``pins``, ``forbidden``: what the search had to obey.
+    ``strategy``: if strategies were run for real (``runs``), the one that is kept by the measurements (``kept``). Otherwise the one that is
+    predicted to be fastest (``result.strategy``), or data parallelism if the predicted gain over it is at most ``margin`` (``guard``).
+    ``margin``: 1 takes whatever is predicted to be faster; None takes the known error of such predictions (``soap.profiles.margins``).
+    ``pins``, ``forbidden``: the search's constraints.
     """
 
     simulator: Simulator
@@ -85,14 +85,16 @@ class SearchOutcome:
     margin: float | None = 1.0
 
     def with_runs(self, runs: Sequence[Run]) -> SearchOutcome:
-        """The same search, with what was measured."""
+        """The same outcome with measured runs."""
         return replace(self, runs=tuple(runs))
 
     @property
     def kept(self) -> Run | None:
-        """The run that counts: what was the fastest, if it was confirmed to be faster than data parallelism in turns of their own
-        (``least_measured``); else data parallelism, as users know what they have with it; the fastest of all if that was not run or is not
-        allowed. None if nothing was run."""
+        """The run that is kept; None if nothing was run.
+
+        That is the fastest one if further turns have confirmed that it beats data parallelism (``least_measured``); else data parallelism,
+        which users know. If data parallelism was not run or is not allowed, it is the fastest allowed run.
+        """
         allowed = [run for run in self.runs if run.allowed]
         usual = next((run for run in allowed if run.name == BASELINE), None)
         if usual is None:
@@ -120,7 +122,7 @@ class SearchOutcome:
 
     @cached_property
     def known_error(self) -> float:
-        """By what factor predictions of gains over data parallelism are known to err, with the costs of these predictions."""
+        """The factor by which predicted gains over data parallelism are known to err, given the sources of these predictions' costs."""
         from soap.profiles.margins import least_gain
 
         strategies = [self.result.strategy] if self.usual in (None, self.result.strategy) else [self.result.strategy, self.usual]
@@ -129,14 +131,14 @@ class SearchOutcome:
 
     @property
     def strategy(self) -> Strategy:
-        """The best strategy."""
+        """The strategy that is kept, see the class."""
         if self.kept is not None:
             return self.kept.strategy
         return self.usual if self.usual is not None and self._is_held_back else self.result.strategy
 
     @property
     def time_ns(self) -> int:
-        """Its predicted time per training iteration."""
+        """Predicted time per training iteration of ``strategy``, ns."""
         if self.kept is not None:
             return self.kept.predicted_ns
         return self.result.data_parallel_ns if self._is_held_back else self.result.cost_ns
@@ -147,7 +149,7 @@ class SearchOutcome:
 
     @property
     def speedup(self) -> float:
-        """Data parallelism's predicted time over it."""
+        """Data parallelism's predicted time, divided by that of ``strategy``."""
         return self.result.data_parallel_ns / self.time_ns
 
     @property
@@ -157,22 +159,22 @@ class SearchOutcome:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The best strategy's iteration, task by task."""
+        """The iteration of ``strategy``, task by task."""
         return self.simulator.run(self.strategy)
 
     @cached_property
     def explanation(self) -> list[Line]:
-        """Why each operator got its configuration; simulates one strategy per operator that is unlike data parallelism."""
+        """Why each operator got its configuration. Simulates one strategy per operator that differs from data parallelism."""
         return explain(self.simulator, self.strategy, self.simulation)
 
     @cached_property
     def synchronization(self) -> list[Synchronized]:
-        """What it would cost to all-reduce the parameters that are synchronized otherwise."""
+        """The cost of all-reducing parameters that are synchronized by another method."""
         return explain_synchronization(self.simulator, self.strategy)
 
     @cached_property
     def bound(self) -> LowerBound | None:
-        """What no strategy of the space, as far as it is allowed, can be below; None if working it out would take too long."""
+        """A time that no allowed strategy of the space can be below; None if computing it would take too long."""
         from soap.search.oracles.bounds import is_quickly_bounded, lower_bound  # imports numba
         from soap.search.space import build_space
 
@@ -183,8 +185,8 @@ class SearchOutcome:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a strategy file remembers of the search. Nothing of when or where it ran: equal searches write equal files, unless the
-        strategies were run for real."""
+        """What a strategy file records of the search, as plain values. It does not say when or where the search ran, so equal searches
+        write equal files, unless strategies were run for real."""
         result = self.result
         record: dict[str, Any] = {
             "predicted_ns": self.time_ns,
@@ -215,18 +217,18 @@ class SearchOutcome:
         return record
 
     def plot(self, path: str | Path) -> None:
-        """Draw the search to a ``.png``, ``.svg`` or ``.pdf``: best cost against proposals, starts, acceptance per move.
+        """Draw the search to a ``.png``, ``.svg`` or ``.pdf`` file: best cost against proposals, starts, acceptance per move.
 
-        SoapError without matplotlib (``soap-search[plots]``).
+        SoapError if matplotlib is missing (``soap-search[plots]``) or the file cannot be written.
         """
         write_bytes_atomically(path, plot(self.result, path))
 
     def save(self, path: str | Path) -> None:
-        """Write the strategy with its record to ``path``."""
+        """Write the strategy with its record to ``path``. SoapError if that fails."""
         save_strategy(path, self.strategy, self.simulator.graph, self.simulator.topology, self.record)
 
 
 def guard_record(guard: Guard) -> dict[str, Any]:
-    """What was kept, and why, as plain values. ``found_ns``: the predicted time of the fastest plan found."""
+    """What the guard kept, and why, as plain values. ``found_ns``: predicted time of the fastest plan found."""
     kept = BASELINE if guard.keeps_data_parallelism else "found"
     return {"kept": kept, "found_ns": guard.found_ns, "gain": round(guard.gain, 4), "margin": round(guard.margin, 4)}

@@ -1,4 +1,4 @@
-"""How long an iteration is predicted to take, with which costs, and why."""
+"""Predicting the time of an iteration: simulation, costs, and explanations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def simulate(
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
 ) -> Simulation:
-    """Predict one training iteration. ``strategy`` may be the name of a classical one, such as ``data_parallel``."""
+    """Predict one training iteration. ``strategy``: may be the name of a classical one, such as ``data_parallel``. ``optimizer_states``:
+    tensors of a parameter's size that the optimizer keeps. SoapError in one line if the arguments do not fit together."""
     simulator = simulator_for(model, cluster, optimizer_states=optimizer_states, costs=costs)
     if isinstance(strategy, str):
         strategy = classical(strategy, simulator.graph, simulator.topology)
@@ -46,9 +47,10 @@ def simulate(
 
 
 def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | None = None) -> list[Line]:
-    """What each operator of a strategy costs beside data parallelism, what setting it back would do, and what binds it.
+    """Explain a strategy, operator by operator: its cost compared with data parallelism, the effect of setting it back to that, and what
+    limits it.
 
-    ``simulation``: the strategy's own, if it is there already.
+    ``simulation``: the strategy's own, if it exists already.
     """
     from soap.simulator.incremental import IncrementalSimulator
 
@@ -60,7 +62,7 @@ def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | N
 
 
 def explain_synchronization(simulator: Simulator, strategy: Strategy) -> list[Synchronized]:
-    """What it would cost to all-reduce the parameters of a strategy that are synchronized otherwise."""
+    """The cost of all-reducing those parameters that a strategy synchronizes by another method."""
     from soap.simulator.incremental import IncrementalSimulator
 
     return explain_parameters(strategy, IncrementalSimulator(simulator))
@@ -74,7 +76,7 @@ def simulator_for(
     costs: CostSource = "auto",
     measured_updates: bool = True,
 ) -> Simulator:
-    """A simulator of this model on this cluster, with the costs and the links that are known for it."""
+    """A simulator of this model on this cluster, with the best costs and link figures that are known."""
     topology = with_links(topology_of(cluster), costs)
     return Simulator(graph_of(model), topology, costs_for(topology, optimizer_states, costs, measured_updates), optimizer_states)
 
@@ -82,10 +84,11 @@ def simulator_for(
 def costs_for(
     topology: Topology, optimizer_states: int = OPTIMIZER_STATES, costs: CostSource = "auto", measured_updates: bool = True
 ) -> CostModel:
-    """What was measured for the devices of this cluster by ``soap-profile``, with the corrections of ``soap-compare --calibrate``, if there
-    is anything and ``costs`` lets it; else estimates. ``measured_updates``: whether the optimizer is one that ``soap-profile`` measures.
+    """The cost model of a cluster. With ``costs="auto"``: the measurements of ``soap-profile`` for its devices, with the corrections of
+    ``soap-compare --calibrate``, if there are any. Otherwise estimates.
 
-    A store that cannot be read is a warning, and counts as empty.
+    ``measured_updates``: whether ``soap-profile`` measures updates of this optimizer. A store that cannot be read is a warning, and counts
+    as empty.
     """
     if _takes_measurements(costs):
         from soap.profiles.lookup import ProfiledCosts, read_corrections, read_profiles
@@ -98,7 +101,7 @@ def costs_for(
 
 
 def with_links(topology: Topology, costs: CostSource = "auto") -> Topology:
-    """The same cluster, with the figures that ``soap-profile links`` has measured of its links, if it has and ``costs`` lets it.
+    """The same cluster. With ``costs="auto"``, its links have the figures that ``soap-profile links`` has measured, if it has.
 
     A store that cannot be read is a warning, and counts as empty.
     """
@@ -115,20 +118,20 @@ def _takes_measurements(costs: CostSource) -> bool:
 
 
 def _from_store(read: Callable[[Store], T], otherwise: T) -> T:
-    """What is read from the user's store; ``otherwise``, with a warning, if that is not possible."""
+    """Read from the user's store. If that fails, warn and return ``otherwise``."""
     from soap.profiles.store import Store
 
     try:
         return read(Store())
     except ProfileError as cause:
-        warnings.warn(f"{cause}; going on with estimates", SoapWarning, stacklevel=1)  # from one place, so that it is said once
+        warnings.warn(f"{cause}; going on with estimates", SoapWarning, stacklevel=1)  # always from this line, so that it shows once
         return otherwise
 
 
 def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
-    """Where the numbers of a simulation come from. ``shares``: parts of the compute time by source, from measured to estimated.
-    ``corrected``: the part of it that ``soap-compare --calibrate`` has corrected, whatever its source. ``links``: how they were measured,
-    in one line; None if their figures are those of the cluster's description."""
+    """The sources of a simulation's costs, as plain values. ``shares``: source (measured to estimated) -> its share of the compute time.
+    ``corrected``: the share that ``soap-compare --calibrate`` has corrected, whatever its source. ``links``: how links were measured, in
+    one line; None if their figures come from the cluster's description."""
     from soap.profiles.shares import corrected, shares
 
     return {
@@ -141,6 +144,6 @@ def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
 
 
 def announce_compiling() -> None:
-    """Say on a terminal what the first minute goes into."""
+    """Tell a user at a terminal that the first minute is spent compiling."""
     if sys.stderr is not None and sys.stderr.isatty():
         print("compiling the simulator for this machine, once: less than a minute", file=sys.stderr)

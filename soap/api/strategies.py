@@ -27,21 +27,21 @@ def classical(name: str, model: Model, cluster: Cluster) -> Strategy:
 
 
 def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_cluster: bool = False) -> Strategy:
-    """The strategy of a file; StrategyError in one line, with the differences, if it was made for another model or cluster.
+    """Load a strategy from a file. StrategyError in one line, with the differences, if it was made for another model or cluster.
 
-    ``any_cluster``: it may have been made for another cluster of as many devices.
+    ``any_cluster``: accept a strategy that was made for another cluster with the same number of devices.
     """
     graph, topology = graph_of(model), topology_of(cluster)
     return _read_strategy(path, lambda text: json_file.loads(text, graph, topology, any_cluster=any_cluster)[0])
 
 
 def load_strategy_header(path: str | Path) -> StrategyHeader:
-    """What a strategy file says about itself, without its model and cluster."""
+    """The header of a strategy file; needs neither model nor cluster."""
     return _read_strategy(path, json_file.load_header)
 
 
 def with_recorded_rows(graph: OperatorGraph, path: str | Path) -> OperatorGraph:
-    """The graph with the touched rows of sparse parameters that a strategy file remembers its search by."""
+    """The graph with the touched rows of sparse parameters that the search of a strategy file had counted."""
     found = load_strategy_contents(path).record.get("sparse", {})
     if not isinstance(found, Mapping):
         raise StrategyError(f"{path}: the record of sparse parameters is no object; search again")
@@ -52,14 +52,14 @@ def with_recorded_rows(graph: OperatorGraph, path: str | Path) -> OperatorGraph:
 
 
 def load_strategy_contents(path: str | Path) -> StrategyContents:
-    """All that a strategy file says, without its model and cluster."""
+    """The contents of a strategy file; needs neither model nor cluster."""
     return _read_strategy(path, json_file.load_contents)
 
 
 def save_strategy(
     path: str | Path, strategy: Strategy, model: Model, cluster: Cluster, record: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a strategy for ``load_strategy``; ``record``: plain values to remember with it."""
+    """Write a strategy for ``load_strategy``. ``record``: plain values to save with it."""
     write_text_atomically(path, json_file.dumps(strategy, graph_of(model), topology_of(cluster), record))
 
 

@@ -1,4 +1,4 @@
-"""The whole batch from the ranks' parts of it: every rank needs all of it, since it computes whatever tiles the strategy gives it."""
+"""Joining the ranks' parts of a batch. Every rank needs the whole batch, because the strategy may give it any tiles."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from soap.runtime.comm.packing import plain
 
 
 def joined(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The ranks' tensors put together along dimension 0, on all ranks; called on all of them. ``device``: what the ranks communicate by.
+    """Join the ranks' tensors along dimension 0, on all ranks; called on all ranks at once. ``device``: where the backend communicates.
 
-    Samples alternate between ranks, as ``soap.shard`` has dealt them out: all first ones in the order of the ranks, all second ones, …
-    Ranks may have different numbers of samples, none included. Tensors that are not as long as most count as shared by all samples: rank
-    0's are taken.
+    Samples alternate between ranks, as ``soap.shard`` deals them out: the first one of each rank in the order of the ranks, then the second
+    one of each, … Ranks may have different numbers of samples, or none. The most common length counts as the number of samples; a tensor of
+    another length counts as shared by all samples, and rank 0's is taken. RuntimeFailure if the ranks' samples differ in dtype or shape.
     """
     size = _samples(parts)
     layout = [(tensor.dtype, tuple(tensor.shape[1:]) if _counts(tensor, size) else tuple(tensor.shape)) for tensor in parts]
@@ -44,7 +44,7 @@ def _counts(tensor: torch.Tensor, size: int) -> bool:
 
 
 def _places(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(number at its rank, rank, place among all parts one after another) of each sample."""
+    """(number on its rank, rank, place if the parts are concatenated) of each sample."""
     found, start = [], 0
     for rank, size in enumerate(sizes):
         found += [(i, rank, start + i) for i in range(size)]
@@ -53,7 +53,7 @@ def _places(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _gathered(tensor: torch.Tensor, sizes: Sequence[int], order: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Parts of different lengths travel as if they were as long as the longest."""
+    """Gather a tensor's parts in the given order of samples. Shorter parts are padded to the longest for the exchange."""
     padded = torch.zeros((max(sizes), *tensor.shape[1:]), dtype=tensor.dtype, device=device)
     padded[: len(tensor)] = tensor.to(device)
     received = [torch.empty_like(padded) for _ in sizes]

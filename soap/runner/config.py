@@ -1,4 +1,4 @@
-"""What a runner is told."""
+"""The configuration of a runner."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from soap.simulator.costs import CostSource
 RunOption = Literal["hybrid", "ps", "allreduce"]
 RUN_OPTIONS: tuple[RunOption, ...] = ("hybrid", "ps", "allreduce")
 TIMEOUT_S = 1800.0
-"""Ranks wait for the one that searches."""
+"""Long, because ranks wait for the one that searches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
-    """How a runner plans and trains; the first four as in Parallax.
+    """How a runner plans and trains. The first four fields are as in Parallax. RuntimeFailure in one line for an impossible value.
 
-    ``run_option``: ``hybrid`` searches how to split the model and, for each sparse parameter, how to synchronize it; ``allreduce`` searches
-    with all-reduces only; ``ps`` is data parallelism with all parameters on servers. ``local_aggregation``: a host's devices may deal with
-    servers together. ``search_partitions``: into how many partitions servers cut parameters is searched; else it is ``partitions``.
-    ``tuning_iterations``: of each of at most five short runs of the first batch, from which the number of partitions of all sparse
-    parameters is then chosen, as by ``soap-tune``; 0: what is predicted to be fastest counts.
-    ``checkpoint``: a folder; training goes on from the latest in it, and a new one is written every ``save_every`` steps and at the end,
-    the last ``keep`` of which stay. ``sharded``: each rank gives its own part of a batch, else every rank the whole one.
-    ``optimizer``, ``groups``, ``schedule``, ``clip_norm``, ``seed``: see ``soap.Trainer``; parameters that the optimizer needs whole are
-    not cut by the plan that is searched; ``loss``, ``dynamic_batch``: see ``soap.export``; ``budget``, ``costs``,
-    ``alpha`` (shares of rows that a batch touches, by pattern of parameter names): see ``soap.SearchOptions``. ``verify``: before the
-    first step, rank 0 compares the module's own step on the first batch with its program's, as ``soap.export`` does; all ranks refuse
-    what differs.
+    ``run_option``: ``hybrid`` searches how to split the model, and how to synchronize each sparse parameter; ``allreduce`` searches with
+    all-reduces only; ``ps`` is data parallelism with all parameters on servers. ``local_aggregation``: allow the devices of a host to add
+    up before they speak to servers. ``search_partitions``: search the number of partitions of parameters on servers; False: it is
+    ``partitions``. ``tuning_iterations``: if above 0, choose the number of partitions of sparse parameters from at most five short runs on
+    the first batch, each of so many iterations, as ``soap-tune`` does; 0: by predictions.
+
+    ``checkpoint``: a folder. Training goes on from its latest checkpoint; a new one is written every ``save_every`` steps and at the end,
+    and the last ``keep`` stay. ``sharded``: each rank passes its own part of a batch; False: every rank passes the whole batch.
+
+    ``optimizer``, ``groups``, ``schedule``, ``clip_norm``, ``seed``, ``backend``: see ``soap.TrainingOptions``; the searched plan does not
+    cut parameters that the optimizer needs whole. ``loss``, ``dynamic_batch``: see ``soap.export``. ``budget``, ``costs``: see
+    ``soap.SearchOptions``. ``alpha``: pattern of parameter names -> share of its rows that a batch touches. ``timeout_s``: seconds to wait
+    for ranks that do not answer. ``verify``: before the first step, rank 0 compares the module's own step on the first batch with its
+    program's, as ``soap.export`` does; all ranks refuse a difference.
     """
 
     run_option: RunOption = "hybrid"
@@ -69,7 +71,7 @@ class RunnerConfig:
 
     @property
     def training(self) -> TrainingOptions:
-        """What the trainer is told."""
+        """The trainer's options."""
         return TrainingOptions(
             optimizer=self.optimizer,
             groups=self.groups,

@@ -1,4 +1,4 @@
-"""Marks on parameters that are to be cut into equally many partitions where servers keep them."""
+"""Marks on parameters that shall have the same number of partitions on servers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _numbers = count()
 
 @contextmanager
 def partitioner() -> Iterator[None]:
-    """Parameters of modules that are made inside share one number of partitions, which the runner chooses, where servers keep them.
+    """Parameters of modules that are made inside get the same number of partitions if they are on servers. The runner chooses the number.
 
-    So it is with tables that are always read together: equally many partitions are then tried for all of them at once.
+    Use it for tables that are always read together: the runner then tries the same number for all of them at once.
     """
     number = next(_numbers)
 
@@ -33,7 +33,7 @@ def partitioner() -> Iterator[None]:
 
 
 def groups(model: nn.Module) -> list[tuple[str, ...]]:
-    """Names of parameters that were made inside of the same ``partitioner``."""
+    """Groups of parameters that were made inside of the same ``partitioner``, by name."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters():
         if hasattr(parameter, _MARK):

@@ -1,4 +1,4 @@
-"""The strategy of a runner: searched as its configuration says, with one number of partitions for parameters that share it."""
+"""The strategy of a runner: searched as its configuration says, with equal numbers of partitions for marked parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from soap.strategy.sync import in_one_partition
 def planned(
     graph: OperatorGraph, topology: Topology, config: RunnerConfig, groups: Sequence[Sequence[str]]
 ) -> tuple[Strategy, ExecutionOrder]:
-    """The strategy, and its tiles in the order in which their passes begin."""
+    """The strategy, and its tiles in the order in which their forward and backward passes begin."""
     graph = with_alphas(graph, list((config.alpha or {}).items()))
     trainable = {tensor.name: tensor.shape for tensor in graph.parameters if tensor.requires_grad}
     tried = try_optimizer(config.recipe.layout(trainable), trainable)
@@ -50,7 +50,7 @@ def planned(
 
 
 def adapted(strategy: Strategy, config: RunnerConfig) -> Strategy:
-    """Served parameters as the configuration says, where it says something."""
+    """The strategy with partitions and local aggregation of parameters on servers as the configuration sets them."""
     for name, sync in _served(strategy).items():
         partitions = sync.partitions if config.search_partitions else config.partitions
         within = sync.within if config.local_aggregation else "none"
@@ -59,7 +59,8 @@ def adapted(strategy: Strategy, config: RunnerConfig) -> Strategy:
 
 
 def alike(simulator: Simulator, strategy: Strategy, groups: Sequence[Sequence[str]]) -> Strategy:
-    """Served parameters of a group in equally many partitions: the number, of those that they have, that is predicted to be fastest."""
+    """The strategy with the same number of partitions for all parameters of a group on servers. Of the numbers that they have, the one that
+    is predicted to be fastest is taken."""
     for group in groups:
         served = {name: sync for name, sync in _served(strategy).items() if name in group}
         counts = sorted({sync.partitions for sync in served.values()})

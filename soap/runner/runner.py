@@ -1,4 +1,4 @@
-"""A runner: a module of a single-device script, trained by all ranks."""
+"""A runner trains a module of a single-device script on all ranks."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ Batch = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
 class Runner:
-    """Trains on all ranks at once; made, and called, on all of them alike. See ``get_runner``.
+    """Trains a module on all ranks; made and called on all ranks alike. See ``get_runner``.
 
-    ``strategy``, ``trainer``: from the first batch on. A context manager, like ``soap.Trainer``.
+    ``strategy``, ``trainer``: None before the first batch. A context manager, like ``soap.Trainer``.
     """
 
     def __init__(self, model: nn.Module, topology: Topology, config: RunnerConfig) -> None:
@@ -52,9 +52,10 @@ class Runner:
         self._saved_at = 0
 
     def run(self, batch: Batch) -> float:
-        """One training step; the loss of the whole batch, the same on all ranks. The first one exports the model and plans.
+        """One training step. Returns the loss of the whole batch, the same on all ranks. The first call exports the model and plans.
 
-        ``batch``: this rank's part of the batch, which may have no samples; the whole batch if the configuration says so.
+        ``batch``: this rank's part of the batch, which may have no samples; the whole batch if the configuration has ``sharded=False``.
+        SoapError in one line, the same on all ranks, if the model cannot be exported, planned or trained.
         """
         tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch.values() if isinstance(batch, Mapping) else batch)
         if self.config.sharded:
@@ -68,17 +69,18 @@ class Runner:
         return loss
 
     def over(self, batches: Iterable[Batch]) -> Iterator[float]:
-        """The loss of each batch in turn."""
+        """Train on each batch in turn; yields the losses."""
         return (self.run(batch) for batch in batches)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All trained values by the module's names, on rank 0 (empty elsewhere); called on all ranks."""
+        """All trained values by the module's names, on rank 0 (empty elsewhere); called on all ranks at once. RuntimeFailure before the
+        first batch."""
         if self.trainer is None:
             raise RuntimeFailure("the runner has not seen a batch yet; expected run(batch) before state_dict()")
         return self.trainer.state_dict()
 
     def close(self) -> None:
-        """Write the last checkpoint, if there is a folder for it, and leave the process group if the runner has opened it."""
+        """Write the last checkpoint if there is a folder for it. Leave the process group if the runner has opened it."""
         if self.trainer is not None:
             if self.config.checkpoint is not None and self.trainer.steps > self._saved_at:
                 self._save(self.trainer)
@@ -91,7 +93,7 @@ class Runner:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self.close()
-        else:  # the other ranks may be anywhere
+        else:  # the other ranks may be anywhere: nothing can be saved together
             close_world(self.world)
 
     def _start(self, tensors: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor] | None) -> Trainer:
@@ -118,8 +120,8 @@ class Runner:
         return self.trainer
 
     def _agreed(self, model: ExecutableModel, exported: ExportedProgram, example: Example) -> tuple[Strategy, ExecutionOrder]:
-        """Rank 0 compares with eager PyTorch and plans for all: measured costs differ between hosts. What goes wrong there goes wrong
-        everywhere."""
+        """The strategy and order that rank 0 plans for all ranks, because measured costs differ between hosts. Rank 0 also compares the
+        program with eager PyTorch. An error there is raised on all ranks."""
         answer: list[Any] = [None]
         if self.world.rank == 0:
             try:
@@ -142,10 +144,10 @@ class Runner:
 
 
 def get_runner(model: nn.Module, cluster: api.Cluster | None = None, config: RunnerConfig | None = None) -> Runner:
-    """A runner for a module that returns its loss, on the ranks that torchrun has started, one per device of the cluster.
+    """A runner for a module that returns its loss. It runs on the ranks that torchrun has started, one per device of the cluster.
 
-    ``cluster``: as for ``soap.search``; None is this machine with as many devices as there are ranks. The module's own values are where
-    training begins; trained values are in ``state_dict()``. Batches are gathered on all ranks before a step.
+    ``cluster``: as for ``soap.find``; None: this machine with one device per rank. Training begins with the module's own values; trained
+    values are in ``state_dict()``. Batches are gathered on all ranks before a step.
     """
     topology = cluster if isinstance(cluster, Topology) else api.load_cluster(cluster or f"local:{rank_and_count()[1]}")
     return Runner(model, topology, config or RunnerConfig())

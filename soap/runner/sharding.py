@@ -1,4 +1,4 @@
-"""Input pipelines on all ranks: each reads its own part of a dataset."""
+"""Sharding of input pipelines: each rank reads its own part of a dataset."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Shard(Dataset[Any]):
 
 
 class IterableShard(IterableDataset[Any]):
-    """The same of a dataset that can only be read from its beginning: every rank reads all of it and keeps its part."""
+    """The same for a dataset that can only be read from its beginning: every rank reads all of it and keeps its part."""
 
     def __init__(self, dataset: IterableDataset[Any], number: int, count: int) -> None:
         self.dataset, self.number, self.count = dataset, number, count
@@ -41,11 +41,11 @@ class IterableShard(IterableDataset[Any]):
 
 
 def shard(dataset: Dataset[Any], number: int | None = None, count: int | None = None) -> Shard | IterableShard:
-    """This rank's part of a dataset, for a DataLoader of its own: the items whose index, modulo the number of ranks, is the rank's number.
+    """This rank's part of a dataset, for its own DataLoader: the items whose index, modulo the number of ranks, is the rank's number.
 
-    ``number``, ``count``: which of how many parts, if not by rank. One process alone has all items. Shuffle inside the parts, or with the
-    same seed before. A runner puts the ranks' batches together so that, without shuffling, a step sees the items that it would in one
-    process whose batch is as large as all of theirs.
+    ``number``, ``count``: part ``number`` of ``count`` instead of by rank; RuntimeFailure if there is no such part. A single process has
+    all items. Shuffle inside the parts, or before sharding with the same seed on all ranks. Without shuffling, a step of a runner sees the
+    same items as a step in one process with a batch as large as all ranks' batches together.
     """
     own_number, own_count = rank_and_count()
     number, count = own_number if number is None else number, own_count if count is None else count
@@ -57,7 +57,7 @@ def shard(dataset: Dataset[Any], number: int | None = None, count: int | None = 
 
 
 def rank_and_count() -> tuple[int, int]:
-    """This process's number, and how many there are."""
+    """This process's rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if under_launcher(os.environ):

@@ -1,7 +1,7 @@
-"""Into how many partitions servers cut sparse parameters, measured: a few short runs on all ranks, of which nothing stays.
+"""Choosing the number of partitions of sparse parameters on servers by a few short runs on all ranks.
 
-What to try, and what follows from it, is ``soap.search.partition_tuning``. All runs take the same few batches, in the same order, and each
-begins with the model's own values, so that neither data nor weights are used up.
+``soap.search.partition_tuning`` decides which numbers to try and which one to choose. All runs take the same few batches in the same order,
+and each begins with the model's own values. So the runs use up no data and change no weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Batches = Callable[[int], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Range:
-    """What is tuned: these parameters, together, from as many partitions as there are ``servers``, to at most ``most``."""
+    """What is tuned: the number of partitions of these parameters together, from the number of ``servers`` up to ``most``."""
 
     parameters: tuple[str, ...]
     servers: int
@@ -43,7 +43,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The strategy with the chosen number of partitions, and what was tried."""
+    """The strategy with the chosen number of partitions, and the runs that led to it."""
 
     strategy: Strategy
     parameters: tuple[str, ...]
@@ -52,7 +52,8 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Observer:
-    """Hears of the runs as they go, on every rank: partitions before a run, each iteration, and what came of it."""
+    """Callbacks during the runs, on every rank. ``begun``: before a run, with its number of partitions. ``stepped``: after each iteration.
+    ``ended``: after a run, with its result."""
 
     begun: Callable[[int], None] = lambda partitions: None
     stepped: Callable[[], None] = lambda: None
@@ -70,11 +71,11 @@ def tune(
     iterations: int = ITERATIONS,
     **named: Unpack[TrainingKeywords],
 ) -> Tuned:
-    """The strategy with the number of partitions of its sparse parameters on servers that at most five short runs suggest.
+    """Choose the number of partitions of the strategy's sparse parameters on servers by at most five short runs.
 
-    On all ranks at once, under torchrun, with equal arguments. ``batches``: whole ones, as for ``Trainer.step``; at most ``BATCHES`` are
-    taken of it. ``order``, ``options`` and its fields by name: as for ``Trainer``, but the model keeps its values (no ``take_over``).
-    StrategyError if no sparse parameter is on servers.
+    Called on all ranks at once, under torchrun, with equal arguments. ``batches``: whole batches, as for ``Trainer.step``; at most
+    ``BATCHES`` are taken. ``order``, ``options`` and its fields by name: as for ``Trainer``, but the model keeps its values (no
+    ``take_over``). ``iterations``: per run. StrategyError if no sparse parameter is on servers.
     """
     options = options.with_changes(**named).with_changes(take_over=False)
     topology = cluster if isinstance(cluster, Topology) else api.load_cluster(cluster)
@@ -96,12 +97,12 @@ def tune(
 
 
 def served_sparse(strategy: Strategy, graph: OperatorGraph) -> tuple[str, ...]:
-    """The sparse parameters that the strategy has on servers."""
+    """The sparse parameters that the strategy keeps on servers."""
     return tuple(name for name in graph.sparse if strategy.sync(name).contract.has_servers)
 
 
 def tuned_range(strategy: Strategy, graph: OperatorGraph, topology: Topology) -> Range:
-    """The sparse parameters that the strategy has on servers, and how many partitions there may be; StrategyError if there are none."""
+    """The sparse parameters that the strategy keeps on servers, and how many partitions they may have. StrategyError if there are none."""
     names = served_sparse(strategy, graph)
     if not names:
         some = "the model has no sparse parameter" if not graph.sparse else f"sparse are {', '.join(list(graph.sparse)[:3])}"
@@ -113,13 +114,13 @@ def tuned_range(strategy: Strategy, graph: OperatorGraph, topology: Topology) ->
 
 
 def with_partitions(strategy: Strategy, parameters: Sequence[str], partitions: int) -> Strategy:
-    """The strategy with these parameters, which it has on servers, in so many partitions."""
+    """The strategy with these parameters, which must be on servers, in so many partitions."""
     changed = {name: replace(strategy.sync(name), partitions=partitions) for name in parameters}
     return strategy.with_changes(parameters=changed)
 
 
 def first_batches(batches: Batches, count: int) -> Batches:
-    """The batches of the first steps, asked for now and once, as those of all steps."""
+    """Batches that repeat those of the first ``count`` steps; these are read now, once."""
     kept = [list(batches(step)) for step in range(count)]
     return lambda step: kept[step % count]
 
@@ -133,7 +134,8 @@ def sample_runs(
     known: Sequence[Sample] = (),
     observer: Observer | None = None,
 ) -> Tuning:
-    """Run, fit, choose; on all ranks, which decide alike since all know the slowest one's times. ``known``: samples to go on from."""
+    """Run, fit, choose; on all ranks at once. All ranks decide alike because they all know the slowest rank's times. ``known``: samples to
+    go on from."""
     samples, observer = list(known), observer or Observer()
     while (partitions := next_partitions(samples, wanted.servers, wanted.most)) is not None:
         observer.begun(partitions)
@@ -144,7 +146,7 @@ def sample_runs(
 
 
 def _time_ns(make: Callable[[], Trainer], batches: Batches, iterations: int, observer: Observer) -> float:
-    """Of an iteration. The trainer's memory is free afterwards, before the next one is made."""
+    """Measured time of an iteration, ns. The trainer's memory is freed before the next trainer is made."""
     trainer = make()
     found = measure_steps(trainer, batches, iterations, 0, on_step=lambda step, loss: observer.stepped())
     trainer.close()
