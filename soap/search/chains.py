@@ -176,7 +176,7 @@ class _Run:
         return cast(Able, self.evaluator) if hasattr(self.evaluator, "engine_costs") else None
 
     def all_chains(self) -> None:
-        """Spend the budget."""
+        """Run all descents and chains, until the budget is spent."""
         able = self._able
         most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if able is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
         wanted = min(most, max(1, self.options.budget // each))
