@@ -14,7 +14,7 @@ class SoapError(Exception):
 
 
 class ModelError(SoapError):
-    """The exported model cannot be read, or is outside what can be planned."""
+    """The exported model cannot be read or planned."""
 
     exit_code = 3
 
@@ -38,7 +38,7 @@ class ProfileError(SoapError):
 
 
 class TimelineError(SoapError):
-    """A timeline cannot be read, or two of them are not of the same model and strategy."""
+    """A timeline cannot be read, or two timelines belong to different models or strategies."""
 
 
 class InfeasibleError(SoapError):

@@ -110,8 +110,8 @@ class SearchOutcome:
 
     @cached_property
     def guard(self) -> Guard | None:
-        """Whether what was found may replace data parallelism; None if nothing was held against it: ``margin`` is 1, it is data
-        parallelism, or that is not possible."""
+        """Whether the plan found may replace data parallelism. None if there is nothing to compare: ``margin`` is 1, the plan is data
+        parallelism, or data parallelism is not possible."""
         found = self.result.strategy
         if self.margin == 1 or self.usual is None or found == self.usual:
             return None

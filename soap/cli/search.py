@@ -75,13 +75,13 @@ def make_parser() -> Parser:
 
 
 def _add_runs(parser: Parser) -> None:
-    """What is measured and run beside the search, and what counts without."""
+    """Options for measuring before the search and running its best strategies afterwards, and the margin if nothing is run."""
     parser.add_argument(
         "--profile",
         metavar="SECONDS",
         type=not_negative_number,
-        help="measure first what is not known yet of the links and of the model's computations, as soap-profile does, for at most so long "
-        f"(default {first_measuring.DEFAULT_S:g} with --cluster local:N or emulated:HxD@RATE, where the machines are at hand; 0: not)",
+        help="before the search, measure what is not known yet about links and the model's computations, as soap-profile does, for at most "
+        f"SECONDS (default {first_measuring.DEFAULT_S:g} with --cluster local:N or emulated:HxD@RATE, which are this machine; 0: do not)",
     )
     parser.add_argument(
         "--verify",
@@ -89,23 +89,23 @@ def _add_runs(parser: Parser) -> None:
         type=finalists,
         nargs="?",
         const=verification.DEFAULT_FINALISTS,
-        help="run the K best strategies (default %(const)s), the best start and data parallelism for real, and keep the fastest; where the "
-        f"machines are at hand that is done anyway, for at most {verification.DEFAULT_S:g} seconds, and for up to "
-        f"{verification.ASKED_S:g} if asked for (0: not)",
+        help="run the K best strategies (default %(const)s), the best start and data parallelism for real, and keep the fastest; if the "
+        f"cluster is this machine, that is done by default, for at most {verification.DEFAULT_S:g} seconds, and for up to "
+        f"{verification.ASKED_S:g} if asked for (0: do not)",
     )
     parser.add_argument(
         "--margin",
         metavar="X",
         type=at_least_one,
-        help="of a plan that was not run: take it instead of data parallelism only if it is predicted to be more than X times as fast "
-        "(default: what such predictions are known to err by; 1: whatever is predicted to be faster)",
+        help="take a plan that was not run instead of data parallelism only if it is predicted to be more than X times as fast "
+        "(default: the factor by which such predictions are known to err; 1: whatever is predicted to be faster)",
     )
 
 
 def _add_budget(parser: Parser) -> None:
-    """How long the search goes on, and how it draws."""
+    """Options for the length of the search and its random draws."""
     parser.add_argument("--budget", metavar="N", type=positive, default=DEFAULT_BUDGET, help="strategies to try (default %(default)s)")
-    parser.add_argument("--seconds", metavar="S", type=positive_number, help="stop trying after so much time (results may then differ)")
+    parser.add_argument("--seconds", metavar="S", type=positive_number, help="stop trying after S seconds (results may then differ)")
     parser.add_argument(
         "--patience",
         metavar="P",
@@ -119,19 +119,19 @@ def _add_budget(parser: Parser) -> None:
         metavar="B",
         type=positive_number,
         default=DEFAULT_BETA,
-        help="how strictly slower strategies are refused on the way (default %(default)g)",
+        help="how strictly the search refuses slower strategies on its way (default %(default)g)",
     )
 
 
 def _add_choices(parser: Parser) -> None:
-    """What the search begins with, and what it may choose."""
+    """Options for the starts of the search and what it may choose."""
     parser.add_argument(
         "--start",
         metavar="NAME",
         action="append",
         choices=[*NAMED, RANDOM, DYNAMIC],
-        help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}, and what the "
-        "others are allowed to do, and dynamic if that takes seconds); data_parallel is always among them",
+        help=f"begin with this strategy (repeatable; default: {', '.join(CLASSICAL)}, and those that "
+        "other methods of synchronization allow, and dynamic if it takes seconds only); data_parallel is always among them",
     )
     parser.add_argument(
         "--pin",
@@ -139,7 +139,7 @@ def _add_choices(parser: Parser) -> None:
         type=constraint,
         action="append",
         default=[],
-        help="fix operators and search the rest: 'layers.*=sample:4,channel:2', 'loss=replicas:2'; with @0-3 behind it, or alone, the "
+        help="fix operators and search the rest: 'layers.*=sample:4,channel:2', 'loss=replicas:2'; @0-3, alone or behind that, fixes the "
         "devices (repeatable; factors by name or kind)",
     )
     parser.add_argument(
@@ -148,7 +148,7 @@ def _add_choices(parser: Parser) -> None:
         type=constraint,
         action="append",
         default=[],
-        help="rule out for operators: '*=reduction' never split such factors, '*=replicas', '*=@3' devices never used (repeatable)",
+        help="rule something out for operators: '*=reduction' splitting such factors, '*=replicas' copies, '*=@3' a device (repeatable)",
     )
     parser.add_argument(
         "--sync",
@@ -156,14 +156,14 @@ def _add_choices(parser: Parser) -> None:
         type=sync_method,
         action="append",
         default=[],
-        help="parameters may be synchronized by all-reduce or so: parameter_server:P on servers in P partitions (+local behind it: a "
-        "host's devices deal with them together), or allgather of sparse ones' rows; allreduce for nothing else (repeatable; default: "
-        "sparse ones in any way, dense ones by all-reduce)",
+        help="allow this method of synchronizing parameters beside all-reduce: parameter_server:P (on servers in P partitions; +local "
+        "behind it: each host adds up first), or allgather (of sparse parameters' rows); allreduce allows nothing else (repeatable; "
+        "default: any method for sparse parameters, all-reduce for dense ones)",
     )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Search, save, report; stopped by Ctrl-C or SIGTERM, save and report the best so far."""
+    """Search, save and report; after Ctrl-C or SIGTERM, save and report the best strategy so far. Returns the exit code."""
     if args.explain_graph:
         return _explain(args)
     missing = [option for option, value in (("--cluster", args.cluster), ("-o/--output", args.output)) if value is None]
@@ -198,7 +198,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     if wish.problem:
         note(PROG, wish.problem)
     updating = Updating(tuple(args.optimizer or ("adam",)))
-    options = search_options(args, updating, graph)  # what cannot be is refused before anything is measured
+    options = search_options(args, updating, graph)  # refuse impossible options before anything is measured
     measured: Measured | None = None
     if wish.profile_s:
         measured, wish = at_hand.profile(PROG, args.model, reading(args), graph, topology, wish, stopping)
@@ -206,7 +206,7 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     verified_s: float | None = None
     if wish.finalists and not outcome.result.interrupted:
         with stopping.saving():
-            outcome.save(args.output)  # whatever becomes of the runs
+            outcome.save(args.output)  # before the runs, which may fail
         try:
             outcome, verified_s = at_hand.verify(PROG, outcome, args.model, reading(args), args.seed, args.data, wish, updating)
         except (KeyboardInterrupt, StoppedBySignal) as error:
@@ -229,8 +229,8 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
 
 
 def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Measured | None, verified_s: float | None) -> None:
-    """Print what was found. ``measured``: before the search, if anything was to be; ``verified_s``: seconds that running plans took, if
-    they were run."""
+    """Print what was found. ``measured``: what was measured before the search, None if nothing. ``verified_s``: seconds spent on running
+    plans, None if none was to be run."""
     graph, topology = outcome.simulator.graph, outcome.simulator.topology
     summary = report.document(outcome.simulator, outcome.strategy, outcome.simulation)
     why: dict[str, Any] = {}
@@ -261,7 +261,7 @@ def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Meas
     if "measured" in tried:
         print("\n" + verification.text(tried["measured"]))
     elif verified_s is not None and outcome.kept is None:
-        print("\nran nothing: no other plan is predicted to be as fast as data parallelism, by more than predictions err")
+        print("\nran nothing: every other plan is predicted to be slower than data parallelism, by more than predictions err")
     if "guard" in tried:
         print("\n" + guard.text(tried["guard"], at_hand=bool(family(args.cluster))))
     if args.explain:
@@ -272,7 +272,7 @@ def _report(args: argparse.Namespace, outcome: api.SearchOutcome, measured: Meas
 
 
 def search_options(args: argparse.Namespace, updating: Updating, graph: OperatorGraph) -> SearchOptions:
-    """What the arguments ask of the search. What Adam keeps and needs of parameters is known; trying other optimizers needs torch."""
+    """The search options that the arguments ask for. Without ``--optimizer`` it is Adam, which is known; trying another needs torch."""
     options = SearchOptions(
         budget=args.budget,
         seed=args.seed,

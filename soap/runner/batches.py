@@ -32,7 +32,7 @@ def joined(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Te
 
 
 def _samples(parts: Sequence[torch.Tensor]) -> int:
-    """How many samples the tensors hold: the most common length."""
+    """The number of samples: the most common length of the tensors."""
     lengths = [tensor.shape[0] for tensor in parts if tensor.dim()]
     if not lengths:
         raise RuntimeFailure(f"a batch of {len(parts)} tensors, none with a dimension; expected tensors with the samples in dimension 0")

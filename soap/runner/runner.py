@@ -33,7 +33,7 @@ from soap.tracing.export import exported_program
 from soap.tracing.load import load_program
 
 Batch = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
-"""What the module's ``forward`` takes: one tensor, several in order, or tensors by name."""
+"""Arguments of the module's ``forward``: one tensor, several in order, or tensors by name."""
 
 
 class Runner:

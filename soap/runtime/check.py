@@ -214,7 +214,7 @@ def coarsest(trainer: Trainer) -> torch.dtype:
 def _differences(
     step: int, kind: str, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> list[Difference]:
-    """One difference per expected tensor; a missing gradient counts as zero. ``dtype``: what was computed in."""
+    """One difference per expected tensor; a missing gradient counts as zero. ``dtype``: that of the computation."""
     scale = max((largest(tensor) for tensor in expected.values()), default=0.0)
     result = []
     for name, tensor in expected.items():
@@ -232,7 +232,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 def difference(
     kind: str, name: str, found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, scale: float, step: int = 0
 ) -> Difference:
-    """How far one tensor is off. ``dtype``: what was computed in. ``scale``: the largest element of all tensors of this kind."""
+    """How far one tensor is off. ``dtype``: that of the computation. ``scale``: the largest element of all tensors of this kind."""
     if found.dtype == expected.dtype and torch.equal(found, expected):  # most are, to the last bit
         return Difference(step, kind, name, 0.0)
     return Difference(step, kind, name, _error(found, expected, SMALL.get(dtype, SMALL_ELSE) * scale))

@@ -1,4 +1,4 @@
-"""What is given to a step: micro-batches of the right number and type, and the same on all ranks."""
+"""Checking the inputs of a step: the right number of micro-batches, the right dtypes, and the same tensors on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Trainer``: a model trained by a strategy, step by step, from a script that runs on every rank."""
+"""``Trainer``: trains a model by a strategy, step by step, from a script that runs on every rank."""
 
 from __future__ import annotations
 

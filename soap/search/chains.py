@@ -1,18 +1,19 @@
-"""The search: evaluates the starts, and spends the budget on a descent and a Metropolis-Hastings chain from each of the best few.
+"""The search: it evaluates the starts, then runs a descent and a Metropolis-Hastings chain from each of the best few.
 
-How the budget is spent, in proposals (the starts are evaluated on top of it):
+How the budget of proposals is spent (evaluations of starts do not count):
 
-- Chains begin at the best different starts that fit; the best one's chain gets half of the budget, the others share the rest. There is one
-  for each ``TEMPERED_PROPOSALS`` (at most ``MAX_TEMPERED``) if the evaluator has compiled simulations, else one for each
+- Chains begin at the best distinct starts that fit into memory. The best start's chain gets half of the budget; the others share the rest.
+  With a compiled simulator there is one chain for each ``TEMPERED_PROPOSALS`` (at most ``MAX_TEMPERED``), otherwise one for each
   ``PROPOSALS_PER_CHAIN`` (at most ``MAX_CHAINS``).
-- Each chain spends ``DESCENT_SHARE`` of its part (if compiled, ``DESCENT_PROPOSALS`` at most) on ``soap.search.descent``, and goes on from
-  there: compiled ones together, as ``soap.search.tempering`` says, others with ``soap.search.metropolis`` one after the other, beta
-  being relative to the cost at which that begins. The first chain's descent opens with data parallelism on fewer devices.
-- If no start fits, the best one descends until something fits, if need be for the whole budget.
-- In the end ``soap.search.polish`` makes the result locally optimal, where the space is small enough; this is beyond the budget.
+- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (compiled: at most ``DESCENT_PROPOSALS``), and goes on from
+  there. Compiled chains run together (``soap.search.tempering``), others one after the other (``soap.search.metropolis``). Beta is relative
+  to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as data
+  parallelism on fewer devices.
+- If no start fits, the best one descends until something fits, for the whole budget if need be.
+- In the end ``soap.search.polish`` makes the result locally optimal if the space is small enough. This is beyond the budget.
 
-A move that changes nothing is not evaluated and not counted. All randomness comes from generators seeded by (seed, chain), so equal
-seeds and budgets give equal results, on any number of cores, unless the time is limited.
+A move that changes nothing is not evaluated and not counted. All randomness comes from generators seeded by (seed, chain), so equal seeds
+and budgets give equal results, on any number of cores, unless the time is limited.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
 DESCENT_SHARE, DESCENT_PROPOSALS = 0.5, 300
 NO_STARTS: Mapping[str, Callable[[], Strategy]] = MappingProxyType({})
 MAX_IDLE_MOVES = 1000
-"""Moves without effect in a row after which a phase ends: the space has nothing else to offer."""
+"""After so many moves without effect in a row a phase ends: nothing is left to propose."""
 
 
 def search(
@@ -66,14 +67,16 @@ def search(
 ) -> SearchResult:
     """Search for the strategy with the shortest iteration. The result fits into memory and is never worse than the best start.
 
-    ``options``: what is to be searched, and how; what they say about costs is the evaluator's part. Data parallelism is always among the
-    starts; starts are changed where they do not obey the constraints. ``progress``: a bar on stderr, if that is a terminal. Ctrl-C returns
-    the best so far.
-    ``polish_up_to``: structured configurations of all operators together up to which the result is made locally optimal; 0: never.
-    ``improved``: is told each new best cost in ns, when it is found. ``stopped``: asked after every start, proposal or round; once it is
-    true, the search ends as by Ctrl-C (Python loses a Ctrl-C that comes while a library calls it back).
-    ``further_starts``: name -> what makes the strategy, such as that of ``soap.search.dynamic``; made once the others are evaluated,
-    whether or not ``options.starts`` has the name.
+    ``options``: what to search, and how; the evaluator brings the costs, so the options about costs are ignored here. Data parallelism is
+    always among the starts. Starts that violate the constraints are changed. ``progress``: show a bar on stderr if that is a terminal.
+    ``polish_up_to``: make the result locally optimal if all operators together have at most so many structured configurations; 0: never.
+    ``improved``: called with each new best cost in ns. ``stopped``: asked after every start, proposal or round; once it returns True, the
+    search ends as by Ctrl-C (Python loses a Ctrl-C that arrives while a library calls back into it). ``further_starts``: name -> function
+    that makes a strategy, such as that of ``soap.search.dynamic``; called after the other starts are evaluated, whether or not
+    ``options.starts`` has the name.
+
+    Ctrl-C returns the best so far; KeyboardInterrupt if nothing was evaluated yet. InfeasibleError if nothing fits into memory,
+    StrategyError if the options do not fit model and cluster.
     """
     deadline = inf if options.seconds is None else time.monotonic() + options.seconds
     space = _allowed_space(graph, topology, options)
@@ -103,7 +106,7 @@ def search(
             _Run(space, topology, evaluator, recorder, options, bar, deadline, stopped).all_chains()
             polish_best(recorder, space, evaluator, polish_up_to)
         except (KeyboardInterrupt, Exception) as error:
-            if not (isinstance(error, KeyboardInterrupt) or stopped()):  # libraries turn an interrupt that meets them into errors of theirs
+            if not (isinstance(error, KeyboardInterrupt) or stopped()):  # libraries may turn an interrupt into an error of their own
                 raise
             interrupted = True
             if not recorder.starts:
@@ -115,7 +118,7 @@ def search(
 
 
 def _allowed_space(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Space:
-    """What may be chosen, without references."""
+    """The space of allowed configurations, without reference strategies."""
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     allowed = parse(graph, topology.device_count, pins, forbidden)
     allowed = with_uncut(graph, topology, allowed, options.uncut, options.together)
@@ -129,7 +132,7 @@ def _heed(stopped: Callable[[], bool]) -> None:
 
 
 def chain_budgets(budget: int, chains: int) -> list[int]:
-    """Proposals of each chain: the first gets half, the others share the rest."""
+    """Number of proposals of each chain: the first gets half of the budget, the others share the rest."""
     if chains == 1:
         return [budget]
     rest = budget // 2
@@ -138,26 +141,26 @@ def chain_budgets(budget: int, chains: int) -> list[int]:
 
 
 class Able(Protocol):
-    """An evaluator whose times compiled chains can work out themselves."""
+    """An evaluator that also lets compiled chains simulate by themselves."""
 
     @property
     def engine_costs(self) -> CostModel:
-        """What their engines are to use."""
+        """The cost model for their engines."""
 
     @property
     def optimizer_states(self) -> int:
-        """As ``simulator.memory.peaks`` has them."""
+        """Tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``."""
 
     def always_fits(self) -> bool:
-        """Whether no strategy of the space can lack memory."""
+        """True if every strategy of the space fits into memory."""
 
     def least_overflow_bytes(self, strategy: Strategy) -> int:
-        """What the devices lack at least, as far as a bound says."""
+        """A lower bound of the memory that the devices lack, in bytes."""
 
 
 @dataclass
 class _Run:
-    """One search on its way."""
+    """The state of one search."""
 
     space: Space
     topology: Topology
@@ -173,7 +176,7 @@ class _Run:
         return cast(Able, self.evaluator) if hasattr(self.evaluator, "engine_costs") else None
 
     def all_chains(self) -> None:
-        """Spend the budget."""
+        """Run all descents and chains, until the budget is spent."""
         able = self._able
         most, each = (MAX_CHAINS, PROPOSALS_PER_CHAIN) if able is None else (MAX_TEMPERED, TEMPERED_PROPOSALS)
         wanted = min(most, max(1, self.options.budget // each))
@@ -198,7 +201,7 @@ class _Run:
             self._temper(sorted(lows, key=lambda found: found[0].cost_ns), able)
 
     def _temper(self, lows: Sequence[tuple[Start, int]], able: Able) -> None:
-        """Compiled chains from where the descents have ended, the best first."""
+        """Run compiled chains from the strategies at which the descents have ended, best first."""
         from soap.search.compiled.runner import CompiledSpace  # imports numba
         from soap.search.tempering import Tempering
 
@@ -228,14 +231,14 @@ class _Run:
         return self.evaluator.overflow_bytes(strategy) == 0
 
     def _overflow_bytes(self, strategy: Strategy, most: int) -> int | None:
-        """What the devices lack; None if a bound says that it is more than ``most``."""
+        """The memory that the devices lack, in bytes; None if a bound shows that it exceeds ``most``."""
         able = self._able
         return None if able is not None and able.least_overflow_bytes(strategy) > most else self.evaluator.overflow_bytes(strategy)
 
     def _descend(
         self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: _Allowance
     ) -> Start:
-        """Take what is better; for at most ``share`` proposals once something fits."""
+        """Accept only improvements. Ends after ``share`` proposals once something fits, or when the allowance is spent."""
         idle, pending = 0, list(openings)
         while not allowance.spent and (allowance.used < share or not current.fits) and idle < MAX_IDLE_MOVES:
             if pending:
@@ -248,7 +251,7 @@ class _Run:
             idle = 0
             cost_ns, overflow_bytes = self.evaluator.makespan_ns(proposal.strategy), None
             better = False
-            if cost_ns < current.cost_ns or not current.fits:  # it is slower to find out what memory is needed
+            if cost_ns < current.cost_ns or not current.fits:  # computing the memory takes longer, so do it only if needed
                 overflow_bytes = self._overflow_bytes(proposal.strategy, current.overflow_bytes)
                 better = overflow_bytes is not None and (overflow_bytes, cost_ns) < current.score
             self.recorder.proposal("descent", current.name, proposal, cost_ns, overflow_bytes, better)
@@ -259,7 +262,7 @@ class _Run:
         return current
 
     def _metropolis(self, rng: random.Random, start: Start, allowance: _Allowance) -> None:
-        """Run the chain for what is left of the allowance."""
+        """Run a chain until the allowance is spent."""
         kernel = Kernel(self.space)
         state = ChainState(start.strategy, start.cost_ns, max(1, start.cost_ns))
         best_ns, idle = start.cost_ns, 0
@@ -276,7 +279,7 @@ class _Run:
             self._show(1)
 
     def _show(self, done: int = 0) -> None:
-        """Bring the bar up to date."""
+        """Update the progress bar. Raises KeyboardInterrupt if the search is to stop."""
         _heed(self.stopped)
         if self.bar.disable:
             return
@@ -289,7 +292,7 @@ class _Run:
 
 @dataclass
 class _Allowance:
-    """What one chain may still spend."""
+    """The proposals that chains may still spend."""
 
     budget: int
     patience: float | None
@@ -305,7 +308,7 @@ class _Allowance:
 
     @property
     def spent(self) -> bool:
-        """Whether the budget, the time or the patience is at its end."""
+        """Whether budget, time or patience is exhausted."""
         idle = self.used - self.last_improvement
         impatient = self.patience is not None and idle >= self.patience * self.budget
         return self.used >= self.budget or impatient or time.monotonic() >= self.deadline

@@ -1,4 +1,4 @@
-"""What a search is told, as one value: for ``soap.find`` and ``soap-search`` alike."""
+"""The options of a search as one value, shared by ``soap.find`` and ``soap-search``."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from soap.simulator.costs import COST_SOURCES, CostSource
 from soap.strategy.config import Strategy, SyncConfig
 
 DEFAULT_BUDGET = 10_000
-"""Proposals: seconds to a few minutes for the models of the zoo."""
+"""Number of proposals: takes seconds to a few minutes for the models of the zoo."""
 OPTIMIZER_STATES = 2
-"""Tensors of a parameter's size that the optimizer keeps for it; Adam's two, so that memory is not underestimated."""
+"""Tensors of a parameter's size that the optimizer keeps for it: Adam's two, so that memory is not underestimated."""
 
 Constraints: TypeAlias = "Mapping[str, str] | Sequence[tuple[str, str]]"
-"""Pattern of operator names -> what is said of these operators (``soap.search.constraints``); pairs where a pattern occurs twice."""
+"""Pattern of operator names -> constraint on these operators (``soap.search.constraints``); pairs if a pattern occurs more than once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """How to search. StrategyError or ProfileError in one line where a value cannot be.
+    """How to search. StrategyError or ProfileError in one line for an impossible value.
 
-    ``budget``: proposals to evaluate on top of the starts. ``seed``: equal seeds give equal results. ``beta``: how strictly slower
-    strategies are refused on the way (``soap.search.metropolis``). ``starts``: names of strategies to begin with, by default all classical
-    ones; ``initial``: one more. ``patience``: the share of a chain's budget after which it ends if nothing has become better; None: never.
-    ``seconds``: proposals end after so much time. ``cores``: of this machine, by default all; the result does not depend on them.
+    ``budget``: proposals to evaluate, beside the starts. ``seed``: equal seeds give equal results. ``beta``: how strictly a chain refuses
+    slower strategies (``soap.search.metropolis``). ``starts``: names of strategies to begin with; by default all classical ones.
+    ``initial``: one more start. ``patience``: a chain ends if this share of its budget has brought no improvement; None: never.
+    ``seconds``: time limit for proposals. ``cores``: how many of this machine's to use, by default all; the result does not depend on it.
 
-    ``pins={"layers.*": "sample:4"}`` fixes a part and searches the rest; ``forbidden={"*": "reduction"}`` rules something out.
-    ``syncs=[parameter_server(4)]``: parameters may be synchronized by all-reduces or so; by default sparse ones in any way,
-    dense ones by all-reduces. ``uncut``: names of parameters that no device is to keep a part of, as optimizers need it whose update is
-    not elementwise; ``together``: those of which a device has all or none.
+    ``pins={"layers.*": "sample:4"}`` fixes some operators and searches the rest. ``forbidden={"*": "reduction"}`` rules out ways to split,
+    devices or copies. ``syncs=[parameter_server(4)]``: methods that parameters may be synchronized by, beside all-reduce; by default all
+    methods for sparse parameters, and all-reduce for dense ones. ``uncut``: names of parameters that every device owns whole or not at all;
+    optimizers need this if their update is not elementwise. ``together``: names of parameters that a device owns either all of, or none.
 
-    ``optimizer_states``: tensors of a parameter's size that the optimizer keeps; ``measured_updates``: whether ``soap-profile`` measures
-    the updates of such ones (SGD, Adam), else estimates count. ``costs``: ``auto`` or ``estimate`` (``soap.simulator.costs``).
-    ``margin``: how many times as fast as data parallelism a plan must be predicted to be, more than that, to be taken instead of it. 1:
-    whatever is predicted to be faster; None, as ``soap-search`` has it: what such predictions are known to err by.
+    ``optimizer_states``: tensors of a parameter's size that the optimizer keeps. ``measured_updates``: whether ``soap-profile`` measures
+    this optimizer's updates (SGD, Adam); if not, they are estimated. ``costs``: ``auto`` or ``estimate`` (``soap.simulator.costs``).
+    ``margin``: a plan is taken instead of data parallelism only if it is predicted to be more than ``margin`` times as fast. 1: whatever is
+    predicted to be faster. None (the default of ``soap-search``): the factor by which such predictions are known to err.
     """
 
     budget: int = DEFAULT_BUDGET
@@ -65,7 +65,7 @@ class SearchOptions:
         if self.cores is not None and self.cores < 1:
             raise StrategyError(f"cores {self.cores}: expected at least 1, or None for all of this machine")
         if self.margin is not None and not 1 <= self.margin < inf:
-            raise StrategyError(f"margin {self.margin}: expected a factor of at least 1, or None for what predictions are known to err by")
+            raise StrategyError(f"margin {self.margin}: expected a factor of at least 1, or None for the known error of predictions")
         if self.optimizer_states < 0:
             raise StrategyError(f"optimizer_states {self.optimizer_states}: expected 0 or more tensors of a parameter's size")
         check_costs(self.costs)
@@ -78,7 +78,7 @@ class SearchOptions:
 
 
 def _check(budget: int, beta: float, patience: float | None, seconds: float | None) -> None:
-    """Raise StrategyError in one line if a search cannot be told so."""
+    """Raise StrategyError in one line for an impossible value."""
     if budget < 1:
         raise StrategyError(f"--budget {budget}: expected at least 1 proposal; a few hundred are a good beginning")
     if not 0 < beta < inf:
@@ -90,6 +90,6 @@ def _check(budget: int, beta: float, patience: float | None, seconds: float | No
 
 
 def check_costs(costs: CostSource) -> None:
-    """Raise ProfileError in one line if there are no such costs."""
+    """Raise ProfileError in one line if there is no such source of costs."""
     if costs not in COST_SOURCES:
         raise ProfileError(f"costs {costs!r}: expected one of {', '.join(COST_SOURCES)}")

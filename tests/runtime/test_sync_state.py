@@ -177,4 +177,4 @@ def test_one_line_for_a_checkpoint_that_lacks_what_it_says_is_kept(four: Pool, p
     del document["tensors"]["sync.state.head.weight.residual"]
     manifest.write_text(json.dumps(document))
     said = four.run(plain, path, str(tmp_path / "kept"), str(tmp_path / "plain"), ranks=2)
-    assert all("lacks what synchronization keeps as 'residual' of 'head.weight'" in text and "\n" not in text for text in said), said
+    assert all("lacks the synchronization state 'residual' of 'head.weight'" in text and "\n" not in text for text in said), said

@@ -250,7 +250,7 @@ def _check_complete(
         for key in (*state.regions, *state.scalars):
             found, parameter = tensors.get(state_name(name, key)), tensors.get(model_name(name))
             if found is None or parameter is None or found.shape != (parameter.shape if key in state.regions else ()):
-                raise damaged(path, f"it lacks state {key!r} of {name!r} in the shape that belongs to it")
+                raise damaged(path, f"it lacks state {key!r} of {name!r}, or has it in another shape")
         for key in state.others:
             if state_name(name, key) not in tensors:
                 raise damaged(path, f"it lacks state {key!r} of {name!r}")
@@ -258,4 +258,4 @@ def _check_complete(
         for key in keys:
             found, parameter = tensors.get(sync_state_name(name, key)), tensors.get(model_name(name))
             if found is None or parameter is None or found.shape != parameter.shape:
-                raise damaged(path, f"it lacks what synchronization keeps as {key!r} of {name!r} in the shape that belongs to it")
+                raise damaged(path, f"it lacks the synchronization state {key!r} of {name!r}, or has it in another shape")

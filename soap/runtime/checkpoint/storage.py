@@ -215,7 +215,7 @@ class RegionLoadPlanner(DefaultLoadPlanner):
         self._manifest = manifest
 
     def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """The regions come from the constructor; the state dict is empty."""
+        """Nothing to do: the regions come from the constructor, and the state dict is empty."""
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:

@@ -50,7 +50,7 @@ class Position:
 
 
 HERE = Position()
-"""This process's."""
+"""This process's position."""
 
 
 def describe(trace: TracebackType | None = None) -> str:

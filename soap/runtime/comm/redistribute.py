@@ -128,11 +128,11 @@ class Communicator:
         self.open_groups(groups)
         self._sends: deque[Pending] = deque()
         self._left: list[Pending] = []
-        if self._nccl:  # a batch of messages may be the first thing on a communicator only if all ranks take part
+        if self._nccl:  # a batch of messages may come first on a communicator only if all ranks take part
             dist.all_reduce(torch.zeros(1, device=device))
 
     def open_groups(self, groups: Iterable[Sequence[int]]) -> None:
-        """Make the groups that are not there yet; on all ranks at once, with the same groups."""
+        """Make the groups that do not exist yet; called on all ranks at once, with the same groups."""
         for devices in sorted({tuple(group) for group in groups} - self._groups.keys()):
             self._groups[devices] = dist.new_group(list(devices), timeout=self._timeout)
         calm_gloo()

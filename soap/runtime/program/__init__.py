@@ -1,1 +1,1 @@
-"""What every rank does, in one order, worked out from a plan before any step."""
+"""The program: what every rank does, in one order, worked out from a plan before the first step."""

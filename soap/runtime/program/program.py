@@ -65,7 +65,7 @@ class Program:
 
     @cached_property
     def looking_up(self) -> frozenset[int]:
-        """Tiles that read rows of sparse parameters."""
+        """Tiles with sparse lookups."""
         return frozenset(tile for sync in self.plan.syncs if sync.contract.by_rows for tile, _ in sync.uses)
 
     def readers(self, rank: int) -> dict[ValueKey, int]:
@@ -118,7 +118,7 @@ def compile_program(
     ]
     losses = _losses(plan)
     known = everyone_knows(plan, epilogue, number_sums)
-    told = Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it before
+    told = Action(ActionKind.LOSS, min(losses.values()), None)  # last of all: no rank needs it earlier
     return Program(
         plan,
         index,

@@ -64,7 +64,7 @@ def resized_plan(plan: Plan, graph: OperatorGraph, topology: Topology) -> Plan:
 
 
 def _namesake(op: Operator, others: Sequence[Operator]) -> str:
-    """The operator that makes the same calls, or most of them: a size of 1 may join calls in other ways."""
+    """The operator that makes the same calls, or most of them: with a size of 1, calls may be fused differently."""
     common = Counter({other.name: len({*op.calls} & {*other.calls}) + (other.name == op.name) / 2 for other in others})
     name, shared = common.most_common(1)[0]
     if not shared:
@@ -73,7 +73,7 @@ def _namesake(op: Operator, others: Sequence[Operator]) -> str:
 
 
 def _carried_over(old: Operator, config: OpConfig, new: Operator) -> OpConfig:
-    """The configuration on the factors that remain; of those that do not, the first interval."""
+    """The configuration on the factors that remain. Of a factor that disappears, the first interval's devices stay."""
     places = _same_factors(old.factors, new.factors)
     degrees = tuple(1 if place is None else config.degrees[place] for place in places)
     devices = []
@@ -90,7 +90,7 @@ def _carried_over(old: Operator, config: OpConfig, new: Operator) -> OpConfig:
 
 
 def _same_factors(old: Sequence[Factor], new: Sequence[Factor]) -> list[int | None]:
-    """For each new factor the old one: by name and kind, else the only one of its kind and size."""
+    """For each new factor the place of the old one: the same name and kind, else the same kind and size. None if there is none."""
     result: list[int | None] = []
     for factor in new:
         found = [i for i, f in enumerate(old) if f.name == factor.name and f.kind is factor.kind and _fits(f, factor) and i not in result]

@@ -1,1 +1,1 @@
-"""One training step of one rank: forward, backward, and what follows."""
+"""One training step of one rank: forward pass, backward pass, update."""

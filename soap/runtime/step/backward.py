@@ -32,7 +32,7 @@ Room = tuple[int, Box, torch.Tensor]
 
 
 class BackwardPass:
-    """One method per action."""
+    """The backward pass of one micro-batch; one method per action."""
 
     def __init__(self, state: StepState, early: EarlyStart) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan

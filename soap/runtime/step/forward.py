@@ -29,7 +29,8 @@ from soap.tracing.model import TileContext, TracedModel
 
 
 class ForwardPass:
-    """One method per action. ``tensors``: full inputs and constants by name. ``units``: first tile -> tiles that are computed together."""
+    """The forward pass of one micro-batch; one method per action. ``tensors``: full inputs and constants by name. ``units``: first tile ->
+    fused tiles."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which part of a training step a batch is."""
+"""The place of a micro-batch in its step."""
 
 from __future__ import annotations
 

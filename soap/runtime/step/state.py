@@ -1,4 +1,4 @@
-"""What the forward pass of one step leaves for the backward pass, on one rank."""
+"""The state of one step on one rank, which its forward pass leaves for its backward pass."""
 
 from __future__ import annotations
 

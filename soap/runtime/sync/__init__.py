@@ -1,1 +1,1 @@
-"""Parameters on their ranks, and keeping their copies in step."""
+"""Parameters on a rank, and the methods that keep their copies in step: one file a method."""

@@ -28,7 +28,7 @@ class Roles:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All that take part, ascending."""
+        """All devices that take part, ascending."""
         return tuple(sorted({*self.readers, *(owner for _, owner in self.parts)}))
 
     def leader(self, reader: int) -> int:

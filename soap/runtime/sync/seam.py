@@ -79,7 +79,7 @@ class RankSync(ABC):
 
     @classmethod
     def after_backward(cls, plan: Plan, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """What is done with its gradients: COLLECT within hosts first, if some readers deal with the others through a leader, then SYNC."""
+        """The exchanges of its gradients: COLLECT first if it uses local aggregation, then SYNC; none if a single device takes part."""
         if len(plan.members(sync)) < 2:
             return ()
         return (ActionKind.COLLECT, ActionKind.SYNC) if sync.aggregated else (ActionKind.SYNC,)

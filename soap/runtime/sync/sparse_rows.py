@@ -61,7 +61,7 @@ class Member:
         wanted.rows = no_rows
 
     def end(self) -> None:
-        """A micro-batch is over: its rows are let go."""
+        """End a micro-batch: drop its rows."""
         self._compact = self.blank
         if self.arriving is not None:
             self.arriving.wait()
@@ -123,7 +123,7 @@ class Leader:
         return add_up(parts)
 
     def end(self) -> None:
-        """A micro-batch is over: its rows are let go."""
+        """End a micro-batch: drop its rows."""
         for pending in (self.arriving, self.collecting):
             if pending is not None:
                 pending.wait()

@@ -22,7 +22,7 @@ Optimizers = OptimizerFactory | Mapping[str, OptimizerFactory]
 GroupOptions = Callable[[str, tuple[int, ...]], Mapping[str, Any]]
 """(parameter's canonical name, whole shape) -> the options that differ for it, such as ``{"weight_decay": 0.0}``."""
 ScheduleFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-"""Makes a schedule of an optimizer's options."""
+"""Makes a schedule from an optimizer."""
 Shapes = Mapping[str, tuple[int, ...]]
 """Whole shapes of all trainable parameters by canonical name, in the graph's order."""
 

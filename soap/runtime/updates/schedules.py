@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 
 
 class Schedule:
-    """A schedule of a rank's optimizer, or none. ``name``: of its class."""
+    """A schedule of a rank's optimizer, or an empty one. ``name``: of its class, or None."""
 
     def __init__(self, own: torch.optim.lr_scheduler.LRScheduler | None, name: str | None) -> None:
         self._own, self.name = own, name
@@ -63,7 +63,7 @@ class Schedule:
         if self._own is None:
             return
         state = _restored(found["state"])
-        known = self._own.state_dict()  # nothing else may become an attribute
+        known = self._own.state_dict()  # other keys of the file must not become attributes
         theirs, ours = (len(own.get("base_lrs", ())) for own in (state, known))
         if theirs != ours:
             raise CheckpointError(

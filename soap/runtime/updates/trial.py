@@ -173,7 +173,7 @@ class _Trial:
         own = {name: [t.detach().clone().contiguous().requires_grad_() for t in some] for name, some in own.items()}
         optimizer = self._made(own)
         for group in optimizer.param_groups:
-            if isinstance(group.get("lr"), (int, float)) and group["lr"] == 0:  # a schedule may raise it
+            if isinstance(group.get("lr"), (int, float)) and group["lr"] == 0:  # 0 would change nothing; a schedule may raise it
                 group["lr"] = 1e-3
         for step in range(steps):
             for kind in self.kinds:

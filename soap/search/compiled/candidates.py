@@ -121,7 +121,7 @@ def draw_any(Q: GridTables, X: ChainTables, op: int, slot: int) -> None:
             low = middle + 1
         else:
             high = middle
-    if Q.shuffled_log[low] == NO_WEIGHT:  # the sum was rounded
+    if Q.shuffled_log[low] == NO_WEIGHT:  # rounding of the sum can lead to a grid without weight
         draw_structured(Q, X, op, slot)
         return
     first, devices = slot * len(X.order), Q.device_ptr[space + 1] - Q.device_ptr[space]
