@@ -1,4 +1,4 @@
-"""What ``numpy`` does with arrays in place, for compiled code: its own versions take numba many times longer to compile."""
+"""In-place array functions for compiled code. numba takes many times longer to compile numpy's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def copy(target: Ints | Longs, at: int, source: Ints | Longs, first: int, last: 
 
 @compiled
 def sort(array: Ints | Longs, first: int, last: int) -> None:
-    """``array[first:last].sort()``: by heapsort, which needs no room; what is in order already is only looked at."""
+    """``array[first:last].sort()``, by heapsort, which needs no extra memory. An array that is in order already is only read."""
     ascending = True
     for i in range(first + 1, last):
         ascending &= array[i - 1] <= array[i]
