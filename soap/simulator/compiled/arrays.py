@@ -32,7 +32,7 @@ def sort(array: Ints | Longs, first: int, last: int) -> None:
     for step in range(count // 2 + count - 1):
         if step < count // 2:  # make a heap, the largest on top
             root, size = count // 2 - 1 - step, count
-        else:  # the largest goes behind the others
+        else:  # move the largest to the end of the heap
             root, size = 0, count - 1 - (step - count // 2)
             array[first], array[first + size] = array[first + size], array[first]
         value = array[first + root]

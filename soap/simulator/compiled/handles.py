@@ -102,7 +102,7 @@ class _Fields(AttributeTemplate):
 
 @lower_getattr_generic(HandleType)
 def _look_up(context, builder, kind, table, name):  # type: ignore[no-untyped-def]
-    """A field: one of the addresses in the table, and the shape behind it."""
+    """A field: its address in the table, and its shape, which follows there."""
     place, field = kind.fields[name]
     integer = context.get_value_type(types.intp)
     words = builder.bitcast(table, integer.as_pointer())

@@ -33,7 +33,7 @@ def make_choices(graph: OperatorGraph, variants: Variants, choices: Mapping[str,
     for position, op in enumerate(graph.operators):
         for config in choices.get(op.name, ()):
             if config.replicas != 1:
-                raise ValueError(f"operator {op.name!r}: {config.replicas} replicas; a walk chooses among configurations without")
+                raise ValueError(f"operator {op.name!r}: {config.replicas} replicas; expected 1: a walk takes no replicas")
             numbers.append(variants.number(position, config.degrees))
             dev += config.devices
             dev_ptr.append(len(dev))
